@@ -1,0 +1,30 @@
+"""What several tests share: the golden data of the real frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
+
+
+def golden_files(folder: str) -> list[Path]:
+    """Every JSON file of one golden folder, in a stable order."""
+    return sorted((GOLDEN / folder).glob("*.json"))
+
+
+@cache
+def load(path: Path) -> dict[str, Any]:
+    """One golden file, parsed once per test process; callers do not change it."""
+    return json.loads(path.read_text())
+
+
+def array(obj: dict[str, Any]) -> np.ndarray:
+    """An array object {"shape", "dtype", "data"} with "inf", "-inf" and "nan" as strings -> ndarray."""
+    return np.array([float(v) for v in obj["data"]], dtype=obj["dtype"]).reshape(obj["shape"])
