@@ -1,0 +1,185 @@
+"""Real inputs: the 8x8 digits that are committed in `data/`, and MNIST from the user's disk."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
+_DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
+
+_MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+# file name -> (magic number, shape, SHA-256 of the decompressed content)
+_MNIST = {
+    "train-images-idx3-ubyte.gz": (
+        0x803,
+        (60000, 28, 28),
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    ),
+    "train-labels-idx1-ubyte.gz": (
+        0x801,
+        (60000,),
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    ),
+    "t10k-images-idx3-ubyte.gz": (
+        0x803,
+        (10000, 28, 28),
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    ),
+    "t10k-labels-idx1-ubyte.gz": (
+        0x801,
+        (10000,),
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+}
+
+
+def data_dir() -> Path:
+    """The folder with the lessons' data: `MPKIT_DATA` when set, else `data/` beside the package."""
+    return Path(os.environ.get("MPKIT_DATA") or Path(__file__).resolve().parent.parent / "data")
+
+
+def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
+    """The 1,797 handwritten digits of the UCI set that scikit-learn ships, 8x8 pixels each.
+
+    Args:
+        split:  "train" (the first 1,500), "test" (the last 297) or "all".
+        size:   pixels per side; 8 is the original, anything larger is interpolated (bilinear).
+    Returns: images (N, 1, size, size) float32 in [0, 1] and labels (N,) int64.
+    Raises:  ValueError for another split or size, or a file that is damaged; FileNotFoundError if it is missing.
+    Source:  Alpaydin and Kaynak 1998, "Optical recognition of handwritten digits", test part; see data/README.md.
+    """
+    parts = {"train": slice(_DIGITS_TRAIN), "test": slice(_DIGITS_TRAIN, None), "all": slice(None)}
+    if split not in parts:
+        raise ValueError(f"split must be one of {', '.join(parts)}, got {split!r}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 8:
+        raise ValueError(f"size must be a whole number of pixels, at least 8, got {size!r}")
+    pixels, labels = _read_digits(_packaged("digits.npz"))
+    images = torch.from_numpy(pixels[parts[split]]).float().div_(16).unsqueeze(1)
+    if size != 8:
+        images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+    return images, torch.from_numpy(labels[parts[split]]).long()
+
+
+def mnist(
+    root: str | os.PathLike[str] | None = None, download: bool = False, *, split: str = "train"
+) -> tuple[Tensor, Tensor]:
+    """MNIST from its four standard idx.gz files.
+
+    Args:
+        root:      the folder that holds the files; None means `$MPKIT_DATA/mnist`, then the user's cache.
+        download:  fetch missing files into the folder first, with a progress bar (12 MB).
+        split:     "train" (60,000 images) or "test" (10,000).
+    Returns: images (N, 1, 28, 28) float32 in [0, 1] and labels (N,) int64.
+    Raises:  FileNotFoundError if files are missing and `download` is False; ValueError, naming the file, if one is
+             damaged, truncated, or has another magic number, size or checksum; ConnectionError if a download fails.
+             Existing files are never overwritten, and a broken download leaves nothing behind.
+    Source:  LeCun, Cortes, Burges, "The MNIST database of handwritten digits".
+    """
+    prefixes = {"train": "train", "test": "t10k"}
+    if split not in prefixes:
+        raise ValueError(f"split must be one of {', '.join(prefixes)}, got {split!r}")
+    folder = _mnist_folder(root)
+    if download:
+        for name in _MNIST:
+            if not (folder / name).exists():
+                _download(name, folder)
+    images, labels = (
+        _read_idx(folder / f"{prefixes[split]}-{part}-ubyte.gz") for part in ("images-idx3", "labels-idx1")
+    )
+    return torch.from_numpy(images).float().div_(255).unsqueeze(1), torch.from_numpy(labels).long()
+
+
+def _packaged(name: str) -> Path:
+    """A file of `data/`. `MPKIT_DATA` may hold MNIST alone, so the copy beside the package is looked up too."""
+    for folder in (data_dir(), Path(__file__).resolve().parent.parent / "data"):
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(
+        f"{name} was looked for in {data_dir()}; run mpkit from its repository (pip install -e .) "
+        f"or set MPKIT_DATA to the repository's data folder"
+    )
+
+
+def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            images, labels = file["images"], file["labels"]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); restore it with `git checkout data/digits.npz`") from error
+    got = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
+    if got != _DIGITS_SHA256:
+        raise ValueError(
+            f"{path} holds other images than the 1,797 digits (SHA-256 {got[:12]}..., "
+            f"expected {_DIGITS_SHA256[:12]}...); restore it with `git checkout data/digits.npz`"
+        )
+    return images, labels
+
+
+def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
+    if root is not None:
+        return Path(root)
+    if os.environ.get("MPKIT_DATA"):
+        return data_dir() / "mnist"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """One idx.gz file -> uint8 array of the shape it must have, every byte checked first."""
+    magic, shape, sha256 = _MNIST[path.name]
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing; pass root= or set MPKIT_DATA to a folder that has it, "
+            f"or call mnist(download=True) to fetch the four files (12 MB)"
+        )
+    remedy = "delete it and call mnist(download=True), or copy it again"
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole gzip file ({error}); {remedy}") from error
+    header = 4 + 4 * len(shape)
+    got_magic = int.from_bytes(content[:4], "big")
+    if got_magic != magic:
+        raise ValueError(f"{path} must start with magic number {magic:#x}, got {got_magic:#x}; {remedy}")
+    got_shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4))
+    if got_shape != shape or len(content) != header + int(np.prod(shape)):
+        raise ValueError(
+            f"{path} must hold {shape} bytes after its header, got a header of {got_shape} "
+            f"and {len(content) - header} bytes; {remedy}"
+        )
+    got = hashlib.sha256(content).hexdigest()
+    if got != sha256:
+        raise ValueError(f"{path} has SHA-256 {got[:12]}... instead of {sha256[:12]}...; {remedy}")
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+
+
+def _download(name: str, folder: Path) -> None:
+    """Fetch one MNIST file beside its final place, check it there, then move it: never a half file."""
+    from tqdm.auto import tqdm
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+        part = Path(scratch) / name
+        try:
+            with urllib.request.urlopen(_MNIST_MIRROR + name, timeout=30) as answer, part.open("wb") as out:
+                total = int(answer.headers.get("Content-Length") or 0) or None
+                with tqdm.wrapattr(out, "write", total=total, desc=name, leave=False) as sink:
+                    shutil.copyfileobj(answer, sink)
+        except (urllib.error.URLError, TimeoutError, OSError) as error:
+            raise ConnectionError(
+                f"could not download {name} ({error}); check the network, or put the four MNIST files into {folder}"
+            ) from error
+        _read_idx(part)
+        part.replace(folder / name)

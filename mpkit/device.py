@@ -1,0 +1,61 @@
+"""Which device to compute on, and what it can do."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def default_device() -> torch.device:
+    """The device of the lessons: `MPKIT_DEVICE` when set, else the first CUDA device, else the CPU.
+
+    Raises:  ValueError if `MPKIT_DEVICE` names no device, or one that this machine lacks.
+    """
+    name = os.environ.get("MPKIT_DEVICE", "").strip()
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"MPKIT_DEVICE={name} needs a CUDA device that this machine lacks "
+            f"({torch.cuda.device_count()} found); unset it or set MPKIT_DEVICE=cpu"
+        )
+    return device
+
+
+def fp16_is_slow(device: torch.device) -> bool:
+    """Whether float16 convolutions should be emulated on `device`: their CPU backward is up to 200x slower."""
+    return device.type == "cpu"
+
+
+def describe(device: torch.device | None = None) -> dict[str, str]:
+    """What a measurement must state: device name and the versions of Python, torch and CUDA."""
+    import platform
+
+    device = device or default_device()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
+    return {
+        "device": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda or "none"),
+    }
+
+
+def _cpu_name() -> str:
+    import platform
+    from pathlib import Path
+
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
