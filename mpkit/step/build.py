@@ -1,0 +1,1 @@
+"""From a network, an optimizer and a level to a train cell."""
