@@ -1,0 +1,141 @@
+"""Gradient accumulation: one update from the mean gradient of several micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class GradientAccumulation(nn.Module):
+    """Add gradients of N micro-steps and update the weights once with their mean.
+
+    Call it as `accumulation(loss, grads)` after each backward pass. On calls N, 2N, ... the mean is put into
+    `p.grad` and the update runs; on the others the weights stay. What is left at the end of an epoch joins the next
+    epoch, unless `flush()` applies it at once.
+
+    Args:
+        max_accumulation_step: N, micro-steps per update (>= 1; 1 updates on every call).
+        optimizer:             its parameter groups name what is accumulated, in their order.
+        update:                what runs on the N-th call with the mean in `p.grad`; None: `optimizer.step`.
+        reduce:                called once per update with the list of mean gradients, to average them in place over
+                               ranks (so micro-steps need no communication: run them under `network.no_sync()`).
+    Units:   sums are kept in float32 for float16 and bfloat16 gradients, so small micro-gradients are not lost.
+    Raises:  TypeError if N is no int, ValueError if N < 1 or a call brings another number of gradients.
+    Source:  MindSpore boost.GradientAccumulation; `flush`, `update`, `reduce` and `overflow` are mpkit's.
+
+    >>> weight = nn.Parameter(torch.zeros(1))
+    >>> accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0))
+    >>> for gradient in (1.0, 3.0):
+    ...     _ = accumulate(torch.tensor(0.0), [torch.tensor([gradient])])
+    >>> weight.item()
+    -2.0
+    """
+
+    def __init__(
+        self,
+        max_accumulation_step: int,
+        optimizer: Optimizer,
+        *,
+        update: Callable[[], Any] | None = None,
+        reduce: Callable[[list[Tensor]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(max_accumulation_step, int) or isinstance(max_accumulation_step, bool):
+            raise TypeError(f"max_accumulation_step must be an int, got {max_accumulation_step!r}")
+        if max_accumulation_step < 1:
+            raise ValueError(f"max_accumulation_step must be 1 or more, got {max_accumulation_step}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self.max_accumulation_step = max_accumulation_step
+        self.optimizer = optimizer
+        self.counter = 0
+        self._update = update or optimizer.step
+        self._reduce = reduce
+        self._sums: dict[int, Tensor] = {}  # position of the parameter -> sum of gradient / N
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The optimizer's parameters in the order in which gradients are expected."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def accumulated(self) -> list[Tensor]:
+        """The running sums of gradient / N, one per parameter; zeros right after an update."""
+        return [self._sums.get(i, torch.zeros_like(p)) for i, p in enumerate(self.weights)]
+
+    @property
+    def updates_next(self) -> bool:
+        """The next counted call runs the update."""
+        return self.counter + 1 >= self.max_accumulation_step
+
+    def forward(
+        self, loss: Tensor, grads: Sequence[Tensor | None] | None = None, overflow: Tensor | bool = False
+    ) -> Tensor:
+        """Add one micro-step's gradients (None: those in `p.grad`, which are taken away); -> the loss given.
+
+        A micro-step with `overflow` is neither added nor counted. A tensor there costs one read on the host: the
+        counter decides in Python whether the optimizer runs.
+        """
+        if grads is None:
+            grads = self._taken()
+        if bool(overflow):
+            return loss
+        self._add(grads)
+        self.counter += 1
+        if self.counter >= self.max_accumulation_step:
+            self._step(scale=1.0)
+        return loss
+
+    def flush(self) -> bool:
+        """Update now with the mean of the micro-steps counted so far; -> whether there were any."""
+        if self.counter == 0:
+            return False
+        self._step(scale=self.max_accumulation_step / self.counter)
+        return True
+
+    def _taken(self) -> list[Tensor | None]:
+        grads = [p.grad for p in self.weights]
+        for p in self.weights:
+            p.grad = None  # the next backward starts from nothing instead of adding to what was counted
+        return grads
+
+    @torch.no_grad()
+    def _add(self, grads: Sequence[Tensor | None]) -> None:
+        parameters = self.weights
+        if len(grads) != len(parameters):
+            raise ValueError(f"need one gradient (or None) for each of {len(parameters)} parameters, got {len(grads)}")
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.max_accumulation_step
+            self._sums[i] = self._sums[i].add_(share) if i in self._sums else share
+
+    @torch.no_grad()
+    def _step(self, scale: float) -> None:
+        """Hand the sums over as gradients and run the update; they are gone from here afterwards."""
+        parameters, sums = self.weights, self._sums
+        self._sums, self.counter = {}, 0
+        if scale != 1.0 and sums:
+            torch._foreach_mul_(list(sums.values()), scale)
+        if self._reduce is not None:
+            self._reduce(list(sums.values()))
+        for i, p in enumerate(parameters):
+            p.grad = sums[i].to(p.dtype) if i in sums else None
+        with torch.enable_grad():
+            self._update()
+        for p in parameters:
+            p.grad = None  # or the next backward would add to the mean just used
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Counter and sums, so that a run can stop between two micro-steps."""
+        return {"counter": self.counter, "sums": dict(self._sums)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_extra_state` gave."""
+        parameters = self.weights
+        self.counter = int(state["counter"])
+        self._sums = {int(i): t.to(parameters[int(i)].device) for i, t in state["sums"].items()}

@@ -1,0 +1,152 @@
+"""Gradient accumulation: the mean of N micro-batches is one batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit.boost.grad_accumulation import GradientAccumulation
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: list[Make] = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.Adam(p, lr=0.01),
+    lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
+]
+
+
+def linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(5, 3).double()
+
+
+def data(rows: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(rows, 5, generator=generator).double(), torch.randn(rows, 3, generator=generator).double()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_n_micro_batches_train_like_one_batch(make: Make, parts: int) -> None:
+    whole, split = linear(), linear()
+    one, many = make(list(whole.parameters())), make(list(split.parameters()))
+    accumulate = GradientAccumulation(parts, many)
+    x, y = data()
+    for _ in range(3):
+        one.zero_grad()
+        nn.functional.mse_loss(whole(x), y).backward()
+        one.step()
+        for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
+            loss = nn.functional.mse_loss(split(xs), ys)
+            loss.backward()
+            accumulate(loss)  # takes the gradients away: no zero_grad needed between micro-steps
+    for a, b in zip(whole.parameters(), split.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_move_only_on_the_nth_call_and_the_loss_comes_back() -> None:
+    net = linear()
+    accumulate = GradientAccumulation(3, torch.optim.SGD(net.parameters(), lr=1.0))
+    moved = []
+    for t in range(7):
+        before = net.weight.detach().clone()
+        loss = torch.tensor(float(t))
+        assert accumulate(loss, [torch.ones(3, 5).double(), None]) is loss
+        moved.append(not torch.equal(before, net.weight))
+    assert moved == [False, False, True, False, False, True, False]
+    assert accumulate.counter == 1
+
+
+def test_flush_applies_the_mean_of_what_is_there_once() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    accumulate = GradientAccumulation(4, torch.optim.SGD([weight], lr=1.0))
+    assert not accumulate.flush()
+    for g in (1.0, 5.0):
+        accumulate(torch.tensor(0.0), [torch.full((2,), g)])
+    assert accumulate.flush()
+    assert weight.tolist() == [-3.0, -3.0]  # the mean of 1 and 5, not (1 + 5) / 4
+    assert not accumulate.flush()
+    assert weight.tolist() == [-3.0, -3.0]
+
+
+def test_a_micro_step_that_overflowed_is_neither_added_nor_counted() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0))
+    for g, overflow in ((1.0, False), (torch.inf, torch.tensor(True)), (3.0, torch.tensor(False))):
+        weight.grad = torch.tensor([g])
+        accumulate(torch.tensor(0.0), overflow=overflow)
+    assert weight.tolist() == [-2.0]
+
+
+def test_small_half_precision_gradients_are_summed_in_float32() -> None:
+    # In float16, 1 + 2**-11 rounds back to 1: 64 of them summed one by one would be lost.
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    accumulate = GradientAccumulation(65, torch.optim.SGD([weight], lr=65.0))
+    for g in [1.0] + [2.0**-11] * 64:
+        accumulate(torch.tensor(0.0), [torch.tensor([g], dtype=torch.float16)])
+    assert weight.item() == pytest.approx(-(1 + 64 * 2.0**-11), rel=2.0**-11)
+    assert weight.item() < -1.02
+
+
+def test_the_reduction_runs_once_per_update_and_before_it() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    seen: list[float] = []
+
+    def halve(means: list[Tensor]) -> None:
+        seen.append(means[0].item())
+        means[0].mul_(0.5)
+
+    accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0), reduce=halve)
+    for g in (2.0, 6.0):
+        accumulate(torch.tensor(0.0), [torch.tensor([g])])
+    assert seen == [4.0]
+    assert weight.tolist() == [-2.0]
+
+
+def test_another_update_can_take_the_place_of_the_optimizer() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    got: list[float] = []
+    accumulate = GradientAccumulation(
+        1, torch.optim.SGD([weight], lr=1.0), update=lambda: got.append(weight.grad.item())
+    )
+    accumulate(torch.tensor(0.0), [torch.tensor([2.5])])
+    assert got == [2.5]
+    assert weight.item() == 0.0
+
+
+def test_stopping_between_two_micro_steps_and_resuming_changes_nothing() -> None:
+    x, y = data()
+    straight, stopped = linear(), linear()
+    a = GradientAccumulation(4, torch.optim.SGD(straight.parameters(), lr=0.1))
+    b = GradientAccumulation(4, torch.optim.SGD(stopped.parameters(), lr=0.1))
+    for t, (xs, ys) in enumerate(zip(x.chunk(6), y.chunk(6))):
+        for net, accumulate in ((straight, a), (stopped, b)):
+            loss = nn.functional.mse_loss(net(xs), ys)
+            loss.backward()
+            accumulate(loss)
+        if t == 2:
+            state = copy.deepcopy(b.state_dict())
+            b = GradientAccumulation(4, torch.optim.SGD(stopped.parameters(), lr=0.1))
+            b.load_state_dict(state)
+            assert b.counter == 3
+    torch.testing.assert_close(straight.weight, stopped.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("n", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("2", TypeError), (True, TypeError)]
+)
+def test_bad_counts_are_refused(n: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="max_accumulation_step must be"):
+        GradientAccumulation(n, torch.optim.SGD(linear().parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_a_wrong_optimizer_and_a_wrong_number_of_gradients_are_refused() -> None:
+    with pytest.raises(TypeError, match="Optimizer, got Linear"):
+        GradientAccumulation(2, linear())  # type: ignore[arg-type]
+    accumulate = GradientAccumulation(2, torch.optim.SGD(linear().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="each of 2 parameters, got 1"):
+        accumulate(torch.tensor(0.0), [torch.zeros(3, 5)])
