@@ -1,0 +1,1 @@
+"""Widget models: all state and numbers of the interactive views, without ipywidgets and matplotlib."""

@@ -1,0 +1,1 @@
+"""Pictures: plain data in, matplotlib figures out."""

@@ -1,0 +1,1 @@
+"""Views: controls and a picture bound to an explorer."""
