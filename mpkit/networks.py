@@ -141,12 +141,14 @@ class ResNet(nn.Module):
         self.relu = nn.ReLU()
         self.maxpool = nn.Identity() if small_input else nn.MaxPool2d(3, 2, padding=1)
         channels = width
+        stages = []
         for stage, depth in enumerate(depths):
             blocks = []
             for i in range(depth):
                 blocks.append(block(channels, width * 2**stage, 2 if stage > 0 and i == 0 else 1, norm))
                 channels = width * 2**stage * block.expansion
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels, classes)
 

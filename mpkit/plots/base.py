@@ -22,7 +22,7 @@ LINES = (BLUE, VERMILION, GREEN, PURPLE, BLACK)
 MARKERS = ("o", "s", "^", "D", "v")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
-STYLE = {
+STYLE: Any = {  # matplotlib types its keys one by one
     "font.size": 10.0,
     "axes.titlesize": 11.0,
     "axes.labelsize": 10.0,

@@ -108,9 +108,8 @@ class View(w.VBox):
 
     def _number(self, name: str, trait: Any, label: str, value: float) -> w.Widget:
         tags, layout = trait.metadata, w.Layout(width="300px")
-        kind, box_kind = (
-            (w.IntSlider, w.BoundedIntText) if isinstance(trait, Int) else (w.FloatSlider, w.BoundedFloatText)
-        )
+        whole = isinstance(trait, Int)
+        kind, box_kind = (w.IntSlider, w.BoundedIntText) if whole else (w.FloatSlider, w.BoundedFloatText)
         limits: dict[str, Any] = {"min": trait.min, "max": trait.max}
         box = box_kind(value=value, description=label, style=_LABEL, step=tags.get("step", 1), **limits)
         options = {"readout": False, "continuous_update": not tags.get("costly", False), "layout": layout}
@@ -120,9 +119,7 @@ class View(w.VBox):
             low, high = (math.log(limit, base) for limit in (trait.min, trait.max))
             slider = _LogSlider(base, low, high, tags.get("step", 1), whole, value, options)
         else:
-            slider = kind(
-                value=value, step=tags.get("step", 1 if isinstance(trait, Int) else 0.01), **limits, **options
-            )
+            slider = kind(value=value, step=tags.get("step", 1 if whole else 0.01), **limits, **options)
         self._bind(name, slider)
         self.boxes[name] = box
         box.observe(lambda change: self._from_control(name, change["new"]), "value")
