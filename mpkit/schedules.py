@@ -1,0 +1,495 @@
+"""Learning rate as a pure function of the step.
+
+Two families, as in the API they reproduce (MindSpore 2.7 `nn.dynamic_lr` and `nn.learning_rate_schedule`): functions
+that return the whole list, changing once per *epoch*, and schedules called with a *step*. A schedule is an immutable
+value, so it can be shared, compared, pickled and evaluated anywhere: on a number it returns a number, on a tensor of
+steps (one step or many, on any device) a float32 tensor, with no host read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+# --- checks, shared by both families
+
+
+def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
+    if not isinstance(value, float):
+        raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
+    if not (value >= 0.0 if zero else value > 0.0):
+        raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'}, got {value}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_span(low: float, high: float) -> None:
+    _check_rate("min_lr", low, zero=True)
+    _check_rate("max_lr", high)
+    if low >= high:
+        raise ValueError(f"need min_lr < max_lr, got min_lr={low}, max_lr={high}")
+
+
+# --- arithmetic on a number or on a tensor
+
+
+def _floor(x: Any) -> Any:
+    return x.floor() if isinstance(x, Tensor) else math.floor(x)
+
+
+def _ceil(x: Any) -> Any:
+    return x.ceil() if isinstance(x, Tensor) else math.ceil(x)
+
+
+def _exp(x: Any) -> Any:
+    return x.exp() if isinstance(x, Tensor) else math.exp(x)
+
+
+def _cos(x: Any) -> Any:
+    return x.cos() if isinstance(x, Tensor) else math.cos(x)
+
+
+def _at_most(x: Any, most: float) -> Any:
+    return x.clamp(max=most) if isinstance(x, Tensor) else min(x, most)
+
+
+def _at_least(x: Any, least: float) -> Any:
+    return x.clamp(min=least) if isinstance(x, Tensor) else max(x, least)
+
+
+# --- the formulas, once: `at` counts steps or epochs, `span` is in the same unit
+
+
+def _exponential(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+    power = at / span
+    return lr * rate ** (_floor(power) if stair else power)
+
+
+def _natural_exp(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+    return lr * _exp(-rate * (_floor(at / span) * span if stair else at))
+
+
+def _inverse(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+    quotient = at / span
+    return lr / (1.0 + rate * (_floor(quotient) if stair else quotient))
+
+
+def _cosine(at: Any, low: float, high: float, span: int) -> Any:
+    return low + 0.5 * (high - low) * (1.0 + _cos(math.pi * (_at_most(at, span) / span)))
+
+
+def _polynomial(at: Any, lr: float, end: float, span: int, power: float, update: bool) -> Any:
+    if update:
+        span = span * _at_least(_ceil(at / span), 1)
+    else:
+        at = _at_most(at, span)
+    return (lr - end) * (1.0 - at / span) ** power + end
+
+
+def _warm_up(at: Any, lr: float, span: int) -> Any:
+    return lr * _at_most(at, span) / span
+
+
+# --- lists, one rate per step, constant inside an epoch
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """`learning_rates[k]` up to, but not including, step `milestone[k]`; the list ends at the last milestone.
+
+    Edges:   equal milestones give that rate zero steps; two empty lists give an empty list; a rate may be negative.
+    Raises:  TypeError for a milestone that is no int or a rate that is no float; ValueError for unequal lengths, a
+             milestone below 1, or decreasing milestones.
+    Source:  MindSpore 2.7 nn.dynamic_lr.piecewise_constant_lr.
+
+    >>> piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])
+    [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
+    """
+    for name, value in (("milestone", milestone), ("learning_rates", learning_rates)):
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list, got {value!r}")
+    if len(milestone) != len(learning_rates):
+        raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
+    rates: list[float] = []
+    for step, rate in zip(milestone, learning_rates):
+        _check_count("milestone", step)
+        if not isinstance(rate, float):
+            raise TypeError(f"learning_rates must be floats, got {rate!r}")
+        if step < len(rates):
+            raise ValueError(f"milestones must not decrease, got {list(milestone)}")
+        rates += [rate] * (step - len(rates))
+    return rates
+
+
+def _per_epoch(rate_at: Callable[[int], float], total_step: int, step_per_epoch: int) -> list[float]:
+    return [rate_at(step // step_per_epoch) for step in range(total_step)]
+
+
+def _check_decay(lr: object, rate: object, total: object, per_epoch: object, span: object, stair: object) -> None:
+    _check_rate("learning_rate", lr)
+    _check_rate("decay_rate", rate)
+    _check_count("total_step", total)
+    _check_count("step_per_epoch", per_epoch)
+    _check_count("decay_epoch", span)
+    _check_flag("is_stair", stair)
+
+
+def exponential_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr * rate ** (epoch / decay_epoch)` for each of `total_step` steps; `is_stair` floors the exponent.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
+    Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
+    """
+    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
+    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    return _per_epoch(lambda epoch: _exponential(epoch, *args), total_step, step_per_epoch)
+
+
+def natural_exp_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr * exp(-rate * epoch)`: `decay_epoch` matters only with `is_stair`, which moves every `decay_epoch` epochs.
+
+    Raises:  as `exponential_decay_lr`.
+    Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
+    """
+    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
+    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    return _per_epoch(lambda epoch: _natural_exp(epoch, *args), total_step, step_per_epoch)
+
+
+def inverse_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr / (1 + rate * epoch / decay_epoch)`; `is_stair` floors the quotient.
+
+    Raises:  as `exponential_decay_lr`.
+    Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
+    """
+    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
+    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    return _per_epoch(lambda epoch: _inverse(epoch, *args), total_step, step_per_epoch)
+
+
+def cosine_decay_lr(
+    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
+) -> list[float]:
+    """Half a cosine from `max_lr` at epoch 0 to `min_lr` at `decay_epoch`, `min_lr` from there on.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or a count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.cosine_decay_lr.
+    """
+    _check_span(min_lr, max_lr)
+    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("decay_epoch", decay_epoch)):
+        _check_count(name, count)
+    return _per_epoch(lambda epoch: _cosine(epoch, min_lr, max_lr, decay_epoch), total_step, step_per_epoch)
+
+
+def polynomial_decay_lr(
+    learning_rate: float,
+    end_learning_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    power: float,
+    update_decay_epoch: bool = False,
+) -> list[float]:
+    """`(lr - end) * (1 - epoch / decay_epoch) ** power + end`, then `end`; rises where `end` is above `lr`.
+
+    With `update_decay_epoch` the span grows to the next multiple of `decay_epoch` that covers the epoch.
+
+    Raises:  TypeError for an int rate or power, or a float count; ValueError for lr <= 0, end < 0, power <= 0 or a
+             count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.polynomial_decay_lr.
+    """
+    _check_rate("learning_rate", learning_rate)
+    _check_rate("end_learning_rate", end_learning_rate, zero=True)
+    _check_rate("power", power)
+    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("decay_epoch", decay_epoch)):
+        _check_count(name, count)
+    _check_flag("update_decay_epoch", update_decay_epoch)
+    args = (learning_rate, end_learning_rate, decay_epoch, power, update_decay_epoch)
+    return _per_epoch(lambda epoch: _polynomial(epoch, *args), total_step, step_per_epoch)
+
+
+def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
+    """`lr * min(epoch, warmup_epoch) / warmup_epoch`: zero throughout the first epoch.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or a count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.warmup_lr.
+    """
+    _check_rate("learning_rate", learning_rate, zero=True)
+    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("warmup_epoch", warmup_epoch)):
+        _check_count(name, count)
+    return _per_epoch(lambda epoch: _warm_up(epoch, learning_rate, warmup_epoch), total_step, step_per_epoch)
+
+
+# --- schedules, functions of the step
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """A learning rate for every step: `schedule(step)`.
+
+    Write your own by subclassing and overriding `rate(at)` in arithmetic that works on numbers and float64 tensors.
+
+    Shapes:  step int -> float; step () or (*) integer tensor -> float32 tensor of that shape on the same device.
+    Units:   `step` counts optimizer updates from 0, so the first update uses `schedule(0)`.
+    Edges:   a negative step is not refused; the formulas are extended to it.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule. It computes in float32; mpkit computes in float64 and rounds a
+             tensor result once, which agrees to 1e-6 of max(lr, 0.1).
+    """
+
+    @overload
+    def __call__(self, step: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, step: int | float) -> float: ...
+    def __call__(self, step: Any) -> Any:
+        if isinstance(step, Tensor):
+            return torch.as_tensor(self.rate(step.double()), device=step.device).float()
+        return float(self.rate(step))
+
+    def rate(self, at: Any) -> Any:
+        """Step as float or float64 tensor -> rate of the same kind."""
+        raise NotImplementedError(f"{type(self).__name__} must define rate(at)")
+
+    def then(self, after: LearningRateSchedule, at: int) -> Chained:
+        """This schedule for the steps before `at`, then `after`, which counts its own steps from 0 there.
+
+        >>> schedule = WarmUpLR(0.1, 4).then(CosineDecayLR(0.0, 0.1, 10), at=4)
+        >>> [round(schedule(step), 3) for step in (0, 2, 4, 9, 14)]
+        [0.0, 0.05, 0.1, 0.05, 0.0]
+        """
+        return Chained(self, after, at)
+
+
+@dataclass(frozen=True)
+class Chained(LearningRateSchedule):
+    """`before` for the steps below `at`, then `after`, counted from 0 there; made by `schedule.then(after, at)`."""
+
+    before: LearningRateSchedule
+    after: LearningRateSchedule
+    at: int
+
+    def __post_init__(self) -> None:
+        for part in (self.before, self.after):
+            if not isinstance(part, LearningRateSchedule):
+                raise TypeError(f"only schedules can be chained, got {part!r}; wrap a list in ListedLR(values)")
+        _check_count("at", self.at)
+
+    def rate(self, at: Any) -> Any:
+        if isinstance(at, Tensor):
+            return torch.where(at < self.at, self.before.rate(at), self.after.rate(_at_least(at - self.at, 0)))
+        return self.before.rate(at) if at < self.at else self.after.rate(at - self.at)
+
+
+@dataclass(frozen=True)
+class _Decay(LearningRateSchedule):
+    learning_rate: float
+    decay_rate: float
+    decay_steps: int
+    is_stair: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rate("learning_rate", self.learning_rate)
+        _check_rate("decay_rate", self.decay_rate)
+        _check_count("decay_steps", self.decay_steps)
+        _check_flag("is_stair", self.is_stair)
+
+
+class ExponentialDecayLR(_Decay):
+    """`lr * rate ** (step / decay_steps)`; `is_stair` floors the exponent.
+
+    Raises:  TypeError for an int rate, a float count or a flag that is no bool; ValueError for values not above 0.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.ExponentialDecayLR.
+    """
+
+    def rate(self, at: Any) -> Any:
+        return _exponential(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+
+
+class NaturalExpDecayLR(_Decay):
+    """`lr * exp(-rate * step)`; `decay_steps` matters only with `is_stair`, which moves every `decay_steps` steps.
+
+    Raises:  as `ExponentialDecayLR`.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.NaturalExpDecayLR.
+    """
+
+    def rate(self, at: Any) -> Any:
+        return _natural_exp(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+
+
+class InverseDecayLR(_Decay):
+    """`lr / (1 + rate * step / decay_steps)`; `is_stair` floors the quotient.
+
+    Raises:  as `ExponentialDecayLR`.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.InverseDecayLR.
+    """
+
+    def rate(self, at: Any) -> Any:
+        return _inverse(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+
+
+@dataclass(frozen=True)
+class CosineDecayLR(LearningRateSchedule):
+    """Half a cosine from `max_lr` at step 0 to `min_lr` at `decay_steps`, `min_lr` from there on.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or decay_steps < 1.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.CosineDecayLR.
+    """
+
+    min_lr: float
+    max_lr: float
+    decay_steps: int
+
+    def __post_init__(self) -> None:
+        _check_span(self.min_lr, self.max_lr)
+        _check_count("decay_steps", self.decay_steps)
+
+    def rate(self, at: Any) -> Any:
+        return _cosine(at, self.min_lr, self.max_lr, self.decay_steps)
+
+
+@dataclass(frozen=True)
+class PolynomialDecayLR(LearningRateSchedule):
+    """`(lr - end) * (1 - step / decay_steps) ** power + end`, then `end`; rises where `end` is above `lr`.
+
+    With `update_decay_steps` the span grows to the next multiple of `decay_steps` that covers the step, so the rate is
+    `end` exactly at `decay_steps` and jumps up again one step later.
+
+    Raises:  TypeError for an int rate or power, a float count or a flag that is no bool; ValueError for lr <= 0,
+             end < 0, power <= 0, decay_steps < 1.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.PolynomialDecayLR.
+
+    >>> schedule = PolynomialDecayLR(learning_rate=0.1, end_learning_rate=0.01, decay_steps=4, power=0.5)
+    >>> schedule(torch.tensor(2))
+    tensor(0.0736)
+    """
+
+    learning_rate: float
+    end_learning_rate: float
+    decay_steps: int
+    power: float
+    update_decay_steps: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rate("learning_rate", self.learning_rate)
+        _check_rate("end_learning_rate", self.end_learning_rate, zero=True)
+        _check_count("decay_steps", self.decay_steps)
+        _check_rate("power", self.power)
+        _check_flag("update_decay_steps", self.update_decay_steps)
+
+    def rate(self, at: Any) -> Any:
+        lr, end = self.learning_rate, self.end_learning_rate
+        return _polynomial(at, lr, end, self.decay_steps, self.power, self.update_decay_steps)
+
+
+@dataclass(frozen=True)
+class WarmUpLR(LearningRateSchedule):
+    """`lr * min(step, warmup_steps) / warmup_steps`: 0 at step 0, `lr` from `warmup_steps` on.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or warmup_steps < 1.
+    Source:  MindSpore 2.7 nn.learning_rate_schedule.WarmUpLR.
+    """
+
+    learning_rate: float
+    warmup_steps: int
+
+    def __post_init__(self) -> None:
+        _check_rate("learning_rate", self.learning_rate, zero=True)
+        _check_count("warmup_steps", self.warmup_steps)
+
+    def rate(self, at: Any) -> Any:
+        return _warm_up(at, self.learning_rate, self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class ListedLR(LearningRateSchedule):
+    """One rate per step, from a list such as the `*_lr` functions return.
+
+    Edges:   past the end a number raises (a list must cover every step); a tensor cannot raise without a host read, so
+             it keeps the last rate.
+    Raises:  TypeError for entries that are no numbers; ValueError for an empty list or a negative rate; RuntimeError
+             past the end.
+    """
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", tuple(self.values))
+        if not self.values:
+            raise ValueError("a list of learning rates needs at least one entry")
+        for value in self.values:
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise TypeError(f"learning rates must be numbers, got {value!r}")
+            if not value >= 0:
+                raise ValueError(f"a learning rate must be at least 0, got {value}")
+
+    def rate(self, at: Any) -> Any:
+        if isinstance(at, Tensor):
+            return torch.take(_table(self.values, at.device), at.long().clamp(0, len(self.values) - 1))
+        if not 0 <= at < len(self.values):
+            raise RuntimeError(f"the list has {len(self.values)} rates, none for step {at}; make it longer")
+        return self.values[int(at)]
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """The rates on the device, copied there once and not once per step."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def lambda_lr(
+    optimizer: torch.optim.Optimizer, schedule: LearningRateSchedule | Sequence[LearningRateSchedule]
+) -> LambdaLR:
+    """Let a schedule (or one per parameter group) drive any torch optimizer, replacing the groups' rates.
+
+    The caller advances it with `.step()` after each update, and so decides whether a step that the loss scaler skipped
+    counts: leave `.step()` out after a skip to keep the reference's rule, under which nothing advances.
+
+    Raises:  TypeError for something that is no schedule; ValueError when the number of schedules is not that of groups.
+    Source:  torch.optim.lr_scheduler.LambdaLR with the base rate 1, so that the factor is the rate.
+    """
+    groups = optimizer.param_groups
+    schedules = [schedule] * len(groups) if isinstance(schedule, LearningRateSchedule) else list(schedule)
+    for each in schedules:
+        if not isinstance(each, LearningRateSchedule):
+            raise TypeError(f"need a LearningRateSchedule, got {each!r}; wrap a list in ListedLR(values)")
+    if len(schedules) != len(groups):
+        raise ValueError(f"need one schedule per group, got {len(schedules)} for {len(groups)} groups")
+    for group in groups:
+        group["lr"] = group["initial_lr"] = 1.0
+    return LambdaLR(optimizer, [each.__call__ for each in schedules])
