@@ -1,0 +1,206 @@
+"""One loss scale per group of layers, applied inside the backward pass by markers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+def check_and_unscale_(grads: list[Tensor], scale: Tensor) -> Tensor:
+    """Stands in for scalers.check_and_unscale_ until it arrives."""
+    found = torch.zeros(1, device=scale.device)
+    if grads:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal().reshape(1))
+    return found[0]
+
+
+SHRINK = 2.0**-0.5  # two overflows halve the scale
+GROWTH = 2.0 ** (1 / 1000)  # a thousand clean steps double it
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forwards; backwards the gradient times table[after] / table[before], read when it passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, before: int, after: int) -> Tensor:
+        ctx.table, ctx.before, ctx.after = table, before, after
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None
+
+
+class GroupLossScaleManager(nn.Module):
+    """A dynamic loss scale for each group of layers: S[1..N], with S[0] = S[N+1] = 1 outside.
+
+    The author of a network places markers: `x = manager(x, i, j)` between the layers of group i and those of group j
+    (0 before the first group, N + 1 after the last). A marker passes x on unchanged and multiplies the gradient that
+    comes back by S[i] / S[j], so that the gradients of group i are S[i] times the true ones, whatever the others are.
+    The loss itself is not scaled: `loss.backward()`.
+
+    After the backward pass `unscale_and_update_()` tests each group, divides its gradients by the scale that was used,
+    and moves the scales: times 2**-0.5 for a group with a non-finite gradient, times 2**(1/1000) for the others.
+    The caller skips the whole update when any group overflowed.
+
+    Args:
+        init_loss_scale:   first scale of every group, or a list with one per group (dimensionless, > 0).
+        loss_scale_groups: lists of parameters, one list per group; may be assigned later, when the network exists.
+        shrink, growth:    factors of a step with and without overflow (0 < shrink < 1 <= growth).
+        min_scale, max_scale: bounds of every scale; the original has none (`0.0` and `inf` give that).
+        unscale_with:      "used" divides by the scale of this backward pass. "updated" divides by the next one, as the
+                           original does: every gradient is then too small by 2**(-1/1000).
+    Units:   scales are float32, in the buffer `table` of N + 2 entries, on the device of the network.
+    Edges:   an overflow in a late group reaches the earlier groups through the chain rule, and all of them shrink.
+    Raises:  TypeError for kinds, ValueError for ranges and for a parameter listed in two groups.
+    Source:  MindSpore boost.GroupLossScaleManager. Departures: groups are matched by identity of the parameters, any
+             optimizer works, scales have bounds, a group overflows when one of its gradients is not finite.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> manager = GroupLossScaleManager(8.0, [[layer.weight]])
+    >>> x = torch.tensor([[3.0]])
+    >>> manager(layer(manager(x, 0, 1)), 1, 2).sum().backward()
+    >>> layer.weight.grad.item()
+    24.0
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        init_loss_scale: float | Sequence[float],
+        loss_scale_groups: Sequence[Iterable[nn.Parameter]] = (),
+        *,
+        shrink: float = SHRINK,
+        growth: float = GROWTH,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        unscale_with: Literal["used", "updated"] = "used",
+    ) -> None:
+        super().__init__()
+        if not 0 < shrink < 1 <= growth:
+            raise ValueError(f"need 0 < shrink < 1 <= growth, got shrink={shrink}, growth={growth}")
+        if not 0 <= min_scale <= max_scale:
+            raise ValueError(f"need 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
+        if unscale_with not in ("used", "updated"):
+            raise ValueError(f"unscale_with must be 'used' or 'updated', got {unscale_with!r}")
+        self.shrink, self.growth = shrink, growth
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.unscale_with = unscale_with
+        self._init = init_loss_scale
+        self._groups: list[list[nn.Parameter]] = []
+        self.register_buffer("table", torch.ones(2))
+        if len(loss_scale_groups):
+            self.loss_scale_groups = loss_scale_groups
+        else:  # the groups come later, a wrong scale is told now
+            self._checked(len(init_loss_scale) if isinstance(init_loss_scale, Sequence) else 1, init_loss_scale)
+
+    @property
+    def loss_scale_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group; assigning them starts every scale anew."""
+        return self._groups
+
+    @loss_scale_groups.setter
+    def loss_scale_groups(self, groups: Sequence[Iterable[nn.Parameter]]) -> None:
+        lists = [list(group) for group in groups]
+        seen: set[int] = set()
+        for i, group in enumerate(lists):
+            for p in group:
+                if not isinstance(p, nn.Parameter):
+                    raise TypeError(f"loss_scale_groups must hold nn.Parameters, got {type(p).__name__} in group {i}")
+                if id(p) in seen:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} stands twice, last in group {i}; list it once"
+                    )
+                seen.add(id(p))
+        self._groups = lists
+        self.set_loss_scale_status(len(lists), self._init)
+
+    @property
+    def scales(self) -> Tensor:
+        """(N,) float32: the scale of each group now (a view of `table`)."""
+        return self.table[1:-1]
+
+    def set_loss_scale_status(self, loss_scale_number: int, init_loss_scale: float | Sequence[float]) -> None:
+        """Make the table of `loss_scale_number` groups: a number starts all of them, a list one each."""
+        inner = self._checked(loss_scale_number, init_loss_scale)
+        self.table = torch.tensor([1.0, *inner, 1.0], device=self._device())
+
+    def update_loss_scale_status(self, layer: int, update_ratio: float) -> Tensor:
+        """Multiply the scale of group `layer` (from 0) by `update_ratio`; -> () its new value, within the bounds."""
+        if not 0 <= layer < len(self.scales):
+            raise ValueError(f"layer must be in 0..{len(self.scales) - 1} (groups count from 0), got {layer}")
+        with torch.no_grad():
+            self.scales[layer].mul_(update_ratio).clamp_(self.min_scale, self.max_scale)
+        return self.scales[layer].clone()
+
+    def get_loss_scale(self) -> float | Sequence[float]:
+        """The initial scale, as it was given."""
+        return self._init
+
+    def get_update_cell(self) -> GroupLossScaleManager:
+        """This object: it keeps the scales and updates them."""
+        return self
+
+    def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
+        """The marker between group `layer1` (nearer the input) and group `layer2`; -> x, same values."""
+        last = len(self.table) - 1
+        if not (0 <= layer1 <= last and 0 <= layer2 <= last):
+            raise ValueError(
+                f"a marker names groups 0..{last} (0 and {last} lie outside the network), got {layer1} and {layer2}; "
+                "assign loss_scale_groups before the first forward pass"
+            )
+        return _ScaleGradient.apply(x, self.table, layer1, layer2)
+
+    def covers(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ValueError unless every one of `parameters` stands in a group: else its scale would be unknown."""
+        known = {id(p) for group in self._groups for p in group}
+        missing = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trained parameters stand in no loss scale group (shapes {missing[:3]}); add them"
+            )
+
+    @torch.no_grad()
+    def unscale_and_update_(self) -> Tensor:
+        """Test and unscale every `p.grad` in place, then move the scales; -> (N,) bool, which groups overflowed.
+
+        Nothing is read on the host. Gradients are multiplied by the float32 reciprocal of the scale.
+        """
+        used = self.scales.clone()
+        grads = [[p.grad for p in group if p.grad is not None] for group in self._groups]
+        found = torch.stack([check_and_unscale_(g, s) for g, s in zip(grads, used)]).bool()
+        factor = torch.where(found, self.shrink, self.growth).to(used)
+        self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
+        if self.unscale_with == "updated":
+            for g, ratio in zip(grads, used / self.scales):
+                torch._foreach_mul_(g, ratio)
+        return found
+
+    def _checked(self, number: int, init: float | Sequence[float]) -> list[float]:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"loss_scale_number must be an int, got {number!r}")
+        if isinstance(init, Real):
+            init = [float(init)] * number
+        if not isinstance(init, Sequence) or isinstance(init, str) or not all(isinstance(s, Real) for s in init):
+            raise TypeError(f"init_loss_scale must be a number or a list of numbers, got {init!r}")
+        if len(init) != number:
+            raise ValueError(f"need one initial scale for each of {number} groups, got {len(init)}")
+        if not all(max(self.min_scale, 0) <= s <= self.max_scale and s > 0 for s in init):
+            raise ValueError(f"initial scales must be positive and in {self.min_scale}..{self.max_scale}, got {init}")
+        return [float(s) for s in init]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupLossScaleManager:
+        """Follow the network to another device, but stay float32 when it is cast."""
+        table = self.table
+        super()._apply(fn, recurse)
+        self.table = table.to(self.table.device)
+        return self
+
+    def _device(self) -> torch.device:
+        first = next((p for group in self._groups for p in group), None)
+        return self.table.device if first is None else first.device

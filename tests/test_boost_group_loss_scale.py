@@ -1,0 +1,215 @@
+"""One loss scale per group: markers multiply, the manager divides by what was used."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.boost.group_loss_scale import GROWTH, SHRINK, GroupLossScaleManager
+
+UNBOUNDED = {"min_scale": 0.0, "max_scale": math.inf}
+
+
+class Chain(nn.Module):
+    """Linear layers with tanh, each its own scale group, markers before, between and after."""
+
+    def __init__(self, sizes: list[int], init: Any = 1024.0, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.manager = GroupLossScaleManager(init, [list(layer.parameters()) for layer in self.layers], **options)
+
+    def forward(self, x: Tensor, marked: bool = True) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(self.manager(x, i, i + 1) if marked else x))
+        return self.manager(x, len(self.layers), len(self.layers) + 1) if marked else x
+
+
+def chain(groups: int = 3, **options: Any) -> tuple[Chain, Tensor]:
+    torch.manual_seed(groups)
+    return Chain([4] * (groups + 1), **options), torch.randn(6, 4, requires_grad=True)
+
+
+def gradients(net: Chain, x: Tensor, **options: Any) -> list[Tensor]:
+    net.zero_grad()
+    x.grad = None
+    net(x, **options).square().sum().backward()
+    return [x.grad, *(p.grad for layer in net.layers for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_gradients_of_group_i_carry_exactly_its_scale_and_the_input_none(groups: int) -> None:
+    scales = [2.0 ** (3 * i + 1) for i in range(groups)]
+    net, x = chain(groups, init=scales)
+    true = [g.clone() for g in gradients(net, x, marked=False)]
+    got = gradients(net, x)
+    for g, want, scale in zip(got, true, [1.0] + [s for s in scales for _ in range(2)]):
+        assert torch.equal(g, want * scale)  # powers of two: exact, and the product over all markers is 1
+
+
+def test_markers_do_not_change_the_forward_pass_nor_the_dtype() -> None:
+    net, x = chain()
+    assert torch.equal(net(x), net(x, marked=False))
+    half = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    marked = net.manager(half, 1, 2)
+    marked.sum().backward()
+    assert marked.dtype == half.grad.dtype == torch.float16
+
+
+def test_a_scale_changed_between_forward_and_backward_is_the_one_used() -> None:
+    net, x = chain(1, init=2.0)
+    true = gradients(net, x, marked=False)[1].clone()
+    net.zero_grad()
+    loss = net(x).square().sum()
+    net.manager.update_loss_scale_status(0, 8.0)
+    loss.backward()
+    assert torch.equal(net.layers[0].weight.grad, true * 16)
+
+
+def test_unscaled_gradients_are_the_true_ones_and_clean_groups_grow() -> None:
+    net, x = chain(3, init=[16.0, 256.0, 4.0])
+    true = [g.clone() for g in gradients(net, x, marked=False)]
+    gradients(net, x)
+    found = net.manager.unscale_and_update_()
+    assert found.tolist() == [False] * 3
+    for layer, weight, bias in zip(net.layers, true[1::2], true[2::2]):
+        assert torch.equal(layer.weight.grad, weight)
+        assert torch.equal(layer.bias.grad, bias)
+    torch.testing.assert_close(net.manager.scales, torch.tensor([16.0, 256.0, 4.0]) * GROWTH, rtol=1e-6, atol=0)
+
+
+def test_dividing_by_the_updated_scale_leaves_gradients_too_small() -> None:
+    net, x = chain(1, init=16.0, unscale_with="updated")
+    true = gradients(net, x, marked=False)[1].clone()
+    gradients(net, x)
+    net.manager.unscale_and_update_()
+    torch.testing.assert_close(net.layers[0].weight.grad, true / GROWTH, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_only_the_group_with_a_non_finite_gradient_shrinks(bad: float) -> None:
+    net, x = chain(3, init=64.0)
+    gradients(net, x)
+    net.layers[1].bias.grad[2] = bad
+    assert net.manager.unscale_and_update_().tolist() == [False, True, False]
+    want = torch.tensor([64 * GROWTH, 64 * SHRINK, 64 * GROWTH])
+    torch.testing.assert_close(net.manager.scales, want, rtol=1e-6, atol=0)
+
+
+def test_a_thousand_clean_steps_double_and_two_overflows_halve() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    manager = GroupLossScaleManager(32.0, [[weight]])
+    for g, steps, want in ((1.0, 1000, 64.0), (math.inf, 2, 32.0)):
+        for _ in range(steps):
+            weight.grad = torch.tensor([g])
+            manager.unscale_and_update_()
+        assert manager.scales.item() == pytest.approx(want, rel=1e-4)
+
+
+def test_scales_stay_in_their_bounds() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    manager = GroupLossScaleManager(2.0, [[weight]], shrink=0.25, growth=4.0, min_scale=1.0, max_scale=16.0)
+    for g, seen in ((1.0, [8.0, 16.0, 16.0]), (math.nan, [4.0, 1.0, 1.0])):
+        got = []
+        for _ in range(3):
+            weight.grad = torch.tensor([g])
+            manager.unscale_and_update_()
+            got.append(manager.scales.item())
+        assert got == seen
+    assert manager.update_loss_scale_status(0, 1e9).item() == 16.0
+
+
+def test_a_group_without_gradients_counts_as_clean() -> None:
+    net, x = chain(2, init=4.0)
+    gradients(net, x)
+    for p in net.layers[0].parameters():
+        p.grad = None  # frozen on this step
+    assert net.manager.unscale_and_update_().tolist() == [False, False]
+
+
+def test_groups_can_come_after_construction_and_the_object_is_its_own_update_cell() -> None:
+    manager = GroupLossScaleManager(4096, [])
+    assert manager.get_loss_scale() == 4096
+    assert manager.get_update_cell() is manager
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    manager.loss_scale_groups = [[weights[0]], [weights[1]]]
+    assert manager.table.tolist() == [1.0, 4096.0, 4096.0, 1.0]
+
+
+def test_parameters_outside_every_group_are_told() -> None:
+    net, _ = chain(2)
+    net.manager.covers(net.parameters())
+    extra = nn.Parameter(torch.zeros(7))
+    with pytest.raises(ValueError, match=r"1 trained parameters stand in no loss scale group .*\(7,\)"):
+        net.manager.covers([*net.parameters(), extra])
+    net.manager.covers([*net.parameters(), extra.requires_grad_(False)])
+
+
+def test_the_scales_travel_in_the_state_and_stay_float32_when_the_network_is_cast() -> None:
+    net, _ = chain(2, init=4096.0)
+    net.manager.update_loss_scale_status(1, GROWTH)
+    other, _ = chain(2, init=8.0)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(other.manager.table, net.manager.table)
+    other.half()
+    assert other.layers[0].weight.dtype == torch.float16
+    assert torch.equal(other.manager.table, net.manager.table)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often a tensor is read on the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_on_the_host() -> None:
+    net, x = chain(3)
+    with HostReads() as reads:
+        gradients(net, x)
+        net.manager.unscale_and_update_()
+    assert reads.count == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (("8",), {}, TypeError, "number or a list of numbers"),
+        ((0.0,), {}, ValueError, "positive and in 1.0"),
+        ((-4.0,), UNBOUNDED, ValueError, "positive"),
+        ((math.nan,), {}, ValueError, "positive"),
+        ((2.0**25,), {}, ValueError, "16777216"),
+        (([1.0, 2.0], [[nn.Parameter(torch.zeros(1))]]), {}, ValueError, "each of 1 groups, got 2"),
+        ((8.0, [[torch.zeros(1)]]), {}, TypeError, "must hold nn.Parameters, got Tensor in group 0"),
+        ((8.0,), {"shrink": 1.0}, ValueError, "shrink=1.0"),
+        ((8.0,), {"growth": 0.5}, ValueError, "growth=0.5"),
+        ((8.0,), {"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale <= max_scale"),
+        ((8.0,), {"unscale_with": "next"}, ValueError, "'used' or 'updated', got 'next'"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        GroupLossScaleManager(*arguments, **options)
+
+
+def test_bad_markers_groups_and_layers_are_refused() -> None:
+    net, x = chain(2)
+    with pytest.raises(ValueError, match=r"names groups 0..3 .* got 2 and 4; assign loss_scale_groups"):
+        net.manager(x, 2, 4)
+    with pytest.raises(ValueError, match=r"layer must be in 0..1 .* got 2"):
+        net.manager.update_loss_scale_status(2, 2.0)
+    weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\) stands twice, last in group 1"):
+        net.manager.loss_scale_groups = [[weight], [weight]]
+    with pytest.raises(TypeError, match="loss_scale_number must be an int"):
+        net.manager.set_loss_scale_status(2.0, 8.0)  # type: ignore[arg-type]
