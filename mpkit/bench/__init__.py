@@ -1,0 +1,1 @@
+"""What it costs: levels, scalers, boosts and their peers, measured in one run. `python -m mpkit.bench --help`."""

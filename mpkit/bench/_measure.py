@@ -1,0 +1,112 @@
+"""Timing by interleaving: every contender once per round, ratios within a round, medians over the rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured contender, or one that could not be measured.
+
+    Args:
+        group:      topic, e.g. "rounding".
+        case:       what was done, with sizes, e.g. "fp16 nearest_even 1e7 out=".
+        contender:  who did it.
+        seconds:    median time of one call, seconds; None when skipped.
+        baseline:   the contender that the ratio is taken against.
+        ratio:      median over rounds of (this / baseline in the same round), dimensionless.
+        quartiles:  first and third quartile of that ratio.
+        goal:       the ratio aimed at (an upper limit unless `goal_is_floor`), None without one.
+        goal_is_floor: the ratio should be at least the goal (a speed-up) instead of at most.
+        note:       anything a reader must know, units of other figures included.
+        skipped:    why there is no figure; empty when there is one.
+    """
+
+    group: str
+    case: str
+    contender: str
+    seconds: float | None = None
+    baseline: str = ""
+    ratio: float | None = None
+    quartiles: tuple[float, float] | None = None
+    goal: float | None = None
+    goal_is_floor: bool = False
+    note: str = ""
+    skipped: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @property
+    def verdict(self) -> str:
+        """ "met", "missed", "skipped", or "" without a goal."""
+        if self.skipped:
+            return "skipped"
+        if self.goal is None or self.ratio is None:
+            return ""
+        return "met" if (self.ratio >= self.goal if self.goal_is_floor else self.ratio <= self.goal) else "missed"
+
+
+def interleaved(
+    group: str,
+    case: str,
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 21,
+    warmup: int = 3,
+    inner: int = 1,
+    device: torch.device | None = None,
+    goals: Mapping[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """Time every contender `inner` calls at a time, in turn, `rounds` times; the first one is the baseline.
+
+    The order is reversed every other round, so that a drift of the machine hits all alike.
+    """
+    names = list(contenders)
+    for name in names:
+        for _ in range(warmup):
+            contenders[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            times[name].append(_timed(contenders[name], inner, device))
+    base = times[names[0]]
+    rows = []
+    for name in names:
+        ratios = [t / b for t, b in zip(times[name], base)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            Row(
+                group,
+                case,
+                name,
+                statistics.median(times[name]),
+                names[0],
+                statistics.median(ratios),
+                (low, high),
+                (goals or {}).get(name),
+                note=(notes or {}).get(name, ""),
+            )
+        )
+    return rows
+
+
+def _timed(call: Callable[[], object], inner: int, device: torch.device | None) -> float:
+    cuda = device is not None and device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(inner):
+        call()
+    if cuda:
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / inner

@@ -1,0 +1,73 @@
+"""A module imports its own layer or lower ones, and `import mpkit` stays small."""
+
+import ast
+import subprocess
+import sys
+
+from support import ROOT
+
+LAYERS = (
+    ("device", "data", "networks"),
+    ("formats", "rounding"),
+    ("casting", "policies", "scalers"),
+    ("schedules", "optimizers", "step", "model"),
+    ("boost",),
+    ("record", "replay", "diagnose", "bench"),
+    ("plots",),
+    ("explorers", "widgets", "check"),
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+UPWARD = "# upward:"  # marks a lazy import against the layers, with its reason on the same line
+
+
+def imported(tree: ast.AST, package: list[str]) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in the file, relative ones resolved."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def upward_imports(source: str, module: str) -> list[str]:
+    """`line: name` of every import in `module` (dotted) that climbs to a higher layer."""
+    own = LAYER[module.split(".")[1]]
+    lines = source.splitlines()
+    return [
+        f"{line}: {module} (layer {own}) imports {name}"
+        for line, name in imported(ast.parse(source), module.split(".")[:-1])
+        if name.startswith("mpkit.") and LAYER.get(name.split(".")[1], -1) > own and UPWARD not in lines[line - 1]
+    ]
+
+
+def test_every_module_has_a_layer_and_imports_downward():
+    wrong = []
+    for path in sorted((ROOT / "mpkit").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts == ("mpkit", "__init__"):
+            continue
+        assert parts[1] in LAYER, f"{path.relative_to(ROOT)}:1: give the module a layer in {__file__}"
+        wrong += [f"{path.relative_to(ROOT)}:{found}" for found in upward_imports(path.read_text(), ".".join(parts))]
+    assert wrong == []
+
+
+def test_the_check_sees_absolute_relative_and_local_imports():
+    source = (
+        "from mpkit.boost import auto\nimport mpkit.plots\nfrom .. import boost\ndef f():\n from mpkit import model\n"
+    )
+    assert [found.split(":")[0] for found in upward_imports(source, "mpkit.casting.levels")] == ["1", "2", "3", "5"]
+    assert upward_imports("from mpkit import formats\nimport torch", "mpkit.casting") == []
+
+
+def test_import_mpkit_pulls_in_torch_and_numpy_only():
+    code = (
+        "import sys, torch; before = set(sys.modules); import mpkit, mpkit.step, mpkit.casting, mpkit.scalers;"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before}"
+        " & {'matplotlib', 'pandas', 'ipywidgets', 'IPython', 'jupyter_client', 'PIL', 'tqdm', 'scipy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,136 @@
+"""What every notebook must look like before nbval may compare it. The rules stand in CONTRIBUTING.md."""
+
+import ast
+import base64
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from support import ROOT
+
+FOLDER = ROOT / "notebooks"
+LESSONS = sorted(FOLDER.glob("*.ipynb"))
+LABS = sorted(FOLDER.glob("labs/*.ipynb"))
+NOTEBOOKS = [*LESSONS, *LABS]
+
+TAGS = {"raises-exception", "hide-input", "solution", "nbval-ignore-output"}
+IMPORTS = {"mpkit", "torch", "numpy", "pandas", "matplotlib", "ipywidgets", *sys.stdlib_module_names}
+HEADINGS = ("Goal", "Predict", "Tweak", "Check yourself", "Summary")
+FORBIDDEN = ("clear_output", "to_jshtml", "!pip", "%pip", "plt.show", "nbval-skip", "NBVAL_SKIP", "NBVAL_IGNORE")
+
+
+def name(path):
+    return path.stem
+
+
+def code_cells(notebook):
+    return [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def prose(notebook):
+    return "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=name)
+def notebook(request):
+    notebook = nbformat.read(request.param, as_version=4)
+    notebook.path = request.param
+    return notebook
+
+
+def test_it_is_valid_and_has_a_kernel_unique_ids_and_no_widget_state(notebook):
+    path = notebook.pop("path")
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "widgets" not in notebook.metadata
+    ids = [c.id for c in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    assert path.stat().st_size <= 300_000
+
+
+def test_every_cell_ran_in_order_without_an_error(notebook):
+    cells = code_cells(notebook)
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        errors = [o.ename for o in cell.outputs if o.output_type == "error"]
+        assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", [])), cell.source
+        assert not any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs), cell.source
+
+
+def test_cells_are_few_short_and_tagged_as_allowed(notebook):
+    cells = code_cells(notebook)
+    if notebook.path in LESSONS:
+        assert len(cells) <= 25
+    for cell in cells:
+        assert set(cell.metadata.get("tags", [])) <= TAGS
+        if notebook.path in LESSONS:
+            assert len(cell.source.splitlines()) <= 15, cell.source
+
+
+def test_imports_and_words_are_allowed(notebook):
+    for cell in code_cells(notebook):
+        for node in ast.walk(ast.parse(cell.source)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert {n.split(".")[0] for n in names} <= IMPORTS, cell.source
+        assert not any(word in cell.source for word in FORBIDDEN), cell.source
+    text = prose(notebook) + "".join(c.source for c in code_cells(notebook))
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|Users|work)/", text)
+
+
+def test_most_cells_print_or_return_what_nbval_can_compare(notebook):
+    cells = code_cells(notebook)
+    compared = [
+        c
+        for c in cells
+        if "nbval-ignore-output" not in c.metadata.get("tags", [])
+        and any(o.output_type in ("stream", "error") or "text/plain" in o.get("data", {}) for o in c.outputs)
+    ]
+    assert len(compared) >= 0.6 * len(cells)
+    ignored = [c for c in cells if "nbval-ignore-output" in c.metadata.get("tags", [])]
+    assert all("assert" in c.source for c in ignored)
+    text = "\n".join(
+        "".join(o.get("text", "")) + o.get("data", {}).get("text/plain", "") for c in cells for o in c.outputs
+    )
+    assert not re.search(r"0x[0-9a-f]{8,}|<[\w.]+ object at|\d+%\|", text), "an address or a progress bar is stored"
+
+
+def test_every_picture_is_a_png_with_its_sentence(notebook):
+    for cell in code_cells(notebook):
+        shown = [o for o in cell.outputs if "image/png" in o.get("data", {})]
+        if re.search(r"_view\([^\n]*\)\s*$|[vV]iew$", cell.source.strip()):
+            assert shown, f"the view has no stored picture: {cell.source}"
+        for output in shown:
+            assert base64.b64decode(output.data["image/png"]).startswith(b"\x89PNG")
+            sentence = output.data["text/plain"]
+            assert re.search(r"\d", sentence), f"the sentence states no number: {sentence!r}"
+            assert not sentence.startswith("<"), f"a default repr instead of a sentence: {sentence!r}"
+        assert not any("image/svg+xml" in o.get("data", {}) for o in cell.outputs)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_lesson_has_its_title_and_parts(path):
+    text = prose(nbformat.read(path, as_version=4))
+    assert re.match(rf"# {path.stem[:2]} · \S", text), text[:60]
+    missing = [heading for heading in HEADINGS if not re.search(rf"^#+ .*{heading}", text, re.M | re.I)]
+    assert missing == []
+
+
+def test_sanitize_rules_are_in_pairs():
+    lines = (ROOT / "tests" / "nbval_sanitize.cfg").read_text().splitlines()
+    rules = [i for i, line in enumerate(lines) if line.startswith("regex:")]
+    assert all(lines[i + 1].startswith("replace: ") for i in rules)
+    assert len(rules) == sum(line.startswith("replace:") for line in lines) == 0
+
+
+def test_plain_pytest_collects_every_notebook():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "notebooks"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    collected = {line.split("::")[0] for line in done.stdout.splitlines() if ".ipynb::" in line}
+    assert collected == {path.relative_to(ROOT).as_posix() for path in NOTEBOOKS}
