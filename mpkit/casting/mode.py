@@ -1,0 +1,141 @@
+"""The mechanism: while a module's forward runs, its rule sees every torch operation and casts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mpkit.casting.rules import PLAIN, Rule, Target, map_tensors
+
+
+class CastMode(TorchFunctionMode):
+    """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rule: Rule = PLAIN
+        self.kept: dict[tuple[int, Target], tuple[Tensor, int, bool]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = self.rule
+        handler = rule.handlers.get(func, rule.default)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, args, kwargs or {})
+
+    def cast(self, x: Tensor, target: Target) -> Tensor:
+        """A float tensor of any shape -> the same values in `target`; integers and bools pass through.
+
+        A parameter is cast once per forward. The kept cast is used again only while the parameter is unchanged
+        (an in-place update makes it stale) and gradients are asked for as when it was made.
+        """
+        if x.dtype is target or not x.is_floating_point():
+            return x
+        if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
+            return x.to(target)
+        key = (id(x), target)
+        kept = self.kept.get(key)
+        grad = torch.is_grad_enabled()
+        if kept is None or kept[1] != x._version or kept[2] != grad:
+            kept = self.kept[key] = (x.to(target), x._version, grad)
+        return kept[0]
+
+    def cast_all(self, values: Any, target: Target) -> Any:
+        """Every float tensor in a nest of tuples, lists and dicts, cast."""
+        return map_tensors(lambda x: self.cast(x, target), values)
+
+
+class _Local(threading.local):
+    mode: CastMode | None = None
+
+
+_LOCAL = _Local()
+
+
+class Forward:
+    """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
+
+    It refers to the module alone, so `copy.deepcopy` and `pickle` carry it to the copy; `state_dict`, module types and
+    names stay as they are.
+
+    Args:
+        module:  the module whose forward this is.
+        rule:    how operations in it compute.
+        result:  float results are cast to this on the way out; None leaves them.
+        level:   level recorded on the root of `auto_mixed_precision`, else "".
+        by_user: True when `to_float` set the rule, which O1 and auto then respect.
+        inner:   a callable that stood in the instance's `forward` before, or None for the class's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rule: Rule,
+        *,
+        result: Target | None = None,
+        level: str = "",
+        by_user: bool = False,
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
+        self.module = module
+        self.rule = rule
+        self.result = result
+        self.level = level
+        self.by_user = by_user
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _LOCAL.mode
+        if mode is not None:
+            return self._run(mode, args, kwargs)
+        mode = CastMode()
+        _LOCAL.mode = mode
+        try:
+            with mode:
+                return self._run(mode, args, kwargs)
+        finally:
+            _LOCAL.mode = None
+
+    def _run(self, mode: CastMode, args: Any, kwargs: Any) -> Any:
+        outer, mode.rule = mode.rule, self.rule
+        try:
+            if self.rule.entry is not None:
+                args, kwargs = mode.cast_all(args, self.rule.entry), mode.cast_all(kwargs, self.rule.entry)
+            if self.inner is None:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+            else:
+                output = self.inner(*args, **kwargs)
+            return output if self.result is None else mode.cast_all(output, self.result)
+        finally:
+            mode.rule = outer
+
+
+def mark_of(module: nn.Module) -> Forward | None:
+    """The casting mark on this very module, if any."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, Forward) else None
+
+
+def mark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
+    """Put `rule` on this one module in place of any mark it has."""
+    old = module.__dict__.get("forward")
+    inner = old.inner if isinstance(old, Forward) else old
+    forward = Forward(module, rule, inner=inner, **options)
+    module.__dict__["forward"] = forward
+    return forward
+
+
+def unmark(module: nn.Module) -> None:
+    """Take the mark off this one module; whatever stood in its `forward` before is back."""
+    forward = mark_of(module)
+    if forward is None:
+        return
+    if forward.inner is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.inner
