@@ -2,9 +2,11 @@
 
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
+from mpkit.step.scaled import ScaledStep
 
 __all__ = [
     "Hook",
+    "ScaledStep",
     "StepContext",
     "StepOutcome",
     "TrainOneStepCell",

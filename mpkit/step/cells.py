@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import apply_, backward, checked_loss, gradients_of, parameters_of
+from mpkit.step import distributed
+from mpkit.step.hooks import Hook, StepContext, StepOutcome, call
+from mpkit.step.phases import (
+    apply_,
+    backward,
+    checked_loss,
+    clip_,
+    device_of,
+    gradients_of,
+    parameters_of,
+    scale_and_rule,
+    scale_tensor,
+)
 
 try:
     from mpkit.scalers import check_and_unscale_
@@ -26,7 +37,10 @@ except ImportError:  # only until mpkit/scalers.py has landed
 
 
 class WithLossCell(nn.Module):
-    """A network and its loss as one module: `cell(data, label) == loss_fn(backbone(data), label)`."""
+    """A network and its loss as one module: `cell(data, label) == loss_fn(backbone(data), label)`.
+
+    Source:  MindSpore nn.WithLossCell.
+    """
 
     def __init__(self, backbone: nn.Module, loss_fn: nn.Module) -> None:
         super().__init__()
@@ -38,18 +52,25 @@ class WithLossCell(nn.Module):
 
 
 class TrainOneStepCell(nn.Module):
-    """One training step without an overflow check.
+    """One training step without an overflow check: forward, backward, reduce across processes, update.
 
     Args:
         network:      module that returns the loss.
         optimizer:    updates the network's parameters.
-        sens:         factor the backward pass starts from (dimensionless, not 0). The gradients are *not* divided by
-                      it again: give the optimizer `loss_scale=sens`, else weights move `sens` times too far.
+        sens:         factor the backward pass starts from (dimensionless, not 0; None means 1). The gradients are
+                      *not* divided by it: give the optimizer `loss_scale=sens`, else weights move `sens` times too far.
         return_grad:  also return the gradients, still multiplied by `sens`.
         hooks:        see each phase of the step.
+        clip_norm:    largest joint L2 norm of the gradients; needs `sens` 1, since gradients stay multiplied here.
+        accumulation_steps:  calls per update. Every call adds the gradient of its loss / accumulation_steps, so k
+                      micro-batches of equal size give the gradient of the whole batch.
     Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`.
-    Source:   MindSpore nn.TrainOneStepCell.
+    Raises:   TypeError for another kind, ValueError for another range of an argument.
+    Source:   MindSpore nn.TrainOneStepCell. `state_dict()` holds everything that a resumed training needs: weights,
+              optimizer, counters, the states of hooks that have one, and the gradients of a begun accumulation.
     """
+
+    sens: Tensor
 
     def __init__(
         self,
@@ -59,49 +80,117 @@ class TrainOneStepCell(nn.Module):
         return_grad: bool = False,
         *,
         hooks: Sequence[Hook] = (),
+        clip_norm: float | None = None,
+        accumulation_steps: int = 1,
     ) -> None:
         super().__init__()
-        _check_parts(network, optimizer)
+        _check_parts(network, optimizer, clip_norm, accumulation_steps)
+        sens = 1.0 if sens is None else sens
+        if clip_norm is not None and sens != 1:
+            raise ValueError(
+                f"clip_norm={clip_norm} with sens={sens} would clip gradients that are still multiplied by sens, that "
+                "is to clip_norm / sens; use TrainOneStepWithLossScaleCell, which unscales before it clips"
+            )
         self.network = network
         self.optimizer = optimizer
         self.return_grad = return_grad
         self.hooks = list(hooks)
+        self.clip_norm = clip_norm
+        self.accumulation_steps = accumulation_steps
         self.index = 0
-        self.register_buffer("sens", _as_scale(1.0 if sens is None else sens, network, "sens"))
-
-    sens: Tensor
+        self.pending = 0
+        self._replica = distributed.averaging_wrapper(network)
+        self.register_buffer("sens", scale_tensor(sens, device_of(network.parameters()), "sens"))
 
     def forward(self, *inputs: Any) -> Any:
         ctx = self.context(inputs, self.sens)
-        self.compute_gradients(ctx)
-        _call(self.hooks, "before_update", ctx)
+        loss = self.compute_gradients(ctx)
         kept = self._named_gradients() if self.return_grad else None
-        self.update(ctx)
-        assert ctx.loss is not None
-        ctx.outcome = StepOutcome(ctx.loss, torch.zeros_like(ctx.loss, dtype=torch.bool), ctx.scale)
-        _call(self.hooks, "after_update", ctx)
-        return ctx.loss if kept is None else (ctx.loss, kept)
+        if not self.pending:
+            call(self.hooks, "before_update", ctx)
+            self.reduce()
+            self._clip()
+            self.update(ctx)
+        ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
+        if not self.pending:
+            call(self.hooks, "after_update", ctx)
+        return loss if kept is None else (loss, kept)
 
     def context(self, inputs: tuple[Any, ...], scale: Tensor) -> StepContext:
         """What this call starts with; counts the call."""
         self.index += 1
         return StepContext(self.network, self.optimizer, inputs, self.index - 1, scale)
 
-    def compute_gradients(self, ctx: StepContext) -> None:
-        """Forward and backward pass: fills `ctx.loss` and every `p.grad`, multiplied by `ctx.scale`."""
-        for p in (*self.network.parameters(), *parameters_of(self.optimizer)):
-            p.grad = None
-        _call(self.hooks, "before_forward", ctx)
-        ctx.loss = checked_loss(self.network(*ctx.inputs))
-        _call(self.hooks, "after_forward", ctx)
-        _call(self.hooks, "before_backward", ctx)
-        backward(ctx.loss, ctx.scale)
-        ctx.loss = ctx.loss.detach()
-        _call(self.hooks, "after_backward", ctx)
+    def compute_gradients(self, ctx: StepContext) -> Tensor:
+        """Forward and backward pass: adds to every `p.grad`, multiplied by `ctx.scale`; returns the detached loss.
+
+        `self.pending` counts the micro-batches added so far; it is 0 again when the update is due.
+        """
+        if not self.pending:
+            self._clear_gradients()
+        last = self.pending + 1 == self.accumulation_steps
+        with self._quiet(last):
+            call(self.hooks, "before_forward", ctx)
+            ctx.loss = loss = checked_loss(self.network(*ctx.inputs))
+            call(self.hooks, "after_forward", ctx)
+            call(self.hooks, "before_backward", ctx)
+            backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
+        ctx.loss = loss = loss.detach()
+        self.pending = 0 if last else self.pending + 1
+        call(self.hooks, "after_backward", ctx)
+        return loss
+
+    def reduce(self) -> None:
+        """Average the gradients over the processes, unless DistributedDataParallel already has."""
+        if distributed.several_processes() and self._replica is None:
+            distributed.average_(parameters_of(self.optimizer))
 
     def update(self, ctx: StepContext) -> None:
         """Run the optimizer; subclasses override this to update differently."""
+        gradients_of(parameters_of(self.optimizer))  # raises when there are none
         self.optimizer.step()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What `state_dict()` holds beside the tensors of the network."""
+        state: dict[str, Any] = {"index": self.index, "pending": self.pending, "optimizer": self.optimizer.state_dict()}
+        state["hooks"] = [h.state_dict() if hasattr(h, "state_dict") else None for h in self.hooks]
+        if self.pending:
+            state["gradients"] = [p.grad for p in parameters_of(self.optimizer)]
+        return state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """The reverse of `get_extra_state`.
+
+        Raises:  ValueError if the saved cell had another number of hooks.
+        """
+        if len(state["hooks"]) != len(self.hooks):
+            raise ValueError(
+                f"the saved step had {len(state['hooks'])} hooks and this one has {len(self.hooks)}; "
+                "build the cell with the same hooks in the same order before loading"
+            )
+        self.index, self.pending = state["index"], state["pending"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for hook, saved in zip(self.hooks, state["hooks"]):
+            if saved is not None:
+                hook.load_state_dict(saved)  # type: ignore[attr-defined]
+        if self.pending:
+            for parameter, grad in zip(parameters_of(self.optimizer), state["gradients"]):
+                parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
+
+    def _clear_gradients(self) -> None:
+        # The network's parameters too: those that the optimizer does not update would go on summing.
+        for p in self.network.parameters():
+            p.grad = None
+        for p in parameters_of(self.optimizer):
+            p.grad = None
+
+    def _quiet(self, last: bool) -> AbstractContextManager[Any]:
+        """DistributedDataParallel sends gradients only in the backward pass that ends an accumulation."""
+        return nullcontext() if last or self._replica is None else self._replica.no_sync()
+
+    def _clip(self) -> None:
+        if self.clip_norm is not None:
+            clip_(parameters_of(self.optimizer), self.clip_norm)
 
     def _named_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.network.named_parameters() if p.grad is not None}
@@ -110,57 +199,64 @@ class TrainOneStepCell(nn.Module):
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """One training step with a scaled loss: an overflow skips the update and adjusts the scale.
 
-    Forward; backward from `scale`; unscale the gradients; reduce; check; adjust the scale; update or skip.
+    Forward; backward from the scale; reduce across processes; unscale and check; clip; adjust the scale; update, or
+    skip on overflow: then no weight and no optimizer state changes. Nothing is read on the host when the optimizer
+    can skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
         network, optimizer, hooks:  as in `TrainOneStepCell`.
-        scale_sense:  an update cell, or the scale itself as a tensor of shape () or (1,).
-    Returns:  `StepOutcome(loss, overflow, scale)`.
+        scale_sense:  an update cell, a `LossScaler`, or the scale itself as a tensor of shape () or (1,).
+        clip_norm:    largest joint L2 norm of the true, unscaled gradients.
+        accumulation_steps:  calls per update; gradients are summed scaled, and unscaled and checked once.
+    Returns:  `StepOutcome(loss, overflow, scale)`; before the end of an accumulation `overflow` is False.
     Raises:   TypeError if `scale_sense` is a number or a manager; ValueError for another shape.
     Source:   MindSpore nn.TrainOneStepWithLossScaleCell.
     """
 
-    def __init__(
-        self, network: nn.Module, optimizer: Optimizer, scale_sense: Any, *, hooks: Sequence[Hook] = ()
-    ) -> None:
-        super().__init__(network, optimizer, hooks=hooks)
-        del self.sens
-        self.update_cell = None
-        if isinstance(scale_sense, Tensor):
-            scale = _as_scale(scale_sense, network, "scale_sense")
-        elif callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
-            self.update_cell = scale_sense
-            scale = _as_scale(float(scale_sense.get_loss_scale()), network, "scale_sense")
-        else:
-            raise TypeError(
-                "scale_sense must be an update cell or a tensor of shape () or (1,), got "
-                f"{type(scale_sense).__name__}; wrap a number with torch.tensor(...), and ask a manager for its cell "
-                "with manager.get_update_cell()"
-            )
-        self.register_buffer("scale_sense", scale)
-
     scale_sense: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        scale_sense: Any,
+        *,
+        hooks: Sequence[Hook] = (),
+        clip_norm: float | None = None,
+        accumulation_steps: int = 1,
+    ) -> None:
+        super().__init__(network, optimizer, hooks=hooks, accumulation_steps=accumulation_steps)
+        _check_parts(network, optimizer, clip_norm, accumulation_steps)
+        del self.sens
+        self.clip_norm = clip_norm
+        scale, self.adjust = scale_and_rule(scale_sense, device_of(network.parameters()))
+        self.register_buffer("scale_sense", scale)
 
     def forward(self, *inputs: Any) -> StepOutcome:
         ctx = self.context(inputs, self.scale_sense.clone())
-        self.compute_gradients(ctx)
-        self.unscale(ctx)
-        if self.update_cell is not None:
-            self.update_cell(self.scale_sense, ctx.overflow)
-        _call(self.hooks, "before_update", ctx)
+        loss = self.compute_gradients(ctx)
+        if self.pending:
+            return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
+        overflow = self.unscale(ctx)
+        if self.adjust is not None:
+            self.adjust(self.scale_sense, overflow)
+        call(self.hooks, "before_update", ctx)
         self.update(ctx)
-        assert ctx.loss is not None and ctx.overflow is not None
-        ctx.outcome = StepOutcome(ctx.loss, ctx.overflow, self.scale_sense.clone())
-        _call(self.hooks, "after_update", ctx)
+        ctx.outcome = StepOutcome(loss, overflow, self.scale_sense.clone())
+        call(self.hooks, "after_update", ctx)
         return ctx.outcome
 
-    def unscale(self, ctx: StepContext) -> None:
-        """Divide the gradients by the scale and say in `ctx` whether all were finite."""
-        _call(self.hooks, "before_unscale", ctx)
-        grads = gradients_of(parameters_of(self.optimizer))
-        ctx.found_inf = check_and_unscale_(grads, ctx.scale)
-        ctx.overflow = ctx.found_inf.reshape(()) != 0
-        _call(self.hooks, "after_unscale", ctx)
+    def unscale(self, ctx: StepContext) -> Tensor:
+        """Divide the gradients by the scale, check them on all processes, and clip; returns the overflow flag."""
+        call(self.hooks, "before_unscale", ctx)
+        self.reduce()
+        ctx.found_inf = check_and_unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
+        if distributed.several_processes():
+            distributed.agree_(ctx.found_inf)
+        ctx.overflow = overflow = ctx.found_inf.reshape(()) != 0
+        call(self.hooks, "after_unscale", ctx)
+        self._clip()
+        return overflow
 
     def update(self, ctx: StepContext) -> None:
         """Run the optimizer, or skip on overflow; subclasses override this to update differently."""
@@ -168,9 +264,10 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         apply_(self.optimizer, ctx.found_inf)
 
     def set_sense_scale(self, sens: Tensor) -> None:
-        """Replace the loss scale by a tensor of the same shape.
+        """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.
 
-        Raises:  TypeError if it is no tensor; ValueError if shape or kind differ.
+        Raises:  TypeError if it is no tensor; ValueError if its shape differs or it is not floating;
+                 RuntimeError in the middle of an accumulation, whose gradients carry the old scale.
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"set_sense_scale needs a tensor, got {type(sens).__name__}; use torch.tensor({sens!r})")
@@ -179,30 +276,30 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 f"set_sense_scale needs a floating tensor of shape {tuple(self.scale_sense.shape)}, "
                 f"got {sens.dtype} of shape {tuple(sens.shape)}"
             )
+        if self.pending:
+            raise RuntimeError(
+                f"{self.pending} of {self.accumulation_steps} micro-batches are summed at the old scale; "
+                "change the scale after the call that ends the accumulation"
+            )
         self.scale_sense.copy_(sens)
 
 
-def _call(hooks: Iterable[Hook], phase: str, ctx: StepContext) -> None:
-    for hook in hooks:
-        getattr(hook, phase)(ctx)
-
-
-def _check_parts(network: object, optimizer: object) -> None:
+def _check_parts(network: object, optimizer: object, clip_norm: object, accumulation_steps: object) -> None:
     if not isinstance(network, nn.Module):
         raise TypeError(f"network must be an nn.Module that returns the loss, got {type(network).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-
-
-def _as_scale(value: float | Tensor, network: nn.Module, name: str) -> Tensor:
-    """A float32 tensor on the network's device that is nobody else's."""
-    device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    if isinstance(value, Tensor):
-        if value.shape not in ((), (1,)):
-            raise ValueError(f"{name} must have shape () or (1,), got {tuple(value.shape)}")
-        return value.detach().to(device=device, dtype=torch.float32, copy=True)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if value == 0 or math.isnan(value):
-        raise ValueError(f"{name} multiplies every gradient and must not be {value}")
-    return torch.tensor(float(value), device=device)
+    if not any(p.requires_grad for p in parameters_of(optimizer)):
+        raise ValueError(
+            "the optimizer holds no parameter with requires_grad=True, so a step would change nothing; "
+            "unfreeze some or build it from the parameters that train"
+        )
+    if clip_norm is not None:
+        if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
+            raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")
+        if not clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0, got {clip_norm}; use None for no clipping")
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
+        raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+
+Adjust = Callable[[Tensor, Tensor], Any]
+"""`adjust(scale, overflow)` updates the scale tensor in place; both live on the device."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -15,8 +20,17 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that exist; a parameter that the loss did not reach has none."""
-    return [p.grad for p in parameters if p.grad is not None]
+    """The gradients of the parameters that the loss reached.
+
+    Raises:  RuntimeError if it reached none of them.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        raise RuntimeError(
+            "no parameter of the optimizer received a gradient, so nothing would be trained; build the optimizer from "
+            "the parameters of the network that this step runs, not of an earlier one"
+        )
+    return grads
 
 
 def checked_loss(loss: object) -> Tensor:
@@ -41,21 +55,29 @@ def checked_loss(loss: object) -> Tensor:
     return loss
 
 
-def backward(loss: Tensor, scale: Tensor) -> None:
-    """Add the gradients of `loss * scale` to the parameters' `grad`; the loss itself is not multiplied.
+def backward(loss: Tensor, seed: Tensor, **options: Any) -> None:
+    """Add the gradients of `loss * seed` to the parameters' `grad`; the loss itself is not multiplied.
 
-    The scale is cast to the loss's dtype first, so a float16 loss with a scale above 65504 starts from inf.
+    The seed is cast to the loss's dtype first, so a float16 loss with a seed above 65504 starts from inf.
     Source:  MindSpore nn.TrainOneStepWithLossScaleCell (`sens` seeds the gradient).
     """
-    loss.backward(scale.detach().to(loss.dtype).reshape(()))
+    loss.backward(seed.detach().to(loss.dtype).reshape(()), **options)
+
+
+def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the unscaled gradients so that their joint L2 norm is at most `max_norm`; returns the norm before.
+
+    No host read; with a non-finite gradient the result is NaN, and the step is skipped anyway.
+    """
+    return nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` reads `found_inf` itself, so that nobody has to wait for it on the host.
 
     torch's fused SGD does, but leaves its momentum buffers uninitialised when its very first step is skipped (seen in
-    torch 2.13). They are therefore set to zero here, which makes the first applied step the same; with dampening it
-    would not be, and the first steps are then decided on the host.
+    torch 2.13): the next step then adds memory garbage to the weights. The buffers are therefore set to zero here,
+    which makes the first applied step the same; with dampening it would not be, and that step is decided on the host.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -89,3 +111,44 @@ def apply_(optimizer: Optimizer, found_inf: Tensor) -> None:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def device_of(parameters: Iterable[Tensor]) -> torch.device:
+    """Where the parameters live: the device of the first."""
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tensor:
+    """A float32 tensor on `device` that holds `value` and is nobody else's.
+
+    Raises:  TypeError if it is no number and no tensor; ValueError if a tensor's shape is neither () nor (1,), or the
+             value is 0 or NaN.
+    """
+    if isinstance(value, Tensor):
+        if value.shape not in ((), (1,)):
+            raise ValueError(f"{name} must have shape () or (1,), got {tuple(value.shape)}")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if float(value) == 0 or math.isnan(float(value)):
+        raise ValueError(f"{name} multiplies every gradient and must not be {float(value)}")
+    return torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
+
+
+def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Adjust | None]:
+    """The live scale and the rule that adjusts it (None: it stays), from what a train cell takes as `scale_sense`.
+
+    Raises:  TypeError for a number or a manager; ValueError for a tensor that is neither () nor (1,).
+    """
+    if isinstance(scale_sense, Tensor):
+        return scale_tensor(scale_sense, device, "scale_sense"), None
+    if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
+        return scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"), scale_sense
+    hint = "wrap a number with torch.tensor(...)"
+    if hasattr(scale_sense, "get_update_cell"):
+        hint = "ask the manager for its cell with manager.get_update_cell()"
+    raise TypeError(
+        "scale_sense must be an update cell, a loss scaler or a tensor of shape () or (1,), got "
+        f"{type(scale_sense).__name__}; {hint}"
+    )

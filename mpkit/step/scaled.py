@@ -1,0 +1,133 @@
+"""A scaled step taken apart, for training loops written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkit.step import distributed
+from mpkit.step.cells import check_and_unscale_
+from mpkit.step.phases import (
+    apply_,
+    backward,
+    checked_loss,
+    clip_,
+    device_of,
+    gradients_of,
+    parameters_of,
+    scale_and_rule,
+)
+
+
+class ScaledStep:
+    """Several losses and several optimizers behind one loss scale, one phase per call.
+
+    The order is backward (once per loss or micro-batch), unscale_, clip_ if wanted, update; a call out of order says
+    what it would have broken. Nothing is read on the host when the optimizers can skip on the device.
+
+    Args:
+        optimizers:   one optimizer or several, without a parameter in common.
+        scale_sense:  an update cell, a `LossScaler`, or the scale as a tensor of shape () or (1,).
+        skip:         "all": an overflow anywhere skips every optimizer, so the step is applied as a whole or not at
+                      all; "each": it skips only the optimizer whose gradients overflowed, as torch.amp.GradScaler
+                      does. The scale backs off in both.
+        average:      average the gradients over the processes of a distributed run; False when
+                      DistributedDataParallel has done so in the backward pass.
+
+    >>> net = torch.nn.Linear(2, 1)
+    >>> step = ScaledStep(torch.optim.SGD(net.parameters(), 0.1, fused=True), torch.tensor(1024.0))
+    >>> for micro_batch in torch.ones(2, 4, 2):
+    ...     step.backward(net(micro_batch).mean() / 2)
+    >>> norm = step.clip_(max_norm=1.0)
+    Traceback (most recent call last):
+    RuntimeError: clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied ...
+    >>> _ = step.unscale_()
+    >>> norm = step.clip_(max_norm=1.0)
+    >>> bool(step.update())
+    False
+    """
+
+    def __init__(
+        self,
+        optimizers: Optimizer | Sequence[Optimizer],
+        scale_sense: Any,
+        *,
+        skip: Literal["all", "each"] = "all",
+        average: bool = True,
+    ) -> None:
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if not self.optimizers or not all(isinstance(o, Optimizer) for o in self.optimizers):
+            raise TypeError("optimizers must be one torch.optim.Optimizer or a non-empty sequence of them")
+        if skip not in ("all", "each"):
+            raise ValueError(f"skip must be 'all' or 'each', got {skip!r}")
+        identities = [id(p) for o in self.optimizers for p in parameters_of(o)]
+        if len(identities) != len(set(identities)):
+            raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")
+        self.skip = skip
+        self.average = average
+        self.scale, self.adjust = scale_and_rule(scale_sense, device_of(parameters_of(self.optimizers[0])))
+        self._begun = False
+        self._found: list[Tensor] = []
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Add the gradients of `loss * scale`; the first call of a step clears the old ones.
+
+        Args:    loss: scalar; `options` go to `Tensor.backward` (`retain_graph`, `inputs`).
+        Raises:  RuntimeError between `unscale_` and `update`; ValueError for a loss that cannot be differentiated.
+        """
+        if self._found:
+            raise RuntimeError(
+                "backward after unscale_ would add gradients times the scale to gradients that are not; "
+                "run every backward pass of the step before unscale_(), or call update() first"
+            )
+        if not self._begun:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        backward(checked_loss(loss), self.scale, **options)
+        self._begun = True
+
+    def unscale_(self) -> Tensor:
+        """Divide the gradients of all optimizers by the scale, once; returns the 0-d bool "some were not finite"."""
+        if self._found:
+            raise RuntimeError("the gradients of this step are unscaled already; unscale_() again would divide twice")
+        if not self._begun:
+            raise RuntimeError("there are no gradients to unscale: call backward(loss) first")
+        for optimizer in self.optimizers:
+            if self.average and distributed.several_processes():
+                distributed.average_(parameters_of(optimizer))
+            found = check_and_unscale_(gradients_of(parameters_of(optimizer)), self.scale)
+            self._found.append(distributed.agree_(found) if distributed.several_processes() else found)
+        return self._any().reshape(()) != 0
+
+    def clip_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Clip the joint L2 norm of the true gradients (of one optimizer, if named); returns the norm before."""
+        if not self._found:
+            raise RuntimeError(
+                "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
+                "the scale; call unscale_() first"
+            )
+        chosen = self.optimizers if optimizer is None else [optimizer]
+        return clip_([p for o in chosen for p in parameters_of(o)], max_norm)
+
+    def update(self) -> Tensor:
+        """Adjust the scale, then update or skip; unscales first if that was not done. Returns the overflow flag."""
+        if not self._found:
+            self.unscale_()
+        anywhere = self._any()
+        overflow = anywhere.reshape(()) != 0
+        if self.adjust is not None:
+            self.adjust(self.scale, overflow)
+        for optimizer, found in zip(self.optimizers, self._found):
+            apply_(optimizer, anywhere if self.skip == "all" else found)
+        self._begun, self._found = False, []
+        return overflow
+
+    def _any(self) -> Tensor:
+        first, *rest = self._found
+        for found in rest:
+            first = torch.maximum(first, found.to(first.device))
+        return first
