@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -174,14 +175,12 @@ class TrainOneStepCell(nn.Module):
             if saved is not None:
                 hook.load_state_dict(saved)  # type: ignore[attr-defined]
         if self.pending:
-            for parameter, grad in zip(parameters_of(self.optimizer), state["gradients"]):
-                parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
+            for p, grad in zip(parameters_of(self.optimizer), state["gradients"]):
+                p.grad = None if grad is None else grad.to(p.device, copy=True)
 
     def _clear_gradients(self) -> None:
         # The network's parameters too: those that the optimizer does not update would go on summing.
-        for p in self.network.parameters():
-            p.grad = None
-        for p in parameters_of(self.optimizer):
+        for p in chain[Tensor](self.network.parameters(), parameters_of(self.optimizer)):
             p.grad = None
 
     def _quiet(self, last: bool) -> AbstractContextManager[Any]:
