@@ -1,0 +1,161 @@
+"""LessBN: drop the BatchNorms that a residual network can do without, and normalise its last layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpkit.boost.bn_rules import removable
+
+EPSILON = 1e-4
+
+
+class NormalizedLinear(nn.Module):
+    """A last layer that compares directions: y = m (x/|x| . W/|W| + b), with one learned factor m.
+
+    Norms are over rows, |v| = sqrt(max(v.v, 1e-4)), so that without a bias the logits start within [-1, 1]. The
+    gradient is that of this formula everywhere (below the limit the original's kernel is wrong by orders).
+
+    Shapes:  x (*, in_features) -> (*, out_features); weight (out_features, in_features), bias (out_features,) or
+             None, multiplier (1,), initially 1. Norms are computed in float32 or wider.
+    Source:  MindSpore boost.LessBN with fn_flag.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.multiplier = nn.Parameter(torch.ones(1))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    @classmethod
+    def of(cls, linear: nn.Linear, keep_bias: bool = False) -> NormalizedLinear:
+        """The normalised form of `linear`: the same weight object; its bias is dropped unless asked for."""
+        layer = cls(linear.in_features, linear.out_features)
+        layer.weight = linear.weight
+        layer.bias = linear.bias if keep_bias else None
+        layer.multiplier = nn.Parameter(linear.weight.detach().new_ones(1))
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiplier * F.linear(_unit_rows(x), _unit_rows(self.weight), self.bias)
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
+
+
+def _unit_rows(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a sum of squares leaves float16 at norm 256
+    return (wide * wide.square().sum(-1, keepdim=True).clamp(min=EPSILON).rsqrt()).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LessBNReport:
+    """What LessBN did: qualified names of the BatchNorms that went, with the reason, and of those that stayed.
+
+    >>> print(LessBNReport({"layer1.0.bn1": "inner BatchNorm of a residual branch"}, ("bn1",), ("fc",)))
+    1 of 2 BatchNorms removed
+      layer1.0.bn1: inner BatchNorm of a residual branch
+    normalised last FC: fc
+    """
+
+    removed: dict[str, str]
+    kept: tuple[str, ...]
+    normalized: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.removed)} of {len(self.removed) + len(self.kept)} BatchNorms removed"]
+        lines += [f"  {name}: {reason}" for name, reason in self.removed.items()]
+        if self.normalized:
+            lines.append("normalised last FC: " + ", ".join(self.normalized))
+        return "\n".join(lines)
+
+
+class LessBN(nn.Module):
+    """A network with fewer BatchNorms; the network given is changed in place, for training and evaluation alike.
+
+    In every residual block the BatchNorm nearest to the addition stays; the others of its branch and that of the
+    shortcut become `nn.Identity`. In MobileNetV2 the BatchNorm after each expansion and after the last convolution
+    goes, in DenseNet the first one of each layer that reads a concatenation; the stem's always stays. A second
+    application changes nothing. An optimizer made before keeps the parameters of removed layers, without gradients;
+    `AutoBoost` takes them out of its groups.
+
+    Args:
+        network:    traced with `torch.fx`; where that fails, its parts are, and last the module names decide.
+        fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`.
+        strict:     the original's patterns with their accidents: `shortcut + branch` never matches, a first basic
+                    block may cost the stem its BatchNorm, and fn_flag converts the last FC of *every* container.
+        last_fc:    qualified name of the layer that fn_flag converts, where it is not the last one.
+        keep_bias:  the converted layer keeps its bias.
+    Raises:  TypeError if `network` is no module; ValueError if `last_fc` names no Linear or strict cannot trace.
+    Source:  MindSpore boost.LessBN (there a compiler pass that does nothing in eager mode).
+
+    >>> from mpkit.networks import resnet18
+    >>> report = LessBN(resnet18(width=4)).report
+    >>> len(report.removed), len(report.kept)
+    (11, 9)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        fn_flag: bool = False,
+        *,
+        strict: bool = False,
+        last_fc: str | None = None,
+        keep_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+        self.network: nn.Module = network.network if isinstance(network, LessBN) else network
+        before = getattr(self.network, "_less_bn_report", None)
+        if before is None:
+            removed = removable(self.network, strict=strict)
+            kept = tuple(name for name, m in self.network.named_modules() if _is_kept(m, name, removed))
+            for name in removed:
+                self.network.set_submodule(name, nn.Identity())
+            before = LessBNReport(removed, kept)
+        normalized = before.normalized or (self._normalize(strict, last_fc, keep_bias) if fn_flag else ())
+        self.report = LessBNReport(before.removed, before.kept, normalized)
+        self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.network(*inputs, **options)
+
+    def _normalize(self, strict: bool, last_fc: str | None, keep_bias: bool) -> tuple[str, ...]:
+        names = list(_linears(self.network))
+        if last_fc is not None:
+            if last_fc not in names:
+                raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
+            names = [last_fc]
+        elif strict:
+            names = list({name.rpartition(".")[0]: name for name in names}.values())
+        else:
+            names = names[-1:]
+        for name in names:
+            linear = self.network.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            self.network.set_submodule(name, NormalizedLinear.of(linear, keep_bias))
+        return tuple(names)
+
+
+def _is_kept(module: nn.Module, name: str, removed: dict[str, str]) -> bool:
+    return isinstance(module, _BatchNorm) and name not in removed
+
+
+def _linears(network: nn.Module) -> Iterator[str]:
+    """Names of the Linear layers below `network`; attention reads the weight of its output layer itself."""
+    for prefix, module in network.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    yield f"{prefix}.{name}" if prefix else name
