@@ -1,0 +1,29 @@
+# make lab: open the first lesson.   make test: prove that all of it works.   Both set everything up by themselves.
+PYTHON ?= $(firstword $(foreach name,python3 python,$(if $(shell command -v $(name) 2>/dev/null),$(name))) python3)
+RUN = @$(PYTHON) .ci/bootstrap.py run
+JOBS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: lab test check bench notebooks labs clean
+.NOTPARALLEL:
+
+lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
+	@$(PYTHON) .ci/bootstrap.py lab $(ARGS)
+
+test:  ## unit, golden, doctest, notebook and browser tests
+	$(RUN) python -m pytest -q -n $(JOBS) -rs $(ARGS)
+
+check:  ## lint, format, types, import layers
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) python -m pytest -q -p no:cacheprovider tests/test_layers.py
+
+bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
+	$(RUN) python -m mpkit.bench $(ARGS)
+
+notebooks:  ## run every notebook, store its outputs, show how the texts differ
+	$(RUN) python notebooks/execute.py $(ARGS)
+
+clean:  ## remove the environment and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
