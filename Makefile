@@ -1,6 +1,7 @@
 # make lab: open the first lesson.   make test: prove that all of it works.   Both set everything up by themselves.
-PYTHON ?= $(firstword $(foreach name,python3 python,$(if $(shell command -v $(name) 2>/dev/null),$(name))) python3)
-RUN = @$(PYTHON) .ci/bootstrap.py run
+PYTHON ?= python3
+FOUND = @command -v $(PYTHON) >/dev/null || { echo "mpkit: Python 3.11 to 3.13 is needed and none was found; install it, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
+RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
@@ -8,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
-	@$(PYTHON) .ci/bootstrap.py lab $(ARGS)
+	$(FOUND) $(PYTHON) .ci/bootstrap.py lab $(ARGS)
 
 test:  ## unit, golden, doctest, notebook and browser tests
 	$(RUN) python -m pytest -q -n $(JOBS) -rs $(ARGS)

@@ -51,8 +51,8 @@ def with_a_usable_python():
         if works:
             os.execv(other, [other, *sys.argv])
     fail(
-        f"Python {dotted(OLDEST)} to {dotted(NEWEST)} is needed, and {sys.executable} is {dotted(sys.version_info[:2])}; "
-        f"install one of them, or name it, as in make lab PYTHON=python3.12"
+        f"Python {dotted(OLDEST)} to {dotted(NEWEST)} is needed, and {sys.executable} is "
+        f"{dotted(sys.version_info[:2])}; install one of them, or name it, as in make lab PYTHON=python3.12"
     )
 
 
