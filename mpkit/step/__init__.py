@@ -1,5 +1,6 @@
 """One training step: what it does, what it reports, and where others may look in."""
 
+from mpkit.step.build import build_train_network
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.scaled import ScaledStep
@@ -12,4 +13,5 @@ __all__ = [
     "TrainOneStepCell",
     "TrainOneStepWithLossScaleCell",
     "WithLossCell",
+    "build_train_network",
 ]

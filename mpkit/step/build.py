@@ -1,1 +1,186 @@
 """From a network, an optimizer and a level to a train cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpkit.casting import amp_level, auto_mixed_precision, to_float
+from mpkit.casting.levels import BLACK_MODULES, _protect_children
+from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.step.hooks import Hook
+
+
+class Defaults(NamedTuple):
+    """What a level sets unless the caller overrides it."""
+
+    keep_batchnorm_fp32: bool
+    cast_model_type: torch.dtype
+    scales: bool
+
+
+LEVELS = {
+    "O0": Defaults(False, torch.float32, False),
+    "O1": Defaults(False, torch.float32, False),
+    "O2": Defaults(True, torch.float16, True),
+    "O3": Defaults(False, torch.float16, False),
+    "auto": Defaults(False, torch.float32, False),
+}
+OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager", "boost_config_dict")
+STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
+
+
+class Float32Loss(WithLossCell):
+    """As `WithLossCell`, with the network's output and the label cast to float32 (float tensors only) for the loss."""
+
+    def forward(self, data: Any, label: Any) -> Tensor:
+        return self.loss_fn(widened(self.backbone(data)), widened(label))
+
+
+def widened(value: Any) -> Any:
+    """Float tensors, alone or in a tuple or list, as float32; all else as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(widened(item) for item in value)
+    return value
+
+
+def build_train_network(
+    network: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: nn.Module | None = None,
+    level: str = "O0",
+    boost_level: str = "O0",
+    *,
+    hooks: Sequence[Hook] = (),
+    clip_norm: float | None = None,
+    accumulation_steps: int = 1,
+    **kwargs: Any,
+) -> TrainOneStepCell:
+    """Cast a network at a level, add the loss, and wrap both with the optimizer into a train cell in training mode.
+
+    Args:
+        network, optimizer, loss_fn:  without `loss_fn` the network itself returns the loss.
+        level:        "O0", "O1", "O2", "O3" or "auto"; sets the defaults of the keywords below.
+        boost_level:  "O0", or "O1" and "O2" for the boost train cells.
+        cast_model_type:      torch.float16 (O2, O3) or torch.float32 (O0, O1, auto).
+        keep_batchnorm_fp32:  protect the norm layers of a network cast to float16 (True for O2).
+        loss_scale_manager:   a manager, or None for no loss scaling. O2 alone has one by default, a new
+                      `DynamicLossScaleManager()`. One that does not drop overflowing updates
+                      (`FixedLossScaleManager(s, False)`) sets `sens`; give the optimizer `loss_scale=s` then.
+        boost_config_dict:    settings of the boost algorithms.
+        hooks, clip_norm, accumulation_steps:  passed to the train cell.
+    Raises:  TypeError for another kind, ValueError for an unknown level or keyword.
+    Source:  MindSpore 2.7 amp.build_train_network. There O2's default manager is one instance per process, and an
+             update cell is refused on a CPU; mpkit makes a new manager each time and trains anywhere.
+    """
+    _check(network, optimizer, loss_fn, level, kwargs)
+    defaults = LEVELS[level]
+    keep = kwargs.get("keep_batchnorm_fp32", defaults.keep_batchnorm_fp32)
+    cast = kwargs.get("cast_model_type", defaults.cast_model_type)
+    manager = kwargs["loss_scale_manager"] if "loss_scale_manager" in kwargs else _default_manager(defaults)
+
+    boosted = _boost(boost_level, kwargs.get("boost_config_dict"))
+    if boosted is not None:
+        network, optimizer = boosted.network_auto_process_train(network, optimizer)
+    _cast(network, level, cast, keep)
+    if loss_fn is not None:
+        wide = level in ("O2", "O3", "auto") or amp_level(network) in ("O2", "O3", "auto")
+        network = (Float32Loss if wide else WithLossCell)(network, loss_fn)
+    cell = _train_cell(
+        network,
+        optimizer,
+        manager,
+        boosted is not None,
+        hooks=hooks,
+        clip_norm=clip_norm,
+        accumulation_steps=accumulation_steps,
+    )
+    return cell.train()
+
+
+def _cast(network: nn.Module, level: str, cast: torch.dtype, keep: bool) -> None:
+    """The reference's order of decisions; O2 and O3 do not go through `auto_mixed_precision` here."""
+    if cast == torch.float16:
+        to_float(network, torch.float16)
+        if keep:
+            _protect_children(network, torch.float16, BLACK_MODULES)
+    elif level == "O2" and not keep:
+        to_float(network, torch.float16)  # even though cast_model_type is float32
+    elif level not in ("O2", "O3"):
+        auto_mixed_precision(network, level)
+
+
+def _default_manager(defaults: Defaults) -> Any:
+    from mpkit.scalers import DynamicLossScaleManager
+
+    return DynamicLossScaleManager() if defaults.scales else None
+
+
+def _train_cell(
+    network: nn.Module, optimizer: Optimizer, manager: Any, boosted: bool, **options: Any
+) -> TrainOneStepCell:
+    plain: Any = TrainOneStepCell
+    scaled: Any = TrainOneStepWithLossScaleCell
+    if boosted:
+        from mpkit import boost  # upward: a boost level is asked for by name; boost subclasses these cells
+
+        plain, scaled = boost.BoostTrainOneStepCell, boost.BoostTrainOneStepWithLossScaleCell
+    if manager is None:
+        return plain(network, optimizer, **options)
+    update_cell = manager.get_update_cell()
+    if update_cell is None:
+        return plain(network, optimizer, float(manager.get_loss_scale()), **options)
+    return scaled(network, optimizer, update_cell, **options)
+
+
+def _boost(level: str, config: dict[str, Any] | None) -> Any:
+    """The AutoBoost of a level, None for O0."""
+    if level not in ("O0", "O1", "O2"):
+        raise ValueError(f"boost_level is one of O0, O1, O2 (case matters), got {level!r}")
+    if level == "O0":
+        return None
+    from mpkit import boost  # upward: only a boost level above O0 needs it
+
+    return boost.AutoBoost(level, config)
+
+
+def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn must be an nn.Module such as nn.CrossEntropyLoss(), got {type(loss_fn).__name__}; "
+            "put a plain function into the forward of a module"
+        )
+    if not isinstance(level, str):
+        raise TypeError(f"level must be a string, got {type(level).__name__}")
+    if level not in LEVELS:
+        raise ValueError(f"level is one of {', '.join(LEVELS)} (case matters), got {level!r}")
+    for name in kwargs:
+        if name not in OVERRIDES:
+            raise ValueError(
+                f"unknown keyword {name!r}; build_train_network takes {', '.join(OVERRIDES + STEP_OPTIONS)}"
+            )
+    cast = kwargs.get("cast_model_type", torch.float32)
+    if cast not in (torch.float16, torch.float32):
+        raise TypeError(
+            f"cast_model_type is torch.float16 or torch.float32, got {cast!r}; for another format call "
+            'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
+        )
+    keep = kwargs.get("keep_batchnorm_fp32", False)
+    if not isinstance(keep, bool):
+        raise TypeError(f"keep_batchnorm_fp32 must be a bool, got {type(keep).__name__}")
+    manager = kwargs.get("loss_scale_manager")
+    if manager is not None and not hasattr(manager, "get_update_cell"):
+        raise TypeError(
+            "loss_scale_manager must be a LossScaleManager such as DynamicLossScaleManager(), or None, "
+            f"got {type(manager).__name__}"
+        )

@@ -198,8 +198,8 @@ class TrainOneStepCell(nn.Module):
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """One training step with a scaled loss: an overflow skips the update and adjusts the scale.
 
-    Forward; backward from the scale; reduce across processes; unscale and check; clip; adjust the scale; update, or
-    skip on overflow: then no weight and no optimizer state changes. Nothing is read on the host when the optimizer
+    Forward; backward from the scale; reduce across processes; unscale and check; clip; update, or skip on
+    overflow, when no weight and no optimizer state changes; adjust the scale. Nothing is read on the host when the optimizer
     can skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
@@ -237,10 +237,10 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         if self.pending:
             return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
         overflow = self.unscale(ctx)
-        if self.adjust is not None:
-            self.adjust(self.scale_sense, overflow)
         call(self.hooks, "before_update", ctx)
         self.update(ctx)
+        if self.adjust is not None:  # last, so that an error in the optimizer leaves the scale as it was
+            self.adjust(self.scale_sense, overflow)
         ctx.outcome = StepOutcome(loss, overflow, self.scale_sense.clone())
         call(self.hooks, "after_update", ctx)
         return ctx.outcome

@@ -77,7 +77,7 @@ class Hook:
         """The gradients are divided by the scale, reduced across processes and checked: the place to clip them."""
 
     def before_update(self, ctx: StepContext) -> None:
-        """The scale has been adjusted; the optimizer has not run."""
+        """The gradients are final; neither the optimizer nor the rule of the scale has run."""
 
     def after_update(self, ctx: StepContext) -> None:
         """The step is over."""

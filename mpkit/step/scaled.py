@@ -114,15 +114,15 @@ class ScaledStep:
         return clip_([p for o in chosen for p in parameters_of(o)], max_norm)
 
     def update(self) -> Tensor:
-        """Adjust the scale, then update or skip; unscales first if that was not done. Returns the overflow flag."""
+        """Update or skip, then adjust the scale; unscales first if that was not done. Returns the overflow flag."""
         if not self._found:
             self.unscale_()
         anywhere = self._any()
         overflow = anywhere.reshape(()) != 0
-        if self.adjust is not None:
-            self.adjust(self.scale, overflow)
         for optimizer, found in zip(self.optimizers, self._found):
             apply_(optimizer, anywhere if self.skip == "all" else found)
+        if self.adjust is not None:
+            self.adjust(self.scale, overflow)
         self._begun, self._found = False, []
         return overflow
 
