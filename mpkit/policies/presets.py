@@ -1,0 +1,422 @@
+"""Every framework's dynamic loss scale, written down as a policy under the framework's own parameter names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .rule import FLOAT32_MAX, NEVER, SMALLEST_NORMAL, ScalePolicy, in_float16, in_float32
+
+
+def preset(framework: str, **parameters: Any) -> ScalePolicy:
+    """The policy of a framework's loss scaler: `parameters` are those of its own class, defaults too.
+
+    `preset("fairscale_layerwise", layer_scale_dict={...})` is a vector, one policy per layer.
+
+    Raises:  ValueError for an unknown framework or a value that the framework itself refuses, TypeError for a
+             parameter that its class does not have.
+
+    >>> preset("deepspeed", scale_window=500).hysteresis
+    2
+    """
+    if framework not in _PRESETS:
+        raise ValueError(f"unknown framework {framework!r}; known are {', '.join(FRAMEWORKS)}")
+    build = _PRESETS[framework]
+    try:
+        inspect.signature(build).bind(**parameters)
+    except TypeError as error:
+        raise TypeError(f"{framework} takes {inspect.signature(build)}: {error}") from None
+    return _on_its_grid(replace(build(**parameters), name=framework))
+
+
+def _on_its_grid(policy: ScalePolicy) -> ScalePolicy:
+    """Start, floor and cap as the framework stores them: in the format of its scale."""
+    if policy.scale_bits == 64 or policy.shape:
+        return policy
+    narrow = in_float32 if policy.scale_bits == 32 else in_float16
+    return replace(
+        policy,
+        init_scale=narrow(float(policy.init_scale)),
+        min_scale=narrow(float(policy.min_scale)),
+        max_scale=narrow(float(policy.max_scale)),
+    )
+
+
+def _fixed(scale: float, bits: int = 32) -> ScalePolicy:
+    return ScalePolicy(scale, backoff_factor=1.0, growth_interval=0, scale_bits=bits)
+
+
+def _need(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _patience(count: int) -> int:
+    """A count that is compared for equality: below 1 it is never reached."""
+    return count if count >= 1 else NEVER
+
+
+def _mpkit(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-14,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    raise_at_min: bool = True,
+) -> ScalePolicy:
+    """mpkit's own: what no mainstream default has is a floor that reports and a finite cap.
+
+    The floor lies below 1, because large losses need that, and as low as the reciprocal still fits a float16 normal;
+    an overflow there is reported, since no scale can be the cause. At the cap the reciprocal is the smallest
+    float16: above it, float16 gradients would all unscale to zero.
+    """
+    _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
+    _need(0 < min_scale <= init_scale <= max_scale < math.inf, "need 0 < min_scale <= init_scale <= max_scale < inf")
+    return ScalePolicy(
+        init_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale,
+        max_scale,
+        hysteresis=hysteresis,
+        refill_on_growth=True,
+        refill_on_finite=True,
+        raise_at_min=raise_at_min,
+    )
+
+
+def _torch(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> ScalePolicy:
+    if not enabled:
+        return _fixed(1.0)
+    _need(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
+    _need(backoff_factor < 1, f"backoff_factor must be below 1, got {backoff_factor}")
+    return ScalePolicy(init_scale, growth_factor, backoff_factor, growth_interval)
+
+
+def _keras3(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> ScalePolicy:
+    return ScalePolicy(
+        initial_scale, growth_interval=dynamic_growth_steps, hold_at_overflow=False, flush_subnormal=True
+    )
+
+
+def _tf_keras(
+    dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
+) -> ScalePolicy:
+    if not dynamic:
+        _need(initial_scale is not None, "with dynamic=False, initial_scale must be given: it is the fixed scale")
+        return _fixed(initial_scale or 1.0)
+    steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+    return _tf_v1(2.0**15 if initial_scale is None else initial_scale, steps)
+
+
+def _tf_v1(initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0) -> ScalePolicy:
+    factor = in_float32(multiplier)
+    return ScalePolicy(
+        initial_loss_scale,
+        factor,
+        in_float32(1 / multiplier),
+        increment_period,
+        min_scale=1.0,
+        growth_ge=True,
+    )
+
+
+def _apex(
+    loss_scale: float | str = "dynamic",
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> ScalePolicy:
+    """`scale_factor` is taken and ignored, as the class does: 2 is hard-wired."""
+    if loss_scale != "dynamic":
+        return _fixed(float(loss_scale), bits=64)
+    return ScalePolicy(
+        min(max_loss_scale, init_scale),
+        growth_interval=scale_window,
+        min_scale=min_loss_scale or 0.0,
+        max_scale=max_loss_scale,
+        scale_bits=64,
+        hold_at_overflow=False,
+        error_at_zero=True,
+    )
+
+
+def _deepspeed(
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+    min_scale: float = 1,
+    delayed_shift: int = 2,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+    dtype: torch.dtype = torch.float16,
+) -> ScalePolicy:
+    """The dynamic scaler of ZeRO 1-3 with the defaults of its configuration."""
+    _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
+    return ScalePolicy(
+        init_scale,
+        scale_factor,
+        1.0,
+        scale_window,
+        min_scale,
+        backoff_divisor=scale_factor,
+        scale_bits=64,
+        hold_at_overflow=False,
+        first_growth_lag=1,
+        hysteresis=_patience(delayed_shift),
+        refill_on_growth=True,
+        refill_on_finite=consecutive_hysteresis,
+        raise_at_min=raise_error_at_min_scale,
+        error_at_inf=dtype is torch.float16,
+    )
+
+
+def _megatron(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> ScalePolicy:
+    _need(0 < min_scale <= initial_scale, f"need 0 < min_scale <= initial_scale, got {min_scale}, {initial_scale}")
+    _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
+    return ScalePolicy(
+        initial_scale,
+        in_float32(growth_factor),
+        in_float32(backoff_factor),
+        growth_interval,
+        min_scale,
+        hold_at_overflow=False,
+        hysteresis=hysteresis,
+        refill_on_growth=True,
+    )
+
+
+def _colossalai(
+    initial_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 2,
+    verbose: bool = False,
+) -> ScalePolicy:
+    megatron = _megatron(initial_scale, min_scale or initial_scale, growth_factor, backoff_factor, growth_interval)
+    return replace(megatron, min_scale=min_scale or 0.0, max_scale=max_scale or math.inf, hysteresis=hysteresis)
+
+
+def _fairseq(
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    tolerance: float = 0.0,
+    threshold: float | None = None,
+    min_loss_scale: float = 1e-4,
+) -> ScalePolicy:
+    _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
+    return ScalePolicy(
+        init_scale,
+        scale_factor,
+        1.0,
+        scale_window,
+        0.0 if threshold is None else threshold,
+        backoff_divisor=scale_factor,
+        scale_bits=64,
+        hold_at_overflow=False,
+        tolerance=max(0.0, tolerance),
+        stop_at=min_loss_scale,
+    )
+
+
+def _jmp(
+    loss_scale: float,
+    counter: int = 0,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
+    dtype: str = "float32",
+    jit: bool = False,
+) -> ScalePolicy:
+    """`jit=True`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
+    bits = {"float16": 16, "float32": 32, "float64": 64}[dtype]
+    narrow: Callable[[float], float] = {16: in_float16, 32: in_float32, 64: float}[bits]
+    held = narrow(factor)
+    return ScalePolicy(
+        loss_scale,
+        held,
+        narrow(1 / held) if jit else 1.0,
+        period,
+        1.0 if jit else min_loss_scale,
+        backoff_divisor=1.0 if jit else held,
+        scale_bits=bits,
+        flush_subnormal=bits == 32,
+        init_count=counter,
+    )
+
+
+def _flax(
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    fin_steps: int = 0,
+    scale: float = 2.0**16,
+    minimum_scale: float | None = SMALLEST_NORMAL,
+) -> ScalePolicy:
+    return ScalePolicy(
+        scale,
+        in_float32(growth_factor),
+        in_float32(backoff_factor),
+        growth_interval,
+        minimum_scale or 0.0,
+        FLOAT32_MAX,
+        first_growth_lag=1,
+        next_growth_lag=1,
+        flush_subnormal=True,
+        init_count=fin_steps,
+    )
+
+
+def _paddle(
+    enable: bool = True,
+    init_loss_scaling: float = 2.0**16,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+    use_dynamic_loss_scaling: bool = True,
+) -> ScalePolicy:
+    if not (enable and use_dynamic_loss_scaling):
+        return _fixed(init_loss_scaling if enable else 1.0)
+    _need(incr_ratio > 1, f"incr_ratio must be above 1, got {incr_ratio}")
+    _need(0 < decr_ratio < 1, f"decr_ratio must lie in (0, 1), got {decr_ratio}")
+    return ScalePolicy(
+        init_loss_scaling,
+        in_float32(incr_ratio),
+        in_float32(decr_ratio),
+        incr_every_n_steps,
+        hold_at_overflow=False,
+        hysteresis=_patience(decr_every_n_nan_or_inf),
+        refill_on_finite=True,
+        refill_on_backoff=True,
+    )
+
+
+def _paddle_static(
+    init_loss_scaling: float = 2.0**15,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+    incr_every_n_steps: int = 1000,
+    decr_every_n_nan_or_inf: int = 2,
+) -> ScalePolicy:
+    eager = _paddle(True, init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
+    return replace(eager, min_scale=1.0, hold_at_overflow=True)
+
+
+def _mxnet(_loss_scale: float = 2.0**16, _scale_seq_len: int = 2000, _max_loss_scale: float = 2.0**24) -> ScalePolicy:
+    """The class has no arguments; these are the names of its private fields."""
+    return ScalePolicy(
+        _loss_scale,
+        growth_interval=_scale_seq_len,
+        max_scale=_max_loss_scale,
+        scale_bits=64,
+        hold_at_overflow=False,
+        delayed=True,
+    )
+
+
+def _fairscale_layerwise(
+    layer_scale_dict: Mapping[str, float],
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 10000,
+    min_scale: float = SMALLEST_NORMAL,
+    max_scale: float = FLOAT32_MAX,
+) -> ScalePolicy:
+    _need(len(layer_scale_dict) > 0, "layer_scale_dict needs at least one layer: {name: scale}")
+    _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
+    return ScalePolicy(
+        torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale,
+        max_scale,
+        scale_bits=64,
+        hold_at_overflow=False,
+        clamp_both_ways=True,
+        layers=tuple(layer_scale_dict),
+    )
+
+
+def _mindspore_scaler(scale_value: float, scale_factor: int, scale_window: int) -> ScalePolicy:
+    return _jmp(scale_value, factor=scale_factor, period=scale_window)
+
+
+def _mindspore_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> ScalePolicy:
+    return ScalePolicy(
+        loss_scale_value,
+        in_float32(scale_factor),
+        in_float32(1 / in_float32(scale_factor)),
+        scale_window,
+        min_scale=1.0,
+        hold_at_overflow=False,
+        growth_ge=True,
+    )
+
+
+def _mindspore_manager(
+    init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
+) -> ScalePolicy:
+    return ScalePolicy(
+        init_loss_scale,
+        scale_factor,
+        1 / scale_factor,
+        scale_window,
+        min_scale=1.0,
+        scale_bits=64,
+        hold_at_overflow=False,
+        max_consecutive=1000,
+    )
+
+
+_PRESETS: dict[str, Callable[..., ScalePolicy]] = {
+    "mpkit": _mpkit,
+    "torch": _torch,
+    "keras3": _keras3,
+    "tf_keras": _tf_keras,
+    "tf_v1": _tf_v1,
+    "apex": _apex,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+    "colossalai": _colossalai,
+    "fairseq": _fairseq,
+    "jmp": _jmp,
+    "flax": _flax,
+    "paddle": _paddle,
+    "paddle_static": _paddle_static,
+    "mxnet": _mxnet,
+    "fairscale_layerwise": _fairscale_layerwise,
+    "mindspore_scaler": _mindspore_scaler,
+    "mindspore_cell": _mindspore_cell,
+    "mindspore_manager": _mindspore_manager,
+}
+FRAMEWORKS = tuple(_PRESETS)
+"""Every name that `preset` knows."""

@@ -1,0 +1,376 @@
+"""The one rule of dynamic loss scaling, and what every framework makes of it.
+
+A loss scale is a number that grows after a run of finite steps and shrinks when gradients overflow. Frameworks
+differ in a dozen small ways (floor, cap, patience, off-by-ones, rounding), and each difference is one number here.
+`advance` is the rule: a policy, a state and "were the gradients finite" in, the next state out. It is written for
+Python numbers and for tensors alike, so the same lines step one scaler on a device, thousands of policies in a replay,
+and the oracle `run`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Value = Any  # a Python number, or a tensor of them: one rule serves both
+
+NEVER = 2**62
+"""A count that is not reached."""
+
+SMALLEST_NORMAL = 2.0**-126
+FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+
+STOPS = (
+    "",
+    "overflow although the scale is at its floor: the scale is not the cause, look at the model and the data",
+    "the scale sank to the value at which this policy stops the run",
+    "the scale is zero, so gradients cannot be divided by it",
+    "overflow although the scale is infinite, and this framework dies while it writes the message",
+    "too many overflows in a row: no scale helps, look at the model and the data",
+)
+"""What a `raised` code of `advance` means; 0 is "nothing"."""
+AT_FLOOR, SANK, ZERO, INFINITE, CONSECUTIVE = 1, 2, 3, 4, 5
+
+REASONS = {
+    "held": "gradients were finite, and the growth interval is not over",
+    "grew": "a whole growth interval without overflow",
+    "backed off": "an overflow",
+    "tolerated": "an overflow that hysteresis or tolerance let pass",
+    "at floor": "an overflow, and the scale cannot go lower: look at the model, not at the scale",
+    "at cap": "gradients were finite, and the scale cannot go higher",
+    "lifted": "an overflow below the floor: the scale was raised to it",
+    "lowered": "growth was due above the cap: the scale was lowered to it",
+    "stopped": "the policy raised its error",
+}
+"""Every word that `ScaleHistory.reasons` uses."""
+
+
+@dataclass(frozen=True)
+class ScalePolicy:
+    """How a loss scale moves: numbers only, so that a vector of policies is a policy whose fields are tensors.
+
+    Args:
+        init_scale:       scale before the first step (dimensionless, >= 0).
+        init_count:       finite steps already counted before the first step.
+        growth_factor:    the scale is multiplied by this when it grows (> 0), exactly as the framework holds it.
+        backoff_factor:   the scale is multiplied by this on overflow (>= 0) ...
+        backoff_divisor:  ... and divided by this (> 0). 1/3 as a factor and 3 as a divisor differ in the last bit.
+        growth_interval:  finite steps before growth; 0 and below: never (with `growth_ge`: every step).
+        min_scale:        floor after a backoff; 0 is none.
+        max_scale:        cap after a growth; inf is none.
+        scale_bits:       16, 32 or 64: the float format that the scale is rounded to after every change.
+        hold_at_overflow: keep the scale when growth would not be finite (otherwise it becomes inf and stays).
+        growth_ge:        grow when the counter is at *or past* the interval.
+        first_growth_lag: extra finite steps needed after the start and after an overflow.
+        next_growth_lag:  extra finite steps needed after a growth.
+        hysteresis:       bad steps needed before the scale backs off; `refill_on_growth`, `refill_on_finite` and
+                          `refill_on_backoff` say what makes the count start again.
+        tolerance:        back off only when bad steps / steps since the last change reach this share; replaces
+                          `hysteresis`; negative: unused.
+        raise_at_min:     error on an overflow at the floor.
+        stop_at:          error when an overflow leaves the scale at or below this; -inf: never.
+        max_consecutive:  error after more overflows in a row than this.
+        error_at_zero:    error in the step after the scale has become 0.
+        error_at_inf:     error on an overflow at an infinite scale.
+        clamp_both_ways:  floor and cap both apply after every change.
+        delayed:          a decision becomes public one step late.
+        flush_subnormal:  a scale below 2^-126 becomes 0.
+        name:             the preset it came from, for tables.
+        layers:           names of a layer-wise policy (a vector): an overflow in one layer skips the step of all.
+    Raises:  TypeError or ValueError for a number of the wrong kind or out of range.
+    Source:  the parameters by which eighteen recorded implementations were reproduced bit for bit; a factor that a
+             framework rounds to float32 first is stored rounded (`preset` does it), and a start that is cut to the
+             cap is stored cut.
+    """
+
+    init_scale: Value = 2.0**16
+    growth_factor: Value = 2.0
+    backoff_factor: Value = 0.5
+    growth_interval: Value = 2000
+    min_scale: Value = 0.0
+    max_scale: Value = math.inf
+    backoff_divisor: Value = 1.0
+    scale_bits: Value = 32
+    hold_at_overflow: Value = True
+    growth_ge: Value = False
+    first_growth_lag: Value = 0
+    next_growth_lag: Value = 0
+    hysteresis: Value = 1
+    refill_on_growth: Value = False
+    refill_on_finite: Value = False
+    refill_on_backoff: Value = False
+    tolerance: Value = -1.0
+    raise_at_min: Value = False
+    stop_at: Value = -math.inf
+    max_consecutive: Value = NEVER
+    error_at_zero: Value = False
+    error_at_inf: Value = False
+    clamp_both_ways: Value = False
+    delayed: Value = False
+    flush_subnormal: Value = False
+    init_count: Value = 0
+    name: str = ""
+    layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, (low, high) in _RANGES.items():
+            value = getattr(self, key)
+            if isinstance(value, Tensor):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{key} must be a number, got {value!r}")
+            if not low <= value <= high:
+                raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
+        if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
+            raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
+
+    @property
+    def shape(self) -> torch.Size:
+        """() for one policy, (n,) for a vector of n."""
+        sizes = [value.shape for value in _numbers(self) if isinstance(value, Tensor)]
+        return torch.broadcast_shapes(*sizes) if sizes else torch.Size()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("this is one policy, not a vector of them; make a vector with stack([...])")
+        return self.shape[0]
+
+    def to(self, device: torch.device | str) -> ScalePolicy:
+        """The same vector of policies with its numbers on `device`; a single policy has nothing to move."""
+        moved: dict[str, Any] = {
+            key: value.to(device) for key, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    def __getitem__(self, index: int) -> ScalePolicy:
+        """One policy of a vector, as Python numbers."""
+        picked: dict[str, Any] = {
+            key: value[index].item() for key, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **picked, layers=())
+
+
+_RANGES = {
+    "init_scale": (0.0, math.inf),
+    "growth_factor": (math.ulp(0.0), math.inf),
+    "backoff_factor": (0.0, math.inf),
+    "backoff_divisor": (math.ulp(0.0), math.inf),
+    "growth_interval": (-math.inf, math.inf),
+    "min_scale": (0.0, math.inf),
+    "max_scale": (0.0, math.inf),
+    "hysteresis": (-math.inf, math.inf),
+    "tolerance": (-math.inf, math.inf),
+    "stop_at": (-math.inf, math.inf),
+    "max_consecutive": (0, math.inf),
+}
+
+
+def _numbers(policy: ScalePolicy) -> list[Value]:
+    return [getattr(policy, field.name) for field in fields(policy) if field.name not in ("name", "layers")]
+
+
+def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:
+    """Many policies -> one whose fields are (n,) tensors where they differ and plain numbers where all agree.
+
+    What all agree on stays a number, so `advance` leaves out what no policy of the vector uses.
+    """
+    rows = list(policies)
+    if not rows:
+        raise ValueError("stack needs at least one policy, got none")
+    columns: dict[str, Any] = {}
+    for field in fields(ScalePolicy):
+        values = [getattr(row, field.name) for row in rows]
+        if field.name == "name":
+            columns["name"] = values[0] if len(set(values)) == 1 else "stack"
+        elif field.name != "layers":
+            columns[field.name] = _column(values, device)
+    if not any(isinstance(value, Tensor) for value in columns.values()):
+        columns["init_scale"] = torch.full((len(rows),), float(rows[0].init_scale), dtype=torch.float64, device=device)
+    return ScalePolicy(**columns)
+
+
+def _column(values: Sequence[Value], device: torch.device | str) -> Value:
+    if all(value == values[0] for value in values):
+        return values[0]
+    if isinstance(values[0], bool):
+        return torch.tensor(values, device=device)
+    whole = all(isinstance(value, int) for value in values)
+    return torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device=device)
+
+
+class ScaleState(NamedTuple):
+    """Where a policy stands: every counter, as numbers or as tensors of the policy's shape."""
+
+    scale: Value  # what the next loss is multiplied by
+    decided: Value  # what was decided last; differs from `scale` only in a delayed policy
+    good: Value  # finite steps counted towards growth; starts below zero where growth lags
+    left: Value  # bad steps until the scale backs off
+    streak: Value  # bad steps in a row
+    strikes: Value  # bad steps since the scale last changed
+    since: Value  # steps since the scale last changed
+
+
+def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> ScaleState:
+    """The state before the first step: Python numbers, or tensors where `device` is given or `policy` is a vector.
+
+    Tensors are float64 (scales, strikes, since) and int64 (counters) of `policy.shape`.
+    """
+    p = policy
+    if device is None and not p.shape:
+        scale = _rounded(p, float(p.init_scale))
+        return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
+    if device is None:
+        device = next(value.device for value in _numbers(p) if isinstance(value, Tensor))
+
+    def full(value: Value, dtype: torch.dtype) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.to(device, dtype, copy=True).expand(p.shape).contiguous()
+        return torch.full(p.shape, value, dtype=dtype, device=device)
+
+    scale = _rounded(p, full(p.init_scale, torch.float64))
+    good, left, streak = (full(v, torch.int64) for v in (p.init_count - 1 * p.first_growth_lag, p.hysteresis, 0))
+    return ScaleState(scale, scale.clone(), good, left, streak, full(0, torch.float64), full(1, torch.float64))
+
+
+def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[ScaleState, Value]:
+    """One step of the rule: (state before, were all gradients finite) -> (state after, error code).
+
+    `finite` is a Python bool with a state of numbers, or a bool tensor of the policy's shape with a state of tensors;
+    then nothing is read on the host. The error code is 0, or says which error of `STOPS` the framework raises
+    here; the caller decides what to do about it. A part of the rule that a policy does not use (a plain number that
+    says so) costs nothing.
+    """
+    p, s = policy, state.decided
+    bad = finite ^ True
+    good = state.good + 1
+    due = good == p.growth_interval
+    if p.growth_ge is not False:
+        due = due | (p.growth_ge & (good > p.growth_interval))
+    due = due & finite
+    state, shrink = _patience(p, state, due, bad)
+
+    decided = s
+    if due is not False:
+        decided = _where(due, _grown(p, s), s)
+    if shrink is not False:
+        decided = _where(shrink, _shrunk(p, s), decided)
+    good = _where(due, -1 * p.next_growth_lag, good)
+    good = _where(bad, -1 * p.first_growth_lag, good)
+
+    streak = state.streak
+    if _used(p.max_consecutive < NEVER):
+        streak = _where(bad, streak + 1, 0)
+    raised = _stops(p, s, decided, bad, shrink, streak)
+    if _used(p.stop_at > -math.inf):
+        decided = _where(bad & (decided <= p.stop_at), s, decided)
+    scale = decided if p.delayed is False else _where(p.delayed, s, decided)
+    return ScaleState(scale, decided, good, state.left, streak, state.strikes, state.since), raised
+
+
+def _patience(p: ScalePolicy, state: ScaleState, due: Value, bad: Value) -> tuple[ScaleState, Value]:
+    """Whether this bad step makes the scale back off, and the counters of hysteresis and tolerance after it."""
+    left, strikes, since = state.left, state.strikes, state.since
+    shrink = bad
+    if _used(p.hysteresis > 1):
+        left = _where(bad, _at_least(left - 1, 0), left)
+        shrink = bad & (left <= 0)
+    if _used(p.tolerance >= 0):
+        strikes = strikes + bad
+        enough = strikes / since >= p.tolerance
+        shrink = bad & (_where(p.tolerance >= 0, enough, shrink) if isinstance(p.tolerance, Tensor) else enough)
+        strikes = _where(shrink, 0, strikes)
+        since = _where(due | shrink, 1, since + 1)
+    if _used(p.hysteresis > 1):
+        refill = (due & p.refill_on_growth) | (shrink & p.refill_on_backoff) | ((bad ^ True) & p.refill_on_finite)
+        left = _where(refill, p.hysteresis, left)
+    return state._replace(left=left, strikes=strikes, since=since), shrink
+
+
+def _grown(p: ScalePolicy, s: Value) -> Value:
+    grown = _at_most(_rounded(p, s * p.growth_factor), p.max_scale)
+    if p.clamp_both_ways is not False:
+        grown = _where(p.clamp_both_ways, _at_least(grown, p.min_scale), grown)
+    if p.hold_at_overflow is False:
+        return grown
+    fits = grown < math.inf
+    return _where(fits if p.hold_at_overflow is True else fits | ~p.hold_at_overflow, grown, s)
+
+
+def _shrunk(p: ScalePolicy, s: Value) -> Value:
+    shrunk = s * p.backoff_factor if _used(p.backoff_factor != 1) else s
+    if _used(p.backoff_divisor != 1):
+        shrunk = shrunk / p.backoff_divisor
+    shrunk = _rounded(p, shrunk)
+    if p.clamp_both_ways is not False:
+        shrunk = _where(p.clamp_both_ways, _at_most(shrunk, p.max_scale), shrunk)
+    return _at_least(shrunk, p.min_scale)
+
+
+def _stops(p: ScalePolicy, s: Value, decided: Value, bad: Value, shrink: Value, streak: Value) -> Value:
+    """The error code of this step; a policy without errors costs nothing here."""
+    raised: Value = 0
+    if p.raise_at_min is not False:
+        raised = _where(shrink & p.raise_at_min & (s == p.min_scale), AT_FLOOR, raised)
+    if _used(p.stop_at > -math.inf):
+        raised = _where(bad & (decided <= p.stop_at), SANK, raised)
+    if p.error_at_zero is not False:
+        raised = _where(p.error_at_zero & (s == 0), ZERO, raised)
+    if p.error_at_inf is not False:
+        raised = _where(p.error_at_inf & bad & (s == math.inf), INFINITE, raised)
+    if _used(p.max_consecutive < NEVER):
+        raised = _where(streak > p.max_consecutive, CONSECUTIVE, raised)
+    return raised
+
+
+def _used(condition: Value) -> bool:
+    """Whether a part of the rule takes part: always in a vector that differs there, else as the number says."""
+    return isinstance(condition, Tensor) or bool(condition)
+
+
+def _where(mask: Value, yes: Value, no: Value) -> Value:
+    if isinstance(mask, Tensor):
+        return torch.where(mask, yes, no)
+    return yes if mask else no
+
+
+def _at_most(x: Value, cap: Value) -> Value:
+    if isinstance(x, Tensor):
+        return x if not isinstance(cap, Tensor) and cap == math.inf else torch.clamp(x, max=cap)
+    return min(x, cap)
+
+
+def _at_least(x: Value, floor: Value) -> Value:
+    return torch.clamp(x, min=floor) if isinstance(x, Tensor) else max(x, floor)
+
+
+def _rounded(p: ScalePolicy, x: Value) -> Value:
+    """A float64 result -> the nearest number of the format in which the framework keeps its scale."""
+    bits = p.scale_bits
+    if isinstance(bits, Tensor):
+        narrow = torch.where(bits == 32, x.float().double(), x.half().double())
+        x = torch.where(bits == 64, x, narrow)
+    elif bits != 64:
+        x = in_float32(x) if bits == 32 else in_float16(x)
+    if p.flush_subnormal is False:
+        return x
+    return _where((x < SMALLEST_NORMAL) & p.flush_subnormal, 0.0, x)
+
+
+def in_float32(x: Value) -> Value:
+    """The nearest float32, as a Python float or a float64 tensor; too large becomes inf."""
+    return x.float().double() if isinstance(x, Tensor) else ctypes.c_float(x).value
+
+
+def in_float16(x: Value) -> Value:
+    """The nearest float16 of a number that float32 holds, as a Python float or a float64 tensor."""
+    if isinstance(x, Tensor):
+        return x.half().double()
+    with np.errstate(over="ignore"):
+        return float(np.float16(np.float32(x)))
