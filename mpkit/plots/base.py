@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 from collections.abc import Hashable
 from typing import Any
@@ -109,9 +110,20 @@ class Still:
     def __repr__(self) -> str:
         return self.sentence
 
-    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        bundle = {"image/png": base64.b64encode(self.png).decode(), "text/plain": self.sentence}
-        return bundle, {"image/png": {"alt": self.sentence}}
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        """The PNG for stored pages, the sentence for tests, and an <img alt> for a live page: JupyterLab gives the
+        pictures of `image/png` no text alternative, so a live kernel sends them as an HTML widget."""
+        import ipywidgets
+
+        bundle = ipywidgets.HTML(image_tag(self.png, self.sentence))._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        return data | {"image/png": base64.b64encode(self.png).decode(), "text/plain": self.sentence}
+
+
+def image_tag(png: bytes, alt: str) -> str:
+    """An HTML image that carries its data and its text alternative."""
+    source = base64.b64encode(png).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{source}" style="max-width:100%">'
 
 
 def still(figure: Figure, sentence: str) -> Still:

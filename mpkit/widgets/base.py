@@ -13,7 +13,7 @@ import ipywidgets as w
 from traitlets import Bool, CaselessStrEnum, Enum, Float, Int, TraitType
 
 from mpkit.explorers.base import Explorer
-from mpkit.plots.base import Picture
+from mpkit.plots.base import Picture, image_tag
 
 _LABEL = {"description_width": "150px"}
 
@@ -67,10 +67,7 @@ class View(w.VBox):
         """Draw the explorer's present state into picture, sentence, table and controls."""
         with self.explorer.lock, self._lock:
             self._png = self.picture.png(self.explorer)
-            source = base64.b64encode(self._png).decode()
-            self.image.value = (
-                f'<img alt="{html.escape(self.summary())}" src="data:image/png;base64,{source}" style="max-width:100%">'
-            )
+            self.image.value = image_tag(self._png, self.summary())
             self._show_status()
             self._sync_controls()
             if self._table.value:

@@ -1,0 +1,175 @@
+"""The first training: the 784-512-512-10 network on the digits, at any casting level, with a dynamic loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traitlets import Enum, Int
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.data import digits
+from mpkit.device import default_device
+from mpkit.explorers.base import Explorer
+from mpkit.networks import Network
+from mpkit.scalers import DynamicLossScaler, LossScaler, all_finite
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+BATCH, RATE, STEPS = 64, 0.1, 240
+
+
+def train_step(
+    network: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, images: Tensor, labels: Tensor
+) -> tuple[Tensor, bool]:
+    """One step of mixed-precision training, written out: (loss, were the gradients finite)."""
+    parameters = list(network.parameters())
+    loss = F.cross_entropy(network(images), labels)
+    grads = torch.autograd.grad(scaler.scale(loss), parameters)  # 1 scale the loss, 2 differentiate
+    finite = all_finite(grads)  # 3 check
+    if finite:
+        for parameter, grad in zip(parameters, scaler.unscale(grads)):  # 4 unscale
+            parameter.grad = grad
+        optimizer.step()  # 5 update, or skip
+    scaler.adjust(finite)  # 6 adjust the scale for the next step
+    return loss.detach(), bool(finite)
+
+
+@dataclass
+class Run:
+    """What happened in one training.
+
+    Args:
+        level, dtype:  casting level and 16-bit format.
+        losses:        loss of each step (nats).
+        scales:        loss scale used in each step (dimensionless).
+        skipped:       numbers of the steps without an update, from 0.
+        accuracy:      share of the test digits that are right at the end; None while training.
+    """
+
+    level: str
+    dtype: str
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    accuracy: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The run as a line of a table, rounded so that every CPU and GPU gives the same."""
+        return {
+            "level": self.level,
+            "first loss": round(self.losses[0], 1),
+            "last loss": round(sum(self.losses[-24:]) / len(self.losses[-24:]), 1),
+            "accuracy": None if self.accuracy is None else round(self.accuracy, 2),
+            "last scale": f"2^{torch.tensor(self.scales[-1]).log2().item():g}",
+            "skipped": len(self.skipped),
+        }
+
+
+def training(
+    level: str, scaler: LossScaler, *, dtype: str = "float16", steps: int = STEPS, seed: int = 0
+) -> Iterator[Run]:
+    """Train on the digits and yield the same `Run` after every step; the accuracy is there after the last.
+
+    Source:  the network, the scaler and the order of the step are those of the MindSpore tutorial
+             "automatic mixed precision"; the images are the 1,797 digits in `data/`.
+    """
+    device = default_device()
+    torch.manual_seed(seed)
+    network = auto_mixed_precision(Network().to(device), level, DTYPES[dtype])
+    optimizer = torch.optim.SGD(network.parameters(), RATE)
+    images, labels = (t.to(device) for t in digits("train"))
+    order = torch.Generator().manual_seed(seed)
+    run, batches = Run(level, dtype), iter(())
+    for number in range(steps):
+        batch = next(batches, None)
+        if batch is None:  # a new epoch, shuffled anew
+            batches = iter(torch.randperm(len(images), generator=order).split(BATCH))
+            batch = next(batches)
+        run.scales.append(float(scaler.scale_value))
+        loss, finite = train_step(network, optimizer, scaler, images[batch], labels[batch])
+        run.losses.append(float(loss))
+        if not finite:
+            run.skipped.append(number)
+        if number == steps - 1:
+            run.accuracy = accuracy(network)
+        yield run
+
+
+def trained(level: str, scaler: LossScaler, **options: Any) -> Run:
+    """`training` to its end."""
+    *_, run = training(level, scaler, **options)
+    return run
+
+
+def accuracy(network: nn.Module) -> float:
+    """Share of the 297 test digits that the network names rightly."""
+    images, labels = (t.to(default_device()) for t in digits("test"))
+    with torch.no_grad():
+        return float((network(images).argmax(1) == labels).float().mean())
+
+
+class StartExplorer(Explorer):
+    """Set a level and a scaler, press Train, and compare with the run before."""
+
+    controls = ("level", "dtype", "init_exponent", "scale_factor", "scale_window")
+    actions = {"Train": "train", "Stop": "stop"}
+    level = Enum(["O0", "O1", "O2", "O3"], "O2").tag(label="casting level")
+    dtype = Enum(list(DTYPES), "float16").tag(label="16-bit format")
+    init_exponent = Int(16, min=0, max=30).tag(label="initial scale, 2 to the", unit="")
+    scale_factor = Int(2, min=2, max=16).tag(label="scale_factor", unit="times")
+    scale_window = Int(50, min=1, max=240).tag(label="scale_window", unit="steps")
+
+    def __init__(self, **params: Any) -> None:
+        self.run: Run | None = None
+        self.before: Run | None = None
+        super().__init__(**params)
+
+    def scaler(self) -> DynamicLossScaler:
+        """The scaler of the present settings."""
+        return DynamicLossScaler(2.0**self.init_exponent, self.scale_factor, self.scale_window)
+
+    def compute(self) -> None:
+        """The plan: the scale of each step if nothing overflowed."""
+        scaler, self.plan = self.scaler(), []
+        for _ in range(STEPS):
+            self.plan.append(float(scaler.scale_value))
+            scaler.adjust(torch.tensor(True))
+
+    def train(self) -> None:
+        """Train in the background; the finished run becomes the one to compare with."""
+        self.start(self._training)
+
+    def _training(self) -> Iterator[float]:
+        with self.lock:
+            settings = (self.level, self.scaler(), self.dtype)
+            self.before, self.run = self.run, None
+        for self.run in training(settings[0], settings[1], dtype=settings[2]):
+            yield len(self.run.losses) / STEPS
+
+    def summary(self) -> str:
+        settings = (
+            f"{self.level} in {self.dtype}, scale from 2^{self.init_exponent}, "
+            f"times {self.scale_factor} after {self.scale_window} finite steps"
+        )
+        if self.run is None or not self.run.losses:
+            return f"Set to {settings}: {self._grows()} Press Train."
+        return f"Set to {settings}. {_told(self.run)}" + (f" Before: {_told(self.before)}" if self.before else "")
+
+    def _grows(self) -> str:
+        grown = sum(a < b for a, b in zip(self.plan, self.plan[1:]))
+        return f"without an overflow the scale would grow {grown} times in {STEPS} steps."
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]
+
+
+def _told(run: Run) -> str:
+    end = f"accuracy {run.accuracy:.2f}" if run.accuracy is not None else f"loss {run.losses[-1]:.2f}"
+    return (
+        f"{run.level} {run.dtype}, {len(run.losses)} steps: {end}, "
+        f"{len(run.skipped)} skipped, last scale {run.scales[-1]:g}."
+    )
