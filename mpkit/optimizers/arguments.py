@@ -1,0 +1,170 @@
+"""What the constructors take: parameters, groups, rates, decay and the options common to all, with their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from mpkit.schedules import LearningRateSchedule, ListedLR
+
+GradientTransform = Callable[[list[Tensor], list[Tensor], dict[str, Any]], list[Tensor]]
+GROUP_KEYS = frozenset({"params", "lr", "weight_decay", "grad_centralization", "order_params"})
+
+
+class Options(TypedDict, total=False):
+    """Keyword-only arguments that every optimizer takes beside its reference's own.
+
+    gradient_transform:  called as `transform(grads, parameters, group) -> grads` between weight decay and the division
+                         by `loss_scale`, once per device and dtype of a group.
+    count_skipped:       True lets a skipped step advance the schedule (never the moments); default False, as the
+                         reference, whose optimizer does not run at all on overflow.
+    faithful:            True reproduces two roundings of the reference: fixed rates pass through float32 `(lr + 1) - 1`
+                         when another rate is dynamic, and centralization only touches gradients whose axis 1 is a
+                         multiple of 16. Default False does neither.
+    """
+
+    gradient_transform: GradientTransform | None
+    count_skipped: bool
+    faithful: bool
+
+
+# --- helpers on modules and gradients
+
+
+def trainable_params(module: nn.Module) -> list[tuple[str, Parameter]]:
+    """(name, parameter) of every parameter that requires a gradient, in order of definition.
+
+    Filter by name: `[(n, p) for n, p in trainable_params(net) if "conv" not in n]`. Every optimizer here and in
+    `torch.optim` takes such pairs, and here the names switch the weight-decay rule on.
+
+    Source:  MindSpore Cell.trainable_params. Batch statistics are buffers in torch, so they are in neither list.
+    """
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def untrainable_params(module: nn.Module) -> list[tuple[str, Parameter]]:
+    """(name, parameter) of every parameter that does not require a gradient, in order of definition."""
+    return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+
+
+def decays_by_name(name: str) -> bool:
+    """The reference's rule for ungrouped parameters: no decay where the name contains "beta" or "gamma"."""
+    return "beta" not in name and "gamma" not in name
+
+
+def centralized(grad: Tensor, multiple_of: int = 1) -> Tensor:
+    """`grad` minus its mean over all axes but the first; unchanged for fewer than two axes.
+
+    Shapes:  grad (n, *) float -> (n, *) float.
+    Edges:   `multiple_of=16` is the reference's kernel: it leaves a gradient alone unless shape[1] is a multiple of 16.
+    Source:  Yong et al. 2020, arXiv:2004.01461, equation 1; MindSpore 2.7 for the multiple.
+    """
+    if grad.ndim < 2 or grad.shape[1] % multiple_of:
+        return grad
+    return grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)
+
+
+# --- checks
+
+
+def check_number(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> None:
+    """Raise unless `value` is an int or float in [low, high), or in (low, high) with `open_low`."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (low < value < high if open_low else low <= value < high):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}), got {value}")
+
+
+def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> None:
+    """As `check_number`, and a TypeError for an int."""
+    if not isinstance(value, float):
+        raise TypeError(f"{name} must be a float, got {value!r}")
+    check_number(name, value, low=low, high=high, open_low=open_low)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise unless every value is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_betas(beta1: object, beta2: object, eps: object) -> None:
+    """Raise unless the betas are floats in (0, 1) and eps a positive number."""
+    check_float("beta1", beta1, high=1.0, open_low=True)
+    check_float("beta2", beta2, high=1.0, open_low=True)
+    check_number("eps", eps, open_low=True)
+
+
+def learning_rate_of(value: Any) -> float | LearningRateSchedule:
+    """What a user may pass as a rate -> a number or a schedule.
+
+    Raises:  TypeError for None and other kinds; ValueError for a negative number, a string or a tensor of two axes.
+    """
+    if isinstance(value, LearningRateSchedule):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f"a learning rate is a number, a list or a schedule, got the string {value!r}")
+    if isinstance(value, Tensor):
+        if value.ndim > 1:
+            raise ValueError(f"a tensor of learning rates has 0 or 1 axes, got shape {tuple(value.shape)}")
+        value = value.tolist()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not value >= 0:
+            raise ValueError(f"a learning rate must be at least 0, got {value}")
+        return float(value)
+    if isinstance(value, Iterable):
+        return ListedLR(tuple(value))
+    raise TypeError(f"a learning rate is a number, a list, a tensor or a schedule, got {value!r}")
+
+
+def weight_decay_of(value: Any) -> Any:
+    """A number at least 0, or a function of the step -> the same, the number as float."""
+    if callable(value):
+        return value
+    check_number("weight_decay", value)
+    return float(value)
+
+
+def is_named(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
+
+
+def listed(params: Any, what: str) -> list[Any]:
+    if isinstance(params, Tensor | str | Mapping) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} must be an iterable of parameters, got {type(params).__name__}; put it into a list")
+    return list(params)
+
+
+def tensors_of(items: Iterable[Any]) -> list[Tensor]:
+    return [item[1] if is_named(item) else item for item in items]
+
+
+def split_groups(params: Any) -> tuple[list[dict[str, Any]], list[Tensor] | None, bool]:
+    """The argument `params` -> (groups, the wanted order or None, were they given as groups)."""
+    if params is None:
+        raise ValueError("params is None; pass the parameters to train, for instance trainable_params(network)")
+    items = listed(params, "params")
+    if not items:
+        raise ValueError("params is empty; is every parameter of the network frozen?")
+    grouped = isinstance(items[0], Mapping)
+    for item in items:
+        if grouped != isinstance(item, Mapping) or not (grouped or isinstance(item, Tensor) or is_named(item)):
+            raise TypeError(
+                f"params must be all parameters, all (name, parameter) or all dicts, got {type(item).__name__}"
+            )
+    if not grouped:
+        return [{"params": items}], None, False
+    orders = [item for item in items if "order_params" in item]
+    groups = [dict(item) for item in items if "order_params" not in item]
+    for item in orders:
+        if len(item) > 1:
+            raise ValueError(f"order_params must be alone in its group, got {sorted(item)}")
+    if not groups or len(orders) > 1:
+        raise ValueError(f"need groups with params and at most one order_params, got {len(groups)} and {len(orders)}")
+    order = tensors_of(listed(orders[0]["order_params"], "order_params")) if orders else None
+    return groups, order, True

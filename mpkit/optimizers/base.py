@@ -1,0 +1,373 @@
+"""What all optimizers share: groups, decay, gradient transforms, static loss scale, counters, skipping on the device.
+
+A subclass gives two things: `slots`, the state a weight starts with, and `update`, its formula in `torch._foreach_*`
+calls on an `Update`, the tensors of one device and dtype. Counters and rates are host numbers until a `found_inf`
+tensor has been seen; then they live on the device, because only the device knows which steps were applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpkit.optimizers.arguments import (
+    GROUP_KEYS,
+    Options,
+    centralized,
+    check_flags,
+    check_number,
+    is_named,
+    learning_rate_of,
+    listed,
+    split_groups,
+    tensors_of,
+    weight_decay_of,
+)
+from mpkit.optimizers.update import Number, Update, decayed_positions, silenced
+from mpkit.schedules import LearningRateSchedule, ListedLR
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base of mpkit's optimizers: a `torch.optim.Optimizer` with the reference's groups, decay and loss scale.
+
+    Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
+
+        g <- g + (weight_decay * S) * w;   g <- transform(g);   g <- g * (1 / S)
+
+    so that afterwards g is the plain gradient plus decay when the loss was multiplied by S.
+
+    Args:
+        params:         parameters, (name, parameter) pairs, or dicts with `params`, `lr`, `weight_decay`,
+                        `grad_centralization`; one more dict may hold `order_params`, the order of `parameters`.
+        learning_rate:  number >= 0, list or 1-D tensor (step k uses entry k), or schedule.
+        weight_decay:   number >= 0, or a function of the step. Ungrouped and named parameters are decayed unless their
+                        name contains "beta" or "gamma"; grouped or unnamed ones all are. Biases are decayed.
+        loss_scale:     number > 0 by which the loss was multiplied.
+        options:        see `Options`.
+
+    Precision:  16-bit parameters are updated through float32 master copies (kept in the state); moments are float32.
+    Skipping:   `step` follows torch.amp.GradScaler's protocol: when the attribute `found_inf` is a tensor, the decision
+                is taken on the device; weights, state and counters stay as they are bit for bit when it is not 0.
+    Counters:   `global_step` counts applied updates (see `count_skipped`) and drives the schedules; each group counts
+                its own updates, so a group added later starts its moments afresh. Both are in `state_dict`.
+    Raises:     TypeError for kinds, ValueError for ranges, KeyError for group keys, RuntimeError for a parameter in
+                two groups or a list of rates that is too short.
+    Source:     MindSpore 2.7 nn.Optimizer.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler: pass found_inf on instead of reading it on the host
+    decay_in_formula = False  # True where `update` applies weight decay itself
+    decay_filter = True  # False where the reference ignores the beta/gamma rule
+    centralizes = True
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any,
+        weight_decay: Any = 0.0,
+        loss_scale: float = 1.0,
+        hyper: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        check_number("loss_scale", loss_scale, open_low=True)
+        options = options or {}
+        check_flags(**{key: options.get(key, False) for key in ("count_skipped", "faithful")})
+        unknown = set(options) - set(Options.__annotations__)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} does not take {sorted(unknown)}")
+        groups, order, grouped = split_groups(params)
+        self.loss_scale = float(loss_scale)
+        self.gradient_transform = options.get("gradient_transform")
+        self.count_skipped = options.get("count_skipped", False)
+        self.faithful = options.get("faithful", False)
+        self._global_step: int | Tensor = 0
+        self._calls = 0  # at least the number of applied steps, known without a host read
+        self._rates_grouped = any("lr" in group for group in groups)
+        defaults = {
+            "lr": learning_rate_of(learning_rate),
+            "weight_decay": weight_decay_of(weight_decay),
+            "grad_centralization": False,
+            "decay_by_name": not grouped and self.decay_filter,
+            "updates": 0,
+        }
+        super().__init__(groups, {**defaults, **(hyper or {})})
+        self._check_rates()
+        self._order = self._checked_order(order)
+
+    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of one weight before its first update; float32 for 16-bit parameters."""
+        return {}
+
+    def update(self, u: Update) -> None:
+        """Apply the formula to one `Update`, in place."""
+        raise NotImplementedError(f"{type(self).__name__} must define update(u)")
+
+    # -- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; as the groups given to the constructor, but `order_params` is no longer possible."""
+        group = dict(param_group)
+        if "params" not in group:
+            raise KeyError("a group needs the key 'params'")
+        unknown = set(group) - (GROUP_KEYS - {"order_params"})
+        if unknown:
+            raise KeyError(f"a group takes {sorted(GROUP_KEYS)}, got {sorted(unknown)}")
+        items = listed(group["params"], "a group's params")
+        if not items:
+            raise ValueError("a group's params is empty; leave the group out")
+        mine = {id(p) for old in self.param_groups for p in old["params"]}
+        for tensor in tensors_of(items):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"a group holds parameters or (name, parameter) pairs, got {type(tensor).__name__}")
+            if not tensor.is_floating_point():
+                raise TypeError(f"parameters must be real floating point, got {tensor.dtype}")
+            if id(tensor) in mine:
+                raise RuntimeError("a parameter is in two groups, or twice in one; it would be updated twice")
+            mine.add(id(tensor))
+        group["params"] = items
+        if "lr" in group:
+            group["lr"] = learning_rate_of(group["lr"])
+        if "weight_decay" in group:
+            group["weight_decay"] = weight_decay_of(group["weight_decay"])
+        check_flags(grad_centralization=group.get("grad_centralization", False))
+        if self.param_groups:
+            group["decay_by_name"] = False
+        super().add_param_group(group)
+
+    def _check_rates(self) -> None:
+        lengths = {len(g["lr"].values) for g in self.param_groups if isinstance(g["lr"], ListedLR)}
+        if len(lengths) > 1:
+            raise ValueError(f"lists of learning rates must have one length in all groups, got {sorted(lengths)}")
+
+    def _checked_order(self, order: list[Tensor] | None) -> list[tuple[int, int]] | None:
+        """`order_params` as (group, index) pairs, which survive a copy of the optimizer."""
+        if order is None:
+            return None
+        place = {id(p): (i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])}
+        if len(order) != len(place) or {id(p) for p in order} != set(place):
+            raise ValueError(f"order_params must list the {len(place)} grouped parameters once each, got {len(order)}")
+        return [place[id(p)] for p in order]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters: in the order of `order_params` when given, else group after group."""
+        groups = self.param_groups
+        if self._order is None:
+            return [p for group in groups for p in group["params"]]
+        placed = set(self._order)
+        later = [(i, j) for i, g in enumerate(groups) for j in range(len(g["params"])) if (i, j) not in placed]
+        return [groups[i]["params"][j] for i, j in [*self._order, *later]]
+
+    # -- rates and counters
+
+    @property
+    def global_step(self) -> int:
+        """Applied updates so far (with `count_skipped`, all steps). Reads the device after steps that could skip."""
+        return int(self._global_step)
+
+    def _rate(self, group: dict[str, Any]) -> Number:
+        rate, step = group["lr"], self._global_step
+        if isinstance(rate, LearningRateSchedule):
+            if isinstance(rate, ListedLR) and self._calls >= len(rate.values):
+                step = int(step)  # perhaps past the end, which only the host can report
+            return rate(step)
+        if isinstance(rate, Tensor):
+            return rate
+        if self.faithful and any(
+            isinstance(g["lr"], LearningRateSchedule) for g in [*self.param_groups, self.defaults]
+        ):
+            return float(np.float32(rate) + np.float32(1) - np.float32(1))
+        return float(rate)
+
+    def _decay(self, group: dict[str, Any]) -> Number:
+        decay = group["weight_decay"]
+        return decay(self._global_step) if callable(decay) else decay
+
+    def get_lr(self) -> Tensor | list[Tensor]:
+        """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
+        if self._rates_grouped:
+            return self.get_lr_parameter(self.parameters)
+        return self._shown(self.param_groups[0])
+
+    def get_lr_parameter(self, param: Any) -> Any:
+        """The rate of the next step of one parameter, or the list of rates of a list of them.
+
+        Raises:  TypeError for something else; ValueError for a parameter that is not in this optimizer.
+        """
+        many = isinstance(param, list | tuple) and not is_named(param)
+        wanted = tensors_of(param if many else [param])
+        shown = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for p in wanted:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"need a parameter or a list of parameters, got {type(p).__name__}")
+            if id(p) not in shown:
+                raise ValueError(f"the parameter of shape {tuple(p.shape)} is not in this optimizer")
+        rates = [self._shown(group) for group in self.param_groups]
+        found = [rates[shown[id(p)]] for p in wanted]
+        return found if many else found[0]
+
+    def _shown(self, group: dict[str, Any]) -> Tensor:
+        return torch.as_tensor(self._rate(group), dtype=torch.float32)
+
+    def _count_on_device(self, device: torch.device) -> None:
+        """From now on the counters are tensors, because only the device knows which steps were skipped."""
+        if isinstance(self._global_step, int) and not self.count_skipped:
+            self._global_step = torch.full((), self._global_step, dtype=torch.int64, device=device)
+        for group in self.param_groups:
+            if isinstance(group["updates"], int):
+                group["updates"] = torch.full((), group["updates"], dtype=torch.int64, device=device)
+
+    # -- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from the gradients in `p.grad`; parameters without one are left out.
+
+        Returns what `closure` returns (it is called first, with gradients enabled), or None.
+        Edges:   attributes `found_inf` (skip where not 0) and `grad_scale` (divide gradients by it), both one-element
+                 float32 tensors or None, are read as torch.amp.GradScaler sets them.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        keep = None
+        if found_inf is not None:
+            keep = (found_inf.reshape(()) == 0).float()
+            self._count_on_device(keep.device)
+        for group in self.param_groups:
+            lr, decay, count = self._rate(group), self._decay(group), group["updates"] + 1
+            for chosen in _alike(group["params"]):
+                self._step_some(chosen, group, (lr, decay, count, keep, grad_scale))
+            self._advance(group, keep)
+        if keep is None or self.count_skipped:
+            self._global_step = self._global_step + 1
+        else:
+            self._global_step += keep.to(torch.int64)
+        self._calls += 1
+        return loss
+
+    @staticmethod
+    def _advance(group: dict[str, Any], keep: Tensor | None) -> None:
+        group["updates"] += 1 if keep is None else keep.to(torch.int64)
+
+    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: tuple[Any, ...]) -> None:
+        """Update the parameters group["params"][i] for i in chosen, which share a device and a dtype."""
+        params = [group["params"][i] for i in chosen]
+        narrow = params[0].dtype.itemsize < 4
+        lr, decay, count, keep, grad_scale = (_on(x, params[0].device) for x in numbers)
+        states = [self.state[p] or self._begin(p, group) for p in params]
+        weights = [s["master"] for s in states] if narrow else params
+        grads = self._unscaled(params, weights, grad_scale)
+        if not self.decay_in_formula:
+            grads = self._decayed(grads, weights, group, chosen, decay)
+        grads = self._transformed(grads, params, group)
+        if keep is not None:
+            grads = silenced(grads, keep)
+        state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
+        self.update(Update(weights, grads, state, group, chosen, lr, decay, count, keep))
+        if narrow:
+            torch._foreach_copy_(params, weights)
+
+    def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[p]
+        weight = p
+        if p.dtype.itemsize < 4:
+            weight = state["master"] = p.detach().float()
+        state.update(self.slots(weight, group))
+        return state
+
+    def _unscaled(self, params: list[Tensor], weights: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
+        """The gradients in the dtype of the weights, divided by `grad_scale`; `p.grad` stays as it is."""
+        grads = [p.grad for p in params if p.grad is not None]
+        if any(grad.layout != torch.strided for grad in grads):
+            raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
+        if grads[0].dtype != weights[0].dtype:
+            grads = [grad.to(weights[0].dtype) for grad in grads]
+        if grad_scale is not None:
+            grads = list(torch._foreach_mul(grads, grad_scale.reshape(()).reciprocal()))
+        return grads
+
+    def _decayed(
+        self, grads: list[Tensor], weights: list[Tensor], group: dict[str, Any], chosen: list[int], decay: Number
+    ) -> list[Tensor]:
+        """g + (decay * loss_scale) * w, for the weights that the name rule lets through."""
+        if isinstance(decay, float) and decay == 0.0:
+            return grads
+        where = decayed_positions(group, chosen)
+        g, w = [grads[i] for i in where], [weights[i] for i in where]
+        amount = decay * self.loss_scale
+        if not where:
+            return grads
+        if isinstance(amount, Tensor):
+            more = torch._foreach_add(g, torch._foreach_mul(w, amount))
+        else:
+            more = torch._foreach_add(g, w, alpha=amount)
+        out = list(grads)
+        for i, grad in zip(where, more):
+            out[i] = grad
+        return out
+
+    def _transformed(self, grads: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        if group["grad_centralization"] and self.centralizes:
+            grads = [centralized(grad, 16 if self.faithful else 1) for grad in grads]
+        if self.gradient_transform is not None:
+            grads = list(self.gradient_transform(list(grads), params, group))
+        if self.loss_scale != 1.0 and not self.decay_in_formula:
+            grads = list(torch._foreach_mul(grads, 1.0 / self.loss_scale))
+        return grads
+
+    # -- saving and copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, plus `global_step`; schedules and functions are left out, they belong to the constructor."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["updates"] = int(group["updates"])
+            for key in ("lr", "weight_decay"):
+                if callable(group[key]):
+                    del group[key]
+        return {**saved, "global_step": self.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken: state, hyper-parameters of the groups and every counter.
+
+        Raises:  KeyError without `global_step`, ValueError for other groups, as torch.
+        """
+        before = self.param_groups
+        step = int(state_dict["global_step"])
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        for old, new in zip(before, self.param_groups):
+            for key in ("lr", "weight_decay"):
+                new.setdefault(key, old[key])
+        self._global_step = self._calls = step
+
+    @staticmethod
+    def _process_value_according_to_param_policy(
+        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
+    ) -> Tensor:
+        """torch casts loaded state to the parameter's dtype, which would throw away the float32 master and moments."""
+        return value.to(device=param.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_global_step", "_calls")
+        rest = ("_rates_grouped", "_order")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
+
+
+def _alike(params: list[Tensor]) -> list[list[int]]:
+    """Indices of the parameters that have a gradient, by device and dtype."""
+    found: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        if p.grad is not None:
+            found.setdefault((p.device, p.dtype), []).append(i)
+    return list(found.values())
+
+
+def _on(x: Any, device: torch.device) -> Any:
+    return x.to(device) if isinstance(x, Tensor) and x.device != device else x

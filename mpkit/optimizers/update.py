@@ -1,0 +1,124 @@
+"""One call of an update rule, written once for host numbers and for numbers that only the device knows.
+
+How a skip works. When `keep` is 0 every gradient is -0.0 and the coefficients are neutral: a running average becomes
+`1 * m + c * -0.0` and a weight `w - (+0.0)`. Both return their operand bit for bit, -0.0 included, which `m + 0.0` does
+not; so no copy of weights or state is needed, and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.optimizers.arguments import decays_by_name
+
+Number = float | Tensor  # a host number, or a 0-d tensor where only the device knows it
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+@dataclass
+class Update:
+    """The tensors of one device and dtype, and the numbers of this step, as an optimizer's formula sees them.
+
+    Args:
+        weights:  float32 (or float64) values to change in place; the master copies where parameters have 16 bits.
+        grads:    same shapes and dtype, after decay, transform and unscaling; never written to by a formula.
+        state:    name -> one tensor per weight, to change in place.
+        group:    the parameter group, with every hyper-parameter.
+        chosen:   which of the group's parameters these are.
+        lr, decay:  numbers, or 0-d tensors where a schedule is evaluated on the device.
+        count:    1 at the group's first applied update; an int, or a 0-d int64 tensor.
+        keep:     None when the step cannot be skipped, else 0-d float32: 1 to apply the step, 0 to skip it.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    state: dict[str, list[Tensor]]
+    group: dict[str, Any]
+    chosen: list[int]
+    lr: Number
+    decay: Number
+    count: int | Tensor
+    keep: Tensor | None
+
+    def hold(self, factor: float) -> Number:
+        """The factor of a running average: itself, or 1 when the step is skipped."""
+        return factor if self.keep is None else torch.add(1 - self.keep, self.keep, alpha=factor)
+
+    def stop(self, factor: Number) -> Number:
+        """The factor of a change: itself, or 0 when the step is skipped."""
+        return factor if self.keep is None else self.keep * factor
+
+    def decay_average_(self, averages: Tensors, factor: float) -> None:
+        """averages *= factor, in place."""
+        torch._foreach_mul_(averages, self.hold(factor))
+
+    def move_(self, targets: Tensors, steps: Tensors, rate: Number) -> None:
+        """targets -= rate * steps, in place; exactly nothing when the step is skipped."""
+        rate = self.stop(rate)
+        if not isinstance(rate, Tensor):
+            torch._foreach_add_(targets, steps, alpha=-rate)
+            return
+        change = torch._foreach_mul(steps, rate.to(targets[0].dtype))
+        if self.keep is not None:
+            torch._foreach_add_(change, 0.0)  # -0.0 -> +0.0, and w - (+0.0) is w for every w
+        torch._foreach_sub_(targets, change)
+
+    def move_by_ratio_(self, targets: Tensors, tops: Tensors, bottoms: Tensors, rate: Number) -> None:
+        """targets -= rate * tops / bottoms, in place; exactly nothing when the step is skipped and bottoms > 0."""
+        rate = self.stop(rate)
+        if not isinstance(rate, Tensor):
+            torch._foreach_addcdiv_(targets, tops, bottoms, value=-rate)
+            return
+        change = torch._foreach_mul(tops, rate.to(targets[0].dtype))
+        if self.keep is not None:
+            torch._foreach_add_(change, 0.0)
+        torch._foreach_addcdiv_(targets, change, bottoms, value=-1.0)
+
+    def replace_(self, targets: Tensors, values: Tensors) -> None:
+        """targets = values, in place; nothing when the step is skipped. For formulas without a neutral coefficient."""
+        if self.keep is None:
+            torch._foreach_copy_(targets, values)
+            return
+        applied = self.keep != 0
+        for target, value in zip(targets, values):
+            torch.where(applied, value, target, out=target)
+
+    def shrink_(self, rate: Number) -> None:
+        """weights *= 1 - rate * decay, in place, where the name rule lets decay through: decoupled weight decay."""
+        if isinstance(self.decay, float) and self.decay == 0.0:
+            return
+        decayed = [self.weights[i] for i in decayed_positions(self.group, self.chosen)]
+        torch._foreach_mul_(decayed, 1.0 - self.stop(rate * self.decay))
+
+
+def unbiased(beta: float, count: int | Tensor) -> Number:
+    """1 - beta ** count, without cancellation: a float, or a 0-d float64 tensor."""
+    if isinstance(count, Tensor):
+        return -torch.expm1(count.double() * math.log(beta))
+    return -math.expm1(count * math.log(beta))
+
+
+def root(x: Number) -> Number:
+    """Square root of a number or a tensor."""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def silenced(grads: Tensors, keep: Tensor) -> list[Tensor]:
+    """Copies of the gradients, or -0.0 throughout when keep is 0."""
+    skip = keep == 0
+    if grads[0].is_cuda:  # three launches for all tensors instead of one for each
+        flat = torch._utils._flatten_dense_tensors(tuple(grads)).masked_fill_(skip, -0.0)
+        return list(torch._utils._unflatten_dense_tensors(flat, tuple(grads)))
+    return [grad.masked_fill(skip, -0.0) for grad in grads]
+
+
+def decayed_positions(group: dict[str, Any], chosen: list[int]) -> list[int]:
+    """The positions within `chosen` of the parameters that weight decay applies to."""
+    if not group["decay_by_name"] or "param_names" not in group:
+        return list(range(len(chosen)))
+    return [k for k, i in enumerate(chosen) if decays_by_name(group["param_names"][i])]
