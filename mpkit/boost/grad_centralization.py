@@ -1,0 +1,72 @@
+"""Gradient centralization: the mean of each output's gradient is taken away before the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.optimizers import centralized
+
+NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+def is_centralized(owner: nn.Module | None, parameter: Tensor) -> bool:
+    """Whether gradient centralization applies to `parameter`, which `owner` holds directly.
+
+    Left out: parameters with fewer than two axes (biases, scales, shifts), everything in a normalisation layer,
+    weights of grouped convolutions (depthwise or not), and the normalised last FC.
+    Source:  MindSpore boost.OptimizerProcess.build_gc_params_group, by module instead of by name: a PyTorch
+             BatchNorm calls its parameters `weight` and `bias`, which a rule on "gamma" and "beta" would miss.
+    """
+    if parameter.ndim < 2 or isinstance(owner, (*NORMALIZATIONS, NormalizedLinear)):
+        return False
+    return not (isinstance(owner, _ConvNd) and owner.groups > 1)
+
+
+def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:
+    """Centralize `p.grad` before each step of any `torch.optim` optimizer, in its groups that ask for it.
+
+    A group asks with `group["grad_centralization"]`: True, or the number that the size of axis 1 must be a multiple
+    of (16 reproduces the tiling rule of the original's kernel, 1 means True). mpkit's own optimizers read that key
+    themselves and need no hook. As in the original the weight decay that an optimizer adds to the gradient is
+    centralized with it; decoupled decay (AdamW) is left alone.
+
+    Returns:  a handle whose `remove()` takes the hook away again.
+    Source:   Yong et al. 2020, arXiv:2004.01461, equation 1.
+
+    >>> weight = nn.Parameter(torch.zeros(1, 2))
+    >>> weight.grad = torch.tensor([[1.0, 3.0]])
+    >>> sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=1.0)
+    >>> _ = centralize_gradients(sgd), sgd.step()
+    >>> weight.tolist()
+    [[1.0, -1.0]]
+    """
+    hooks = optimizer._optimizer_step_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _centralize]:
+        del hooks[key]  # asked for twice is asked for once
+    return optimizer.register_step_pre_hook(_centralize)
+
+
+@torch.no_grad()
+def _centralize(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    scale = getattr(optimizer, "grad_scale", None)  # torch.amp leaves the gradients of fused optimizers scaled
+    for group in optimizer.param_groups:
+        multiple = int(group.get("grad_centralization", 0))
+        for p in group["params"] if multiple else ():
+            if p.grad is None:
+                continue
+            decay = p * (_coupled_decay(optimizer, group) * (1.0 if scale is None else scale))
+            p.grad.copy_(centralized(p.grad + decay, multiple) - decay)
+
+
+def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
+    """The weight decay that `optimizer` will add to the gradient; 0 where it shrinks the weight instead."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adafactor | torch.optim.Muon)
+    return 0.0 if decoupled or group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0.0))
