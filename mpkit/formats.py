@@ -66,6 +66,11 @@ class FloatFormat:
             )
         if self.specials not in ("ieee", "nan", "none"):
             raise ValueError(f"specials must be 'ieee', 'nan' or 'none', got {self.specials!r}")
+        if self.exponent_bits >= 8 and self.specials != "ieee":
+            raise ValueError(
+                f"with {self.exponent_bits} exponent bits the topmost exponent is beyond float32, so specials must be "
+                f"'ieee', got {self.specials!r}"
+            )
 
     def __repr__(self) -> str:
         return f"FloatFormat({self.name}: 1+{self.exponent_bits}+{self.fraction_bits} bits)"

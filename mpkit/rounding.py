@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -49,56 +51,219 @@ def round_to(
     >>> round_to(torch.tensor([1.125, 1.375, 70000.0]), E5M2)   # two ties, one overflow
     tensor([1.0000, 1.5000,    inf])
     """
+    if not isinstance(fmt, FloatFormat):
+        raise TypeError(f"fmt is a FloatFormat such as FP16 or get_format('e5m10'), got {fmt!r}")
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"round_to emulates formats inside float32 or float64, got {x.dtype}; call x.float() first")
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if overflow is not None and overflow not in OVERFLOWS:
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOWS)} or None, got {overflow!r}")
-    x = x.detach()
-    result = _round_plain(x, fmt, mode, overflow or fmt.overflow, generator)
-    return result if out is None else out.copy_(result)
+    if out is not None and (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+        need, came = ((tuple(t.shape), t.dtype, str(t.device)) for t in (x, out))
+        raise TypeError(f"out must be like x, {need}, got {came}; torch.empty_like(x) makes one")
+    x, overflow = x.detach(), overflow or fmt.overflow
+    if torch.compiler.is_compiling():  # one fused kernel makes blocks and scratch space pointless
+        rounded = _exact(x, fmt, mode, overflow, generator)
+        return rounded if out is None else out.copy_(rounded)
+    out = torch.empty_like(x) if out is None else out
+    if x.numel():
+        with torch.no_grad():
+            _by_blocks(x, out.detach(), _kernel(x.dtype, fmt, mode, overflow, generator))
+    return out
 
 
-def _round_plain(
-    x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None
-) -> Tensor:
-    if fmt.bits == 64:
-        rounded = x.clone()
+# blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(block of x, block of out, two scratch blocks of the same shape and dtype) -> None; writes out last."""
+
+
+def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
+    """Run a kernel over x and out block by block, both walked in the memory order of x."""
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    x, final = x.permute(order).contiguous(), out.permute(order)
+    target = final if final.is_contiguous() else torch.empty_like(x)
+    # 2**16 values per core: a block of x, one of out and the scratch fit a level-2 cache of 1 to 2 MiB
+    size = min(2**16 * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
+    scratch = x.new_empty(2, size)
+    for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
+        kernel(block, result, *scratch[:, : block.numel()])
+    if target is not final:
+        final.copy_(target)
+
+
+def _kernel(
+    dtype: torch.dtype, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None
+) -> Kernel:
+    """The fastest exact way for this combination."""
+    native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
+    special = fmt.specials == "ieee" or overflow != "inf"
+    if mode == "nearest_even" and fmt.torch_dtype in native:
+        return _native_kernel(fmt, fmt.torch_dtype, overflow)
+    if dtype == torch.float32 and mode in ("nearest_even", "stochastic") and special:
+        if fmt.exponent_bits == 8 and fmt.fraction_bits < 23:
+            return _integer_kernel(fmt, mode, overflow, generator)
+        if fmt.exponent_bits < 8 and fmt.fraction_bits <= 20:
+            return _shift_kernel(fmt, mode, overflow, generator)
+
+    def kernel(x: Tensor, out: Tensor, _b: Tensor, _c: Tensor) -> None:
+        out.copy_(_exact(x, fmt, mode, overflow, generator))
+
+    return kernel
+
+
+def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) -> Kernel:
+    """torch's own cast there and back."""
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
+        narrow = b.view(native)[: x.numel()]
+        out.copy_(narrow.copy_(x))
+        if overflow == "saturate":
+            out.clamp_(-fmt.max, fmt.max)
+        elif overflow == "nan":
+            out.add_(out, alpha=0)  # inf + 0 * inf
+
+    return kernel
+
+
+def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
+    """Up to 7 exponent bits in float32: (x + C) - C, with C so large that the sum keeps just the bits of `fmt`.
+
+    With e the exponent of x (at least that of the smallest normal, at most that of the largest) and
+    C = 1.5 * 2**(e + 23 - m), x + C lies within [2**(e + 23 - m), 2**(e + 24 - m)), where float32 has gaps of
+    2**(e - m): one ulp of `fmt`. So the addition itself rounds to nearest even, subnormals included, and the
+    subtraction is exact. The 1.5 serves both signs. C is alpha times a power of two, so whether alpha is fused into
+    the addition does not matter.
+
+    Stochastic: with h = (x + C) - C, x - h is exact and at most ulp / 2. Adding noise from [-ulp / 2, ulp / 2) to it,
+    and the sum to h + C, rounds once more; the mean is x up to 2**-24 ulp, the grain of the 32-bit noise in float32.
+    """
+    low, high = (_float_bits(2.0**e) for e in (fmt.min_exponent, fmt.max_exponent))
+    alpha = 1.5 * 2.0 ** (23 - fmt.fraction_bits)
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        power = b.view(torch.int32)
+        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
+        power.clamp_(low, high)
+        torch.add(x, b, alpha=alpha, out=c)
+        if mode == "stochastic":
+            near = torch.sub(c, b, alpha=alpha)
+            torch.sub(x, near, out=near)
+            noise = _random_words(x, generator).to(torch.float32)
+            c.add_(near.addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
+        c.sub_(b, alpha=alpha)
+        _overflow_(c, b, fmt, overflow)
+        torch.copysign(c, x, out=out)
+
+    return kernel
+
+
+def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
+    """8 exponent bits in float32: the same exponents, so rounding drops a fixed number of bits, subnormals included.
+
+    Adding to the pattern carries from fraction to exponent and at last to inf, as rounding must.
+    """
+    dropped = 23 - fmt.fraction_bits
+    mask = 2**dropped - 1
+    finite = torch.finfo(torch.float32).max
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        bits, pattern = x.view(torch.int32), c.view(torch.int32)
+        if mode == "stochastic":
+            torch.bitwise_and(_random_words(x, generator), mask, out=pattern)
+        else:
+            torch.bitwise_right_shift(bits, dropped, out=pattern)
+            pattern.bitwise_and_(1).add_(mask >> 1)
+        pattern.add_(bits).bitwise_and_(~mask)
+        torch.clamp(x, -finite, finite, out=b)
+        c.add_(
+            b, alpha=0
+        )  # 0 * NaN: the patterns of NaNs have lost their meaning, all others gain a zero of their sign
+        if overflow != "inf":
+            _overflow_(c, b, fmt, overflow)
+        out.copy_(c)
+
+    return kernel
+
+
+def _random_words(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """32 random bits per element of a block, int32; one draw of 64 bits serves two, which halves the cost."""
+    draws = torch.empty((x.numel() + 1) // 2, dtype=torch.int64, device=x.device)
+    return draws.random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
+
+
+def _float_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Overflow) -> None:
+    """Apply the overflow rule in place to values on the grid of `fmt` that may lie beyond its max.
+
+    Multiplying until max is next to the largest number of the dtype finds them without a comparison, which would
+    cost several times as much on a CPU.
+    """
+    largest = torch.finfo(rounded.dtype).max
+    if overflow == "saturate":
+        rounded.clamp_(-fmt.max, fmt.max)
+    elif overflow == "inf" and fmt.specials == "ieee":
+        to_top = 2.0 ** (math.frexp(largest)[1] - 1 - fmt.max_exponent)
+        rounded.mul_(to_top).mul_(1 / to_top)
     else:
-        wide = x.double()
-        step = ulp(wide, fmt)
-        rounded = _to_integer(wide / step, mode, generator) * step
-    over = rounded.abs() > fmt.max
-    limit = rounded.new_full((), {"inf": torch.inf, "nan": torch.nan, "saturate": fmt.max}[overflow])
-    beyond = torch.where(_points_inward(x, mode) & x.isfinite(), rounded.new_full((), fmt.max), limit)
-    return torch.where(over, torch.copysign(beyond, rounded), rounded).to(x.dtype)
+        half_gap = 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
+        torch.mul(rounded, largest / (fmt.max + half_gap), out=scratch)  # +-inf just where |rounded| > max
+        if overflow == "nan":
+            rounded.add_(scratch, alpha=0)
+        else:
+            rounded.add_(_infinite_part(scratch))
 
 
-def _points_inward(x: Tensor, mode: Mode) -> Tensor:
-    if mode == "up":
-        return x < 0
-    if mode == "down":
-        return x > 0
-    return torch.full_like(x, mode == "toward_zero", dtype=torch.bool)
+def _infinite_part(x: Tensor) -> Tensor:
+    """0 for finite elements; inf, -inf and NaN stay."""
+    largest = torch.finfo(x.dtype).max
+    return x - x.clamp(-largest, largest)
+
+
+def _exact(x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Tensor:
+    """Every mode and format in float64: divide by the gap, round to an integer, multiply; all but the second exact."""
+    wide = x.double()
+    if fmt.bits == 64:
+        rounded = wide.clone()
+    else:
+        gap = _gap(wide, fmt)
+        rounded = _to_integer(wide / gap, mode, generator) * gap
+    low = -fmt.max if mode in ("toward_zero", "up") else -torch.inf
+    high = fmt.max if mode in ("toward_zero", "down") else torch.inf
+    rounded = rounded.clamp(low, high) + _infinite_part(wide)  # a directed mode stops at max, but inf is no rounding
+    if fmt.bits < 64:
+        _overflow_(rounded, torch.empty_like(rounded), fmt, overflow)
+    elif overflow == "saturate":
+        rounded.clamp_(-fmt.max, fmt.max)
+    elif overflow == "nan":
+        rounded.add_(rounded, alpha=0)
+    return torch.copysign(rounded, wide).to(x.dtype)
 
 
 def _to_integer(y: Tensor, mode: Mode, generator: torch.Generator | None) -> Tensor:
     if mode == "nearest_even":
         return y.round()
+    if mode == "nearest_away":  # the number before 0.5: 0.5 itself would carry 0.49999999999999994 to 1
+        return (y + torch.copysign(y.new_tensor(math.nextafter(0.5, 0.0)), y)).trunc()
+    if mode == "toward_zero":
+        return y.trunc()
     if mode == "up":
         return y.ceil()
+    whole = y.floor()
     if mode == "down":
-        return y.floor()
-    whole = y.trunc()
-    if mode == "toward_zero":
         return whole
-    rest = (y - whole).abs()
-    if mode == "nearest_away":
-        further = rest >= 0.5
-    else:
-        further = torch.rand(y.shape, dtype=y.dtype, device=y.device, generator=generator) < rest
-    return torch.copysign(whole.abs() + further, y)
+    noise = torch.rand(y.shape, dtype=y.dtype, device=y.device, generator=generator)
+    return whole + (y - whole + noise).floor()
+
+
+def _gap(wide: Tensor, fmt: FloatFormat) -> Tensor:
+    """float64 -> the gap of `fmt` around each element, from the exponent bits; float64."""
+    exponent = (wide.abs().view(torch.int64) >> 52).clamp(fmt.min_exponent + 1023, fmt.max_exponent + 1023)
+    return (exponent << 52).view(torch.float64) * 2.0**-fmt.fraction_bits
 
 
 def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
@@ -111,9 +276,7 @@ def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
     >>> ulp(torch.tensor([1.0, 2048.0, 0.0]), FP16)
     tensor([9.7656e-04, 2.0000e+00, 5.9605e-08])
     """
-    exponent = ((x.double().abs().view(torch.int64) >> 52) - 1023).clamp(fmt.min_exponent, fmt.max_exponent)
-    gap = ((exponent - fmt.fraction_bits + 1023) << 52).view(torch.float64)
-    return gap.masked_fill(x.isnan(), torch.nan).to(x.dtype)
+    return _gap(x.detach().double(), fmt).masked_fill(x.isnan(), torch.nan).to(x.dtype)
 
 
 def rounding_error(x: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> Tensor:
@@ -132,7 +295,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_fmt, mode, overflow = ctx.grad_rule
-        grad = grads[0] if grad_fmt is None else round_to(grads[0], grad_fmt, mode, overflow=overflow)
+        grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)
         return grad, None, None, None, None
 
 
