@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support import golden_files, load
 from torch import Tensor, nn
 
+from mpkit.boost.adasum import adasum, adasum_coefficients, adasum_enabled, adasum_pair, halves
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 
@@ -25,6 +27,10 @@ def cases(stem: str, key: str) -> list[Any]:
     ]
 
 
+def double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def tensor(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
@@ -35,7 +41,7 @@ def tensors(values: list[Any]) -> list[Tensor]:
 
 def close(got: Tensor, want: Any, tolerance: float) -> None:
     """Equal within `tolerance` * (1 + |want|)."""
-    want = torch.tensor(want, dtype=torch.float64)
+    want = double(want)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
@@ -122,3 +128,48 @@ def test_the_step_rule_follows_the_recorded_run(
         close(manager.table, step["table"], 2e-6)
         for got, want in zip(weights, step["weights"]):
             close(got.detach(), want, tolerance)
+
+
+EXACT = 4e-15  # two float64 derivations agree to 2e-15
+
+
+@pytest.mark.parametrize("suffix", ["", "_no_eps"])
+@pytest.mark.parametrize(("content", "case"), cases("adasum", "pairs"))
+def test_pairs_merge_as_recorded(content: dict[str, Any], case: dict[str, Any], suffix: str) -> None:
+    a, b = double(case["a"]), double(case["b"])
+    eps = 0.0 if suffix else 2 * content["meta"]["eps_per_rank"]
+    coefficients = [case["coeff_a" + suffix], case["coeff_b" + suffix]]
+    torch.testing.assert_close(adasum_coefficients(a, b, eps=eps), double(coefficients), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(adasum_pair(a, b, eps=eps), double(case["result" + suffix]), rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize(("content", "case"), cases("adasum", "trees"))
+def test_trees_of_workers_merge_as_recorded(content: dict[str, Any], case: dict[str, Any]) -> None:
+    deltas = [[double(t).view(s) for t, s in zip(d, case["shapes"])] for d in case["delta_weights"]]
+    assert len(deltas) == case["ranks"]
+    for suffix, eps in (("", content["meta"]["eps_per_rank"]), ("_no_eps", 0.0)):
+        merged = adasum(deltas, eps=eps)
+        for got, want in zip(merged, case["adasum_delta" + suffix]):
+            torch.testing.assert_close(got, double(want).view_as(got), rtol=EXACT, atol=EXACT)
+        if not suffix:
+            for old, got, want in zip(case["old_parameters"], merged, case["new_parameters"]):
+                new = double(old).view_as(got) - got
+                torch.testing.assert_close(new, double(want).view_as(got), rtol=EXACT, atol=EXACT)
+    for i, want in enumerate(case["mean_delta"]):
+        mean = torch.stack([d[i] for d in deltas]).mean(0)
+        torch.testing.assert_close(mean, double(want).view_as(mean), rtol=EXACT, atol=EXACT)
+        if not case["divisible"][i]:  # one element: AdaSum is the mean
+            torch.testing.assert_close(merged[i], mean, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize(("content", "case"), cases("adasum", "enable_rule"))
+def test_worlds_are_enabled_as_recorded(content: dict[str, Any], case: dict[str, Any]) -> None:
+    assert adasum_enabled(case["world_size"], case["device_number"]) == case["enabled"]
+
+
+@pytest.mark.parametrize(("content", "case"), cases("adasum", "halving"))
+def test_tensors_are_halved_as_recorded(content: dict[str, Any], case: dict[str, Any]) -> None:
+    assert (math.prod(case["shape"]) > 1) == case["divisible"]
+    if case["divisible"]:  # the others are averaged whole
+        left, right = halves(tuple(case["shape"]))
+        assert [list(left), list(right)] == [case["left"], case["right"]]

@@ -1,0 +1,126 @@
+"""AdaSum over simulated workers: limits of the pair formula, the tree, and what enters it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit.boost.adasum import AdaSum, adasum, adasum_coefficients, adasum_enabled, adasum_pair, halves
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exact_pair(a: Tensor, b: Tensor) -> list[Fraction]:
+    """The formula without epsilon in rational arithmetic."""
+    x, y = ([Fraction(v) for v in t.flatten().tolist()] for t in (a, b))
+    dot, aa, bb = (sum(p * q for p, q in zip(u, v)) for u, v in ((x, y), (x, x), (y, y)))
+    return [(1 - dot / (2 * aa)) * p + (1 - dot / (2 * bb)) * q for p, q in zip(x, y)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pair_equals_exact_arithmetic(seed: int) -> None:
+    a, b = random(4, 3, seed=seed), random(4, 3, seed=100 + seed)
+    want = torch.tensor([float(v) for v in exact_pair(a, b)], dtype=torch.float64).view(4, 3)
+    torch.testing.assert_close(adasum_pair(a, b, eps=0.0), want, rtol=1e-14, atol=1e-14)
+
+
+def test_limits_orthogonal_equal_scaled_and_opposite() -> None:
+    a, b = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 3.0])
+    assert adasum_pair(a, b, eps=0).tolist() == [2.0, 3.0]
+    assert adasum_pair(a, a, eps=0).tolist() == [2.0, 0.0]
+    assert adasum_pair(a, 3 * a, eps=0).tolist() == [4.0, 0.0]  # -1/2 a + 5/6 * 3a = 2a
+    assert adasum_coefficients(a, 3 * a, eps=0).tolist() == pytest.approx([-0.5, 5 / 6])
+    assert adasum_pair(a, -a, eps=0).tolist() == [0.0, 0.0]
+    assert adasum_coefficients(a, -a, eps=0).tolist() == [1.5, 1.5]
+
+
+def test_zero_and_tiny_vectors() -> None:
+    a, zero = torch.tensor([2.0, 1.0]), torch.zeros(2)
+    assert adasum_pair(a, zero, eps=0).tolist() == [2.0, 1.0]
+    assert adasum_pair(zero, zero, eps=0).tolist() == [0.0, 0.0]
+    tiny = torch.tensor([1e-9, -1e-9])
+    torch.testing.assert_close(adasum_pair(tiny, zero), tiny / 2)  # the epsilon dominates: the mean
+
+
+def test_the_pair_is_symmetric_and_scales_with_its_inputs() -> None:
+    a, b = random(50, seed=1), random(50, seed=2)
+    assert torch.equal(adasum_pair(a, b), adasum_pair(b, a))
+    torch.testing.assert_close(adasum_pair(8 * a, 8 * b, eps=0), 8 * adasum_pair(a, b, eps=0), rtol=1e-14, atol=0)
+
+
+def test_half_precision_updates_get_wide_inner_products() -> None:
+    # 300 * 300 > 65504: in float16 the products would be inf and the result nan
+    a = torch.tensor([300.0, 0.0], dtype=torch.float16)
+    merged = adasum_pair(a, a)
+    assert merged.dtype == torch.float16
+    assert merged.tolist() == [300.0, 0.0]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 16])
+def test_the_tree_is_the_pair_formula_level_by_level(workers: int) -> None:
+    deltas = [[random(3, 4, seed=r), random(7, seed=100 + r)] for r in range(workers)]
+    for i, merged in enumerate(adasum(deltas, eps=0.0)):
+        level = [d[i] for d in deltas]
+        while len(level) > 1:
+            level = [adasum_pair(a, b, eps=0.0) for a, b in zip(level[::2], level[1::2])]
+        torch.testing.assert_close(merged, level[0], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_workers_that_agree_give_their_update_and_orthogonal_ones_their_sum(workers: int) -> None:
+    same = random(6)
+    torch.testing.assert_close(adasum([[same]] * workers)[0], same, rtol=1e-10, atol=1e-10)
+    axes = torch.eye(16, dtype=torch.float64)[:workers]
+    torch.testing.assert_close(adasum([[axis] for axis in axes])[0], axes.sum(0), rtol=1e-10, atol=1e-10)
+
+
+def test_one_element_becomes_the_plain_mean() -> None:
+    deltas = [[torch.tensor([float(r)]), torch.tensor(float(r))] for r in range(4)]
+    assert [m.flatten().tolist() for m in adasum(deltas)] == [[1.5], [1.5]]
+
+
+@pytest.mark.parametrize("workers", [0, 3, 6, 12])
+def test_other_numbers_of_workers_are_refused(workers: int) -> None:
+    with pytest.raises(ValueError, match=f"1, 2, 4, 8, ... workers, got {workers}"):
+        adasum([[torch.ones(2)]] * workers)
+
+
+def test_different_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="same shapes"):
+        adasum([[torch.ones(2)], [torch.ones(3)]])
+    with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(3,\)"):
+        adasum_pair(torch.ones(2), torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 9), (1, 1, 2), (4, 3), (2, 8, 3)])
+def test_halves_put_the_whole_together_again(shape: tuple[int, ...]) -> None:
+    left, right = halves(shape)
+    assert math.prod(left) + math.prod(right) == math.prod(shape)
+    flat = torch.arange(math.prod(shape))
+    axis = next(i for i, n in enumerate(shape) if n > 1)
+    joined = torch.cat([flat[: math.prod(left)].view(left), flat[math.prod(left) :].view(right)], axis)
+    assert torch.equal(joined, flat.view(shape))
+
+
+def test_nodes_of_another_size_than_eight_can_be_asked_for() -> None:
+    assert [world for world in range(1, 20) if adasum_enabled(world, 2)] == [4, 5, 8, 9, 16, 17]
+    assert adasum_enabled(2, 1)
+    assert not adasum_enabled(2)
+
+
+def test_the_class_says_how_to_start_processes() -> None:
+    with pytest.raises(RuntimeError, match="start the script with torchrun"):
+        AdaSum(0, 1, 2, [nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.gpu
+def test_the_gpu_merges_like_the_cpu() -> None:
+    deltas = [[random(64, 33, seed=r).float(), random(7, seed=50 + r).float()] for r in range(8)]
+    for got, want in zip(adasum([[t.cuda() for t in d] for d in deltas]), adasum(deltas)):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)

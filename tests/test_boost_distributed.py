@@ -1,0 +1,206 @@
+"""Boost over several processes: AdaSum and DimReduce over gloo, against one process and against time.
+
+The tests start this file as a script: one process imports torch and forks the ranks, each of which runs a scenario
+and leaves what it saw in a file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpkit.boost.adasum import AdaSum, adasum
+
+SHAPES = [(7, 5), (1, 9), (1,), (2, 3, 4), (), (3,)]
+TIMEOUT = 4.0
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def deltas_of(rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(t) for t in deltas_of(1000)]
+
+
+# What a rank does. Each returns something that torch.load(weights_only=True) reads back.
+
+
+def merge(rank: int, world: int) -> dict[str, Any]:
+    """Both exchanges, every division of the world into nodes of one rank, float32 and float16."""
+    seen: dict[str, Any] = {}
+    for exchange in ("halving", "full"):
+        for dtype in (torch.float32, torch.float16):
+            merger = AdaSum(rank, 1, world, weights(), exchange=exchange, timeout=TIMEOUT)
+            zeros = [torch.zeros(s) for s in SHAPES]
+            merged = merger([d.to(dtype) for d in deltas_of(rank)], zeros, zeros)
+            seen[f"{exchange}-{dtype}"] = [-m for m in merged]
+    return seen
+
+
+def train(rank: int, world: int) -> list[Tensor]:
+    """One whole step: nodes of two ranks when there are four, every rank with its own gradient."""
+    devices = 2 if world == 4 else 1
+    params = weights()
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    for p, g in zip(params, deltas_of(rank)):
+        p.grad = g
+    AdaSum(rank, devices, world // devices, params, timeout=TIMEOUT).update_(optimizer.step)
+    return [p.detach() for p in params]
+
+
+def refused(rank: int, world: int) -> str:
+    """A world or parameters that do not fit."""
+    try:
+        params = weights()[: 2 + rank] if world == 2 else weights()
+        AdaSum(rank, 1, world, params, timeout=TIMEOUT)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def dead_peer(rank: int, world: int) -> str:
+    """The last rank ends before the merge."""
+    return _without_last(rank, world, lambda: os._exit(0))
+
+
+def silent_peer(rank: int, world: int) -> str:
+    """The last rank lives on, until the first has given up, but never answers."""
+
+    def stay_silent() -> None:
+        end = time.monotonic() + 10 * TIMEOUT
+        while not (Path(sys.argv[3]) / "0.pt").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+
+    return _without_last(rank, world, stay_silent)
+
+
+def _without_last(rank: int, world: int, vanish: Any) -> str:
+    merger = AdaSum(rank, 1, world, weights(), timeout=TIMEOUT)
+    if rank == world - 1:
+        vanish()
+        return "vanished"
+    start = time.monotonic()
+    try:
+        merger(deltas_of(rank), weights(), weights())
+    except RuntimeError as error:
+        return f"{time.monotonic() - start:.1f} {error}"
+    return "merged"
+
+
+SCENARIOS = {f.__name__: f for f in (merge, train, refused, dead_peer, silent_peer)}
+
+
+def rank_main(scenario: str, rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    dist.barrier()  # all are connected before one of them may end
+    torch.save(SCENARIOS[scenario](rank, world), folder / f"{rank}.pt")
+    os._exit(0)  # a broken group cannot be taken down in order
+
+
+def launch(scenario: str, world: int, folder: Path) -> list[Any]:
+    """Run a scenario on `world` ranks and -> what each of them left (None for one that left nothing)."""
+    command = [sys.executable, __file__, scenario, str(world), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    files = [folder / f"{rank}.pt" for rank in range(world)]
+    return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_merge_like_simulated_workers(world: int, tmp_path: Path) -> None:
+    ranks = launch("merge", world, tmp_path)
+    exact = adasum([deltas_of(rank, torch.float64) for rank in range(world)])
+    for name in ranks[0]:
+        dtype = torch.float16 if "float16" in name else torch.float32
+        simulated = adasum([[t.to(dtype).float() for t in deltas_of(rank)] for rank in range(world)])
+        for seen in ranks:
+            for got, first, want, tree in zip(seen[name], ranks[0][name], simulated, exact):
+                assert torch.equal(got, first), "ranks disagree"
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+                if name.startswith("full"):
+                    assert torch.equal(got, want)
+                if dtype == torch.float32:
+                    torch.testing.assert_close(got.double(), tree, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_in_processes_equals_the_step_worked_out_in_one(world: int, tmp_path: Path) -> None:
+    ranks = launch("train", world, tmp_path)
+    devices = 2 if world == 4 else 1
+    nodes = [
+        [torch.stack(gs).mean(0) for gs in zip(*(deltas_of(n * devices + i) for i in range(devices)))]
+        for n in range(world // devices)
+    ]
+    merged = adasum([[0.5 * g for g in grads] for grads in nodes])
+    for seen in ranks:
+        for got, w, m in zip(seen, weights(), merged):
+            torch.testing.assert_close(got, w - m, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_three_processes_are_refused_everywhere(tmp_path: Path) -> None:
+    assert all("1, 2, 4, 8, ... workers, got 3" in text for text in launch("refused", 3, tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_with_different_parameters_are_told(tmp_path: Path) -> None:
+    first, second = launch("refused", 2, tmp_path)
+    assert "those of rank 0 differ from those of ranks [1]" in first
+    assert "those of rank 1 differ from those of ranks [0]" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "world"), [("dead_peer", 2), ("dead_peer", 4), ("silent_peer", 2)])
+def test_a_missing_peer_ends_in_an_error_within_the_timeout(scenario: str, world: int, tmp_path: Path) -> None:
+    left = launch(scenario, world, tmp_path)[: world - 1]
+    for text in left:
+        seconds, message = text.split(" ", 1)
+        assert "got no answer from rank" in message
+        assert float(seconds) < 2 * TIMEOUT + 2  # a peer of the missing peer may wait twice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_documented_example_runs_under_torchrun(world: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "notebooks" / "torchrun_adasum.py")
+    done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{world} ranks, AdaSum after every step"
+    assert lines[-1] == "all ranks hold the same weights: True"
+    first, *_, last = (float(line.split()[-1]) for line in lines[1:-1])
+    assert last < 0.7 * first
+
+
+if __name__ == "__main__":
+    scenario, world, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank_main, args=(scenario, r, world, folder)) for r in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
