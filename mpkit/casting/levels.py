@@ -1,184 +1,266 @@
-"""The levels O0 to O3 and the manual cast, put on a network and taken off again."""
+"""The levels O0 to O3 and auto, own lists and the manual cast: put on a network and taken off again."""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpkit.casting import operations as ops
-from mpkit.casting.mode import mark, mark_of, unmark
-from mpkit.casting.rules import PLAIN, Rule, Target, everything, protected, white_operators
+from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
+from mpkit.casting.mode import Forward, mark, mark_of, unmark
+from mpkit.casting.rules import Rule, everything, operator_lists, protected, white_operators
+from mpkit.casting.targets import Target, target_of
+from mpkit.formats import FloatFormat
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
-
-WHITE_MODULES: tuple[type[nn.Module], ...] = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-    nn.LSTMCell,
-    nn.RNNCell,
-    nn.GRUCell,
-)
-WHITE_OPERATORS = [
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "matmul",
-    "mm",
-    "bmm",
-    "prelu",
-    "relu",
-    "outer",
-]
-BLACK_MODULES: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm)
+_log = logging.getLogger(__name__)
 
 
-def auto_mixed_precision(network: nn.Module, amp_level: str = "O0", dtype: Target = torch.float16) -> nn.Module:
-    """Cast the operations of `network` at a level; the same object is returned, its parameters stay float32.
+def auto_mixed_precision(
+    network: Any,
+    amp_level: str = "O0",
+    dtype: torch.dtype | FloatFormat = torch.float16,
+    *,
+    grad_dtype: FloatFormat | None = None,
+) -> Any:
+    """Cast the operations of `network` at a level. The same object comes back, its parameters stay float32.
+
+    | level | what is cast | result |
+    |---|---|---|
+    | O0 | nothing | as computed |
+    | O1 | modules and operators of `get_white_list()`: inputs to `dtype`, result back to float32 | float32 |
+    | O2 | every operation, but child modules of the classes in `get_black_list()` compute in float32 | float32 |
+    | O3 | every operation | float32 |
+    | auto | per operation: a list to `dtype`, a list to float32, a list to the widest input | may be `dtype` |
 
     Args:
-        network:   any module.
-        amp_level: "O0" nothing; "O1" listed modules and operators in `dtype` with float32 results; "O2" everything but
-                   BatchNorm and LayerNorm children; "O3" everything. O2 and O3 give float32 results.
-        dtype:     torch.float16 or torch.bfloat16.
-    Raises:  TypeError if `network` is not a module; ValueError for another dtype or level.
+        network:    a module; at level "auto" also a function, which comes back decorated.
+        amp_level:  one of the above, case matters.
+        dtype:      torch.float16 or torch.bfloat16; a FloatFormat is emulated inside float32, forwards and backwards.
+        grad_dtype: format of the gradients of an emulated format; None: the same format.
+    Raises:  TypeError if `network` is no module (function at "auto"); ValueError for another dtype or level.
+    Warns:   when `network` already runs at a level: it changes to the new one.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy and O2, O3 a wrapper; here nothing
-             is wrapped or renamed. As there, O0 does nothing at all: `remove_mixed_precision` takes a level off.
+             is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it, and O0 does
+             nothing at all: `remove_mixed_precision` takes a level off.
+
+    >>> net = auto_mixed_precision(nn.Linear(2, 1), "O2", torch.bfloat16)
+    >>> net(torch.ones(1, 2)).dtype, net.weight.dtype
+    (torch.float32, torch.float32)
     """
-    if not isinstance(network, nn.Module):
+    is_function = amp_level == "auto" and callable(network) and not isinstance(network, type)
+    if not isinstance(network, nn.Module) and not is_function:
+        also = " or, at level 'auto', a function" if isinstance(amp_level, str) else ""
         raise TypeError(
-            f"auto_mixed_precision casts an nn.Module, got {type(network).__name__}; pass the network itself"
+            f"auto_mixed_precision casts an nn.Module{also}, got {network!r}; pass the network object itself"
         )
-    check_dtype(dtype)
+    low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network
     _warn_of_repetition(network, amp_level)
-    if amp_level == "O1":
-        _white_list(network, dtype, WHITE_MODULES, ops.spellings(*WHITE_OPERATORS))
-    elif amp_level == "O2":
-        _black_list(network, dtype, BLACK_MODULES)
-    elif amp_level == "O3":
-        _black_list(network, dtype, ())
-    else:
+    if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
-    root = mark_of(network)
-    assert root is not None
-    root.level = amp_level
+    if not isinstance(network, nn.Module):
+        return Forward(None, _auto(low), level=amp_level, inner=network)
+    if amp_level == "O1":
+        _white_list(network, low, WHITE_MODULES, frozenset(WHITE_OPERATORS))
+    elif amp_level == "O2":
+        _black_list(network, low, BLACK_MODULES)
+    elif amp_level == "O3":
+        _black_list(network, low, ())
+    else:
+        spread(network, lambda _: _auto(low))
+    _root(network).level = amp_level
     return network
 
 
-def check_dtype(dtype: Any) -> None:
-    """Levels compute in a 16-bit dtype."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype is torch.float16 or torch.bfloat16, got {dtype!r}")
+def custom_mixed_precision(
+    network: nn.Module,
+    *,
+    white_list: list[Any] | None = None,
+    black_list: list[type[nn.Module]] | None = None,
+    dtype: torch.dtype | FloatFormat = torch.float16,
+    grad_dtype: FloatFormat | None = None,
+) -> nn.Module:
+    """O1's mechanism with your white list, or O2's with your black list. The same object comes back.
+
+    Args:
+        white_list: module classes (exact classes) and torch functions such as torch.matmul or F.relu; [] casts nothing.
+        black_list: module classes (subclasses too) that stay float32; [] is O3. Norms missing from it are logged.
+        dtype:      torch.float16, torch.bfloat16, or a FloatFormat with `grad_dtype` as in `auto_mixed_precision`.
+    Raises:  TypeError if `network` is no module, a list is no list or has a wrong element; ValueError unless exactly
+             one list is given, or for another dtype.
+    Source:  MindSpore 2.7 amp.custom_mixed_precision; where that takes Primitive classes, this takes torch functions.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"custom_mixed_precision casts an nn.Module, got {network!r}; pass the network object itself")
+    if (white_list is None) == (black_list is None):
+        came = "neither" if white_list is None else "both"
+        raise ValueError(f"give exactly one of white_list and black_list, got {came}")
+    low = target_of(dtype, grad_dtype)
+    if white_list is not None:
+        modules, operators = _checked_white(white_list)
+        _white_list(network, low, modules, operators)
+    else:
+        assert black_list is not None
+        black = _checked_black(black_list)
+        for missing in (norm for norm in BLACK_MODULES if norm not in black):
+            _log.warning("%s is not on the black list, so it computes in %s", missing.__name__, low)
+        _black_list(network, low, black)
+    return network
 
 
-def _warn_of_repetition(network: nn.Module, level: str) -> None:
-    old = amp_level(network)
-    if old:
+def get_white_list() -> list[Any]:
+    """A fresh copy of O1's list: module classes, then torch functions (each stands for all its spellings).
+
+    >>> nn.Linear in get_white_list() and torch.matmul in get_white_list()
+    True
+    """
+    return [*WHITE_MODULES, *(ops.canonical(operator) for operator in WHITE_OPERATORS)]
+
+
+def get_black_list() -> list[type[nn.Module]]:
+    """A fresh copy of O2's list of modules that stay float32."""
+    return [*BLACK_MODULES]
+
+
+def _checked_white(white: list[Any]) -> tuple[tuple[type[nn.Module], ...], frozenset[str]]:
+    if type(white) is not list:
+        raise TypeError(f"white_list is a list, got {type(white).__name__}; write list(...)")
+    modules, operators = [], set()
+    for element in white:
+        if isinstance(element, type) and issubclass(element, nn.Module):
+            modules.append(element)
+        elif (operator := ops.operator_of(element)) is not None:
+            operators.add(operator)
+        else:
+            raise TypeError(f"white_list holds nn.Module classes and torch functions, got {element!r}")
+    return tuple(modules), frozenset(operators)
+
+
+def _checked_black(black: list[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+    if type(black) is not list:
+        raise TypeError(f"black_list is a list, got {type(black).__name__}; write list(...)")
+    for element in black:
+        if not (isinstance(element, type) and issubclass(element, nn.Module)):
+            raise TypeError(f"black_list holds nn.Module classes (functions cannot be kept float32), got {element!r}")
+    return tuple(black)
+
+
+def _warn_of_repetition(network: Any, level: str) -> None:
+    if old := amp_level(network):
         warnings.warn(
-            f"this network already runs at level {old!r}; it now changes to {level!r}. "
-            "Call remove_mixed_precision(network) first to change levels quietly.",
+            f"this network already runs at level {old!r}, now it changes to {level!r}; "
+            "call remove_mixed_precision(network) first to change levels quietly",
             stacklevel=3,
         )
 
 
-def amp_level(network: nn.Module) -> str:
-    """The level recorded on this network, "" if none."""
+def amp_level(network: Any) -> str:
+    """The level recorded on this very network, "" if none."""
     root = mark_of(network)
-    return root.level if root is not None else ""
+    return "" if root is None else root.level
 
 
-def _lowered(module: nn.Module, low: Target) -> Rule:
+def _root(network: nn.Module) -> Forward:
+    root = mark_of(network)
+    return mark(network, Rule()) if root is None else root
+
+
+def _auto(low: Target) -> Rule:
+    return operator_lists(low, AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, False)
+
+
+def lowered(module: nn.Module, low: Target) -> Rule:
+    """Everything in `low`, as a rule for `module`."""
     # torch's recurrent layers compare their input's dtype with the stored weights' before they compute
     return everything(low, None, torch.float32 if isinstance(module, nn.RNNBase) else low)
 
 
-def _black_list(network: nn.Module, low: Target, black: Sequence[type[nn.Module]]) -> None:
+def spread(network: nn.Module, rule_for: Callable[[nn.Module], Rule | None]) -> None:
+    """Mark every module by its rule; a module that the user set by `to_float`, or without a rule, keeps its subtree."""
+    seen: set[int] = set()
+
+    def descend(module: nn.Module) -> None:
+        found, rule = mark_of(module), rule_for(module)
+        if id(module) in seen or rule is None or (found is not None and found.by_user):
+            return
+        seen.add(id(module))
+        mark(module, rule)
+        for child in module.children():
+            descend(child)
+
+    descend(network)
+
+
+def _white_list(network: nn.Module, low: Target, modules: tuple[type, ...], operators: frozenset[str]) -> None:
+    """O1's mechanism: in modules of exactly these classes everything computes in `low`, elsewhere the operators do."""
+    inside, outside = everything(low, torch.float32), white_operators(low, operators)
+    forced = {id(inner) for module in network.modules() if type(module) in modules for inner in module.modules()}
+    spread(network, lambda module: inside if id(module) in forced else outside)
+
+
+def _black_list(network: nn.Module, low: Target, black: tuple[type[nn.Module], ...]) -> None:
     """O2's mechanism: everything in `low` but the children that are instances of a class in `black`."""
     for module in network.modules():
-        mark(module, _lowered(module, low))
-    _protect_children(network, low, tuple(black))
-    root = mark_of(network)
-    assert root is not None
-    root.result = torch.float32
+        mark(module, lowered(module, low))
+    protect_children(network, low, lambda child: isinstance(child, black))
+    _root(network).result = torch.float32
 
 
-def _protect_children(module: nn.Module, low: Target, black: tuple[type[nn.Module], ...]) -> None:
+def protect_children(module: nn.Module, low: Target, protects: Callable[[nn.Module], bool]) -> None:
+    """Descendants that `protects` picks compute in float32 and give their result in `low`."""
     for child in module.children():
-        if isinstance(child, black):
-            for inner in child.modules():
-                mark(inner, protected(_protected_entry(inner)), result=low if inner is child else None)
-        else:
-            _protect_children(child, low, black)
+        if not protects(child):
+            protect_children(child, low, protects)
+            continue
+        for inner in child.modules():
+            mark(inner, protected(_entry_of_protected(inner)), result=low if inner is child else None)
 
 
-def _protected_entry(module: nn.Module) -> Target | None:
+def _entry_of_protected(module: nn.Module) -> Target | None:
     takes_low = (nn.modules.batchnorm._BatchNorm.forward, nn.LayerNorm.forward)
     return None if type(module).forward in takes_low else torch.float32
 
 
-def _white_list(
-    network: nn.Module, low: Target, modules: Sequence[type[nn.Module]], operators: frozenset[ops.Function]
-) -> None:
-    """O1's mechanism: exact classes compute in `low` throughout, elsewhere listed operators do; results are float32."""
-    inside, outside = everything(low, torch.float32), white_operators(low, operators)
-    seen: set[int] = set()
+def to_float(
+    module: nn.Module, dtype: torch.dtype | FloatFormat, *, grad_dtype: FloatFormat | None = None
+) -> nn.Module:
+    """Make `module` and every module in it compute in `dtype`; the last call wins, module by module.
 
-    def descend(module: nn.Module, rule: Rule) -> None:
-        found = mark_of(module)
-        if id(module) in seen or (found is not None and found.by_user):
-            return
-        seen.add(id(module))
-        rule = inside if type(module) in modules else rule
-        mark(module, rule)
-        for child in module.children():
-            descend(child, rule)
+    Float arguments (float64 too) are cast on entry and parameters where they are used; integers and bools are left
+    alone; results are not cast back. Parameters stay float32.
 
-    descend(network, outside)
-
-
-def to_float(module: nn.Module, dtype: Target) -> nn.Module:
-    """Make `module` and all modules in it compute in `dtype`; the last call wins, module by module.
-
-    Float arguments are cast on entry and parameters where they are used; integers and bools are left alone, results are
-    not cast back. Parameters stay float32.
-
-    Args:    dtype is torch.float16, torch.float32 or torch.bfloat16.
-    Raises:  TypeError if `module` is not a module, ValueError for another dtype.
-    Source:  MindSpore 2.7 Cell.to_float (graph mode's placement of the cast on entry).
+    Args:    dtype is torch.float16, torch.float32, torch.bfloat16, or a FloatFormat with `grad_dtype` as in
+             `auto_mixed_precision`.
+    Raises:  TypeError if `module` is no module, ValueError for another dtype.
+    Source:  MindSpore 2.7 Cell.to_float, with graph mode's cast on entry. What a level put around a module (the float32
+             result of the root, the 16-bit result of a norm at O2) stays around it.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"to_float sets the precision of an nn.Module, got {type(module).__name__}; cast a tensor with .to"
-        )
-    if dtype not in (torch.float16, torch.float32, torch.bfloat16):
-        raise ValueError(f"to_float takes torch.float16, torch.float32 or torch.bfloat16, got {dtype!r}")
+        raise TypeError(f"to_float sets the precision of an nn.Module, got {module!r}; cast a tensor with x.to(dtype)")
+    target = target_of(dtype, grad_dtype, also=(torch.float32,))
     for inner in module.modules():
         old = mark_of(inner)
-        around = {"result": old.result, "level": old.level} if old is not None else {}
-        mark(inner, _lowered(inner, dtype), by_user=True, **around)
+        around = {} if old is None else {"result": old.result, "level": old.level}
+        mark(inner, lowered(inner, target), by_user=True, **around)
     return module
 
 
-def remove_mixed_precision(network: nn.Module) -> nn.Module:
-    """Take every level and every `to_float` off `network` and all modules in it; the plain network is back."""
+def remove_mixed_precision(network: Any) -> Any:
+    """Take every level and every `to_float` off `network` and the modules in it: the plain network (function) is back.
+
+    Raises:  TypeError if `network` is neither a module nor a function decorated at level "auto".
+    """
+    if isinstance(network, Forward):
+        return network.inner
     if not isinstance(network, nn.Module):
-        raise TypeError(f"remove_mixed_precision restores an nn.Module, got {type(network).__name__}")
+        raise TypeError(f"remove_mixed_precision restores an nn.Module, got {network!r}")
     for module in network.modules():
         unmark(module)
     return network
-
-
-__all__ = ["LEVELS", "PLAIN", "amp_level", "auto_mixed_precision", "remove_mixed_precision", "to_float"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import MethodWrapperType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpkit.casting.rules import PLAIN, Rule, Target, map_tensors
+from mpkit.casting.rules import PLAIN, Rule
+from mpkit.casting.targets import Target, converted, map_tensors
+
+if TYPE_CHECKING:
+    from mpkit.casting.ledger import Ledger
 
 
 class CastMode(TorchFunctionMode):
@@ -20,10 +25,15 @@ class CastMode(TorchFunctionMode):
         super().__init__()
         self.rule: Rule = PLAIN
         self.kept: dict[tuple[int, Target], tuple[Tensor, int, bool]] = {}
+        self.ledger: Ledger | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) is MethodWrapperType:  # x.shape, x.grad = ...: an attribute of a tensor, no operation
+            return func(*args)
         rule = self.rule
         handler = rule.handlers.get(func, rule.default)
+        if self.ledger is not None:
+            return self.ledger.run(self, handler, func, args, kwargs or {})
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
@@ -34,16 +44,23 @@ class CastMode(TorchFunctionMode):
         A parameter is cast once per forward. The kept cast is used again only while the parameter is unchanged
         (an in-place update makes it stale) and gradients are asked for as when it was made.
         """
-        if x.dtype is target or not x.is_floating_point():
-            return x
+        dtype = x.dtype
+        if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
+            return x  # only float32 tensors can stand for an emulated format
         if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
-            return x.to(target)
+            return self._cast(x, target)
         key = (id(x), target)
         kept = self.kept.get(key)
         grad = torch.is_grad_enabled()
         if kept is None or kept[1] != x._version or kept[2] != grad:
-            kept = self.kept[key] = (x.to(target), x._version, grad)
+            kept = self.kept[key] = (self._cast(x, target), x._version, grad)
         return kept[0]
+
+    def _cast(self, x: Tensor, target: Target) -> Tensor:
+        y = converted(x, target)
+        if self.ledger is not None and y is not x:
+            self.ledger.note_cast(x, y)
+        return y
 
     def cast_all(self, values: Any, target: Target) -> Any:
         """Every float tensor in a nest of tuples, lists and dicts, cast."""
@@ -57,6 +74,22 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
+class Running:
+    """A `with` block in which one CastMode sees every operation of this thread."""
+
+    def __init__(self, mode: CastMode) -> None:
+        self.mode = mode
+
+    def __enter__(self) -> CastMode:
+        self.outer, _LOCAL.mode = _LOCAL.mode, self.mode
+        self.mode.__enter__()
+        return self.mode
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+        _LOCAL.mode = self.outer
+
+
 class Forward:
     """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
 
@@ -64,7 +97,7 @@ class Forward:
     names stay as they are.
 
     Args:
-        module:  the module whose forward this is.
+        module:  the module whose forward this is; None for a plain function.
         rule:    how operations in it compute.
         result:  float results are cast to this on the way out; None leaves them.
         level:   level recorded on the root of `auto_mixed_precision`, else "".
@@ -74,7 +107,7 @@ class Forward:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | None,
         rule: Rule,
         *,
         result: Target | None = None,
@@ -107,7 +140,7 @@ class Forward:
             if self.rule.entry is not None:
                 args, kwargs = mode.cast_all(args, self.rule.entry), mode.cast_all(kwargs, self.rule.entry)
             if self.inner is None:
-                output = type(self.module).forward(self.module, *args, **kwargs)
+                output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
             else:
                 output = self.inner(*args, **kwargs)
             return output if self.result is None else mode.cast_all(output, self.result)
@@ -115,9 +148,9 @@ class Forward:
             mode.rule = outer
 
 
-def mark_of(module: nn.Module) -> Forward | None:
-    """The casting mark on this very module, if any."""
-    forward = module.__dict__.get("forward")
+def mark_of(module: Any) -> Forward | None:
+    """The casting mark on this very module (or decorated function), if any."""
+    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else module
     return forward if isinstance(forward, Forward) else None
 
 

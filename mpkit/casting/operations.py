@@ -7,6 +7,7 @@ A framework's list names operators (MatMul, ReLU); torch spells each in several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 
-_HOMES = (torch, Tensor, F, torch.linalg, torch.special)
+
+def words(names: str) -> tuple[str, ...]:
+    """Names written with blanks between them, as a tuple."""
+    return tuple(names.split())
+
+
+_HOMES: tuple[Any, ...] = (torch, Tensor, F, torch.linalg, torch.special)
 _ALIASES = {
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__", "float_power"),
@@ -41,127 +48,104 @@ def spellings(*operators: str) -> frozenset[Function]:
 
     Raises:  ValueError if torch has no function of that name.
 
-    >>> len(spellings("matmul"))    # torch.matmul, Tensor.matmul, @ and its reflection, torch.linalg.matmul
-    5
+    >>> spellings("relu") == {torch.relu, torch.Tensor.relu, torch.nn.functional.relu}
+    True
     """
     found: set[Function] = set()
     for operator in operators:
         names = (operator, *_ALIASES.get(operator, ()))
         here = {getattr(home, name) for home in _HOMES for name in names if callable(getattr(home, name, None))}
         if not here:
-            raise ValueError(
-                f"torch has no function named {operator!r}; give the name used in torch or torch.nn.functional"
-            )
+            raise ValueError(f"torch has no function named {operator!r}; give a name of torch or torch.nn.functional")
         found |= here
     return frozenset(found)
 
 
-def every(match: Callable[[str], bool]) -> frozenset[Function]:
-    """Every torch function whose name satisfies `match`."""
-    return frozenset(
-        getattr(home, name)
-        for home in _HOMES
-        for name in dir(home)
-        if match(name) and callable(getattr(home, name, None))
-    )
+def canonical(operator: str) -> Function:
+    """The torch function that stands for an operator: F's if it has one, else torch's, else the method."""
+    return next(getattr(home, operator) for home in (F, torch, Tensor) if callable(getattr(home, operator, None)))
 
 
-def _existing(names: Iterable[str]) -> frozenset[Function]:
+def operator_of(function: Any) -> str | None:
+    """The operator that a torch function spells, None if it is no operator on tensors.
+
+    >>> operator_of(torch.Tensor.__matmul__), operator_of(torch.ger), operator_of(print)
+    ('matmul', 'outer', None)
+    """
+    name = getattr(function, "__name__", "")
+    operator = next((key for key, aliases in _ALIASES.items() if name in aliases), name)
+    if not callable(function) or isinstance(function, type) or not operator:
+        return None
+    known = any(callable(getattr(home, operator, None)) for home in _HOMES)
+    return operator if known and function in spellings(operator) else None
+
+
+def _named(match: Callable[[str], bool]) -> frozenset[Function]:
+    """Every torch function on tensors whose name satisfies `match`."""
+    found = (getattr(home, name) for home in _HOMES for name in dir(home) if match(name))
+    return frozenset(function for function in found if callable(function))
+
+
+def _methods(names: Iterable[str]) -> frozenset[Function]:
     return frozenset(getattr(Tensor, name) for name in names if callable(getattr(Tensor, name, None)))
 
 
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides.
-IN_PLACE = every(lambda name: name.endswith("_") and not name.endswith("__")) | _existing(
-    (
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__idiv__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__setitem__",
-    )
-) - _existing(("requires_grad_", "share_memory_"))
+IN_PLACE = (
+    _named(lambda name: name.endswith("_") and not name.endswith("__"))
+    | _methods(("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow"))))
+) - _methods(("requires_grad_", "share_memory_"))
 
 # These convert or describe a tensor; casting their input first would change the answer or waste a copy.
-LEFT_ALONE = _existing(
-    [
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "int",
-        "long",
-        "short",
-        "char",
-        "byte",
-        "bool",
-        "cpu",
-        "cuda",
-        "type",
-        "type_as",
-        "detach",
-        "requires_grad_",
-        "share_memory_",
-        "size",
-        "dim",
-        "ndimension",
-        "stride",
-        "numel",
-        "nelement",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_pinned",
-        "is_shared",
-        "is_signed",
-        "is_inference",
-        "is_set_to",
-        "storage_offset",
-        "element_size",
-        "get_device",
-        "data_ptr",
-        "storage",
-        "untyped_storage",
-        "item",
-        "tolist",
-        "numpy",
-        "backward",
-        "register_hook",
-        "retain_grad",
-        "register_post_accumulate_grad_hook",
-        "clone",
-        "contiguous",
-        "__len__",
-        "__repr__",
-        "__format__",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__contains__",
-        "__hash__",
-        "__array__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "__iter__",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-        "new",
-    ]
+LEFT_ALONE = _methods(
+    words(
+        """to float half bfloat16 double int long short char byte bool cpu cuda type type_as detach requires_grad_
+    share_memory_ size dim ndimension stride numel nelement is_floating_point is_complex is_contiguous is_pinned
+    is_shared is_signed is_inference is_set_to storage_offset element_size get_device data_ptr storage
+    untyped_storage item tolist numpy backward register_hook retain_grad register_post_accumulate_grad_hook
+    clone contiguous __len__ __repr__ __format__ __bool__ __float__ __int__ __index__ __contains__ __hash__
+    __array__ __deepcopy__ __reduce_ex__ __iter__ new_empty new_zeros new_ones new_full new_tensor new"""
+    )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
+LEFT_ALONE |= frozenset(function for name, function in vars(torch.nn.init).items() if callable(function))
+
+# These only move values or choose among them: what comes out of a format stays in it.
+EXACT = spellings(
+    *words(
+        """view reshape flatten unflatten permute transpose t squeeze unsqueeze expand expand_as movedim swapaxes
+    narrow select chunk split tensor_split unbind unfold roll flip repeat repeat_interleave tile gather
+    index_select take_along_dim relu abs neg max_pool1d max_pool2d max_pool3d
+    adaptive_max_pool2d maximum minimum amax amin zeros_like ones_like tril triu stack"""
+    )
+) | _methods(("__getitem__", "__neg__", "__abs__", "view_as", "reshape_as"))
 
 CONVOLUTIONS = spellings("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-PRODUCT_WITH_BIAS = CONVOLUTIONS | spellings("linear")  # signature (input, weight, bias=None, ...)
-SUM_WITH_PRODUCT = spellings("addmm", "addmv", "addbmm", "baddbmm")  # beta * input + alpha * product
+LINEAR = spellings("linear")
+PRODUCT_WITH_BIAS = CONVOLUTIONS | LINEAR  # signature (input, weight, bias=None, ...)
+SUM_WITH_PRODUCT = spellings("addmm", "addmv", "baddbmm")  # beta * input + alpha * (a @ b)
 RECURRENT = frozenset(
     getattr(torch, name)
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 )
-ATTENTION = spellings("scaled_dot_product_attention")
+WITH_STATISTICS = spellings("batch_norm", "instance_norm")  # write running statistics in place
+LAYER_NORM = spellings("layer_norm")
+
+
+def opened(function: Any) -> Function:
+    """A torch function written in Python, without the check that hands it over as a whole."""
+
+    def never(*_: Any) -> bool:
+        return False
+
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = function.__globals__ | dict.fromkeys(checks, never)
+    inner = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    inner.__kwdefaults__ = function.__kwdefaults__
+    return inner
+
+
+# Made of listed operators, so a rule that lists operators must look inside.
+COMPOSED: dict[Function, Function] = {
+    function: opened(function)
+    for function in (F.multi_head_attention_forward, torch.tensordot, F.normalize, F.softmin, F.gumbel_softmax)
+}

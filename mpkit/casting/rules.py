@@ -1,4 +1,4 @@
-"""A rule decides, per torch operation, the dtype of its float inputs and of its result."""
+"""A rule decides, per torch operation, the precision of its float inputs and of its result."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.casting import operations as ops
+from mpkit.casting.targets import (
+    Emulated,
+    Target,
+    converted,
+    float_tensors,
+    map_tensors,
+    marked,
+    precision,
+    round_in_place_,
+)
 
 if TYPE_CHECKING:
     from mpkit.casting.mode import CastMode
 
-Target = torch.dtype
 Handler = Callable[["CastMode", ops.Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -28,7 +36,7 @@ class Rule:
         handlers: what to do for a torch function.
         default:  what to do for any other; None calls it as it is.
         entry:    float arguments of the module are cast to this first; None leaves them.
-        recipe:   (factory, arguments) that builds this rule again: rules are pickled and copied by recipe.
+        recipe:   (factory, arguments) that builds this rule again: rules are pickled by recipe, never copied.
     """
 
     handlers: Mapping[ops.Function, Handler] = field(default_factory=dict)
@@ -37,37 +45,13 @@ class Rule:
     recipe: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
 
     def __reduce__(self) -> Any:
-        return self.recipe if self.recipe is not None else (plain, ())
+        return self.recipe or (plain, ())
 
     def __deepcopy__(self, memo: Any) -> Rule:
         return self  # immutable
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`change` applied to every tensor in a nest of tuples (named too), lists and dicts; the nest keeps its types."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        items = [map_tensors(change, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: map_tensors(change, item) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(changed)
-    return value
-
-
-def narrowed(low: Target, result: Target | None) -> Handler:
-    """Float inputs to `low`, the result to `result` (None: as computed)."""
-
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*mode.cast_all(args, low), **mode.cast_all(kwargs, low))
-        if result is not None:
-            out = mode.cast_all(out, result)
-        if kwargs.get("inplace") and out is not args[0]:
-            return args[0].copy_(out)
-        return out
-
-    return handle
+# --- handlers: (mode, function, args, kwargs) -> result ---------------------------------------------------------------
 
 
 def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,58 +59,180 @@ def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs:
     return func(*args, **kwargs)
 
 
+def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
+    out = func(*args, **kwargs)
+    inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    if len(inputs) != 1:
+        return out
+    (target,) = inputs
+    if not isinstance(target, Emulated):
+        return out
+    if func in ops.EXACT:
+        return map_tensors(lambda x: marked(x, target), out)
+    return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
+
+
+def computed_in(low: Target, result: Target | None = None) -> Handler:
+    """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed)."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not kwargs:  # the common case, kept short
+            return _finished(mode, func(*mode.cast_all(args, low)), low, result)
+        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
+        return _delivered(_finished(mode, out, low, result), args, kwargs)
+
+    return handle
+
+
+def exactly_in(low: Emulated) -> Handler:
+    """An operation that only moves values: inputs in the format give results in the format, with nothing to round."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
+        out = map_tensors(lambda x: marked(x, low) if x.dtype is torch.float32 else x, out)
+        return _delivered(out, args, kwargs)
+
+    return handle
+
+
+def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
+    if isinstance(low, Emulated):  # a native kernel has rounded by itself
+        out = mode.cast_all(out, low)
+    return out if result is None else mode.cast_all(out, result)
+
+
+def _without_out(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "out"}
+
+
+def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result, written where `out=` or `inplace=True` asked for it."""
+    into = args[0] if kwargs.get("inplace") else kwargs.get("out")
+    return out if into is None or into is out else into.copy_(out)
+
+
 def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor written into keeps its dtype; other float inputs are cast to it."""
+    """The tensor written into keeps its precision; other float inputs are cast to it."""
     into = args[0] if args else None
     if not isinstance(into, Tensor) or not into.is_floating_point():
         return func(*args, **kwargs)
-    return func(into, *mode.cast_all(args[1:], into.dtype), **mode.cast_all(kwargs, into.dtype))
+    target = precision(into)
+    out = func(into, *mode.cast_all(args[1:], target), **mode.cast_all(kwargs, target))
+    if isinstance(target, Emulated):
+        round_in_place_(into)
+    return out
+
+
+def written_back(compute: ops.Function, low: Target, result: Target | None) -> Handler:
+    """A listed operator in place (`relu_`): computed in `low`, then written into the tensor it was asked to change."""
+    handle_new = computed_in(low, result)
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0].copy_(handle_new(mode, compute, args, kwargs))
+
+    return handle
 
 
 def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Handler:
     """A product in `low`, rounded once, then the bias added in `bias_in` and rounded again.
 
-    On CUDA a bias in `low` stays fused in the product (one kernel, one rounding less).
+    On CUDA a bias in a native `low` stays fused in the product: one kernel, one rounding less.
     """
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = mode.cast_all(args[:2], low) + args[2:], dict(kwargs)
-        bias = args[2] if len(args) > 2 else kwargs.pop("bias", None)
-        rest = args[3:]
-        if bias is None or (bias_in is low and bias.is_cuda):
-            out = func(*args[:2], None if bias is None else mode.cast(bias, low), *rest, **kwargs)
-        else:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            out = func(*args[:2], None, *rest, **kwargs)
-            if bias_in is not low:
-                out = out.to(bias_in)
-            out = out + mode.cast(bias, bias_in).view(-1, *[1] * (weight.dim() - 2))
-        return out if result is None else mode.cast_all(out, result)
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        rest = {name: value for name, value in kwargs.items() if name != "bias"}
+        product_of = mode.cast_all((*args[:2],), low)
+        rest = mode.cast_all(rest, low)
+        if bias is None or (bias_in is low and bias.is_cuda and not isinstance(low, Emulated)):
+            out = func(*product_of, None if bias is None else mode.cast(bias, low), *args[3:], **rest)
+            return _finished(mode, out, low, result)
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        out = _finished(mode, func(*product_of, None, *args[3:], **rest), low, None if bias_in is low else result)
+        out = out + mode.cast(bias, bias_in).view(-1, *[1] * (weight.dim() - 2))
+        return _finished(mode, out, low, result) if bias_in is low else out
 
     return handle
 
 
-def norm_with_statistics(low: Target | None, result: Target | None) -> Handler:
-    """Batch and instance norm: running statistics are written in place and stay float32 at every level.
+def product_then_sum(low: Target) -> Handler:
+    """beta * input + alpha * (a @ b): the product in `low` with a float32 result, the sum in float32."""
 
-    `low` None keeps statistics and affine parameters float32 beside a 16-bit input: one kernel widens, normalizes and
-    rounds once. Else they are rounded to `low` in evaluation, and used as they are in training.
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 3 or "out" in kwargs:
+            return func(*args, **kwargs)
+        product = torch.matmul(*mode.cast_all(args[1:], low))
+        product = _finished(mode, product, low, torch.float32)
+        return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
+
+    return handle
+
+
+def widest(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All float inputs to the widest float among them."""
+    inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    if len(inputs) < 2:
+        return follows(mode, func, args, kwargs)
+    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in inputs]
+    wide = dtypes[0]
+    for dtype in dtypes[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return func(*mode.cast_all(args, wide), **mode.cast_all(kwargs, wide))
+
+
+def norm_with_statistics(low: Target, result: Target | None) -> Handler:
+    """Batch and instance norm in `low`. Running statistics are written in place, so they stay float32 at every level.
+
+    In evaluation statistics and affine parameters are rounded to `low`, in training they are used as they are.
     """
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if low is None:
-            out = func(*args, **kwargs)
-        else:
-            evaluates = not (kwargs.get("training", False) or kwargs.get("use_input_stats", False))
+        def settled(x: Tensor) -> Tensor:
+            return converted(mode.cast(x, low), torch.float32)
 
-            def settle(x: Tensor) -> Tensor:
-                return mode.cast(mode.cast(x, low), torch.float32) if evaluates else x
-
-            x = mode.cast(args[0], low)
-            out = func(x, *map_tensors(settle, args[1:]), **map_tensors(settle, kwargs))
-        return out if result is None else mode.cast_all(out, result)
+        rest, options = args[1:], kwargs
+        if not (kwargs.get("training") or kwargs.get("use_input_stats")):
+            rest, options = map_tensors(settled, rest), map_tensors(settled, kwargs)
+        return _finished(mode, func(mode.cast(args[0], low), *rest, **options), low, result)
 
     return handle
+
+
+def layer_norm_of_input(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Affine parameters are rounded to the precision of the input; the kernel computes in float32 and rounds once.
+
+    Source:  measured on MindSpore 2.7, whose LayerNorm casts gamma and beta to its input's type at O2 too.
+    """
+    low = precision(args[0])
+    return func(args[0], *mode.cast_all(args[1:], low), **mode.cast_all(kwargs, low))
+
+
+def looks_inside(inner: ops.Function) -> Handler:
+    """A composed function: run it so that the rule sees its inner operations."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return inner(*args, **kwargs)
+
+    return handle
+
+
+def unflattened(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.unflatten`, which the compiler can follow only as a function."""
+    return follows(mode, torch.unflatten, args, kwargs)
+
+
+def refused(reason: str) -> Handler:
+    """An operation that the list forbids.  Raises: RuntimeError with `reason`, if an input is not float32."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RuntimeError(f"{getattr(func, '__name__', func)} is banned at this level: {reason}")
+
+    return handle
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def plain() -> Rule:
@@ -136,50 +242,85 @@ def plain() -> Rule:
 
 PLAIN = Rule()
 
-_WITH_STATISTICS = (F.batch_norm, F.instance_norm)
 
-
-def _table(*parts: tuple[Iterable[ops.Function], Handler]) -> dict[ops.Function, Handler]:
+def _table(*parts: tuple[Iterable[Any], Handler]) -> dict[ops.Function, Handler]:
+    """Later parts win."""
     return {func: handler for functions, handler in parts for func in functions}
+
+
+def _composed() -> list[tuple[Iterable[Any], Handler]]:
+    inside = [((func,), looks_inside(inner)) for func, inner in ops.COMPOSED.items()]
+    return [*inside, ((Tensor.unflatten,), unflattened)]
 
 
 @cache
 def everything(low: Target, result: Target | None = None, entry: Target | None = None) -> Rule:
-    """Every operation takes its float inputs in `low`; `result` float32 makes it MindSpore's white-listed cell.
+    """Every operation takes its float inputs in `low`; `result` float32 makes it O1's white-listed module.
 
     Args:
-        low:    dtype of computation.
-        result: dtype of each operation's result, None: as computed.
-        entry:  dtype of the module's own float arguments, None: as given.
+        low:    precision of computation.
+        result: precision of each operation's result, None: as computed.
+        entry:  precision of the module's own float arguments, None: as given.
     """
+    moves = exactly_in(low) if isinstance(low, Emulated) and result is None else computed_in(low, result)
     handlers = _table(
-        (ops.LEFT_ALONE, unchanged),
+        (ops.EXACT, moves),
         (ops.IN_PLACE, in_place),
+        (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
-        (_WITH_STATISTICS, norm_with_statistics(low, result)),
+        (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
     )
-    return Rule(handlers, narrowed(low, result), entry, (everything, (low, result, entry)))
+    return Rule(handlers, computed_in(low, result), entry, (everything, (low, result, entry)))
 
 
 @cache
 def protected(entry: Target | None) -> Rule:
-    """A black-listed module: every operation in float32, norms on a 16-bit input in one kernel."""
+    """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
-    handlers = {**inner.handlers, **_table(((*_WITH_STATISTICS, F.layer_norm), norm_with_statistics(None, None)))}
-    return Rule(handlers, inner.default, entry, (protected, (entry,)))
+    norms = _table((ops.WITH_STATISTICS, unchanged), (ops.LAYER_NORM, layer_norm_of_input))
+    return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (entry,)))
 
 
 @cache
-def white_operators(low: Target, operators: frozenset[ops.Function]) -> Rule:
-    """O1 in a module that is not listed: listed operators compute in `low` and give float32, the others are left alone."""
-    products = ops.spellings("matmul")
-    listed = set(operators)
-    handlers = _table((listed, narrowed(low, torch.float32)))
-    if listed & products:
-        handlers |= _table((ops.spellings("linear"), product_then_bias(low, torch.float32, torch.float32)))
-    handlers |= _table((ops.CONVOLUTIONS & listed, product_then_bias(low, torch.float32, torch.float32)))
-    return Rule(handlers, None, None, (white_operators, (low, operators)))
+def white_operators(low: Target, operators: frozenset[str]) -> Rule:
+    """O1 outside the listed modules: listed operators compute in `low` and give float32, all others are left alone.
+
+    A listed product inside a larger function (linear, addmm, einsum, attention) is found there: it is computed in
+    `low`, what is added to it stays float32.
+    """
+    wide = torch.float32
+    listed = ops.spellings(*operators) if operators else frozenset()
+    parts: list[tuple[Iterable[Any], Handler]] = [*_composed(), (listed, computed_in(low, wide))]
+    if "matmul" in operators:
+        parts += [(ops.LINEAR, product_then_bias(low, wide, wide)), (ops.SUM_WITH_PRODUCT, product_then_sum(low))]
+        parts += [(ops.spellings("einsum", "scaled_dot_product_attention"), computed_in(low, wide))]
+    if "relu" in operators:
+        parts += [(ops.spellings("relu_"), written_back(torch.relu, low, wide))]
+    parts += [(ops.CONVOLUTIONS & listed, product_then_bias(low, wide, wide))]
+    return Rule(_table(*parts), None, None, (white_operators, (low, operators)))
 
 
-def is_recurrent(module: nn.Module) -> bool:
-    return isinstance(module, nn.RNNBase)
+@cache
+def operator_lists(
+    low: Target, to_low: frozenset[str], to_wide: frozenset[str], promoted: frozenset[str], bias_in_low: bool
+) -> Rule:
+    """Three lists: operators computed in `low`, in float32, in the widest of their inputs. Others follow their inputs.
+
+    Args:  bias_in_low is False when the bias of a linear layer or convolution is added in float32 to the rounded
+           product, as a promoted addition of its own.
+    """
+    biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
+    recurrent = ops.RECURRENT if "linear" in to_low else ()
+    parts: list[tuple[Iterable[Any], Handler]] = [
+        *_composed(),
+        (ops.spellings(*to_low), computed_in(low)),
+        (recurrent, computed_in(low)),
+        (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
+        (ops.spellings(*to_wide), computed_in(torch.float32)),
+        (ops.spellings(*promoted), widest),
+    ]
+    emulated = isinstance(low, Emulated)
+    if emulated:
+        parts.append((ops.IN_PLACE, in_place))
+    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low))
+    return Rule(_table(*parts), follows if emulated else None, None, recipe)
