@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.casting import amp_level, auto_mixed_precision, to_float
-from mpkit.casting.levels import BLACK_MODULES, _protect_children
+from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
+from mpkit.casting.levels import protect_children
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.hooks import Hook
 
@@ -109,7 +109,8 @@ def _cast(network: nn.Module, level: str, cast: torch.dtype, keep: bool) -> None
     if cast == torch.float16:
         to_float(network, torch.float16)
         if keep:
-            _protect_children(network, torch.float16, BLACK_MODULES)
+            norms = tuple(get_black_list())
+            protect_children(network, torch.float16, lambda child: isinstance(child, norms))
     elif level == "O2" and not keep:
         to_float(network, torch.float16)  # even though cast_model_type is float32
     elif level not in ("O2", "O3"):

@@ -198,9 +198,9 @@ class TrainOneStepCell(nn.Module):
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """One training step with a scaled loss: an overflow skips the update and adjusts the scale.
 
-    Forward; backward from the scale; reduce across processes; unscale and check; clip; update, or skip on
-    overflow, when no weight and no optimizer state changes; adjust the scale. Nothing is read on the host when the optimizer
-    can skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
+    Forward; backward from the scale; reduce across processes; unscale and check; clip; update, or skip on overflow,
+    when no weight and no optimizer state changes; adjust the scale. Nothing is read on the host when the optimizer can
+    skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
         network, optimizer, hooks:  as in `TrainOneStepCell`.

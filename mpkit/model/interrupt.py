@@ -1,0 +1,59 @@
+"""Ctrl-C between two steps instead of in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class InterruptBetweenSteps:
+    """While a step runs, Ctrl-C is kept until the step is over, so that weights, optimizer and scale belong together.
+
+    A second Ctrl-C in the same step is not kept. Only the main thread receives signals; elsewhere this does nothing.
+
+    `between_steps` is True when the KeyboardInterrupt on its way was kept until a step was over.
+
+    Use: `with InterruptBetweenSteps() as guard:` around the run, `with guard.step():` around each step.
+    """
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._kept = False
+        self.between_steps = False
+        self._previous: Any = None
+
+    def __enter__(self) -> InterruptBetweenSteps:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def step(self) -> _Step:
+        """The stretch that Ctrl-C may not cut; it is raised as KeyboardInterrupt where the stretch ends."""
+        return _Step(self)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._inside and not self._kept:
+            self._kept = True
+            return
+        raise KeyboardInterrupt
+
+
+class _Step:
+    def __init__(self, guard: InterruptBetweenSteps) -> None:
+        self.guard = guard
+
+    def __enter__(self) -> None:
+        self.guard._inside = True
+
+    def __exit__(self, *exception: object) -> None:
+        self.guard._inside = False
+        if self.guard._kept:
+            self.guard._kept = False
+            self.guard.between_steps = True
+            raise KeyboardInterrupt

@@ -1,0 +1,169 @@
+"""The loop over epochs and batches, with everything that makes it stoppable and resumable."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.model.callbacks import Callback, Checkpoint, RunContext
+from mpkit.model.checkpoint import random_state, set_random_state
+from mpkit.model.interrupt import InterruptBetweenSteps
+from mpkit.step import StepOutcome
+from mpkit.step.health import nonfinite_parameters, why_skipped
+
+READ_EVERY = 100
+"""Steps between two reads of the overflow flags on the host (one read for all of them)."""
+STUCK = 20
+"""Skipped steps in a row, at the floor of the scale, from which the end of an epoch says what is wrong."""
+
+
+class TrainingLoop:
+    """One call of `Model.train` or `Model.fit`.
+
+    Args:
+        cell:       called with each batch.
+        dataset:    gives the batches of one epoch whenever it is iterated.
+        callbacks:  told in order, checkpoints last.
+        run:        where the run stands; its counters are kept here.
+        inputs:     a batch -> the arguments of the cell, on the right device.
+        manager:    told of every overflow, if not None.
+        after_epoch:  called with the epoch's number after its callbacks.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module,
+        dataset: Iterable[Any],
+        callbacks: Sequence[Callback],
+        run: RunContext,
+        *,
+        inputs: Callable[[Any], tuple[Any, ...]],
+        manager: Any,
+        after_epoch: Callable[[int], None],
+    ) -> None:
+        self.cell = cell
+        self.dataset = dataset
+        self.callbacks = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+        self.run = run
+        self.inputs = inputs
+        self.manager = manager
+        self.after_epoch = after_epoch
+        self.stop = threading.Event()
+        self.epochs_done = 0
+        self.skipped_in_a_row = 0
+        self._flags: list[Tensor] = []
+        self._epoch_random: dict[str, Any] = {}
+
+    def go(self, first_epoch: int, resumed: dict[str, Any] | None) -> None:
+        """Run the epochs that are left, after `first_epoch` of them or from where `resumed` says."""
+        self.epochs_done, skip = first_epoch, 0
+        if resumed is not None:
+            self.epochs_done, skip = resumed["epochs_done"], resumed["step_in_epoch"]
+            self.run.cur_step_num = resumed["step"]
+            for callback, state in zip(self.callbacks, resumed["callbacks"]):
+                if state is not None:
+                    callback.load_state_dict(state)  # type: ignore[attr-defined]
+        with InterruptBetweenSteps() as guard:
+            try:
+                self.tell("on_train_begin")
+                while self.epochs_done < self.run.epoch_num and not self.stop.is_set():
+                    self._epoch(guard, skip, resumed)
+                    skip, resumed = 0, None
+            except BaseException as error:
+                # Ctrl-C between two steps leaves everything consistent; after an error the last checkpoint is better.
+                self.run.failed = not (isinstance(error, KeyboardInterrupt) and guard.between_steps)
+                raise
+            finally:
+                self.tell("on_train_end")
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on in the middle of an epoch with the same batches and random numbers."""
+        self._read_flags()
+        return {
+            "epochs_done": self.epochs_done,
+            "step_in_epoch": self.run.cur_step_in_epoch,
+            "step": self.run.cur_step_num,
+            "random_at_epoch_start": self._epoch_random,
+            "random": random_state(self.dataset),
+            "callbacks": [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks],
+        }
+
+    def _epoch(self, guard: InterruptBetweenSteps, skip: int, resumed: dict[str, Any] | None) -> None:
+        run = self.run
+        run.cur_epoch_num, run.cur_step_in_epoch = self.epochs_done + 1, skip
+        self.cell.train()
+        if not skip:
+            self.tell("on_train_epoch_begin")
+        for batch in self._batches(skip, resumed):
+            with guard.step():
+                run.net_outputs = self.cell(*self.inputs(batch))
+                run.cur_step_in_epoch += 1
+                run.cur_step_num += 1
+                self._note(run.net_outputs)
+                self.tell("on_train_step_end")
+            if self.stop.is_set():
+                return
+        if run.cur_step_in_epoch == 0:
+            raise ValueError(
+                f"the data set gave no batch in epoch {run.cur_epoch_num}; pass something that can be iterated anew "
+                "for every epoch, such as a list or a DataLoader, not a generator"
+            )
+        self._read_flags()
+        self._check_health()
+        self.tell("on_train_epoch_end")
+        self.after_epoch(run.cur_epoch_num)
+        self.epochs_done += 1
+        run.cur_step_in_epoch = 0
+
+    def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """The batches of an epoch after the first `skip`, which are drawn again but not used."""
+        if resumed is not None and skip:
+            set_random_state(resumed["random_at_epoch_start"], self.dataset)
+        elif resumed is not None:
+            set_random_state(resumed["random"], self.dataset)
+        self._epoch_random = random_state(self.dataset)
+        batches = iter(self.dataset)
+        for drawn in range(skip):
+            if next(batches, self) is self:
+                raise ValueError(
+                    f"the data set ended after {drawn} batches, and the checkpoint was saved after {skip} of this "
+                    "epoch; resume with the data set that the run was started with"
+                )
+        if resumed is not None and skip:
+            set_random_state(resumed["random"], self.dataset)
+        return batches
+
+    def _note(self, outcome: Any) -> None:
+        if isinstance(outcome, StepOutcome):
+            self._flags.append(outcome.overflow)
+            if len(self._flags) >= READ_EVERY:
+                self._read_flags()
+
+    def _read_flags(self) -> None:
+        """Bring the overflow flags to the host, all at once, and tell the manager."""
+        flags, self._flags = self._flags, []
+        for overflow in torch.stack(flags).tolist() if flags else []:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
+            if self.manager is not None:
+                self.manager.update_loss_scale(overflow)
+
+    def _check_health(self) -> None:
+        if not self.skipped_in_a_row:
+            return
+        scale = float(self.run.net_outputs.scale)
+        sentence = why_skipped(self.cell, scale)
+        if nonfinite_parameters(self.cell):
+            raise RuntimeError(sentence)
+        if self.skipped_in_a_row >= STUCK and scale <= 1:
+            message = f"the last {self.skipped_in_a_row} steps were skipped: {sentence}"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+    def tell(self, phase: str) -> None:
+        """Call one method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, phase)(self.run)

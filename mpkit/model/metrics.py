@@ -1,0 +1,88 @@
+"""What an evaluation measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+
+class Metric:
+    """A mean over all samples of a data set, summed on the device and read once at the end.
+
+    Args:
+        total:  (output, label) -> 0-d tensor, the sum over the samples of one batch.
+    Source:  the reduction of MindSpore's train metrics: a sum over everything, divided by the number of samples.
+
+    >>> accuracy = Metric(lambda output, label: (output.argmax(1) == label).sum())
+    >>> accuracy.update(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]))
+    >>> accuracy.eval()
+    0.5
+    """
+
+    def __init__(self, total: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.total = total
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._sum: Tensor | None = None
+        self._samples = 0
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        """Add one batch; the first axis counts the samples."""
+        part = self.total(output, label).double()
+        self._sum = part if self._sum is None else self._sum + part
+        self._samples += label.shape[0]
+
+    def eval(self) -> float:
+        """The mean over the samples so far.
+
+        Raises:  RuntimeError if there were none.
+        """
+        if self._sum is None:
+            raise RuntimeError("the metric has seen no sample: the data set of the evaluation is empty")
+        return float(self._sum) / self._samples
+
+
+def _correct(output: Tensor, label: Tensor) -> Tensor:
+    labels = label.argmax(1) if label.dim() == output.dim() else label
+    return (output.argmax(1) == labels).sum()
+
+
+def _squared(output: Tensor, label: Tensor) -> Tensor:
+    return (output - label).double().square().sum()
+
+
+def _absolute(output: Tensor, label: Tensor) -> Tensor:
+    return (output - label).double().abs().sum()
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "accuracy": _correct,
+    "acc": _correct,
+    "mse": _squared,
+    "mae": _absolute,
+}
+"""Metrics by name; "loss", the mean of the batches' losses, is known to `Model` itself."""
+
+
+def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str, Metric | None]:
+    """What `Model` takes as `metrics` -> name and metric; "loss" has None, because it needs no output.
+
+    Raises:  ValueError for a name that nobody knows, TypeError for a value that is no metric.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        raise TypeError(f"metrics must be a set of names or a dict, got the string {given!r}; use {{{given!r}}}")
+    if isinstance(given, Mapping):
+        for name, metric in given.items():
+            if not all(hasattr(metric, method) for method in ("clear", "update", "eval")):
+                raise TypeError(f"metric {name!r} needs clear(), update() and eval(), got {type(metric).__name__}")
+        return dict(given)
+    unknown = [name for name in given if name not in METRICS and name != "loss"]
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}; known are {', '.join([*METRICS, 'loss'])}, or pass a dict")
+    # sorted: the order of a set of strings changes from process to process
+    return {name: None if name == "loss" else Metric(METRICS[name]) for name in sorted(given)}

@@ -1,0 +1,297 @@
+"""`Model`: a network, a loss and an optimizer, trained, evaluated and used without writing the loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpkit.model.callbacks import Callback, RunContext
+from mpkit.model.checkpoint import save_whole
+from mpkit.model.loop import TrainingLoop
+from mpkit.model.metrics import Metric, metrics_from
+from mpkit.step import WithLossCell, build_train_network
+from mpkit.step.build import Float32Loss, widened
+from mpkit.step.phases import device_of
+
+OPTIONS = (
+    "loss_scale_manager",
+    "keep_batchnorm_fp32",
+    "boost_config_dict",
+    "acc_level",
+    "hooks",
+    "clip_norm",
+    "accumulation_steps",
+)
+
+
+class Model:
+    """Train, evaluate and use a network.
+
+    Args:
+        network:       the network; without `loss_fn` it must return the loss.
+        loss_fn:       a module (output, label) -> scalar loss; batches then have exactly two elements.
+        optimizer:     None for evaluation only, or when `network` is itself a train cell.
+        metrics:       names ("accuracy", "mse", "mae", "loss"), or a dict of name -> metric.
+        eval_network:  computes (loss, output, label) from a batch instead of the network and the loss.
+        eval_indexes:  positions of loss, output and label in what `eval_network` returns.
+        amp_level, boost_level:  as in `build_train_network`.
+        loss_scale_manager, keep_batchnorm_fp32, boost_config_dict, hooks, clip_norm, accumulation_steps:
+                       as there. None as manager switches off the one that O2 has by default.
+        acc_level:     an older name of boost_level.
+    Raises:  TypeError for another kind, ValueError for an unknown keyword or a combination that cannot train.
+    Source:  MindSpore 2.7 train.Model. A manager of the user's own is told of every overflow as there, though not
+             step by step: the flags are read every 100 steps and at the end of an epoch, so that the host does not
+             wait in each step; its error after 1001 overflows in a row comes up to 100 steps later.
+
+    >>> net = nn.Linear(2, 1)
+    >>> model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), metrics={"mse"})
+    >>> model.train(1, [(torch.zeros(4, 2), torch.zeros(4, 1))])
+    >>> list(model.eval([(torch.zeros(4, 2), torch.zeros(4, 1))]))
+    ['mse']
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss_fn: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        metrics: Iterable[str] | Mapping[str, Metric] | None = None,
+        eval_network: nn.Module | None = None,
+        eval_indexes: Sequence[int] | None = None,
+        amp_level: str = "O0",
+        boost_level: str = "O0",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+        for name in kwargs:
+            if name not in OPTIONS:
+                raise ValueError(f"unknown keyword {name!r}; Model takes {', '.join(OPTIONS)}")
+        boost_level = kwargs.pop("acc_level", boost_level)
+        manager = kwargs.get("loss_scale_manager")
+        if optimizer is None and (amp_level != "O0" or boost_level != "O0" or manager is not None):
+            raise ValueError(
+                "amp_level, boost_level and loss_scale_manager say how to train, which needs an optimizer; pass one, "
+                "or cast a network for inference with auto_mixed_precision(network, level)"
+            )
+        self.network, self.loss_fn, self.optimizer = network, loss_fn, optimizer
+        self.train_network: nn.Module = network
+        if optimizer is not None:
+            cell = build_train_network(network, optimizer, loss_fn, amp_level, boost_level, **kwargs)
+            self.train_network, self.optimizer = cell, cell.optimizer
+            # a boost may have replaced the network
+            self.network = cell.network.backbone if isinstance(cell.network, WithLossCell) else cell.network
+        self._widen = isinstance(getattr(self.train_network, "network", None), Float32Loss)
+        self._metrics = metrics_from(metrics)
+        self._eval_network, self._eval_indexes = eval_network, _three_indexes(eval_indexes)
+        self._manager = manager if manager is not None and manager.get_drop_overflow_update() else None
+        self._loop: TrainingLoop | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    def train(
+        self,
+        epoch: int,
+        train_dataset: Iterable[Any],
+        callbacks: Callback | Sequence[Callback] | None = None,
+        dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+    ) -> None:
+        """Train until `epoch` epochs are done.
+
+        Args:
+            epoch:          epochs in all (>= 1).
+            train_dataset:  gives the batches of one epoch whenever it is iterated: a list, a DataLoader.
+            callbacks:      one or several; a `Checkpoint` runs after all others.
+            dataset_sink_mode, sink_size:  accepted for MindSpore's sake, without effect.
+            initial_epoch:  epochs that count as done already (0 <= initial_epoch < epoch).
+        Raises:  TypeError, ValueError for arguments and batches; RuntimeError when weights have become inf or NaN.
+                 RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor.
+        Ctrl-C ends the run after the step that is running, with KeyboardInterrupt; `request_stop` ends it silently.
+        Either way weights, optimizer and scale belong to the same step. After `load`, the run goes on where it was
+        saved, with the same numbers as if it had not stopped.
+        """
+        self._train(epoch, train_dataset, callbacks, initial_epoch, {})
+
+    def fit(
+        self,
+        epoch: int,
+        train_dataset: Iterable[Any],
+        valid_dataset: Iterable[Any] | None = None,
+        valid_frequency: int | Sequence[int] = 1,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        dataset_sink_mode: bool = False,
+        valid_dataset_sink_mode: bool = False,
+        sink_size: int = -1,
+        initial_epoch: int = 0,
+    ) -> None:
+        """As `train`, with an evaluation after every `valid_frequency`-th epoch, or after the epochs listed there."""
+        _epochs(epoch, initial_epoch)
+        if isinstance(valid_frequency, bool) or not isinstance(valid_frequency, int | list | tuple | set | range):
+            raise TypeError(f"valid_frequency must be an int or a list of epochs, got {valid_frequency!r}")
+        if isinstance(valid_frequency, int) and valid_frequency < 1:
+            raise ValueError(f"valid_frequency must be at least 1 epoch, got {valid_frequency}")
+        if valid_dataset is not None and not self._metrics:
+            raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
+        due = range(0, epoch + 1, valid_frequency) if isinstance(valid_frequency, int) else valid_frequency
+        evaluations = dict.fromkeys(due, valid_dataset) if valid_dataset is not None else {}
+        self._train(epoch, train_dataset, callbacks, initial_epoch, evaluations)
+
+    def eval(
+        self, valid_dataset: Iterable[Any], callbacks: Any = None, dataset_sink_mode: bool = False
+    ) -> dict[str, float]:
+        """The metrics over a data set, in evaluation mode, with gradients off.
+
+        Raises:  ValueError without metrics or with an empty data set.
+        """
+        if not self._metrics:
+            raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
+        network = self.network if self._eval_network is None else self._eval_network
+        network.eval()
+        for metric in self._metrics.values():
+            if metric is not None:
+                metric.clear()
+        losses = []
+        with torch.no_grad():
+            for batch in valid_dataset:
+                loss, output, label = self._evaluated(network, self._inputs(batch))
+                if loss is not None:
+                    losses.append(loss.float().mean())
+                for metric in self._metrics.values():
+                    if metric is not None:
+                        metric.update(output, label)
+        if "loss" in self._metrics and not losses:
+            raise ValueError("the metric 'loss' needs a loss_fn and at least one batch")
+        return {
+            name: torch.stack(losses).mean().item() if metric is None else metric.eval()
+            for name, metric in self._metrics.items()
+        }
+
+    def predict(self, *predict_data: Tensor) -> Any:
+        """The network's raw output in evaluation mode, with gradients off, in the level's dtype."""
+        self.network.eval()
+        with torch.no_grad():
+            return self.network(*self._to_device(predict_data))
+
+    def request_stop(self) -> None:
+        """End a running `train` or `fit` after its current step; may be called from a callback or another thread."""
+        if self._loop is not None:
+            self._loop.stop.set()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights, optimizer, scale, counters, random states and the position in the data set to one file.
+
+        The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback.
+        """
+        progress = self._loop.progress() if self._loop is not None else None
+        state = {"train_network": self.train_network.state_dict(), "progress": progress}
+        if self._manager is not None:
+            state["manager"] = self._manager.state_dict()
+        save_whole(state, Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what `save` wrote; the next `train` or `fit` goes on from there.
+
+        Raises:  FileNotFoundError; RuntimeError if the network differs; ValueError if hooks or optimizer differ.
+        """
+        state = torch.load(Path(path), map_location=device_of(self.train_network.parameters()), weights_only=True)
+        self.train_network.load_state_dict(state["train_network"])
+        if self._manager is not None and "manager" in state:
+            self._manager.load_state_dict(state["manager"])
+        self._resumed = _on_host(state["progress"])
+
+    def _train(
+        self,
+        epoch: int,
+        dataset: Iterable[Any],
+        callbacks: Callback | Sequence[Callback] | None,
+        initial_epoch: int,
+        evaluations: Mapping[int, Iterable[Any]],
+    ) -> None:
+        _epochs(epoch, initial_epoch)
+        if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
+            raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
+        length = None
+        with suppress(TypeError):
+            length = len(dataset)  # type: ignore[arg-type]
+        run = RunContext(self, epoch, length)
+        loop = TrainingLoop(
+            self.train_network,
+            dataset,
+            [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ()),
+            run,
+            inputs=self._inputs,
+            manager=self._manager,
+            after_epoch=lambda number: self._evaluate(loop, evaluations.get(number)),
+        )
+        self._loop, resumed, self._resumed = loop, self._resumed, None
+        loop.go(initial_epoch, resumed)
+
+    def _evaluate(self, loop: TrainingLoop, dataset: Iterable[Any] | None) -> None:
+        if dataset is not None:
+            loop.run.metrics = self.eval(dataset)
+            loop.tell("on_eval_end")
+
+    def _evaluated(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        if self._eval_network is not None:
+            out = network(*inputs)
+            loss, output, label = (out[index] for index in self._eval_indexes)
+            return loss, output, label
+        if self.loss_fn is None and len(inputs) != 2:
+            return network(*inputs), None, None
+        data, label = inputs
+        output = network(data)
+        if self._widen:
+            output, label = widened(output), widened(label)
+        return None if self.loss_fn is None else self.loss_fn(output, label), output, label
+
+    def _inputs(self, batch: Any) -> tuple[Any, ...]:
+        """A batch as arguments of the train cell, on the network's device."""
+        inputs = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        if self.loss_fn is not None and len(inputs) != 2:
+            raise ValueError(
+                f"with a loss_fn a batch has exactly two elements, data and label, got {len(inputs)}; "
+                "put a network with more inputs and its loss into one module and leave loss_fn out"
+            )
+        return self._to_device(inputs)
+
+    def _to_device(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        device = device_of(self.network.parameters())
+        return tuple(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values)
+
+
+def _epochs(epoch: Any, initial_epoch: Any) -> None:
+    for name, value, low in (("epoch", epoch, 1), ("initial_epoch", initial_epoch, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+    if initial_epoch >= epoch:
+        raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: there is nothing left to train")
+
+
+def _three_indexes(indexes: Sequence[int] | None) -> tuple[int, int, int]:
+    if indexes is None:
+        return 0, 1, 2
+    if len(indexes) != 3 or not all(isinstance(index, int) for index in indexes):
+        raise ValueError(f"eval_indexes must be three ints, the places of loss, output and label, got {indexes!r}")
+    loss, output, label = indexes
+    return loss, output, label
+
+
+def _on_host(value: Any) -> Any:
+    """Random states live on the host, wherever the weights were loaded to."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(item) for item in value)
+    return value
