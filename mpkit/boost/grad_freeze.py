@@ -239,6 +239,7 @@ class FreezeOpt(Optimizer):
         self.groups = _checked_groups(train_parameter_groups, opt)
         self.strategy = _checked_strategy(train_strategy, len(self.groups))
         self.step_index = 0
+        self.steps = 0  # calls of step()
         self.optimizers = [opt] if state == "shared" else self._copies(train_strategy)
         self._members = [{id(p) for p in group} for group in self.groups]
 
@@ -313,6 +314,7 @@ class FreezeOpt(Optimizer):
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
         loss = self.step_group(self.index, closure)
         self.advance()
+        self.steps += 1
         return loss
 
     def step_group(self, index: int, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,0 +1,351 @@
+"""AutoBoost: a level and a configuration become the set of boost algorithms that run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
+from mpkit.boost.less_bn import LessBN
+from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
+
+FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
+LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "O0": frozenset(),
+        "O1": frozenset({"less_bn", "grad_freeze"}),
+        "O2": frozenset({"less_bn", "grad_freeze", "adasum"}),
+    }
+)
+MODES = ("auto", "manual", "enable_all", "disable_all", "tuned")
+TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.3, "freeze_type": 0})
+"""What mode "tuned" sets where the configuration is silent: 70 % of the steps are frozen, with all indices in turn."""
+
+
+class Key(NamedTuple):
+    """One hyper-parameter of the configuration: where it stands, its default, and what it must be."""
+
+    section: str
+    default: Any
+    valid: Callable[[Any], bool]
+    need: str
+
+
+class Inactive(NamedTuple):
+    """Something that was asked for and does not run."""
+
+    what: str
+    reason: str
+
+
+def _number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= high
+
+
+def _whole(low: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_path(value: Any) -> bool:
+    return value is None or isinstance(value, str | Path)
+
+
+def _is_split(value: Any) -> bool:
+    positions = value if isinstance(value, list) else [value]
+    return value is None or all(_whole(0)(v) for v in positions)
+
+
+KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        "gradient_split_groups": Key("common", None, _is_split, "a list of parameter positions, or one position"),
+        "device_number": Key("common", 8, _whole(1), "an int >= 1 (devices per node)"),
+        "fn_flag": Key("less_bn", True, _is_bool, "True or False"),
+        "gc_flag": Key("less_bn", True, _is_bool, "True or False"),
+        "param_groups": Key("grad_freeze", 10, _whole(1), "an int >= 1"),
+        "freeze_type": Key("grad_freeze", 1, lambda v: _is_bool(v) is False and v in (0, 1), "0 or 1"),
+        "freeze_p": Key("grad_freeze", 0.7, _number(0, 1), "a number in [0, 1], the share of steps without freezing"),
+        "total_steps": Key("grad_freeze", 65536, _whole(1), "an int >= 1"),
+        "grad_accumulation_step": Key("grad_accumulation", 1, _whole(1), "an int >= 1"),
+        "rho": Key("dim_reduce", 0.55, _number(0, 1), "a number in [0, 1]"),
+        "gamma": Key("dim_reduce", 0.9, _number(0, 1), "a number in [0, 1]"),
+        "alpha": Key("dim_reduce", 0.001, _number(0, 1e6), "a number >= 0"),
+        "sigma": Key("dim_reduce", 0.4, _number(0, 1), "a number in [0, 1]"),
+        "n_components": Key("dim_reduce", 32, _whole(1), "an int >= 1"),
+        "pca_mat_path": Key("dim_reduce", None, _is_path, "a path or None"),
+        "weight_load_dir": Key("dim_reduce", None, _is_path, "a path or None"),
+        "timeout": Key("dim_reduce", 1800, _number(0, float("inf")), "a number of seconds >= 0"),
+    }
+)
+SECTIONS = ("boost", *dict.fromkeys(key.section for key in KEYS.values()))
+
+
+class AutoBoost:
+    """Which boost algorithms run, resolved from a level and a configuration; rewrites network and optimizer.
+
+    | level | algorithms                   |
+    | O0    | none                         |
+    | O1    | less_bn, grad_freeze         |
+    | O2    | less_bn, grad_freeze, adasum |
+
+    The `boost` section's `mode` decides what the level's row becomes: "auto" keeps it, "manual" overrides it by the
+    flags given, "enable_all" and "disable_all" switch everything, and "tuned" (mpkit's own) is "auto" with settings
+    chosen for speed at an accuracy cost stated in `data/benchmarks/boost.json`: see `TUNED`.
+
+    What combines: dim_reduce excludes less_bn, grad_freeze and adasum; everything else runs together. What was asked
+    for and does not run is listed, with the reason, in `inactive` and in `print(boost)`.
+
+    Args:
+        level:              "O0", "O1" or "O2".
+        boost_config_dict:  a dict of the sections in `SECTIONS`, the path of a JSON file with one, or "" or None.
+        faithful:           reproduce the original: an unknown level means O0, unknown keys are ignored and known ones
+                            accepted in any open section; LessBN uses the original's patterns and converts every
+                            container's last FC, for training only; parameters regrouped by LessBN are all decayed;
+                            freezing splits by name and keeps one state per group, and then adasum never runs.
+    Raises:  ValueError for an unknown level, mode, section, key or value, with the nearest valid name;
+             TypeError for a configuration that is no dict.
+    Source:  MindSpore boost.AutoBoost, which keeps one instance per process and changes its own level table; here
+             every instance is its own.
+
+    >>> boost = AutoBoost("O1", {"boost": {"mode": "manual", "grad_freeze": False}})
+    >>> boost.active
+    ('less_bn',)
+    >>> AutoBoost("O1", {"bost": {}})
+    Traceback (most recent call last):
+    ValueError: boost_config_dict has no section 'bost'; did you mean 'boost'? Sections: boost, common, ...
+    """
+
+    def __init__(
+        self,
+        level: str = "O0",
+        boost_config_dict: Mapping[str, Any] | str | Path | None = "",
+        *,
+        faithful: bool = False,
+    ) -> None:
+        self.faithful = faithful
+        if faithful and level not in LEVELS:
+            level = "O0"
+        self.level = _known(level, LEVELS, "level")
+        config = _loaded(boost_config_dict)
+        if not faithful:
+            _check_names(config)
+        section = config.get("boost", {})
+        self.mode = _known(section.get("mode", "auto"), MODES[: 4 if faithful else 5], "mode of section boost")
+        self.flags = self._resolved_flags(section)
+        self.hyper = self._resolved_hyper(config)
+        self.configured = frozenset(name for keys in config.values() if isinstance(keys, Mapping) for name in keys)
+        self._notes = self._unread(config)
+
+    @classmethod
+    def from_json(cls, path: str | Path, level: str = "O0", **options: Any) -> AutoBoost:
+        """An AutoBoost configured by a JSON file."""
+        return cls(level, Path(path), **options)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The algorithms that will run."""
+        stopped = {item.what for item in self.inactive}
+        return tuple(flag for flag in FLAGS if self.flags[flag] and flag not in stopped)
+
+    @property
+    def inactive(self) -> list[Inactive]:
+        """What was asked for and will not run, with the reason; asks torch.distributed how many processes there are."""
+        on = {flag for flag in FLAGS if self.flags[flag]}
+        found = []
+        if "dim_reduce" in on:
+            reason = "dim_reduce replaces the update and excludes it"
+            found += [Inactive(flag, reason) for flag in ("less_bn", "grad_freeze", "adasum") if flag in on]
+        elif "adasum" in on:
+            reason_or_none = self._why_no_adasum("grad_freeze" in on)
+            found += [Inactive("adasum", reason_or_none)] if reason_or_none else []
+        if "grad_accumulation" in on and self.hyper["grad_accumulation_step"] <= 1:
+            found.append(Inactive("grad_accumulation", "grad_accumulation_step is 1: every step updates"))
+        if "grad_freeze" in on and "dim_reduce" not in on:
+            for key, value in (("param_groups", 1), ("freeze_p", 1)):
+                if self.hyper[key] == value:
+                    found.append(Inactive("grad_freeze", f"{key} is {value}: no step is ever frozen"))
+                    break
+        return found + self._notes
+
+    def __str__(self) -> str:
+        lines = [f"AutoBoost level {self.level}, mode {self.mode}"]
+        lines.append("  active: " + (", ".join(self.active) or "nothing"))
+        for flag in self.active:
+            own = {name: self.hyper[name] for name, key in KEYS.items() if key.section == flag}
+            lines += [f"    {flag}: " + ", ".join(f"{name}={value}" for name, value in own.items())] if own else []
+        lines += [f"  inactive: {item.what} ({item.reason})" for item in self.inactive]
+        return "\n".join(lines)
+
+    def network_auto_process_train(
+        self, network: nn.Module, optimizer: Optimizer
+    ) -> tuple[nn.Module, Optimizer]:
+        """Rewrite a network and its optimizer for training.
+
+        dim_reduce: the network stays, the optimizer becomes SGD with rate 1, which DimReduce drives. Else less_bn:
+        the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which keeps its
+        class, its state and every parameter's weight decay. Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
+        adasum and dim_reduce are marked by an attribute of that name on the optimizer, for the train cells.
+        """
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if self.flags["dim_reduce"]:
+            return network, self._dim_reduced(network, optimizer)
+        if self.flags["less_bn"]:
+            network = self._less_bn(network, optimizer)
+        if self.flags["grad_freeze"]:
+            network, optimizer = self._freeze(network).freeze_generate(network, optimizer)
+        if self.flags["adasum"]:
+            optimizer.adasum = True  # type: ignore[attr-defined]
+        return network, optimizer
+
+    def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
+        """The network as evaluation needs it: the same conversion as in training, and a no-op on a trained one."""
+        if self.flags["dim_reduce"] or not self.flags["less_bn"]:
+            return network
+        return LessBN(network, self.hyper["fn_flag"] and not self.faithful, strict=self.faithful)
+
+    # resolution
+
+    def _resolved_flags(self, section: Mapping[str, Any]) -> dict[str, bool]:
+        row = {flag: flag in LEVELS[self.level] for flag in FLAGS}
+        if self.mode in ("enable_all", "disable_all"):
+            return dict.fromkeys(FLAGS, self.mode == "enable_all")
+        if self.mode == "manual":
+            given = {flag: value for flag, value in section.items() if flag in FLAGS}
+            for flag, value in given.items() if not self.faithful else ():
+                if not isinstance(value, bool):
+                    raise ValueError(f"{flag} of section boost must be True or False, got {value!r}")
+            row |= given
+        return row
+
+    def _resolved_hyper(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        hyper = {name: key.default for name, key in KEYS.items()}
+        if self.mode == "tuned":
+            hyper |= TUNED
+        for section, keys in config.items():
+            if section == "boost" or not (section == "common" or self.flags.get(section)):
+                continue
+            for name, value in keys.items():
+                if name in KEYS:
+                    hyper[name] = self._checked(name, value)
+        return hyper
+
+    def _checked(self, name: str, value: Any) -> Any:
+        key = KEYS[name]
+        if not key.valid(value) and (not self.faithful or name == "gradient_split_groups"):
+            raise ValueError(f"{name} of section {key.section} must be {key.need}, got {value!r}")
+        return [value] if name == "gradient_split_groups" and isinstance(value, int) else value
+
+    def _unread(self, config: Mapping[str, Any]) -> list[Inactive]:
+        """What the configuration says and nobody reads."""
+        notes = []
+        given = config.get("boost", {})
+        for flag in FLAGS:
+            if self.mode != "manual" and flag in given and given[flag] != self.flags[flag]:
+                notes.append(Inactive(f"boost.{flag}", f"mode {self.mode!r} does not read flags; use 'manual'"))
+        for section, keys in config.items():
+            if section in FLAGS and keys and not self.flags[section]:
+                notes.append(
+                    Inactive(f"section {section}", f"{section} is off at level {self.level} in mode {self.mode!r}")
+                )
+        return notes
+
+    def _why_no_adasum(self, freezing: bool) -> str | None:
+        if self.faithful and freezing:
+            return "with grad_freeze the original's train cell takes the freeze path first"
+        world = torch.distributed.get_world_size() if _distributed() else 1
+        groups = world // self.hyper["device_number"]
+        if groups > 1 and groups & (groups - 1) == 0:
+            return None
+        return (
+            f"{world} process{'es' * (world > 1)} with device_number={self.hyper['device_number']} make {groups} groups;"
+            " it needs a power of two above 1 (set device_number in section common)"
+        )
+
+    # rewriting
+
+    def _less_bn(self, network: nn.Module, optimizer: Optimizer) -> nn.Module:
+        network = LessBN(network, self.hyper["fn_flag"], strict=self.faithful)
+        parameters = [p for p in network.parameters() if p.requires_grad]
+        ParameterProcess().assign_parameter_group(parameters, self.hyper["gradient_split_groups"])
+        own = inner(optimizer)
+        groups = ParameterProcess.generate_group_params(parameters, own.param_groups)
+        if self.faithful:
+            groups = [{**group, "decay_by_name": False} if "decay_by_name" in group else group for group in groups]
+        regroup(own, groups)
+        if self.hyper["gc_flag"]:
+            process = OptimizerProcess(optimizer, multiple_of=16 if self.faithful else 1)
+            process.add_grad_centralization(network)
+            process.generate_new_optimizer()
+        return network
+
+    def _freeze(self, network: nn.Module) -> GradientFreeze:
+        groups = self.hyper["param_groups"]
+        if "param_groups" not in self.configured and not self.faithful:
+            groups = min(groups, max(1, len(stages_by_module(network))))  # the default must fit any network
+        return GradientFreeze(
+            groups,
+            self.hyper["freeze_type"],
+            self.hyper["freeze_p"],
+            self.hyper["total_steps"],
+            rule="mindspore" if self.faithful else "modules",
+            state="per_group" if self.faithful else "shared",
+        )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _loaded(config: Any) -> dict[str, Any]:
+    if config is None or config == "":
+        return {}
+    if isinstance(config, str | Path):
+        config = json.loads(Path(config).read_text())
+    if not isinstance(config, Mapping):
+        raise TypeError(f"boost_config_dict must be a dict or the path of a JSON file, got {type(config).__name__}")
+    for section, keys in config.items():
+        if not isinstance(keys, Mapping):
+            raise TypeError(f"section {section!r} of boost_config_dict must be a dict, got {type(keys).__name__}")
+    return {section: dict(keys) for section, keys in config.items()}
+
+
+def _known(name: Any, valid: Any, what: str) -> str:
+    if name not in valid:
+        raise ValueError(f"no {what} {name!r}{_nearest(name, valid)} Valid: {', '.join(valid)}")
+    return name
+
+
+def _nearest(name: Any, valid: Any) -> str:
+    match = difflib.get_close_matches(str(name).lower(), [v.lower() for v in valid], n=1, cutoff=0.5)
+    return f"; did you mean {next(v for v in valid if v.lower() == match[0])!r}?" if match else "."
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    for section, keys in config.items():
+        if section not in SECTIONS:
+            raise ValueError(
+                f"boost_config_dict has no section {section!r}{_nearest(section, SECTIONS)} "
+                f"Sections: {', '.join(SECTIONS)}"
+            )
+        valid = ("mode", *FLAGS) if section == "boost" else [n for n, key in KEYS.items() if key.section == section]
+        for name in keys:
+            if name in valid:
+                continue
+            home = KEYS[name].section if name in KEYS else None
+            hint = f"; it belongs to section {home!r}." if home else _nearest(name, valid)
+            raise ValueError(f"section {section!r} has no key {name!r}{hint} Keys: {', '.join(valid)}")
