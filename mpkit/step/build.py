@@ -96,7 +96,7 @@ def build_train_network(
         network,
         optimizer,
         manager,
-        boosted is not None,
+        boosted,
         hooks=hooks,
         clip_norm=clip_norm,
         accumulation_steps=accumulation_steps,
@@ -124,13 +124,14 @@ def _default_manager(defaults: Defaults) -> Any:
 
 
 def _train_cell(
-    network: nn.Module, optimizer: Optimizer, manager: Any, boosted: bool, **options: Any
+    network: nn.Module, optimizer: Optimizer, manager: Any, boosted: Any, **options: Any
 ) -> TrainOneStepCell:
     plain: Any = TrainOneStepCell
     scaled: Any = TrainOneStepWithLossScaleCell
-    if boosted:
+    if boosted is not None:
         from mpkit import boost  # upward: a boost level is asked for by name; boost subclasses these cells
 
+        options["boost"] = boosted
         plain, scaled = boost.BoostTrainOneStepCell, boost.BoostTrainOneStepWithLossScaleCell
     if manager is None:
         return plain(network, optimizer, **options)
