@@ -45,9 +45,9 @@ def auto_mixed_precision(
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"); ValueError for another dtype or level.
     Warns:   when `network` already runs at a level: it changes to the new one.
-    Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy and O2, O3 a wrapper; here nothing
-             is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it, and O0 does
-             nothing at all: `remove_mixed_precision` takes a level off.
+    Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
+             nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
+             and O0 does nothing at all: `remove_mixed_precision` takes a level off.
 
     >>> net = auto_mixed_precision(nn.Linear(2, 1), "O2", torch.bfloat16)
     >>> net(torch.ones(1, 2)).dtype, net.weight.dtype

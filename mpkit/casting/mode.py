@@ -135,14 +135,17 @@ class Forward:
             _LOCAL.mode = None
 
     def _run(self, mode: CastMode, args: Any, kwargs: Any) -> Any:
-        outer, mode.rule = mode.rule, self.rule
+        outer, rule = mode.rule, self.rule
         try:
-            if self.rule.entry is not None:
-                args, kwargs = mode.cast_all(args, self.rule.entry), mode.cast_all(kwargs, self.rule.entry)
+            if rule.entry is not None:
+                mode.rule = PLAIN  # a cast is no operation of the module
+                args, kwargs = mode.cast_all(args, rule.entry), mode.cast_all(kwargs, rule.entry)
+            mode.rule = rule
             if self.inner is None:
                 output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
             else:
                 output = self.inner(*args, **kwargs)
+            mode.rule = PLAIN
             return output if self.result is None else mode.cast_all(output, self.result)
         finally:
             mode.rule = outer

@@ -92,9 +92,18 @@ def _methods(names: Iterable[str]) -> frozenset[Function]:
 
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides.
 IN_PLACE = (
-    _named(lambda name: name.endswith("_") and not name.endswith("__"))
+    _named(lambda name: name.endswith("_") and not name.startswith("_"))
     | _methods(("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow"))))
 ) - _methods(("requires_grad_", "share_memory_"))
+
+_REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
+# x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
+OUT_OF_PLACE: dict[Function, Function] = {
+    function: new
+    for function in IN_PLACE
+    if (name := function.__name__) and (base := _REFLECTED.get(name, name.rstrip("_"))) not in ("fill", "zero")
+    if callable(new := getattr(Tensor, base, None) or getattr(F, base, None))
+}
 
 # These convert or describe a tensor; casting their input first would change the answer or waste a copy.
 LEFT_ALONE = _methods(

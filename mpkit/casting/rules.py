@@ -118,9 +118,13 @@ def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: 
     if not isinstance(into, Tensor) or not into.is_floating_point():
         return func(*args, **kwargs)
     target = precision(into)
-    out = func(into, *mode.cast_all(args[1:], target), **mode.cast_all(kwargs, target))
-    if isinstance(target, Emulated):
-        round_in_place_(into)
+    args, kwargs = mode.cast_all(args[1:], target), mode.cast_all(kwargs, target)
+    if not isinstance(target, Emulated):
+        return func(into, *args, **kwargs)
+    if func in ops.OUT_OF_PLACE:  # rounding in place what an operation saved for backward would spoil the gradient
+        return into.copy_(mode.cast(ops.OUT_OF_PLACE[func](into.clone(), *args, **kwargs), target))
+    out = func(into, *args, **kwargs)
+    round_in_place_(into)
     return out
 
 
