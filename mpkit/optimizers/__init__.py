@@ -1,8 +1,34 @@
 """Optimizers with the reference's formulas, groups and static loss scale, usable wherever torch.optim is."""
 
-from mpkit.optimizers.adam import Adam
+from mpkit.optimizers.adafactor import AdaFactor
+from mpkit.optimizers.adagrad import FTRL, Adadelta, Adagrad, ProximalAdagrad, RMSProp
+from mpkit.optimizers.adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from mpkit.optimizers.arguments import centralized, trainable_params, untrainable_params
 from mpkit.optimizers.base import Optimizer
+from mpkit.optimizers.layerwise import LARS, Lamb
+from mpkit.optimizers.rprop import ASGD, Rprop
 from mpkit.optimizers.sgd import SGD, Momentum
 
-__all__ = ["SGD", "Adam", "Momentum", "Optimizer", "centralized", "trainable_params", "untrainable_params"]
+__all__ = [
+    "ASGD",
+    "FTRL",
+    "LARS",
+    "SGD",
+    "AdaFactor",
+    "AdaMax",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamOffload",
+    "AdamWeightDecay",
+    "Lamb",
+    "LazyAdam",
+    "Momentum",
+    "Optimizer",
+    "ProximalAdagrad",
+    "RMSProp",
+    "Rprop",
+    "centralized",
+    "trainable_params",
+    "untrainable_params",
+]

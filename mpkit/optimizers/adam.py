@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkit.optimizers.arguments import Options, check_betas, check_flags
-from mpkit.optimizers.base import Optimizer
+from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Update, root, unbiased
 
 
@@ -67,6 +67,28 @@ class Adam(Optimizer):
         names = ("moment1", "moment2", "largest2")[: 3 if group["use_amsgrad"] else 2]
         return {name: torch.zeros_like(weight) for name in names}
 
+    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
+        rows = [i for i in chosen if group["use_lazy"] and group["params"][i].grad.is_sparse]
+        for i in rows:
+            self._step_rows(i, group, numbers)
+        dense = [i for i in chosen if i not in rows]
+        if dense:
+            super()._step_some(dense, group, numbers)
+
+    def _step_rows(self, i: int, group: dict[str, Any], numbers: Numbers) -> None:
+        """Run the formula on the rows that a sparse gradient names, and on nothing else."""
+        p = group["params"][i]
+        grad = p.grad.coalesce()
+        rows, state = grad.indices()[0], self.state[p] or self._begin(p, group)
+        whole = {"weight": state.get("master", p), **{name: t for name, t in state.items() if name != "master"}}
+        part = {name: [t.index_select(0, rows)] for name, t in whole.items()}
+        weights = part.pop("weight")
+        self._apply([grad.values()], weights, part, group, [i], numbers.on(p.device))
+        for name, (values,) in {"weight": weights, **part}.items():
+            whole[name].index_copy_(0, rows, values)
+        if "master" in state:
+            p.copy_(state["master"])
+
     def update(self, u: Update) -> None:
         beta1, beta2 = u.group["beta1"], u.group["beta2"]
         average_moments_(u)
@@ -81,3 +103,128 @@ class Adam(Optimizer):
         torch._foreach_add_(bottoms, u.group["eps"])
         rate = u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count)
         u.move_by_ratio_(u.weights, tops, bottoms, rate)
+
+
+class LazyAdam(Adam):
+    """`Adam` that, given a sparse gradient (`nn.Embedding(sparse=True)`), touches only the rows it names.
+
+    Rows without a gradient keep their moments and do not move, where Adam would decay the moments and move on. With
+    dense gradients it is Adam. Finding the rows of a sparse gradient on a GPU reads the host.
+
+    Source:  MindSpore 2.7 nn.LazyAdam (deprecated there in favour of `Adam(use_lazy=True)`).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: float = 1.0,
+        **options: Unpack[Options],
+    ) -> None:
+        args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
+        super().__init__(params, *args, use_lazy=True, **options)
+
+
+class AdamOffload(Adam):
+    """`Adam` under the reference's name for a state kept on the host; here it stays on the device. Never centralizes.
+
+    Source:  MindSpore 2.7 nn.AdamOffload (deprecated there in favour of `Adam(use_offload=True)`).
+    """
+
+    centralizes = False
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: float = 1.0,
+        **options: Unpack[Options],
+    ) -> None:
+        args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
+        super().__init__(params, *args, use_offload=True, **options)
+
+
+class AdamWeightDecay(Optimizer):
+    """`m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr (m / (sqrt(v) + eps) + weight_decay w)`.
+
+    Decoupled decay and no bias correction: the first steps are about (1-b1) / sqrt(1-b2) = 3.16 times lr in size.
+
+    Args:  as `Adam`; eps is 1e-6 by default. Takes no `loss_scale`.
+    Against torch:  `torch.optim.AdamW` corrects the bias, this does not.
+    Source:  MindSpore 2.7 nn.AdamWeightDecay, after BERT's optimizer (Devlin et al. 2019, arXiv:1810.04805, code). The
+             original forms 1 - b2 in float32, an error of 5e-5 in v that is not copied.
+    """
+
+    decay_in_formula = True
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        check_betas(beta1, beta2, eps)
+        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps)}
+        super().__init__(params, learning_rate, weight_decay, hyper=hyper, options=options)
+
+    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(weight) for name in ("moment1", "moment2")}
+
+    def update(self, u: Update) -> None:
+        average_moments_(u)
+        bottoms = torch._foreach_sqrt(u.state["moment2"])
+        torch._foreach_add_(bottoms, u.group["eps"])
+        u.shrink_(u.lr)
+        u.move_by_ratio_(u.weights, u.state["moment1"], bottoms, u.lr)
+
+
+class AdaMax(Optimizer):
+    """`m = b1 m + (1-b1) g;  n = max(b2 n, |g|);  w -= lr / (1 - b1^t) * m / (n + eps)`.
+
+    Args:  as `Adam`.
+    Against torch:  `torch.optim.Adamax` puts eps inside the maximum.
+    Source:  Kingma and Ba 2015, arXiv:1412.6980, algorithm 2; MindSpore 2.7 nn.AdaMax.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        loss_scale: float = 1.0,
+        **options: Unpack[Options],
+    ) -> None:
+        check_betas(beta1, beta2, eps)
+        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps)}
+        super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
+
+    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(weight) for name in ("moment1", "largest")}
+
+    def update(self, u: Update) -> None:
+        beta1, m, largest = u.group["beta1"], u.state["moment1"], u.state["largest"]
+        u.decay_average_(m, beta1)
+        torch._foreach_add_(m, u.grads, alpha=1 - beta1)
+        u.decay_average_(largest, u.group["beta2"])
+        torch._foreach_maximum_(largest, torch._foreach_abs(u.grads))
+        bottoms = torch._foreach_add(largest, u.group["eps"])
+        u.move_by_ratio_(u.weights, m, bottoms, u.lr / unbiased(beta1, u.count))

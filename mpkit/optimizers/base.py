@@ -8,6 +8,7 @@ tensor has been seen; then they live on the device, because only the device know
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,22 @@ from mpkit.optimizers.arguments import (
 )
 from mpkit.optimizers.update import Number, Update, decayed_positions, silenced
 from mpkit.schedules import LearningRateSchedule, ListedLR
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one step of one group; see `Update` for the first four."""
+
+    lr: Number
+    decay: Number
+    count: int | Tensor
+    keep: Tensor | None
+    grad_scale: Tensor | None
+
+    def on(self, device: torch.device) -> Numbers:
+        """The same numbers, tensors moved to `device`."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor) and x.device != device}
+        return replace(self, **tensors) if tensors else self
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -60,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler: pass found_inf on instead of reading it on the host
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
     decay_in_formula = False  # True where `update` applies weight decay itself
     decay_filter = True  # False where the reference ignores the beta/gamma rule
     centralizes = True
@@ -82,11 +101,12 @@ class Optimizer(torch.optim.Optimizer):
         groups, order, grouped = split_groups(params)
         self.loss_scale = float(loss_scale)
         self.gradient_transform = options.get("gradient_transform")
+        self.gradient_rule: Callable[..., list[Tensor]] | None = None  # LARS puts its own here: decay, scaling and all
         self.count_skipped = options.get("count_skipped", False)
         self.faithful = options.get("faithful", False)
         self._global_step: int | Tensor = 0
         self._calls = 0  # at least the number of applied steps, known without a host read
-        self._rates_grouped = any("lr" in group for group in groups)
+        self.rates_grouped = any("lr" in group for group in groups)
         defaults = {
             "lr": learning_rate_of(learning_rate),
             "weight_decay": weight_decay_of(weight_decay),
@@ -189,7 +209,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def get_lr(self) -> Tensor | list[Tensor]:
         """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
-        if self._rates_grouped:
+        if self.rates_grouped:
             return self.get_lr_parameter(self.parameters)
         return self._shown(self.param_groups[0])
 
@@ -235,15 +255,14 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         keep = None
-        if found_inf is not None:
-            keep = (found_inf.reshape(()) == 0).float()
+        if self.found_inf is not None:
+            keep = (self.found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
         for group in self.param_groups:
-            lr, decay, count = self._rate(group), self._decay(group), group["updates"] + 1
+            numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, self.grad_scale)
             for chosen in _alike(group["params"]):
-                self._step_some(chosen, group, (lr, decay, count, keep, grad_scale))
+                self._step_some(chosen, group, numbers)
             self._advance(group, keep)
         if keep is None or self.count_skipped:
             self._global_step = self._global_step + 1
@@ -256,23 +275,39 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(group: dict[str, Any], keep: Tensor | None) -> None:
         group["updates"] += 1 if keep is None else keep.to(torch.int64)
 
-    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: tuple[Any, ...]) -> None:
+    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
         """Update the parameters group["params"][i] for i in chosen, which share a device and a dtype."""
         params = [group["params"][i] for i in chosen]
-        narrow = params[0].dtype.itemsize < 4
-        lr, decay, count, keep, grad_scale = (_on(x, params[0].device) for x in numbers)
+        numbers = numbers.on(params[0].device)
         states = [self.state[p] or self._begin(p, group) for p in params]
+        narrow = "master" in states[0]
         weights = [s["master"] for s in states] if narrow else params
-        grads = self._unscaled(params, weights, grad_scale)
-        if not self.decay_in_formula:
-            grads = self._decayed(grads, weights, group, chosen, decay)
-        grads = self._transformed(grads, params, group)
-        if keep is not None:
-            grads = silenced(grads, keep)
         state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
-        self.update(Update(weights, grads, state, group, chosen, lr, decay, count, keep))
+        self._apply([p.grad for p in params], weights, state, group, chosen, numbers)
         if narrow:
             torch._foreach_copy_(params, weights)
+
+    def _apply(
+        self,
+        grads: list[Any],
+        weights: list[Tensor],
+        state: dict[str, list[Tensor]],
+        group: dict[str, Any],
+        chosen: list[int],
+        numbers: Numbers,
+    ) -> None:
+        """Raw gradients -> the gradients of the formula -> new weights and state, in place."""
+        grads = self._unscaled(grads, weights, numbers.grad_scale)
+        if self.gradient_rule is not None:
+            grads = self.gradient_rule(grads, weights, group, chosen, numbers)
+        else:
+            if not self.decay_in_formula:
+                grads = self._decayed(grads, weights, group, chosen, numbers.decay)
+            grads = self._transformed(grads, [group["params"][i] for i in chosen], group)
+        if numbers.keep is not None:
+            grads = silenced(grads, numbers.keep)
+        lr, decay, count, keep = numbers.lr, numbers.decay, numbers.count, numbers.keep
+        self.update(Update(weights, grads, state, group, chosen, lr, decay, count, keep))
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p]
@@ -282,9 +317,8 @@ class Optimizer(torch.optim.Optimizer):
         state.update(self.slots(weight, group))
         return state
 
-    def _unscaled(self, params: list[Tensor], weights: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
+    def _unscaled(self, grads: list[Tensor], weights: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
         """The gradients in the dtype of the weights, divided by `grad_scale`; `p.grad` stays as it is."""
-        grads = [p.grad for p in params if p.grad is not None]
         if any(grad.layout != torch.strided for grad in grads):
             raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
         if grads[0].dtype != weights[0].dtype:
@@ -356,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_global_step", "_calls")
-        rest = ("_rates_grouped", "_order")
+        rest = ("gradient_rule", "rates_grouped", "_order")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 
 
@@ -367,7 +401,3 @@ def _alike(params: list[Tensor]) -> list[list[int]]:
         if p.grad is not None:
             found.setdefault((p.device, p.dtype), []).append(i)
     return list(found.values())
-
-
-def _on(x: Any, device: torch.device) -> Any:
-    return x.to(device) if isinstance(x, Tensor) and x.device != device else x
