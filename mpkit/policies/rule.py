@@ -134,27 +134,22 @@ class ScalePolicy:
     @property
     def shape(self) -> torch.Size:
         """() for one policy, (n,) for a vector of n."""
-        sizes = [value.shape for value in _numbers(self) if isinstance(value, Tensor)]
+        sizes = [value.shape for value in self._tensors().values()]
         return torch.broadcast_shapes(*sizes) if sizes else torch.Size()
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("this is one policy, not a vector of them; make a vector with stack([...])")
-        return self.shape[0]
 
     def to(self, device: torch.device | str) -> ScalePolicy:
         """The same vector of policies with its numbers on `device`; a single policy has nothing to move."""
-        moved: dict[str, Any] = {
-            key: value.to(device) for key, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        return replace(self, **{key: value.to(device) for key, value in self._tensors().items()})
 
     def __getitem__(self, index: int) -> ScalePolicy:
         """One policy of a vector, as Python numbers."""
-        picked: dict[str, Any] = {
-            key: value[index].item() for key, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **picked, layers=())
+        if not self.shape:
+            raise TypeError("this is one policy, not a vector of them; make a vector with stack([...])")
+        picked = {key: value.expand(self.shape)[index].item() for key, value in self._tensors().items()}
+        return replace(self, **{**picked, "layers": ()})
+
+    def _tensors(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if isinstance(value, Tensor)}
 
 
 _RANGES = {
@@ -170,10 +165,6 @@ _RANGES = {
     "stop_at": (-math.inf, math.inf),
     "max_consecutive": (0, math.inf),
 }
-
-
-def _numbers(policy: ScalePolicy) -> list[Value]:
-    return [getattr(policy, field.name) for field in fields(policy) if field.name not in ("name", "layers")]
 
 
 def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:
@@ -227,7 +218,7 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
         scale = _rounded(p, float(p.init_scale))
         return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
     if device is None:
-        device = next(value.device for value in _numbers(p) if isinstance(value, Tensor))
+        device = next(value.device for value in p._tensors().values())
 
     def full(value: Value, dtype: torch.dtype) -> Tensor:
         if isinstance(value, Tensor):
@@ -364,8 +355,10 @@ def _rounded(p: ScalePolicy, x: Value) -> Value:
 
 
 def in_float32(x: Value) -> Value:
-    """The nearest float32, as a Python float or a float64 tensor; too large becomes inf."""
-    return x.float().double() if isinstance(x, Tensor) else ctypes.c_float(x).value
+    """The nearest float32, as a Python float or a float64 tensor (a float32 one stays); too large becomes inf."""
+    if isinstance(x, Tensor):
+        return x if x.dtype == torch.float32 else x.float().double()
+    return ctypes.c_float(x).value
 
 
 def in_float16(x: Value) -> Value:
