@@ -22,6 +22,7 @@ class ScaleHistory:
     step on in which a policy raised. `skipped`, bool, same shape: steps whose update did not happen ((steps,) for a
     layer-wise policy, where one overflow skips all). `raised_at`: the 0-based step that raised, or None
     ((n,) int64 with -1 for none in a vector). `raised`: the sentence of `STOPS`, "" for none (a tuple in a vector).
+    `start`: the scale of the first step; `final`: the state after the last.
     """
 
     policy: ScalePolicy
@@ -31,11 +32,12 @@ class ScaleHistory:
     raised_at: Any
     raised: Any
     final: ScaleState
+    start: Any
 
     @cached_property
     def reasons(self) -> np.ndarray:
         """Why the scale is what it is after each step, same shape as `scale`: words of `REASONS`."""
-        start = np.broadcast_to(initial(self.policy).scale, self.scale.shape[1:])[None]
+        start = np.broadcast_to(self.start, self.scale.shape[1:])[None]
         return explain(self.policy, np.concatenate([start, self.scale[:-1]]), self.scale, self.finite)
 
 
@@ -72,16 +74,15 @@ def _run_one(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
         if raised:
             break
         scales.append(state.scale)
-    done = len(scales)
-    scale = np.array(scales, dtype=np.float64)
-    return ScaleHistory(
-        policy, flags[:done], scale, np.logical_not(flags[:done]), done if raised else None, STOPS[raised], state
-    )
+    done, start = len(scales), initial(policy).scale
+    flags, scale = flags[:done], np.array(scales, dtype=np.float64)
+    stopped = done if raised else None
+    return ScaleHistory(policy, flags, scale, np.logical_not(flags), stopped, STOPS[raised], state, start)
 
 
 def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     state = initial(policy)
-    n, device = len(policy), state.scale.device
+    n, device, start = policy.shape[0], state.scale.device, state.scale.numpy(force=True)
     if flags.ndim == 2 and flags.shape[1] != n:
         raise ValueError(f"{n} policies take finite of shape (steps,) or (steps, {n}), got {flags.shape}")
     flags = np.broadcast_to(flags.reshape(len(flags), -1), (len(flags), n))
@@ -98,9 +99,9 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     any_, first = (codes != 0).any(0), (codes != 0).int().argmax(0)
     code = codes.gather(0, first[None])[0] if len(steps) else torch.zeros(n, dtype=torch.int8)
     raised_at = torch.where(any_, first, -1).numpy(force=True)
-    skipped = ~flags.all(1) if policy.layers else ~flags
+    skipped = np.logical_not(flags.all(1) if policy.layers else flags)
     sentences = tuple(STOPS[c] for c in code.tolist())
-    return ScaleHistory(policy, flags, scales.numpy(force=True), skipped, raised_at, sentences, state)
+    return ScaleHistory(policy, flags, scales.numpy(force=True), skipped, raised_at, sentences, state, start)
 
 
 def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.ndarray:

@@ -87,8 +87,8 @@ def _mpkit(
         min_scale,
         max_scale,
         hysteresis=hysteresis,
-        refill_on_growth=True,
-        refill_on_finite=True,
+        refill_on_growth=hysteresis > 1,
+        refill_on_finite=hysteresis > 1,
         raise_at_min=raise_at_min,
     )
 
@@ -257,7 +257,7 @@ def _jmp(
 ) -> ScalePolicy:
     """`jit=True`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
     bits = {"float16": 16, "float32": 32, "float64": 64}[dtype]
-    narrow: Callable[[float], float] = {16: in_float16, 32: in_float32, 64: float}[bits]
+    narrow = in_float16 if bits == 16 else in_float32 if bits == 32 else float
     held = narrow(factor)
     return ScalePolicy(
         loss_scale,

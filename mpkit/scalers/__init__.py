@@ -1,0 +1,26 @@
+"""Loss scalers, managers and update cells: state on the device, rules from `policies`, no host read in a step."""
+
+from .finite import all_finite, check_and_unscale_
+from .managers import (
+    DynamicLossScaleManager,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    LossScaleManager,
+)
+from .policy import PolicyLossScaler
+from .scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+
+__all__ = [
+    "DynamicLossScaleManager",
+    "DynamicLossScaleUpdateCell",
+    "DynamicLossScaler",
+    "FixedLossScaleManager",
+    "FixedLossScaleUpdateCell",
+    "LossScaleManager",
+    "LossScaler",
+    "PolicyLossScaler",
+    "StaticLossScaler",
+    "all_finite",
+    "check_and_unscale_",
+]

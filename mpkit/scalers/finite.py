@@ -1,0 +1,156 @@
+"""Are the gradients finite, and gradients divided by the scale: in as few kernels as torch allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+_DTYPE = attrgetter("dtype")
+_NO_GRADIENTS = (
+    "there is no gradient to look at: every gradient is missing. Call backward on a loss that depends on the "
+    "parameters, and pass their .grad"
+)
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[Tensor | None]) -> Tensor:
+    """True when every element of every tensor is finite: tuple or list of tensors -> 0-d bool, nothing is changed.
+
+    Overflow and NaN are found, underflow is not. Integers and bools are finite, an empty tensor is too, a missing
+    gradient (None) is passed over. The answer lies on the device of the first tensor; nothing is read on the host.
+
+    Raises:  TypeError for a bare tensor or a nested container, ValueError when there is no tensor at all.
+    Source:  MindSpore amp.all_finite; None and sparse gradients are mpkit's addition.
+
+    >>> all_finite([torch.tensor([65504.0]).half(), torch.arange(3)])
+    tensor(True)
+    """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, list | tuple):
+        raise TypeError(f"all_finite needs a tuple or list of tensors, got {type(tensors).__name__}; wrap it: [x]")
+    present = [t for t in tensors if t is not None]
+    for t in present:
+        if not isinstance(t, Tensor):
+            raise TypeError(f"all_finite needs tensors, got {type(t).__name__} among them; flatten nested containers")
+    if not present:
+        raise ValueError(f"all_finite needs at least one tensor; {_NO_GRADIENTS}")
+    home = present[0].device
+    dense = [_values(t) for t in present if t.is_floating_point() or t.is_complex()]
+    probes = [probe.to(home, torch.float64) for probe in _probes([t for t in dense if t.numel()])]
+    if not probes:
+        return torch.ones((), dtype=torch.bool, device=home)
+    return torch.stack(probes).isfinite().all()
+
+
+def _values(t: Tensor) -> Tensor:
+    """What of a tensor can be non-finite: the summed values of a sparse one, real and imaginary parts of a complex."""
+    t = t.coalesce().values() if t.is_sparse else t
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def _probes(dense: list[Tensor]) -> list[Tensor]:
+    """0-d tensors that are finite exactly when all of `dense` is."""
+    on_gpu: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    probes = []
+    for t in dense:
+        if t.device.type == "cpu":
+            probes.append(_probe(t))
+        else:
+            on_gpu.setdefault((t.device, t.dtype), []).append(t)
+    for group in on_gpu.values():
+        probes.extend(torch._foreach_norm(group, math.inf))  # a maximum: cannot overflow, keeps NaN
+    return probes
+
+
+def _probe(t: Tensor) -> Tensor:
+    """The sum, in a type that no number of finite terms can overflow; float64 itself has none: its extremes."""
+    if t.dtype == torch.float64:
+        low, high = t.aminmax()
+        return low * 0 + high * 0
+    return t.sum(dtype=torch.float32 if t.dtype == torch.float16 else torch.float64)
+
+
+@torch.no_grad()
+def check_and_unscale_(
+    grads: Sequence[Tensor | None], scale: Tensor, found_inf: Tensor | None = None, *, uniform: bool = False
+) -> Tensor:
+    """Divide gradients by `scale` in place and say whether any was not finite, in one kernel per dtype and device.
+
+    Each gradient becomes g * cast(fl32(1 / scale), g.dtype): the reciprocal is rounded to float32, then to the
+    gradient's dtype, then multiplied. Non-finite gradients are multiplied too.
+
+    Args:
+        grads:     gradients of any float dtypes and devices; sparse ones and None (missing) are fine.
+        scale:     () or (1,) float tensor.
+        found_inf: result of an earlier call to add to (several optimizers); changed in place.
+        uniform:   the caller's promise that all gradients are dense and of one dtype and device: nothing is looked
+                   at, which matters for a thousand small tensors.
+    Returns: () float32, 1.0 or 0.0, on the scale's device. It is also 1.0 when the reciprocal is not finite (a scale
+             of 0, or too small), which would turn finite gradients into inf or NaN unnoticed. What is tested are the
+             gradients before the division: with a scale below 1, one that overflows by the division is not reported.
+    Raises:  ValueError when every gradient is missing.
+    Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
+    """
+    inverse = scale.detach().reshape(()).reciprocal().float()
+    if uniform or (dtype := _one_dtype(grads)) is not None:
+        dtype = grads[0].dtype if uniform else dtype  # type: ignore[union-attr]
+        inverse = _cast(inverse, dtype)  # type: ignore[arg-type]
+        found_inf = _blown(inverse, found_inf)
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)  # type: ignore[arg-type]
+            return found_inf
+        except NotImplementedError:  # a sparse gradient among them: refused before anything was changed
+            pass
+    return _by_group(grads, inverse, found_inf)
+
+
+def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
+    """The dtype of all gradients if they have one, and can only lie on one device; else None."""
+    if not grads or grads[0] is None:
+        return None
+    try:
+        first, dtypes = grads[0].dtype, list(map(_DTYPE, grads))
+    except AttributeError:  # None among them
+        return None
+    if dtypes.count(first) != len(dtypes):
+        return None
+    if torch.accelerator.is_available() and len({g.device for g in grads}) > 1:  # type: ignore[union-attr]
+        return None
+    return first
+
+
+def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return inverse.to(dtype).float() if dtype in (torch.float16, torch.bfloat16) else inverse
+
+
+def _blown(inverse: Tensor, found_inf: Tensor | None) -> Tensor:
+    """1.0 where the reciprocal is not finite: inf - inf and nan - nan are NaN, and NaN is not 0."""
+    blown = (inverse - inverse).ne_(0)
+    return blown if found_inf is None else torch.maximum(found_inf, blown, out=found_inf)
+
+
+def _by_group(grads: Sequence[Tensor | None], inverse: Tensor, found_inf: Tensor | None) -> Tensor:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    summed = []
+    for g in grads:
+        if g is None:
+            continue
+        if g.is_sparse:
+            if not g.is_coalesced():  # entries of one index are added later, and the sum may overflow
+                summed.append(g.coalesce().values())
+            g = g._values()
+        groups.setdefault((g.device, g.dtype), []).append(g)
+    if not groups:
+        raise ValueError(_NO_GRADIENTS)
+    total = torch.zeros((), device=inverse.device) if found_inf is None else found_inf
+    if summed:
+        total.logical_or_(~all_finite(summed).to(total.device))
+    for (device, dtype), group in groups.items():
+        local = _cast(inverse, dtype).to(device)
+        found = _blown(local, None)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, local)
+        torch.maximum(total, found.to(total.device), out=total)
+    return total

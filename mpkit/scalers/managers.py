@@ -1,0 +1,208 @@
+"""MindSpore's loss-scale managers (host side) and the update cells (device side) that they hand to a train cell."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.policies import STOPS, advance, initial, preset
+
+from .scaler import checked_count, need_flag, need_keys, need_number
+
+
+class LossScaleManager(ABC):
+    """What a `Model` asks about loss scaling."""
+
+    @abstractmethod
+    def get_loss_scale(self) -> float:
+        """The scale now."""
+
+    @abstractmethod
+    def get_drop_overflow_update(self) -> bool:
+        """Whether a step that overflows is skipped."""
+
+    @abstractmethod
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Take note of one step."""
+
+    @abstractmethod
+    def get_update_cell(self) -> nn.Module | None:
+        """A new cell that does the same on the device, or None where there is nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as Python numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        need_keys(state, self.state_dict())
+
+
+class FixedLossScaleManager(LossScaleManager):
+    """A fixed scale; with `drop_overflow_update` steps that overflow are skipped.
+
+    Without dropping, `get_update_cell()` is None, and the optimizer itself must divide: give it `loss_scale`.
+
+    Raises:  TypeError for kinds, ValueError for a scale below 1.
+    Source:  MindSpore amp.FixedLossScaleManager.
+    """
+
+    def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
+        need_number("loss_scale", loss_scale)
+        if loss_scale < 1:
+            raise ValueError(f"loss_scale must be at least 1, got {loss_scale}")
+        if not isinstance(drop_overflow_update, bool):
+            raise TypeError(f"drop_overflow_update must be a bool, got {type(drop_overflow_update).__name__}")
+        self._loss_scale, self._drop = loss_scale, drop_overflow_update
+
+    def get_loss_scale(self) -> float:
+        """The scale given to the constructor."""
+        return self._loss_scale
+
+    def get_drop_overflow_update(self) -> bool:
+        """As given to the constructor."""
+        return self._drop
+
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Nothing: the scale is fixed."""
+
+    def get_update_cell(self) -> nn.Module | None:
+        """A cell that keeps the scale; None when overflows are not dropped."""
+        return FixedLossScaleUpdateCell(self._loss_scale) if self._drop else None
+
+
+class DynamicLossScaleManager(LossScaleManager):
+    """The dynamic scale on the host, in double precision: preset "mindspore_manager".
+
+    Counts steps (`cur_iter`, from 1), the last overflow (`last_overflow_iter`) and overflows in a row (`bad_step`).
+
+    Args:    init_loss_scale: number >= 1; scale_factor: number > 0; scale_window: whole number >= 1.
+    Raises:  TypeError, ValueError for arguments; RuntimeError from `update_loss_scale` at the 1001st overflow in a row
+             (and at each further one, until a step without overflow).
+    Source:  MindSpore amp.DynamicLossScaleManager.
+    """
+
+    def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
+        need_number("init_loss_scale", init_loss_scale)
+        need_number("scale_factor", scale_factor)
+        if init_loss_scale < 1:
+            raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
+        if scale_factor <= 0:
+            raise ValueError(f"scale_factor must be above 0, got {scale_factor}")
+        self.scale_factor, self.scale_window = scale_factor, checked_count("scale_window", scale_window)
+        self._policy = preset(
+            "mindspore_manager",
+            init_loss_scale=init_loss_scale,
+            scale_factor=scale_factor,
+            scale_window=scale_window,
+        )
+        self._state = initial(self._policy)
+        self.cur_iter, self.last_overflow_iter = 1, 0
+
+    @property
+    def bad_step(self) -> int:
+        """Overflows in a row, up to now."""
+        return self._state.streak
+
+    def get_loss_scale(self) -> float:
+        """The scale now."""
+        return self._state.scale
+
+    def get_drop_overflow_update(self) -> bool:
+        """Always True."""
+        return True
+
+    def update_loss_scale(self, overflow: bool | Tensor) -> None:
+        """One step of the rule; a 0-d bool tensor is read on the host."""
+        overflow = bool(overflow)
+        self._state, raised = advance(self._policy, self._state, not overflow)
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        if raised:
+            raise RuntimeError(f"{self.bad_step} overflows in a row: {STOPS[raised]}")
+        self.cur_iter += 1
+
+    def get_update_cell(self) -> DynamicLossScaleUpdateCell:
+        """A new cell that starts from the manager's current scale."""
+        return DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, every counter and the settings, as Python numbers."""
+        return {
+            **self._state._asdict(),
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "scale_factor": self.scale_factor,
+            "scale_window": self.scale_window,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, settings too."""
+        need_keys(state, self.state_dict())
+        self.__init__(1, state["scale_factor"], state["scale_window"])  # type: ignore[misc]
+        self._state = self._state._replace(**{key: state[key] for key in self._state._fields})
+        self.cur_iter, self.last_overflow_iter = state["cur_iter"], state["last_overflow_iter"]
+
+
+class FixedLossScaleUpdateCell(nn.Module):
+    """Leaves the scale alone: `cell(loss_scale, overflow) -> overflow`."""
+
+    def __init__(self, loss_scale_value: float) -> None:
+        super().__init__()
+        self.loss_scale_value = loss_scale_value
+
+    def get_loss_scale(self) -> float:
+        """The scale given to the constructor."""
+        return self.loss_scale_value
+
+    def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        """Returns `overflow` unchanged."""
+        need_flag("overflow", overflow)
+        return overflow
+
+
+class DynamicLossScaleUpdateCell(nn.Module):
+    """The dynamic rule on the device: `cell(loss_scale, overflow) -> overflow` changes the caller's scale in place.
+
+    The scale lives in the caller's float32 tensor; the cell counts steps (`cur_iter`, from 1) and remembers the last
+    change (`last_overflow_iter`), so that nothing is read on the host. Growth has no guard: past the largest float32
+    the scale becomes inf, and stays inf for ever. Arguments are not checked (0.1, 0, 0 are accepted), as in MindSpore.
+    `get_loss_scale()` is the first value for ever; the live one is the tensor.
+
+    Source:  MindSpore nn.DynamicLossScaleUpdateCell. The rule is preset "mindspore_cell", written with this cell's own
+             two counters because `advance` in double precision would cost twice the kernels; a test holds them equal.
+
+    >>> scale, cell = torch.tensor(1024.0), DynamicLossScaleUpdateCell(1024.0, 2, 2)
+    >>> _ = [cell(scale, torch.tensor(bad)) for bad in (False, False, True)]; scale
+    tensor(1024.)
+    """
+
+    cur_iter: Tensor
+    last_overflow_iter: Tensor
+
+    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        super().__init__()
+        self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
+        self._shrink = float(torch.tensor(scale_factor, dtype=torch.float32).reciprocal())
+        self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
+        self.register_buffer("last_overflow_iter", torch.zeros((), dtype=torch.int64))
+
+    def get_loss_scale(self) -> float:
+        """The scale given to the constructor."""
+        return self.loss_scale_value
+
+    @torch.no_grad()
+    def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
+        need_flag("overflow", overflow)
+        if self.cur_iter.device != loss_scale.device:
+            self.to(loss_scale.device)
+        due = self.cur_iter - self.last_overflow_iter >= self.scale_window
+        finite_scale = torch.where(due, loss_scale * self.scale_factor, loss_scale)
+        loss_scale.copy_(torch.where(overflow, (loss_scale * self._shrink).clamp_(min=1.0), finite_scale))
+        self.last_overflow_iter.copy_(torch.where(overflow | due, self.cur_iter, self.last_overflow_iter))
+        self.cur_iter.add_(1)
+        return overflow

@@ -1,0 +1,180 @@
+"""Any policy as a loss scaler: the state lives on the device, and what it decided can be read afterwards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, advance, initial
+from mpkit.policies.rule import AT_FLOOR, FLOAT32_MAX
+
+from .scaler import LossScaler, need_flag, need_keys
+
+
+class PolicyLossScaler(LossScaler):
+    """A loss scaler that follows any `ScalePolicy`, without a host read in a step.
+
+    Usable where a `LossScaler` is (`scale`, `unscale`, `adjust`), and where an update cell is:
+    `scaler(loss_scale, overflow) -> overflow` writes the next scale into the caller's tensor.
+
+    An error of the policy (overflow at the floor, say) cannot stop a device by itself: it is noted, and `check()`
+    raises it when asked. `history()` tells what was decided in the last `remember` steps, and why.
+
+    Args:    policy: one policy; remember: steps kept for `history` (0: none).
+    Raises:  TypeError for anything but one ScalePolicy.
+
+    >>> scaler = PolicyLossScaler(ScalePolicy(growth_interval=2))
+    >>> _ = [scaler.adjust(torch.tensor(finite)) for finite in (True, True, False)]
+    >>> scaler.history().reasons.tolist()
+    ['held', 'grew', 'backed off']
+    """
+
+    def __init__(self, policy: ScalePolicy, remember: int = 1000) -> None:
+        if not isinstance(policy, ScalePolicy):
+            raise TypeError(f"policy must be a ScalePolicy, got {type(policy).__name__}; make one with preset(...)")
+        if policy.shape:
+            raise TypeError("a scaler follows one policy, got a vector of them; pick one: policy[0]")
+        self.policy = policy
+        self.remember = remember
+        self._plain = _kernel_covers(policy)
+        self._load(initial(policy))
+        self.stopped = torch.zeros((), dtype=torch.int64)
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._scales = torch.zeros(remember + 1, dtype=torch.float64)
+        self._scales[0] = self.scale_value
+        self._finite = torch.ones(remember + 1, dtype=torch.bool)
+
+    def get_loss_scale(self) -> float:
+        """The policy's first scale, as update cells answer; the live one is `scale_value`."""
+        return float(self.policy.init_scale)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the policy; `grads_finite` is a bool tensor of one element. Returns True."""
+        need_flag("grads_finite", grads_finite)
+        self._follow(grads_finite.device)
+        finite = grads_finite.reshape(())
+        if self._plain:
+            self._advance_in_kernel(finite)
+        else:
+            self._advance_by_rule(finite)
+        if self.remember:
+            self._step.add_(1)
+            index = self._step.remainder(self.remember + 1).reshape(1)
+            self._scales.index_copy_(0, index, self.scale_value.double().reshape(1))
+            self._finite.index_copy_(0, index, grads_finite.reshape(1))
+        return True
+
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        """The update-cell form: adjust, write the next scale into `loss_scale`, return `overflow`."""
+        need_flag("overflow", overflow)
+        self.adjust(overflow.logical_not())
+        loss_scale.copy_(self.scale_value)
+        return overflow
+
+    def check(self) -> None:
+        """Raise RuntimeError if the policy met one of its errors since the last call (one host read)."""
+        code = int(self.stopped)
+        self.stopped.zero_()
+        if code:
+            raise RuntimeError(f"{self.policy.name or 'the policy'} stops here: {STOPS[code]}")
+
+    def history(self) -> ScaleHistory:
+        """What was decided in the last `remember` steps, oldest first (reads the device)."""
+        steps = int(self._step)
+        kept = min(steps, self.remember)
+        index = torch.arange(steps - kept, steps + 1) % (self.remember + 1)
+        scales = self._scales.cpu()[index].numpy()
+        finite = self._finite.cpu()[index[1:]].numpy()
+        return ScaleHistory(self.policy, finite, scales[1:], ~finite, None, "", self._numbers(), float(scales[0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, every counter and the remembered steps."""
+        return {
+            "policy": {field.name: getattr(self.policy, field.name) for field in fields(self.policy)},
+            "state": self._numbers()._asdict(),
+            "stopped": int(self.stopped),
+            "step": int(self._step),
+            "scales": self._scales.cpu().clone(),
+            "finite": self._finite.cpu().clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
+        need_keys(state, self.state_dict())
+        if (saved := ScalePolicy(**state["policy"])) != self.policy:
+            raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
+        if len(state["scales"]) != self.remember + 1:
+            raise ValueError(f"this state remembers {len(state['scales']) - 1} steps, this scaler {self.remember}")
+        device = self.scale_value.device
+        self._load(ScaleState(**state["state"]))
+        self.stopped.fill_(state["stopped"])
+        self._step.fill_(state["step"])
+        self._scales.copy_(state["scales"])
+        self._finite.copy_(state["finite"])
+        self._follow(device)
+
+    def _advance_in_kernel(self, finite: Tensor) -> None:
+        p = self.policy
+        found_inf = finite.logical_not().float()
+        if p.raise_at_min:
+            at_floor = (self.scale_value == p.min_scale).logical_and_(found_inf)
+            torch.maximum(self.stopped, at_floor * AT_FLOOR, out=self.stopped)
+        torch._amp_update_scale_(
+            self.scale_value, self._counter, found_inf, p.growth_factor, p.backoff_factor, p.growth_interval
+        )
+        if p.min_scale > 0 or p.max_scale < math.inf:
+            self.scale_value.clamp_(p.min_scale, p.max_scale)
+
+    def _advance_by_rule(self, finite: Tensor) -> None:
+        after, raised = advance(self.policy, self._state, finite)
+        for old, new in zip(self._state, after):
+            if new is not old:
+                old.copy_(new)
+        self.scale_value.copy_(after.scale)
+        if isinstance(raised, Tensor):
+            self.stopped.copy_(torch.where(self.stopped == 0, raised, self.stopped))
+
+    def _load(self, numbers: ScaleState) -> None:
+        """Put a state of Python numbers into tensors: the kernel's two, or all of the rule's."""
+        wide = torch.float64 if self.policy.scale_bits == 64 else torch.float32
+        self.scale_value = torch.tensor(numbers.scale, dtype=wide)
+        if self._plain:
+            self._counter = torch.tensor(numbers.good, dtype=torch.int32)
+        else:
+            self._state = ScaleState(*map(torch.full_like, initial(self.policy, "cpu"), numbers))
+
+    def _numbers(self) -> ScaleState:
+        if not self._plain:
+            return ScaleState(*(value.item() for value in self._state))
+        scale = float(self.scale_value)
+        return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
+
+    def _tensors(self) -> list[str]:
+        return ["scale_value", "stopped", "_step", "_scales", "_finite", *(["_counter"] if self._plain else [])]
+
+    def _follow(self, device: torch.device) -> None:
+        if self.scale_value.device != device:
+            super()._follow(device)
+            if not self._plain:
+                self._state = ScaleState(*(value.to(device) for value in self._state))
+
+
+def _kernel_covers(p: ScalePolicy) -> bool:
+    """Whether torch's scale-update kernel and a clamp do all that the policy asks for: two launches, not twenty."""
+    plain = ScalePolicy(
+        p.init_scale,
+        p.growth_factor,
+        p.backoff_factor,
+        p.growth_interval,
+        p.min_scale,
+        p.max_scale,
+        raise_at_min=p.raise_at_min,
+        name=p.name,
+    )
+    inside = p.min_scale <= p.init_scale <= p.max_scale
+    capped = p.max_scale == math.inf or p.max_scale * p.growth_factor <= FLOAT32_MAX
+    return plain == p and inside and capped and p.growth_interval < 2**31

@@ -1,0 +1,179 @@
+"""`LossScaler`s: multiply a loss, divide gradients, adjust the scale."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossScaler(ABC):
+    """Multiplies losses and divides gradients by `scale_value`, which lives in a 0-d tensor.
+
+    The state follows the tensors it is used with: on first use with CUDA tensors it moves to their device.
+    """
+
+    scale_value: Tensor
+
+    def scale(self, inputs: Any) -> Any:
+        """x * cast(scale, x.dtype) for a tensor or a nested tuple or list of them; container and dtypes are kept.
+
+        In float16 a scale above 65504 is inf.
+        """
+        return self._map(lambda x: x * self.scale_value.to(x.dtype), inputs)
+
+    def unscale(self, inputs: Any) -> Any:
+        """x * cast(fl32(1 / scale), x.dtype), containers as in `scale`.
+
+        The reciprocal is rounded twice before the product, so this is not a division: in float16 a scale above
+        2^25 unscales everything to 0, in an integer type the reciprocal is 0.
+        """
+        return self._map(lambda x: x * self.scale_value.reciprocal().float().to(x.dtype), inputs)
+
+    @abstractmethod
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """Adjust the scale after a step whose gradients were all finite, or not; True if the scaler ever adjusts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as Python numbers."""
+        return {"scale_value": float(self.scale_value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        need_keys(state, self.state_dict())
+        self.scale_value.fill_(state["scale_value"])
+
+    def _tensors(self) -> list[str]:
+        return ["scale_value"]
+
+    def _follow(self, device: torch.device) -> None:
+        if self.scale_value.device != device:
+            for name in self._tensors():
+                setattr(self, name, getattr(self, name).to(device))
+
+    def _map(self, function: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+        if isinstance(inputs, Tensor):
+            self._follow(inputs.device)
+            return function(inputs)
+        if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+            return type(inputs)(*(self._map(function, x) for x in inputs))
+        if isinstance(inputs, tuple | list):
+            return type(inputs)(self._map(function, x) for x in inputs)
+        raise TypeError(f"needs a tensor or a tuple or list of tensors, got {type(inputs).__name__}; use torch.tensor")
+
+
+class StaticLossScaler(LossScaler):
+    """A loss scale that stays what it is.
+
+    Args:    scale_value: number >= 1 (inf and nan are accepted, as in MindSpore).
+    Raises:  TypeError for a bool or anything but a number, ValueError below 1.
+    Source:  MindSpore amp.StaticLossScaler.
+
+    >>> StaticLossScaler(1024).unscale(torch.tensor([2048.0]))
+    tensor([2.])
+    """
+
+    def __init__(self, scale_value: float) -> None:
+        self.scale_value = _checked_scale(scale_value)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """Does nothing and says so: False."""
+        return False
+
+
+class DynamicLossScaler(LossScaler):
+    """A loss scale that grows after `scale_window` finite steps in a row and shrinks on overflow, never below 1.
+
+    On finite gradients: after `scale_window` of them in a row the scale is multiplied by `scale_factor`, unless the
+    product is not finite in float32 (then it stays). On overflow: divided by `scale_factor`, at least 1, and the
+    count starts again. State is a float32 `scale_value` and an int32 `counter`; `adjust` reads neither on the host.
+
+    Args:
+        scale_value:  first scale, number >= 1.
+        scale_factor: whole number >= 1 (1 never moves).
+        scale_window: finite steps before growth, whole number >= 1.
+    Raises:  TypeError for a kind, ValueError for a range that is not the one above.
+    Source:  MindSpore amp.DynamicLossScaler. The kernel multiplies by 1 / factor in double precision and rounds once,
+             which for factors below 2^24 is the correctly rounded quotient that MindSpore computes.
+
+    >>> scaler = DynamicLossScaler(2**10, 2, 50)
+    >>> scaler.adjust(torch.tensor(False)), scaler.scale_value
+    (True, tensor(512.))
+    """
+
+    def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
+        self.scale_value = _checked_scale(scale_value)
+        self.scale_factor = checked_count("scale_factor", scale_factor)
+        self.scale_window = checked_count("scale_window", scale_window)
+        self.counter = torch.zeros((), dtype=torch.int32)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the rule; `grads_finite` is a 0-d bool tensor, as `all_finite` returns it. Returns True.
+
+        Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
+        """
+        need_flag("grads_finite", grads_finite)
+        if grads_finite.dim():
+            raise ValueError(f"grads_finite must be 0-d, got shape {tuple(grads_finite.shape)}; use .all()")
+        self._follow(grads_finite.device)
+        found_inf = grads_finite.logical_not().float()
+        factor, window = self.scale_factor, self.scale_window
+        torch._amp_update_scale_(self.scale_value, self.counter, found_inf, factor, 1 / factor, window)
+        self.scale_value.clamp_(min=1.0)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, counter and settings, as Python numbers."""
+        return {
+            **super().state_dict(),
+            "counter": int(self.counter),
+            "scale_factor": self.scale_factor,
+            "scale_window": self.scale_window,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, settings too."""
+        super().load_state_dict(state)
+        self.counter.fill_(state["counter"])
+        self.scale_factor, self.scale_window = state["scale_factor"], state["scale_window"]
+
+    def _tensors(self) -> list[str]:
+        return ["scale_value", "counter"]
+
+
+def _checked_scale(scale_value: Any) -> Tensor:
+    need_number("scale_value", scale_value)
+    if scale_value < 1:
+        raise ValueError(f"scale_value must be at least 1, got {scale_value}; it multiplies the loss to lift gradients")
+    return torch.tensor(scale_value, dtype=torch.float32)
+
+
+def checked_count(name: str, value: Any) -> int:
+    """A whole number >= 1, or an error that says so."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def need_number(name: str, value: Any) -> None:
+    """TypeError unless `value` is an int or a float (a bool is neither)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+
+
+def need_flag(name: str, value: Any) -> None:
+    """TypeError unless `value` is a bool tensor."""
+    if not isinstance(value, Tensor) or value.dtype != torch.bool:
+        came = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a bool tensor, got {came}; for a Python bool write torch.tensor({value!r})")
+
+
+def need_keys(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """ValueError unless a saved state has every key that this object saves."""
+    if missing := [key for key in own if key not in state]:
+        raise ValueError(f"this state lacks {', '.join(missing)}: it was saved by another kind of scaler")
