@@ -76,7 +76,7 @@ def round_to(
 # blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""(block of x, block of out, two scratch blocks of the same shape and dtype) -> None; writes out last."""
+"""(block of x, block of out, two scratch blocks) -> None, all of one shape and dtype; x and out are never the same."""
 
 
 def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
@@ -88,7 +88,8 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
     size = min(2**16 * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
     scratch = x.new_empty(2, size)
     for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
-        kernel(block, result, *scratch[:, : block.numel()])
+        source = block.clone() if block.data_ptr() == result.data_ptr() else block
+        kernel(source, result, *scratch[:, : block.numel()])
     if target is not final:
         final.copy_(target)
 
@@ -146,15 +147,15 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
         power = b.view(torch.int32)
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
         power.clamp_(low, high)
-        torch.add(x, b, alpha=alpha, out=c)
+        torch.add(x, b, alpha=alpha, out=out)
         if mode == "stochastic":
-            near = torch.sub(c, b, alpha=alpha)
-            torch.sub(x, near, out=near)
-            noise = _random_words(x, generator).to(torch.float32)
-            c.add_(near.addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
-        c.sub_(b, alpha=alpha)
-        _overflow_(c, b, fmt, overflow)
-        torch.copysign(c, x, out=out)
+            torch.sub(out, b, alpha=alpha, out=c)
+            words = _random_words(x, generator)
+            noise = words.view(torch.float32).copy_(words)
+            out.sub_(c.sub_(x).addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
+        out.sub_(b, alpha=alpha)
+        _overflow_(out, b, fmt, overflow)
+        out.copysign_(x)
 
     return kernel
 

@@ -1,0 +1,238 @@
+"""Formats against the dtypes of numpy, ml_dtypes and torch: every pattern, every extreme, and exact fractions."""
+
+import pickle
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpkit.formats import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3FN,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    FP64,
+    TF32,
+    FloatFormat,
+    get_format,
+)
+
+NUMPY = {
+    FP16: np.float16,
+    BF16: ml_dtypes.bfloat16,
+    E5M2: ml_dtypes.float8_e5m2,
+    E4M3FN: ml_dtypes.float8_e4m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E2M1: ml_dtypes.float4_e2m1fn,
+    get_format("e4m3"): ml_dtypes.float8_e4m3,
+    get_format("e3m4"): ml_dtypes.float8_e3m4,
+}
+SMALL = sorted(NUMPY, key=lambda fmt: fmt.name)
+NAMED = list(FORMATS.values())
+
+
+def named(fmt: FloatFormat) -> str:
+    return fmt.name
+
+
+def every_pattern(fmt: FloatFormat) -> tuple[torch.Tensor, np.ndarray]:
+    """All patterns as int64, and their values by numpy or ml_dtypes as float32."""
+    patterns = np.arange(2**fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
+    return torch.from_numpy(patterns.astype(np.int64)), patterns.view(NUMPY[fmt]).astype(np.float32)
+
+
+def same(got: torch.Tensor, want: np.ndarray) -> bool:
+    """Equal bit for bit; any NaN equals any NaN."""
+    ours = got.numpy()
+    number = ~np.isnan(want)
+    return bool(
+        ours.dtype == want.dtype
+        and np.array_equal(np.isnan(ours), ~number)
+        and np.array_equal(ours[number], want[number])
+        and np.array_equal(np.signbit(ours[number]), np.signbit(want[number]))
+    )
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_every_pattern_decodes_as_ml_dtypes_does(fmt):
+    patterns, want = every_pattern(fmt)
+    assert same(fmt.decode(patterns), want)
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_every_value_encodes_to_the_pattern_it_came_from(fmt):
+    patterns, values = every_pattern(fmt)
+    number = torch.from_numpy(~np.isnan(values))
+    x = torch.from_numpy(values)
+    assert torch.equal(fmt.encode(x[number]), patterns[number])
+    assert torch.equal(fmt.encode(x[number].double()), patterns[number])
+    if fmt.has_nan:
+        nans = fmt.encode(x[~number])
+        assert fmt.decode(nans).isnan().all()
+        assert torch.equal(nans >> (fmt.bits - 1), x[~number].signbit().long())
+
+
+@pytest.mark.parametrize(("fmt", "ints", "floats"), [(FP32, np.uint32, np.float32), (FP64, np.int64, np.float64)])
+def test_wide_formats_are_the_machine_s_own(fmt, ints, floats):
+    info, rng = np.iinfo(ints), np.random.default_rng(0)
+    bits = rng.integers(info.min, info.max, 100_000, dtype=ints, endpoint=True)
+    subnormal = bits & ints((1 << fmt.fraction_bits) - 1)
+    bits = np.concatenate([bits, subnormal])
+    values = bits.view(floats)
+    assert same(fmt.decode(torch.from_numpy(bits.astype(np.int64))), values)
+    number = ~np.isnan(values)
+    assert np.array_equal(fmt.encode(torch.from_numpy(values[number])).numpy(), bits[number].astype(np.int64))
+
+
+def test_tf32_is_the_upper_19_bits_of_a_float32():
+    patterns = torch.arange(2**19)
+    want = (patterns.numpy() << 13).astype(np.uint32).view(np.float32)
+    assert same(TF32.decode(patterns), want)
+    number = ~np.isnan(want)
+    assert torch.equal(TF32.encode(torch.from_numpy(want[number])), patterns[torch.from_numpy(number)])
+
+
+@pytest.mark.parametrize("fmt", [f for f in SMALL if f.torch_dtype], ids=named)
+def test_extremes_are_those_of_torch(fmt):
+    info = torch.finfo(fmt.torch_dtype)
+    assert (fmt.bits, fmt.max, fmt.min_normal, fmt.eps) == (info.bits, info.max, info.smallest_normal, info.eps)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [*NUMPY.items(), (FP32, np.float32), (FP64, np.float64)], ids=lambda v: getattr(v, "name", "")
+)
+def test_extremes_are_those_of_ml_dtypes(fmt, dtype):
+    info = ml_dtypes.finfo(dtype)
+    assert fmt.max == float(info.max)
+    assert fmt.min_normal == float(info.smallest_normal)
+    assert fmt.min_subnormal == float(info.smallest_subnormal)
+    assert fmt.eps == float(info.eps)
+    assert (fmt.exponent_bits, fmt.fraction_bits, fmt.bits) == (info.nexp, info.nmant, info.bits)
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_values_lists_every_finite_value_once_ascending(fmt):
+    _, values = every_pattern(fmt)
+    assert np.array_equal(fmt.values().numpy(), np.unique(values[np.isfinite(values)]))
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_fields_of_every_pattern(fmt):
+    patterns, values = every_pattern(fmt)
+    for pattern, value in list(zip(patterns.tolist(), values.tolist()))[:: 1 if fmt.bits < 16 else 97]:
+        sign, exponent, fraction, kind, exact = fmt.fields(pattern)
+        assert (sign << fmt.fraction_bits + fmt.exponent_bits) + (exponent << fmt.fraction_bits) + fraction == pattern
+        if kind in ("inf", "nan"):
+            assert exact is None
+            assert str(abs(value)) == kind
+        else:
+            assert exact == Fraction(value)
+            assert kind == ("zero" if value == 0 else "subnormal" if abs(value) < fmt.min_normal else "normal")
+
+
+def test_fields_keep_what_float64_could_not_hold_apart():
+    assert FP64.fields(1).value == Fraction(1, 2**1074)
+    assert FP64.fields(2**63) == FP64.fields(-(2**63)) == (1, 0, 0, "zero", 0)
+    assert FP64.fields(0x7FF0_0000_0000_0001).kind == "nan"
+
+
+@pytest.mark.parametrize("exponent_bits", range(2, 9))
+@pytest.mark.parametrize("fraction_bits", [1, 2, 7, 15, 23])
+def test_built_formats_follow_ieee_754(exponent_bits, fraction_bits):
+    fmt = get_format(f"e{exponent_bits}m{fraction_bits}")
+    if fmt in (E3M2, E2M1):
+        fmt = FloatFormat("own", exponent_bits, fraction_bits)
+    emax = 2 ** (exponent_bits - 1) - 1  # IEEE 754-2019, 3.3: emin = 1 - emax, and the bias is emax
+    assert (fmt.bias, fmt.max_exponent, fmt.min_exponent) == (emax, emax, 1 - emax)
+    assert Fraction(fmt.max) == Fraction(2) ** emax * (2 - Fraction(2) ** -fraction_bits)
+    assert Fraction(fmt.min_subnormal) == Fraction(2) ** (1 - emax - fraction_bits)
+    top = fmt.encode(torch.tensor([fmt.max, torch.inf]))
+    assert top[1] == top[0] + 1
+    assert fmt.decode(top).tolist() == [fmt.max, torch.inf]
+
+
+@given(st.integers(2, 8), st.integers(1, 23), st.sampled_from(["ieee", "nan", "none"]), st.data())
+def test_encode_undoes_decode_in_any_format(exponent_bits, fraction_bits, specials, data):
+    fmt = FloatFormat("own", exponent_bits, fraction_bits, "ieee" if exponent_bits == 8 else specials)
+    patterns = torch.tensor(data.draw(st.lists(st.integers(0, 2**fmt.bits - 1), min_size=1)))
+    values = fmt.decode(patterns)
+    for pattern, value in zip(patterns.tolist(), values.tolist()):
+        exact = fmt.fields(pattern).value
+        assert exact is None or exact == Fraction(value)
+    number = ~values.isnan()
+    assert torch.equal(fmt.encode(values[number]), patterns[number])
+
+
+def test_names():
+    for fmt in NAMED:
+        assert get_format(fmt.name) is get_format(fmt.name.upper()) is fmt
+        assert len(fmt.source) > 20
+    assert get_format("e5m10") is FP16
+    assert get_format("e8m7") is BF16
+    assert get_format("e8m23") is FP32
+    assert get_format("e3m2") is E3M2
+    assert get_format("e4m3") != E4M3FN
+    assert pickle.loads(pickle.dumps(E4M3FN)) == E4M3FN
+    assert repr(FP16) == "FloatFormat(fp16: 1+5+10 bits)"
+
+
+def test_default_overflow_rules_are_the_formats_own():
+    assert [f.overflow for f in (FP16, E5M2, E4M3FN, E2M1)] == ["inf", "inf", "nan", "saturate"]
+
+
+@pytest.mark.parametrize("name", ["", "e9m3", "e1m3", "e5m0", "e5m24", "fp8", "e5m10x", "m10e5"])
+def test_unknown_names_and_widths_are_refused(name):
+    with pytest.raises(ValueError, match=r"no format is called|need 2 to 8 exponent bits"):
+        get_format(name)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: get_format(16), TypeError, "asked for by its name"),
+        (lambda: FloatFormat("x", 5.0, 2), TypeError, "widths of a format are ints"),
+        (lambda: FloatFormat("x", 11, 51), ValueError, "FP64's 11 and 52"),
+        (lambda: FloatFormat("x", 5, 2, "fn"), ValueError, "specials must be"),
+        (lambda: FloatFormat("x", 8, 2, "none"), ValueError, "beyond float32"),
+        (lambda: FP32.values(), ValueError, "too many to list"),
+        (lambda: FP16.decode(torch.tensor([1.0])), TypeError, "bit patterns are integers"),
+        (lambda: FP16.decode(torch.tensor([-1], dtype=torch.int16)), ValueError, "mask a signed view with & 0xffff"),
+        (lambda: FP16.decode(torch.tensor([65536])), ValueError, "are 0 to 0xffff"),
+        (lambda: FP16.encode(torch.tensor([1.0]).half()), TypeError, r"call x\.float"),
+        (lambda: FP16.encode(torch.tensor([1.0, 0.1])), ValueError, "not a value of fp16; call round_to"),
+        (lambda: FP16.encode(65536.0), ValueError, "not a value of fp16"),
+        (lambda: FP16.encode(2.0**-25), ValueError, "not a value of fp16"),
+        (lambda: E4M3FN.encode(torch.tensor(torch.inf)), ValueError, "not a value of e4m3fn"),
+        (lambda: E2M1.encode(torch.tensor(torch.nan)), ValueError, "not a value of e2m1"),
+        (lambda: FP16.fields(65536), ValueError, "are 0 to 0xffff, got 0x10000"),
+    ],
+)
+def test_errors_say_what_was_needed(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_shapes_and_empty_tensors():
+    x = torch.tensor([[1.0, -0.0], [2.0, 4.0]])
+    assert FP16.encode(x.t()).tolist() == [[0x3C00, 0x4000], [0x8000, 0x4400]]
+    assert FP16.encode(torch.empty(0, 3)).shape == FP16.decode(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3)
+    assert FP16.encode(1).shape == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_cuda_gives_the_same_patterns_and_values(fmt):
+    patterns, values = every_pattern(fmt)
+    assert same(fmt.decode(patterns.cuda()).cpu(), values)
+    finite = torch.from_numpy(values)[torch.from_numpy(np.isfinite(values))]
+    assert torch.equal(fmt.encode(finite.cuda()).cpu(), fmt.encode(finite))
