@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mpkit.casting.ledger import Ledger
 
 
+_SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
+
+
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
 
@@ -48,7 +51,8 @@ class CastMode(TorchFunctionMode):
         if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
         if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
-            return self._cast(x, target)
+            fast = self.ledger is None and dtype is not target and type(target) is torch.dtype
+            return x.to(target) if fast else self._cast(x, target)
         key = (id(x), target)
         kept = self.kept.get(key)
         grad = torch.is_grad_enabled()
@@ -64,6 +68,22 @@ class CastMode(TorchFunctionMode):
 
     def cast_all(self, values: Any, target: Target) -> Any:
         """Every float tensor in a nest of tuples, lists and dicts, cast."""
+        if type(values) is tuple:  # the arguments of an operation, mostly
+            return tuple(
+                [
+                    value
+                    if type(value) in _SCALARS
+                    else self.cast(value, target)
+                    if type(value) is Tensor
+                    else map_tensors(lambda x: self.cast(x, target), value)
+                    for value in values
+                ]
+            )
+        if type(values) is dict:
+            return {
+                name: value if type(value) in _SCALARS else self.cast_all(value, target)
+                for name, value in values.items()
+            }
         return map_tensors(lambda x: self.cast(x, target), values)
 
 

@@ -97,13 +97,15 @@ def exactly_in(low: Emulated) -> Handler:
 
 
 def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
-    if isinstance(low, Emulated):  # a native kernel has rounded by itself
+    if type(low) is Emulated:  # a native kernel has rounded by itself
         out = mode.cast_all(out, low)
-    return out if result is None else mode.cast_all(out, result)
+    if result is None:
+        return out
+    return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
 
 
 def _without_out(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "out"}
+    return {name: value for name, value in kwargs.items() if name != "out"} if "out" in kwargs else kwargs
 
 
 def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,19 +147,30 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
     """
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        rest = {name: value for name, value in kwargs.items() if name != "bias"}
-        product_of = mode.cast_all((*args[:2],), low)
-        rest = mode.cast_all(rest, low)
+        if kwargs:
+            args = _positional(func, args, kwargs)
+        x, weight = mode.cast(args[0], low), mode.cast(args[1], low)
+        bias = args[2] if len(args) > 2 else None
         if bias is None or (bias_in is low and bias.is_cuda and not isinstance(low, Emulated)):
-            out = func(*product_of, None if bias is None else mode.cast(bias, low), *args[3:], **rest)
+            out = func(x, weight, None if bias is None else mode.cast(bias, low), *args[3:])
             return _finished(mode, out, low, result)
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        out = _finished(mode, func(*product_of, None, *args[3:], **rest), low, None if bias_in is low else result)
-        out = out + mode.cast(bias, bias_in).view(-1, *[1] * (weight.dim() - 2))
+        out = _finished(mode, func(x, weight, None, *args[3:]), low, None if bias_in is low else result)
+        bias = mode.cast(bias, bias_in)
+        if weight.dim() > 2:
+            bias = bias.view(-1, *[1] * (weight.dim() - 2))
+        out = out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
 
     return handle
+
+
+def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a linear layer or convolution in the order of its signature."""
+    transposed = ("output_padding", "groups", "dilation") if "transpose" in func.__name__ else ("dilation", "groups")
+    names = ("input", "weight", "bias", "stride", "padding", *transposed)
+    plain = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+    last = max((names.index(name) for name in kwargs), default=0)
+    return (*args, *(kwargs.get(name, plain.get(name)) for name in names[len(args) : last + 1]))
 
 
 def product_then_sum(low: Target) -> Handler:
