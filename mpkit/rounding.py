@@ -152,7 +152,8 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
             torch.sub(out, b, alpha=alpha, out=c)
             words = _random_words(x, generator)
             noise = words.view(torch.float32).copy_(words)
-            out.sub_(c.sub_(x).addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
+            c.sub_(x).nan_to_num_(0.0)  # inf - inf
+            out.sub_(c.addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
         out.sub_(b, alpha=alpha)
         _overflow_(out, b, fmt, overflow)
         out.copysign_(x)
@@ -239,7 +240,8 @@ def _exact(x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generato
     if fmt.bits < 64:
         _overflow_(rounded, torch.empty_like(rounded), fmt, overflow)
     elif overflow == "saturate":
-        rounded.clamp_(-fmt.max, fmt.max)
+        largest = torch.finfo(x.dtype).max
+        rounded.clamp_(-largest, largest)
     elif overflow == "nan":
         rounded.add_(rounded, alpha=0)
     return torch.copysign(rounded, wide).to(x.dtype)
@@ -258,7 +260,7 @@ def _to_integer(y: Tensor, mode: Mode, generator: torch.Generator | None) -> Ten
     if mode == "down":
         return whole
     noise = torch.rand(y.shape, dtype=y.dtype, device=y.device, generator=generator)
-    return whole + (y - whole + noise).floor()
+    return whole + ((y - whole).nan_to_num(0.0) + noise).floor()  # inf - inf
 
 
 def _gap(wide: Tensor, fmt: FloatFormat) -> Tensor:
@@ -281,7 +283,10 @@ def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
 
 
 def rounding_error(x: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> Tensor:
-    """What rounding adds to each element: round_to(x, fmt, mode) - x, exact; (*) -> (*) same dtype."""
+    """What rounding adds to each element: round_to(x, fmt, mode) - x; (*) -> (*) same dtype.
+
+    Exact in the nearest modes; in the others where the gap of `fmt` is below 2**24 |x| (float64: 2**53).
+    """
     return round_to(x, fmt, mode) - x.detach()
 
 
@@ -312,4 +317,6 @@ def quantize(
     Shapes:  x (*) float32 or float64 -> (*) same dtype; the gradient has the shape of `x`.
     Source:  the straight-through estimator, Bengio et al. 2013, arXiv:1308.3432.
     """
+    if grad_fmt is not None and not isinstance(grad_fmt, FloatFormat):
+        raise TypeError(f"grad_fmt is a FloatFormat or None (gradients stay as they are), got {grad_fmt!r}")
     return _StraightThrough.apply(x, fmt, grad_fmt, mode, overflow)

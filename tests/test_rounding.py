@@ -1,0 +1,507 @@
+"""Rounding against native casts and ml_dtypes at and beside every tie, and against exact fractions in every mode."""
+
+import itertools
+import math
+import os
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E5M2, FP16, FP32, FP64, TF32, FloatFormat, get_format
+from mpkit.rounding import MODES, OVERFLOWS, quantize, round_to, rounding_error, ulp
+
+ML_DTYPES = {
+    FP16: np.float16,
+    BF16: ml_dtypes.bfloat16,
+    E5M2: ml_dtypes.float8_e5m2,
+    E4M3FN: ml_dtypes.float8_e4m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E2M1: ml_dtypes.float4_e2m1fn,
+    get_format("e4m3"): ml_dtypes.float8_e4m3,
+    get_format("e3m4"): ml_dtypes.float8_e3m4,
+}
+SMALL = list(ML_DTYPES)
+ALL = [*SMALL, TF32, FP32, FP64, get_format("e4m7"), get_format("e6m21"), get_format("e7m22"), get_format("e8m1")]
+SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max, 2.0**-149, 2.0**-126]
+
+
+def named(value) -> str:
+    return getattr(value, "name", str(value))
+
+
+def beside_every_tie(fmt: FloatFormat) -> torch.Tensor:
+    """Every value of the format and every midpoint (overflow's too), both float32 neighbours; special values."""
+    grid = fmt.values().double()
+    beyond = grid[-1:] + grid[-1:] - grid[-2:-1]
+    grid = torch.cat([-beyond, grid, beyond])
+    points = torch.cat([grid, (grid[:-1] + grid[1:]) / 2]).float()
+    beside = [torch.nextafter(points, torch.tensor(side * torch.inf)) for side in (1, -1)]
+    special = torch.tensor(SPECIAL)
+    return torch.cat([points, *beside, special, -special])
+
+
+def random_patterns(count: int, seed: int) -> torch.Tensor:
+    """Random float32 bit patterns (every exponent alike, NaN and inf among them), and numbers near those of formats."""
+    rng = torch.Generator().manual_seed(seed)
+    anything = torch.randint(-(2**31), 2**31, (count,), generator=rng).to(torch.int32).view(torch.float32)
+    near = torch.randn(count, generator=rng) * 2 ** (50 * torch.rand(count, generator=rng) - 30)
+    return torch.cat([anything, near])
+
+
+def cast(x: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The oracle: the cast of numpy or ml_dtypes and back."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        there = x.numpy().astype(ML_DTYPES[fmt])
+    back = torch.from_numpy(there.astype(np.float32))
+    return torch.where(x.isnan(), torch.nan, back)  # the OCP MX types have no NaN to keep
+
+
+def mismatches(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many elements differ by bits, any NaN being equal to any NaN."""
+    assert got.dtype == want.dtype
+    ints = {4: torch.int32, 8: torch.int64}[got.element_size()]
+    same = (got.view(ints) == want.view(ints)) | (got.isnan() & want.isnan())
+    return int((~same).sum())
+
+
+# nearest even, against what we did not write
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_every_value_tie_and_neighbour(fmt):
+    x = beside_every_tie(fmt)
+    assert mismatches(round_to(x, fmt), cast(x, fmt)) == 0
+
+
+@pytest.mark.parametrize("fmt", SMALL, ids=named)
+def test_a_million_random_bit_patterns(fmt):
+    x = random_patterns(1_000_000, seed=7)
+    assert mismatches(round_to(x, fmt), cast(x, fmt)) == 0
+
+
+@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2], ids=named)
+def test_the_generic_way_equals_the_native_cast_of_torch(fmt):
+    own = FloatFormat("own", fmt.exponent_bits, fmt.fraction_bits)  # has no torch dtype, so takes no native cast
+    x = torch.cat([beside_every_tie(fmt), random_patterns(300_000, seed=8)])
+    assert mismatches(round_to(x, own), x.to(fmt.torch_dtype).float()) == 0
+
+
+def test_every_fp16_and_bf16_pattern_stays_itself_and_rounds_to_fp8():
+    patterns = torch.arange(2**16).to(torch.uint16)
+    for dtype, fmt in ((torch.float16, FP16), (torch.bfloat16, BF16)):
+        x = patterns.view(dtype).float()
+        assert mismatches(round_to(x, fmt), x) == 0
+        for narrow in (E5M2, E4M3FN, E3M2, E2M3, E2M1):
+            assert mismatches(round_to(x, narrow), cast(x, narrow)) == 0
+
+
+def test_float64_goes_to_fp32_as_the_hardware_does_and_nowhere_twice():
+    rng = np.random.default_rng(3)
+    bits = rng.integers(-(2**63), 2**63 - 1, 300_000, dtype=np.int64)
+    near = rng.standard_normal(300_000) * 2.0 ** rng.integers(-160, 140, 300_000)
+    x = torch.from_numpy(np.concatenate([bits.view(np.float64), near, [2.0**-150, 2.0**128, -0.0, np.inf, np.nan]]))
+    assert mismatches(round_to(x, FP32), x.float().double()) == 0
+    assert mismatches(round_to(x, FloatFormat("own", 8, 23)), x.float().double()) == 0
+    with np.errstate(over="ignore"):
+        want = torch.from_numpy(x.numpy().astype(np.float16).astype(np.float64))  # numpy rounds once
+    assert mismatches(round_to(x, FP16), want) == 0
+    tie_of_ties = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)  # via float32 it would become 1 + 2**-11
+    assert round_to(tie_of_ties, FP16).item() == 1 + 2**-10
+    assert mismatches(round_to(x, FP64), x) == 0
+
+
+def test_tf32_drops_13_bits_of_a_float32():
+    x = torch.cat([random_patterns(300_000, seed=9), torch.tensor(SPECIAL)])
+    bits = x.numpy().view(np.uint32).astype(np.int64)
+    rounded = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # round half to even on the pattern, in 64 bits
+    want = torch.from_numpy(rounded.astype(np.uint32).view(np.float32))
+    assert mismatches(round_to(x, TF32), torch.where(x.isnan(), torch.nan, want)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("MPKIT_EXHAUSTIVE"), reason="2**32 values a format: set MPKIT_EXHAUSTIVE=1")
+@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2, E4M3FN, TF32, get_format("e4m7")], ids=named)
+def test_every_float32(fmt):
+    own = FloatFormat("own", fmt.exponent_bits, fmt.fraction_bits, fmt.specials)
+    native = fmt.torch_dtype if fmt.specials == "ieee" else None
+    for start in range(-(2**31), 2**31, 2**24):
+        x = torch.arange(start, start + 2**24, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        if native is not None:
+            want = x.to(native).float()
+        elif fmt in ML_DTYPES:
+            want = cast(x, fmt)
+        else:  # the float64 way, itself tested against fractions
+            want = round_to(x.double(), own).float()
+        assert mismatches(round_to(x, own), want) == 0
+        assert mismatches(round_to(x, fmt), want) == 0
+
+
+# every mode, format and overflow rule, against exact fractions
+
+
+def exactly(x: float, fmt: FloatFormat, mode: str, overflow: str) -> float:
+    """The definition in IEEE 754-2019, 4.3 and 7.4, in rational numbers."""
+    if math.isnan(x):
+        return x
+    if math.isinf(x):
+        return math.copysign({"inf": math.inf, "nan": math.nan, "saturate": fmt.max}[overflow], x)
+    q = abs(Fraction(x))
+    exponent = fmt.min_exponent
+    while q >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    gap = Fraction(2) ** (exponent - fmt.fraction_bits)
+    below = q // gap
+    rest = q / gap - below
+    if mode == "nearest_even":
+        away = rest > Fraction(1, 2) or (rest == Fraction(1, 2) and below % 2 == 1)
+    elif mode == "nearest_away":
+        away = rest >= Fraction(1, 2)
+    else:
+        away = rest > 0 and mode == ("up" if x > 0 else "down")
+    result = (below + away) * gap
+    if result > fmt.max:
+        inward = mode == "toward_zero" or mode == ("down" if x > 0 else "up")
+        if inward or overflow == "saturate":
+            result = Fraction(fmt.max)
+        else:
+            return math.copysign({"inf": math.inf, "nan": math.nan}[overflow], x)
+    return math.copysign(float(result), x)
+
+
+def agree(got: float, want: float) -> bool:
+    return (math.isnan(got) and math.isnan(want)) or (got == want and math.copysign(1, got) == math.copysign(1, want))
+
+
+EXACT_MODES = [mode for mode in MODES if mode != "stochastic"]
+formats = st.builds(
+    lambda e, m, s: FloatFormat("own", e, m, "ieee" if e == 8 else s),
+    st.integers(2, 8),
+    st.integers(1, 23),
+    st.sampled_from(["ieee", "nan", "none"]),
+)
+
+
+@st.composite
+def near_the_grid(draw) -> tuple[FloatFormat, float]:
+    """A format and a number on or around its grid, its ties, its ends."""
+    fmt = draw(formats)
+    significand = draw(st.integers(0, 2 ** (fmt.fraction_bits + 2) + 1))
+    exponent = draw(st.integers(fmt.min_exponent - fmt.fraction_bits - 3, fmt.max_exponent - fmt.fraction_bits + 1))
+    x = significand * 2.0**exponent
+    x = math.nextafter(x, draw(st.sampled_from([-math.inf, 0.0, x, math.inf])))
+    return fmt, draw(st.sampled_from([x, -x]))
+
+
+@given(
+    near_the_grid() | st.tuples(formats, st.floats()),
+    st.sampled_from(EXACT_MODES),
+    st.sampled_from(OVERFLOWS),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@example((get_format("e5m10"), 0.49999997 * 2.0**-24), "nearest_away", "inf", torch.float32)
+@example((E4M3FN, 464.0), "nearest_even", "inf", torch.float32)
+@example((get_format("e2m1"), -1e308), "up", "inf", torch.float64)
+@settings(max_examples=600, deadline=None)
+def test_every_mode_is_exact(case, mode, overflow, dtype):
+    fmt, value = case
+    x = torch.tensor([value], dtype=dtype)
+    assert agree(round_to(x, fmt, mode, overflow=overflow).item(), exactly(x.item(), fmt, mode, overflow))
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("mode", EXACT_MODES)
+@pytest.mark.parametrize("fmt", ALL, ids=named)
+def test_every_mode_and_overflow_rule_around_the_ends(fmt, mode, overflow):
+    ends = [0.5, 1.5, 2.5, fmt.min_normal / fmt.min_subnormal - 0.5]
+    top = fmt.max * np.array([1 - fmt.eps / 4, 1 - fmt.eps / 2, 1])
+    step = 2.0 ** (fmt.max_exponent - fmt.fraction_bits)
+    with np.errstate(over="ignore"):
+        top = [*top, *(fmt.max + step * np.array([0.25, 0.5, 0.75, 1, 2]))]
+    values = torch.tensor([*(end * fmt.min_subnormal for end in ends), *top, *SPECIAL], dtype=torch.float64)
+    for x in (values, -values, values.float(), -values.float()):
+        got = round_to(x, fmt, mode, overflow=overflow)
+        limit = torch.finfo(x.dtype).max if overflow == "saturate" else np.inf  # FP64's max is no float32
+        for value, result in zip(x.tolist(), got.tolist()):
+            want = float(np.clip(exactly(value, fmt, mode, overflow), -limit, limit))
+            assert agree(result, want), (value, result)
+
+
+@given(near_the_grid())
+@settings(max_examples=100, deadline=None)
+def test_the_oracle_itself_agrees_with_the_format(case):
+    fmt, value = case
+    assume(abs(value) <= fmt.max)
+    low, high = (exactly(value, fmt, mode, "inf") for mode in ("down", "up"))
+    fmt.encode(low), fmt.encode(high)  # both are values of the format
+    assert low <= value <= high
+    between = (int(fmt.encode(v)) for v in (low, high))
+    assert value in (low, high) or abs(next(between) - next(between)) == 1 or low * high == 0
+
+
+# stochastic
+
+
+def stochastic_points(fmt: FloatFormat) -> list[float]:
+    """20 numbers between neighbours: subnormals, around 1, below max, of both signs, near and far from a value."""
+    places = [0.5, 3.5, 1 / fmt.eps - 0.5] if fmt.fraction_bits > 1 else [0.5, 1.5, 1.5]
+    low = [(p + d) * fmt.min_subnormal for p, d in zip(places * 3, [0, 0.25, 0.4, -0.499, 0.499, 0.1, 0.3, -0.2, 0.01])]
+    ones = [s * (1 + fmt.eps * p) for s in (1, -1) for p in (0.001, 0.25, 0.5, 0.9)]
+    top = [s * (fmt.max - 2.0 ** (fmt.max_exponent - fmt.fraction_bits) * p) for s in (1, -1) for p in (0.25, 0.7)]
+    return [x for x in [*low, *ones, *top] if abs(x) < 3e38][:20]
+
+
+@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2, E4M3FN, TF32, E2M1, get_format("e6m21"), E3M2], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
+def test_stochastic_rounding_has_the_right_mean(fmt, dtype):
+    draws = 1_000_000 if dtype == torch.float32 else 100_000
+    generator = torch.Generator().manual_seed(11)
+    for point in stochastic_points(fmt):
+        x = torch.full((draws,), point, dtype=dtype)
+        value = x[0].item()
+        below, above = (round_to(x[:1], fmt, mode).item() for mode in ("down", "up"))
+        got = round_to(x, fmt, "stochastic", generator=generator)
+        if below == above:  # the point is a value of the format in float32
+            assert bool((got == value).all())
+            continue
+        ups = int((got == above).sum())
+        assert ups + int((got == below).sum()) == draws
+        share = float((Fraction(value) - Fraction(below)) / (Fraction(above) - Fraction(below)))
+        assert abs(ups - draws * share) <= 4 * math.sqrt(draws * share * (1 - share)), (point, ups, share)
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=named)
+def test_stochastic_rounding_keeps_values_signs_nan_and_overflow(fmt):
+    x = torch.tensor(SPECIAL[:5])
+    want = torch.tensor([exactly(v, fmt, "toward_zero", fmt.overflow) for v in x.tolist()])
+    assert mismatches(round_to(x, fmt, "stochastic"), want) == 0
+    if fmt.bits <= 16:
+        grid = torch.cat([fmt.values(), torch.tensor([-0.0])])
+        assert mismatches(round_to(grid, fmt, "stochastic"), grid) == 0
+        tiny = torch.full((1000,), -fmt.min_subnormal / 2)
+        assert round_to(tiny, fmt, "stochastic").signbit().all()
+
+
+def test_stochastic_overflow_is_as_likely_as_the_distance_says():
+    halfway = torch.full((100_000,), 464.0)  # between 448 and where 480 would be
+    share = round_to(halfway, E4M3FN, "stochastic", generator=torch.Generator().manual_seed(1)).isnan().double().mean()
+    assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(100_000)
+
+
+@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
+def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_one_alone(fmt, dtype):
+    x = torch.randn(200_001, dtype=dtype)
+    state = torch.get_rng_state()
+    first, second, other = (
+        round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(seed)) for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first, other) == (fmt is FP64)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# shapes, strides, out
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64, FP32], ids=named)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[::2, 1::3],
+        lambda x: x[:, :1].expand(-1, 5),
+        lambda x: x[0, 0],
+        lambda x: x[:0],
+        lambda x: x.reshape(4, 15, 10, 10).contiguous(memory_format=torch.channels_last),
+        lambda x: x.flatten()[1:],
+    ],
+    ids=["plain", "transposed", "strided", "expanded", "scalar", "empty", "channels_last", "offset"],
+)
+def test_any_shape_and_stride(layout, fmt, mode):
+    x = layout(torch.randn(60, 100, generator=torch.Generator().manual_seed(0)) * 100)
+    before = x.clone()
+
+    def rounded(values, **options):
+        return round_to(values, fmt, mode, generator=torch.Generator().manual_seed(4), **options)
+
+    got = rounded(x)
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    assert torch.equal(x, before)
+    if mode != "stochastic":
+        assert torch.equal(got, rounded(x.clone(memory_format=torch.contiguous_format)))
+    if x.numel() > 1 and x.shape[-1] != 5:
+        assert got.stride() == torch.empty_like(x).stride()
+    for out in (torch.empty_like(x), torch.empty(*x.shape, 2).select(-1, 1), before.clone()):
+        assert rounded(x, out=out) is out
+        assert torch.equal(out, got)
+    inplace = before.clone()
+    assert torch.equal(rounded(inplace, out=inplace), rounded(before.clone()))
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=named)
+def test_blocks_leave_no_seams(fmt):
+    size = 3 * 2**16 * torch.get_num_threads() + 77
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    got = round_to(x, fmt)
+    for part in (slice(0, 100), slice(2**16 - 50, 2**16 + 50), slice(2**17 - 50, 2**17 + 50), slice(-100, None)):
+        assert torch.equal(got[part], round_to(x[part].clone(), fmt))
+
+
+class NewStorages(TorchDispatchMode):
+    """Sizes in bytes of all storages that operations create."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.sizes[func] = max(self.sizes.get(func, 0), result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, get_format("e7m22")], ids=named)
+def test_out_needs_far_less_extra_memory_than_the_input(fmt, mode):
+    x = torch.randn(16 * 2**16 * torch.get_num_threads())
+    out = torch.empty_like(x)
+    with NewStorages() as new:
+        round_to(x, fmt, mode, out=out)
+    created = {func: size for func, size in new.sizes.items() if size < out.nbytes or "empty" in str(func)}
+    assert created
+    assert max(created.values()) <= out.nbytes / 8  # a block in float64; a handful of them live at a time
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: round_to(x.half(), FP16), TypeError, r"got torch.float16; call x.float\(\) first"),
+        (lambda x: round_to(x.bfloat16(), FP16), TypeError, "got torch.bfloat16"),
+        (lambda x: round_to(x.long(), FP16), TypeError, "got torch.int64"),
+        (lambda x: round_to(x, torch.float16), TypeError, "fmt is a FloatFormat such as FP16"),
+        (lambda x: round_to(x, FP16, "nearest"), ValueError, "mode must be one of nearest_even"),
+        (lambda x: round_to(x, FP16, overflow="clip"), ValueError, "overflow must be one of inf"),
+        (lambda x: round_to(x, FP16, out=x.double()), TypeError, "out must be like x"),
+        (lambda x: round_to(x, FP16, out=x[:1]), TypeError, "out must be like x"),
+        (lambda x: quantize(x, FP16, "fp16"), TypeError, "grad_fmt is a FloatFormat or None"),
+    ],
+)
+def test_errors_say_what_was_needed(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.ones(3))
+
+
+# laws
+
+
+@given(near_the_grid(), st.sampled_from(MODES), st.sampled_from(OVERFLOWS))
+@settings(max_examples=200, deadline=None)
+def test_rounding_twice_is_rounding_once(case, mode, overflow):
+    fmt, value = case
+    once = round_to(torch.tensor([value]), fmt, mode, overflow=overflow)
+    assert mismatches(round_to(once, fmt, mode, overflow=overflow), once) == 0
+
+
+def test_ulp_is_the_distance_to_the_next_value():
+    for fmt in (FP16, BF16, E5M2, E4M3FN, E2M1):
+        grid = fmt.values()
+        positive = grid[grid >= 0]
+        assert torch.equal(ulp(positive[:-1], fmt), positive.diff())
+        assert torch.equal(ulp(-positive, fmt), ulp(positive, fmt))
+    assert ulp(torch.tensor([1e30, torch.inf]), FP16).tolist() == [32.0, 32.0]
+    assert ulp(torch.tensor([torch.nan]), FP16).isnan()
+    x = torch.tensor([1.0, 3.7, 1e-310, 0.0, 1e300], dtype=torch.float64)
+    assert ulp(x, FP64).tolist() == [math.ulp(v) for v in x.tolist()]
+
+
+def test_rounding_error_is_exact_and_within_its_bound():
+    x = torch.randn(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).float() * 1e-3
+    for fmt, mode in itertools.product((FP16, BF16, E4M3FN), EXACT_MODES):
+        error = rounding_error(x, fmt, mode)
+        if "nearest" in mode:
+            assert torch.equal(error.double(), round_to(x, fmt, mode).double() - x.double())
+        assert bool((error.abs() <= ulp(x, fmt) / (2 if "nearest" in mode else 1)).all())
+
+
+# training through it
+
+
+def test_quantize_rounds_forwards_and_passes_the_gradient_straight():
+    x = torch.tensor([1.0001, 70000.0, 1e-9], requires_grad=True)
+    y = quantize(x, FP16)
+    assert torch.equal(y, round_to(x, FP16))
+    y.backward(torch.tensor([0.1, 2.0, 3.0]))
+    assert torch.equal(x.grad, torch.tensor([0.1, 2.0, 3.0]))
+
+
+def test_quantize_rounds_the_gradient_to_its_own_format():
+    x = torch.randn(100, requires_grad=True)
+    upstream = torch.randn(100) * 1e-3
+    quantize(x, E4M3FN, E5M2).backward(upstream)
+    assert torch.equal(x.grad, round_to(upstream, E5M2))
+    assert not torch.equal(x.grad, round_to(upstream, E4M3FN))
+
+
+def test_quantize_hands_mode_and_overflow_to_both_ways():
+    x = torch.tensor([1e6], requires_grad=True)
+    y = quantize(x, FP16, E5M2, "up", "saturate")
+    y.backward(torch.tensor([1e9]))
+    assert (y.item(), x.grad.item()) == (65504.0, 57344.0)
+
+
+def test_quantize_can_be_differentiated_twice():
+    x = torch.tensor([3.0], requires_grad=True)
+    (first,) = torch.autograd.grad(quantize(x, FP16, FP16) ** 2, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert (first.item(), second.item()) == (6.0, 2.0)
+
+
+def test_round_to_writes_into_a_parameter_and_stops_the_gradient():
+    p = torch.nn.Parameter(torch.tensor([1.0001]))
+    assert not round_to(p, FP16).requires_grad
+    version = p._version
+    assert round_to(p, FP16, out=p) is p
+    assert p.item() == 1.0
+    assert p._version > version  # so that autograd notices a value changed under it
+    assert p.requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN], ids=named)
+def test_compiled_as_one_graph_it_gives_the_same_bits(fmt):
+    x = torch.cat([beside_every_tie(E4M3FN), random_patterns(1000, seed=1)])
+    for mode in ("nearest_even", "down"):
+        compiled = torch.compile(lambda t, mode=mode: round_to(t, fmt, mode), fullgraph=True, backend="aot_eager")
+        assert mismatches(compiled(x), round_to(x, fmt, mode)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
+@pytest.mark.parametrize("fmt", ALL, ids=named)
+def test_cuda_gives_the_same_bits(fmt, dtype):
+    x = torch.cat([beside_every_tie(E5M2), random_patterns(200_000, seed=2)]).to(dtype)
+    for mode, overflow in itertools.product(EXACT_MODES, OVERFLOWS):
+        got = round_to(x.cuda(), fmt, mode, overflow=overflow).cpu()
+        assert mismatches(got, round_to(x, fmt, mode, overflow=overflow)) == 0
+
+
+@pytest.mark.gpu
+def test_stochastic_rounding_on_cuda_has_the_right_mean_and_repeats():
+    x = torch.full((1_000_000,), 1 + 0.25 * FP16.eps, device="cuda")
+    first, second = (
+        round_to(x, FP16, "stochastic", generator=torch.Generator("cuda").manual_seed(3)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    ups = float((first > 1).double().mean())
+    assert abs(ups - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 1e6)
