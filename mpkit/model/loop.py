@@ -15,6 +15,7 @@ from mpkit.model.checkpoint import random_state, set_random_state
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.step import StepOutcome
 from mpkit.step.health import nonfinite_parameters, why_skipped
+from mpkit.step.rule import ScalerRule
 
 READ_EVERY = 100
 """Steps between two reads of the overflow flags on the host (one read for all of them)."""
@@ -151,6 +152,9 @@ class TrainingLoop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
             if self.manager is not None:
                 self.manager.update_loss_scale(overflow)
+        rule = getattr(self.cell, "adjust", None)
+        if flags and isinstance(rule, ScalerRule):
+            rule.check()
 
     def _check_health(self) -> None:
         if not self.skipped_in_a_row:

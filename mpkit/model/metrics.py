@@ -14,6 +14,7 @@ class Metric:
         total:  (output, label) -> 0-d tensor, the sum over the samples of one batch.
     Source:  the reduction of MindSpore's train metrics: a sum over everything, divided by the number of samples.
 
+    >>> import torch
     >>> accuracy = Metric(lambda output, label: (output.argmax(1) == label).sum())
     >>> accuracy.update(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]))
     >>> accuracy.eval()

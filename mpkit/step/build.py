@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.levels import protect_children
+from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.hooks import Hook
 
@@ -118,8 +119,6 @@ def _cast(network: nn.Module, level: str, cast: torch.dtype, keep: bool) -> None
 
 
 def _default_manager(defaults: Defaults) -> Any:
-    from mpkit.scalers import DynamicLossScaleManager
-
     return DynamicLossScaleManager() if defaults.scales else None
 
 
@@ -181,7 +180,7 @@ def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[
     if not isinstance(keep, bool):
         raise TypeError(f"keep_batchnorm_fp32 must be a bool, got {type(keep).__name__}")
     manager = kwargs.get("loss_scale_manager")
-    if manager is not None and not hasattr(manager, "get_update_cell"):
+    if manager is not None and not isinstance(manager, LossScaleManager):
         raise TypeError(
             "loss_scale_manager must be a LossScaleManager such as DynamicLossScaleManager(), or None, "
             f"got {type(manager).__name__}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.scalers import check_and_unscale_
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome, call
 from mpkit.step.phases import (
@@ -21,20 +22,9 @@ from mpkit.step.phases import (
     device_of,
     gradients_of,
     parameters_of,
-    scale_and_rule,
     scale_tensor,
 )
-
-try:
-    from mpkit.scalers import check_and_unscale_
-except ImportError:  # only until mpkit/scalers.py has landed
-
-    def check_and_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor | None = None) -> Tensor:
-        found_inf = torch.zeros((), device=scale.device) if found_inf is None else found_inf
-        for g in grads:
-            g.mul_((1 / scale.float()).to(g.dtype).reshape(()))
-            found_inf.copy_(torch.maximum(found_inf, 1.0 - g.isfinite().all().float()))
-        return found_inf
+from mpkit.step.rule import ScalerRule, scale_and_rule
 
 
 class WithLossCell(nn.Module):
@@ -262,11 +252,23 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         assert ctx.found_inf is not None
         apply_(self.optimizer, ctx.found_inf)
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """As of `TrainOneStepCell`, with the state of a `LossScaler`."""
+        rule = self.adjust.state_dict() if isinstance(self.adjust, ScalerRule) else None
+        return {**super().get_extra_state(), "rule": rule}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """The reverse of `get_extra_state`."""
+        super().set_extra_state(state)
+        if isinstance(self.adjust, ScalerRule):
+            self.adjust.load_state_dict(state["rule"])
+
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.
 
         Raises:  TypeError if it is no tensor; ValueError if its shape differs or it is not floating;
-                 RuntimeError in the middle of an accumulation, whose gradients carry the old scale.
+                 RuntimeError when the scale is a `LossScaler`'s, and in the middle of an accumulation, whose
+                 gradients carry the old scale.
         """
         if not isinstance(sens, Tensor):
             raise TypeError(f"set_sense_scale needs a tensor, got {type(sens).__name__}; use torch.tensor({sens!r})")
@@ -275,6 +277,8 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 f"set_sense_scale needs a floating tensor of shape {tuple(self.scale_sense.shape)}, "
                 f"got {sens.dtype} of shape {tuple(sens.shape)}"
             )
+        if isinstance(self.adjust, ScalerRule):
+            raise RuntimeError("the scale belongs to the LossScaler that this cell was built with; set it there")
         if self.pending:
             raise RuntimeError(
                 f"{self.pending} of {self.accumulation_steps} micro-batches are summed at the old scale; "

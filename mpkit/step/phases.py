@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-
-Adjust = Callable[[Tensor, Tensor], Any]
-"""`adjust(scale, overflow)` updates the scale tensor in place; both live on the device."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -134,21 +131,3 @@ def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tens
     if float(value) == 0 or math.isnan(float(value)):
         raise ValueError(f"{name} multiplies every gradient and must not be {float(value)}")
     return torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
-
-
-def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Adjust | None]:
-    """The live scale and the rule that adjusts it (None: it stays), from what a train cell takes as `scale_sense`.
-
-    Raises:  TypeError for a number or a manager; ValueError for a tensor that is neither () nor (1,).
-    """
-    if isinstance(scale_sense, Tensor):
-        return scale_tensor(scale_sense, device, "scale_sense"), None
-    if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
-        return scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"), scale_sense
-    hint = "wrap a number with torch.tensor(...)"
-    if hasattr(scale_sense, "get_update_cell"):
-        hint = "ask the manager for its cell with manager.get_update_cell()"
-    raise TypeError(
-        "scale_sense must be an update cell, a loss scaler or a tensor of shape () or (1,), got "
-        f"{type(scale_sense).__name__}; {hint}"
-    )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkit.scalers import check_and_unscale_
 from mpkit.step import distributed
-from mpkit.step.cells import check_and_unscale_
 from mpkit.step.phases import (
     apply_,
     backward,
@@ -19,8 +19,8 @@ from mpkit.step.phases import (
     device_of,
     gradients_of,
     parameters_of,
-    scale_and_rule,
 )
+from mpkit.step.rule import scale_and_rule
 
 
 class ScaledStep:
@@ -125,6 +125,26 @@ class ScaledStep:
             self.adjust(self.scale, overflow)
         self._begun, self._found = False, []
         return overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, rule and optimizers. Raises RuntimeError between `backward` and `update`."""
+        if self._begun:
+            raise RuntimeError("the step has gradients that no update has used; save after update()")
+        rule: Any = self.adjust
+        return {
+            "scale": self.scale.clone(),
+            "rule": rule.state_dict() if hasattr(rule, "state_dict") else None,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.scale.copy_(state["scale"])
+        rule: Any = self.adjust
+        if state["rule"] is not None:
+            rule.load_state_dict(state["rule"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
     def _any(self) -> Tensor:
         first, *rest = self._found

@@ -1,0 +1,842 @@
+"""The training step: what it computes, what it skips, what it never waits for, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit import optimizers
+from mpkit.policies import preset
+from mpkit.scalers import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    PolicyLossScaler,
+    StaticLossScaler,
+)
+from mpkit.step import (
+    Hook,
+    ScaledStep,
+    StepOutcome,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+    build_train_network,
+)
+from mpkit.step.health import why_skipped
+from mpkit.step.phases import skips_on_device
+
+OPTIMIZERS = {
+    "torch SGD": lambda p: torch.optim.SGD(p, 0.05, fused=True),
+    "torch SGD momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
+    "torch Adam": lambda p: torch.optim.Adam(p, 0.01, fused=True),
+    "torch AdamW": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "Momentum": lambda p: optimizers.Momentum(p, 0.05, 0.9),
+    "SGD": lambda p: optimizers.SGD(p, 0.05),
+    "Adam": lambda p: optimizers.Adam(p, 0.01),
+}
+ON_HOST = {
+    "torch SGD, not fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "torch Adam, not fused": lambda p: torch.optim.Adam(p, 0.01),
+    "torch SGD dampened": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, dampening=0.5, fused=True),
+}
+SENSES = {
+    "tensor": lambda: torch.tensor(1024.0),
+    "tensor (1,)": lambda: torch.tensor([1024.0]),
+    "fixed cell": lambda: FixedLossScaleUpdateCell(1024.0),
+    "dynamic cell": lambda: DynamicLossScaleUpdateCell(1024.0, 2, 3),
+    "dynamic scaler": lambda: DynamicLossScaler(1024.0, 2, 3),
+    "static scaler": lambda: StaticLossScaler(1024.0),
+    "torch policy": lambda: PolicyLossScaler(preset("torch", init_scale=1024.0, growth_interval=3)),
+    "deepspeed policy": lambda: PolicyLossScaler(preset("deepspeed", init_scale=1024.0, scale_window=3)),
+}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batches(count, bad=()):
+    generator = torch.Generator().manual_seed(7)
+    made = [(torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)) for _ in range(count)]
+    for index in bad:
+        made[index][0][0, 0] = torch.inf
+    return made
+
+
+def cell_for(optimizer="torch SGD momentum", sense="dynamic cell", seed=0, **options):
+    net = network(seed)
+    make = (OPTIMIZERS | ON_HOST)[optimizer] if isinstance(optimizer, str) else optimizer
+    return TrainOneStepWithLossScaleCell(
+        WithLossCell(net, nn.MSELoss()), make(net.parameters()), SENSES[sense](), **options
+    )
+
+
+def weights(module):
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def same(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+def flat_state(optimizer):
+    """All tensors and numbers of an optimizer's state, in order."""
+    found = []
+
+    def visit(value):
+        if isinstance(value, dict):
+            for key in value:
+                visit(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+        elif isinstance(value, torch.Tensor):
+            found.append(value.detach().clone())
+        elif isinstance(value, int | float):
+            found.append(torch.tensor(float(value)))
+
+    visit(optimizer.state_dict())
+    return found
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a tensor: `.item()`, `float(t)`, `bool(t)`, `if t:`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+# --- what a step computes
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ON_HOST])
+def test_a_scaled_step_equals_the_plain_step_when_the_scale_is_a_power_of_two(optimizer):
+    make = (OPTIMIZERS | ON_HOST)[optimizer]
+    net = network()
+    plain = TrainOneStepCell(WithLossCell(net, nn.MSELoss()), make(net.parameters()))
+    scaled = cell_for(optimizer)
+    # mpkit's optimizers hold their rate in float32 on the device once they may have to skip: one rounding more
+    bits = {"rtol": 0, "atol": 1e-6 if optimizer in ("Momentum", "SGD", "Adam") else 0}
+    for x, y in batches(9):
+        torch.testing.assert_close(plain(x, y), scaled(x, y).loss, **bits)
+    for a, b in zip(weights(plain), weights(scaled)):
+        torch.testing.assert_close(a, b, **bits)
+
+
+@pytest.mark.parametrize("optimizer", ["torch SGD momentum", "torch Adam", "torch Adam, not fused"])
+def test_weights_and_scales_are_those_of_torch_grad_scaler(optimizer):
+    """torch.amp.GradScaler is the independent implementation; its policy is a preset."""
+    cell = cell_for(optimizer, "torch policy")
+    net = network()
+    theirs = (OPTIMIZERS | ON_HOST)[optimizer](net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    for x, y in batches(12, bad=(4, 5, 9)):
+        out = cell(x, y)
+        theirs.zero_grad()
+        scaler.scale(nn.functional.mse_loss(net(x), y)).backward()
+        scaler.step(theirs)
+        scaler.update()
+        assert out.scale.item() == scaler.get_scale()
+        assert same(weights(cell), weights(net))
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ON_HOST])
+@pytest.mark.parametrize("sense", SENSES)
+def test_an_inf_batch_changes_no_weight_and_no_state_and_training_goes_on(optimizer, sense):
+    cell = cell_for(optimizer, sense)
+    data = batches(5, bad=(2,))
+    for x, y in data[:2]:
+        cell(x, y)
+    before, state = weights(cell), flat_state(cell.optimizer)
+    out = cell(*data[2])
+    assert bool(out.overflow)
+    assert same(before, weights(cell))
+    assert same(state, flat_state(cell.optimizer))
+    changes = sense not in ("tensor", "tensor (1,)", "fixed cell", "static scaler", "deepspeed policy")
+    assert out.scale.item() == (512.0 if changes else 1024.0)  # DeepSpeed tolerates the first overflow
+    for x, y in data[3:]:
+        assert not cell(x, y).overflow
+    assert not same(before, weights(cell))
+    assert all(w.isfinite().all() for w in weights(cell))
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ON_HOST])
+def test_an_overflow_in_the_very_first_step_leaves_no_garbage(optimizer):
+    """torch's fused SGD creates momentum buffers without initialising them when its first step is skipped."""
+    skipped, clean = cell_for(optimizer), cell_for(optimizer, sense="tensor")
+    data = batches(5, bad=(0,))
+    skipped(*data[0])
+    for x, y in data[1:]:
+        skipped(x, y)
+        clean(x, y)
+    assert same(weights(skipped), weights(clean))
+
+
+def test_the_outcome_is_a_named_tuple_of_tensors_that_do_not_change_later():
+    cell = cell_for(sense="dynamic cell")
+    first = cell(*batches(1)[0])
+    assert isinstance(first, StepOutcome)
+    assert first._fields == ("loss", "overflow", "scale")
+    assert (first.loss.shape, first.overflow.dtype, first.scale.dtype) == ((), torch.bool, torch.float32)
+    assert not first.loss.requires_grad
+    for x, y in batches(6, bad=(0, 1)):
+        cell(x, y)
+    assert first.scale.item() == 1024.0
+
+
+def test_a_tensor_of_shape_1_keeps_its_shape():
+    assert cell_for(sense="tensor (1,)")(*batches(1)[0]).scale.shape == (1,)
+
+
+def test_the_seed_takes_the_losses_dtype_so_a_float16_loss_overflows_from_a_large_scale():
+    net = nn.Linear(2, 1).half()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loss = WithLossCell(net, nn.MSELoss())
+    x, y = torch.ones(4, 2).half(), torch.zeros(4, 1).half()
+    assert bool(TrainOneStepWithLossScaleCell(loss, optimizer, torch.tensor(65536.0))(x, y).overflow)
+    assert not bool(TrainOneStepWithLossScaleCell(loss, optimizer, torch.tensor(64.0))(x, y).overflow)
+
+
+def test_return_grad_gives_the_scaled_gradients_by_name():
+    net = network()
+    cell = TrainOneStepCell(WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net.parameters(), 0.0), 4.0, True)
+    x, y = batches(1)[0]
+    loss, grads = cell(x, y)
+    reference = network()
+    expected = nn.functional.mse_loss(reference(x), y)
+    expected.backward()
+    assert torch.equal(loss, expected.detach())
+    assert set(grads) == {f"backbone.{name}" for name, _ in reference.named_parameters()}
+    for name, p in reference.named_parameters():
+        assert torch.equal(grads[f"backbone.{name}"], p.grad * 4)
+
+
+def test_parameters_that_the_optimizer_leaves_out_do_not_sum_gradients():
+    net = network()
+    cell = TrainOneStepWithLossScaleCell(
+        WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net[2].parameters(), 0.1), torch.tensor(8.0)
+    )
+    for x, y in batches(3):
+        cell(x, y)
+    x, y = batches(3)[2]
+    before = net[0].weight.grad.clone()
+    cell.zero_grad()
+    net.load_state_dict(network().state_dict())
+    reference = network()
+    (nn.functional.mse_loss(reference(x), y) * 8).backward()
+    cell(x, y)
+    assert torch.equal(net[0].weight.grad, reference[0].weight.grad)
+    assert before.shape == net[0].weight.grad.shape
+
+
+# --- what a step never waits for
+
+
+PAIRS = [*((optimizer, "dynamic cell") for optimizer in OPTIMIZERS), *(("torch SGD", sense) for sense in SENSES)]
+
+
+@pytest.mark.parametrize(("optimizer", "sense"), PAIRS)
+def test_no_host_read_in_100_steps(optimizer, sense):
+    cell = cell_for(optimizer, sense, clip_norm=1.0)
+    data = batches(10, bad=(0, 4))
+    with HostReads() as reads:
+        for index in range(100):
+            cell(*data[index % 10])
+    assert reads.count == 0
+
+
+def test_no_host_read_with_accumulation_and_with_several_optimizers():
+    cell = cell_for(accumulation_steps=4)
+    net = network()
+    pair = [torch.optim.SGD(net[0].parameters(), 0.1, fused=True), optimizers.Adam(net[2].parameters(), 0.01)]
+    step = ScaledStep(pair, DynamicLossScaleUpdateCell(1024.0, 2, 3))
+    data = batches(10, bad=(3,))
+    with HostReads() as reads:
+        for index in range(100):
+            x, y = data[index % 10]
+            cell(x, y)
+            step.backward(nn.functional.mse_loss(net(x), y))
+            step.unscale_()
+            step.clip_(1.0)
+            step.update()
+    assert reads.count == 0
+
+
+def test_the_counter_counts_and_an_optimizer_on_the_host_costs_one_read_per_step():
+    cell = cell_for("torch SGD, not fused")
+    with HostReads() as reads:
+        for x, y in batches(10, bad=(3,)):
+            cell(x, y)
+    assert reads.count == 10
+
+
+def test_only_a_dampened_fused_sgd_waits_and_only_until_its_first_applied_step():
+    cell = cell_for("torch SGD dampened")
+    data = batches(6, bad=(0, 1))
+    counts = []
+    for x, y in data:
+        with HostReads() as reads:
+            cell(x, y)
+        counts.append(reads.count)
+    assert counts == [1, 1, 1, 0, 0, 0]
+
+
+# --- hooks
+
+
+class Notes(Hook):
+    """Writes down each phase and the largest gradient in it."""
+
+    PHASES = [  # in this order
+        *("before_forward", "after_forward", "before_backward", "after_backward"),
+        *("before_unscale", "after_unscale", "before_update", "after_update"),
+    ]
+
+    def __init__(self):
+        self.seen, self.contexts = [], []
+        for phase in self.PHASES:
+            setattr(self, phase, lambda ctx, phase=phase: self._note(phase, ctx))
+
+    def _note(self, phase, ctx):
+        grads = [p.grad for p in ctx.network.parameters() if p.grad is not None]
+        largest = max((g.abs().max().item() for g in grads), default=None)
+        self.seen.append((phase, largest, ctx.loss is not None, ctx.overflow is not None, ctx.outcome is not None))
+        self.contexts.append(ctx)
+
+
+def test_hooks_see_every_phase_in_order_with_what_is_known_by_then():
+    notes = Notes()
+    cell = cell_for(sense="tensor", hooks=[notes])
+    x, y = batches(1)[0]
+    out = cell(x, y)
+    assert [phase for phase, *_ in notes.seen] == Notes.PHASES
+    by_phase = {phase: rest for phase, *rest in notes.seen}
+    true = by_phase["after_unscale"][0]
+    assert by_phase["before_backward"][0] is None
+    assert by_phase["after_backward"][0] == by_phase["before_unscale"][0] == true * 1024
+    assert by_phase["before_update"][0] == true
+    assert [by_phase[p][1:] for p in ("before_forward", "after_forward", "after_unscale", "after_update")] == [
+        [False, False, False],
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
+    ctx = notes.contexts[-1]
+    assert (ctx.index, ctx.inputs, ctx.scale.item(), ctx.outcome) == (0, (x, y), 1024.0, out)
+    assert ctx.network is cell.network
+    assert ctx.optimizer is cell.optimizer
+
+
+def test_the_plain_cell_has_the_same_hooks_without_unscale():
+    notes = Notes()
+    net = network()
+    cell = TrainOneStepCell(WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net.parameters(), 0.1), hooks=[notes])
+    cell(*batches(1)[0])
+    assert [phase for phase, *_ in notes.seen] == [p for p in Notes.PHASES if "unscale" not in p]
+
+
+def test_hooks_change_no_number():
+    plain, watched = cell_for(), cell_for(hooks=[Notes(), Hook()])
+    for x, y in batches(8, bad=(3,)):
+        assert torch.equal(plain(x, y).scale, watched(x, y).scale)
+    assert same(weights(plain), weights(watched))
+
+
+def test_an_error_in_the_optimizer_leaves_the_scale_as_it_was():
+    cell = cell_for(sense="dynamic cell")
+    data = batches(3)
+    cell(*data[0])
+    cell(*data[1])  # the next step would grow the scale
+    before = weights(cell)
+
+    class Broken(Hook):
+        def before_update(self, ctx):
+            raise OSError("disk full")
+
+    cell.hooks.append(Broken())
+    with pytest.raises(OSError, match="disk full"):
+        cell(*data[2])
+    assert cell.scale_sense.item() == 1024.0
+    assert same(before, weights(cell))
+    cell.hooks.clear()
+    assert cell(*data[2]).scale.item() == 2048.0
+
+
+# --- clipping and accumulation
+
+
+def test_clipping_acts_on_true_gradients_and_gives_what_float64_gives():
+    clipped = cell_for("torch SGD", "tensor", clip_norm=0.01)
+    x, y = batches(1)[0]
+    net = network().double()
+    nn.functional.mse_loss(net(x.double()), y.double()).backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in net.parameters()))
+    assert norm > 0.01
+    expected = [p.detach() - 0.05 * p.grad * 0.01 / (norm + 1e-6) for p in net.parameters()]
+    clipped(x, y)
+    for got, want in zip(weights(clipped), expected):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-7)
+
+
+def test_clipping_before_unscaling_would_have_meant_another_norm():
+    """The mistake users report: clipping scaled gradients to 0.01 clips the true ones to 0.01 / 1024."""
+    right, wrong = cell_for("torch SGD", "tensor", clip_norm=0.01), cell_for("torch SGD", "tensor")
+
+    class ClipTooEarly(Hook):
+        def before_unscale(self, ctx):
+            nn.utils.clip_grad_norm_(ctx.network.parameters(), 0.01)
+
+    wrong.hooks.append(ClipTooEarly())
+    norms = []
+    for cell in (right, wrong):
+        cell(*batches(1)[0])
+        norms.append(torch.cat([p.grad.flatten() for p in cell.parameters()]).norm().item())
+    assert norms == pytest.approx([0.01, 0.01 / 1024], rel=1e-3)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_micro_batches_give_the_update_of_the_whole_batch(parts):
+    whole, split = cell_for("torch SGD", "tensor"), cell_for("torch SGD", "tensor", accumulation_steps=parts)
+    for x, y in batches(6):
+        whole(x, y)
+        for micro_x, micro_y in zip(x.chunk(parts), y.chunk(parts)):
+            split(micro_x, micro_y)
+    for a, b in zip(weights(whole), weights(split)):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
+
+
+def test_accumulation_unscales_checks_and_adjusts_once_per_update():
+    notes = Notes()
+    cell = cell_for(sense="dynamic cell", accumulation_steps=2, hooks=[notes])
+    outcomes = [cell(x, y) for x, y in batches(8, bad=(2,))]
+    assert [bool(o.overflow) for o in outcomes] == [False, False, False, True, False, False, False, False]
+    assert [o.scale.item() for o in outcomes] == [1024, 1024, 1024, 512, 512, 512, 512, 512]
+    phases = [phase for phase, *_ in notes.seen]
+    assert phases.count("after_backward") == 8
+    assert phases.count("after_unscale") == phases.count("after_update") == 4
+
+
+def test_the_scale_may_not_change_within_an_accumulation():
+    cell = cell_for(sense="tensor", accumulation_steps=2)
+    cell(*batches(1)[0])
+    with pytest.raises(RuntimeError, match="1 of 2 micro-batches are summed at the old scale"):
+        cell.set_sense_scale(torch.tensor(2.0))
+    cell(*batches(1)[0])
+    cell.set_sense_scale(torch.tensor(2.0))
+
+
+# --- several losses and optimizers
+
+
+def two_parts():
+    torch.manual_seed(3)
+    return nn.Linear(5, 3), nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_optimizers_that_skip_each_for_itself_are_those_of_grad_scaler(fused):
+    ours, theirs = two_parts(), two_parts()
+    optimizers_ = [[torch.optim.SGD(m.parameters(), 0.1, fused=fused) for m in pair] for pair in (ours, theirs)]
+    step = ScaledStep(
+        optimizers_[0], PolicyLossScaler(preset("torch", init_scale=64.0, growth_interval=2)), skip="each"
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for index, (x, y) in enumerate(batches(8)):
+        inputs = [x.clone(), x.clone()]
+        if index in (2, 5):
+            inputs[index % 2][0, 0] = torch.inf  # first one part overflows, then the other
+        for net, data in zip(ours, inputs):
+            step.backward(nn.functional.mse_loss(net(data), y))
+        step.unscale_()
+        step.update()
+        for net, data, optimizer in zip(theirs, inputs, optimizers_[1]):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.mse_loss(net(data), y)).backward()
+        for optimizer in optimizers_[1]:
+            scaler.step(optimizer)
+        scaler.update()
+        assert step.scale.item() == scaler.get_scale()
+        for a, b in zip(ours, theirs):
+            assert same(weights(a), weights(b))
+
+
+def test_skip_all_applies_a_step_as_a_whole_or_not_at_all():
+    parts = two_parts()
+    step = ScaledStep([torch.optim.SGD(m.parameters(), 0.1, fused=True) for m in parts], torch.tensor(64.0))
+    before = [weights(m) for m in parts]
+    x, y = batches(1)[0]
+    bad = x.clone()
+    bad[0, 0] = torch.nan
+    for net, data in zip(parts, (x, bad)):
+        step.backward(nn.functional.mse_loss(net(data), y))
+    assert bool(step.update())
+    assert all(same(a, weights(m)) for a, m in zip(before, parts))
+
+
+def test_two_losses_sum_like_one():
+    net, reference = network(), network()
+    step = ScaledStep(torch.optim.SGD(net.parameters(), 0.1), torch.tensor(256.0))
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    for x, y in batches(3):
+        out = net(x)
+        step.backward(nn.functional.mse_loss(out, y), retain_graph=True)
+        step.backward(nn.functional.l1_loss(out, y))
+        step.update()
+        plain.zero_grad()
+        out = reference(x)
+        (nn.functional.mse_loss(out, y) + nn.functional.l1_loss(out, y)).backward()
+        plain.step()
+    for a, b in zip(weights(net), weights(reference)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_calls_out_of_order_say_what_they_would_break():
+    net = network()
+    step = ScaledStep(torch.optim.SGD(net.parameters(), 0.1), torch.tensor(256.0))
+    x, y = batches(1)[0]
+    with pytest.raises(RuntimeError, match=r"call backward\(loss\) first"):
+        step.unscale_()
+    with pytest.raises(RuntimeError, match=r"call backward\(loss\) first"):
+        step.update()
+    step.backward(nn.functional.mse_loss(net(x), y))
+    with pytest.raises(RuntimeError, match="would clip to max_norm / scale"):
+        step.clip_(1.0)
+    step.unscale_()
+    with pytest.raises(RuntimeError, match="would divide twice"):
+        step.unscale_()
+    with pytest.raises(RuntimeError, match="run every backward pass of the step before unscale_"):
+        step.backward(nn.functional.mse_loss(net(x), y))
+    step.update()
+    step.backward(nn.functional.mse_loss(net(x), y))
+    with pytest.raises(ValueError, match="share a parameter"):
+        ScaledStep([torch.optim.SGD(net.parameters(), 0.1) for _ in range(2)], torch.tensor(1.0))
+    with pytest.raises(ValueError, match="skip must be 'all' or 'each'"):
+        ScaledStep(torch.optim.SGD(net.parameters(), 0.1), torch.tensor(1.0), skip="some")
+    with pytest.raises(TypeError, match="non-empty sequence"):
+        ScaledStep([], torch.tensor(1.0))
+
+
+# --- resume equals no interruption
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sense=st.sampled_from(sorted(SENSES)),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS | ON_HOST)),
+    stop=st.integers(0, 12),
+    bad=st.sets(st.integers(0, 11), max_size=5),
+    parts=st.integers(1, 3),
+)
+def test_a_step_saved_anywhere_and_resumed_equals_one_that_went_on(sense, optimizer, stop, bad, parts):
+    data = batches(12, bad)
+    through, first = (cell_for(optimizer, sense, accumulation_steps=parts) for _ in range(2))
+    for x, y in data[:stop]:
+        first(x, y)
+    second = cell_for(optimizer, sense, seed=99, accumulation_steps=parts)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    resumed = [second(x, y) for x, y in data[stop:]]
+    whole = [through(x, y) for x, y in data][stop:]
+    assert [o.scale.item() for o in resumed] == [o.scale.item() for o in whole]
+    assert [bool(o.overflow) for o in resumed] == [bool(o.overflow) for o in whole]
+    assert same(weights(second), weights(through))
+    assert same(flat_state(second.optimizer), flat_state(through.optimizer))
+    assert second.index == through.index == 12
+
+
+@pytest.mark.parametrize("sense", SENSES)
+def test_a_scaled_step_by_hand_resumes_too(sense):
+    def made(seed):
+        net = network(seed)
+        return net, ScaledStep(torch.optim.SGD(net.parameters(), 0.1), SENSES[sense]())
+
+    def train(net, step, data):
+        for x, y in data:
+            step.backward(nn.functional.mse_loss(net(x), y))
+            step.update()
+
+    data = batches(10, bad=(1, 6))
+    net, step = made(0)
+    train(net, step, data[:5])
+    other, resumed = made(5)
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(through_a_file(step.state_dict()))
+    train(net, step, data[5:])
+    train(other, resumed, data[5:])
+    assert step.scale.item() == resumed.scale.item()
+    assert same(weights(net), weights(other))
+
+
+def test_a_copy_goes_its_own_way():
+    cell = cell_for()
+    data = batches(6, bad=(3,))
+    cell(*data[0])
+    twin = copy.deepcopy(cell)
+    before, scale = weights(cell), cell.scale_sense.item()
+    for x, y in data[1:]:
+        twin(x, y)
+    assert same(before, weights(cell))
+    assert cell.scale_sense.item() == scale
+    for x, y in data[1:]:
+        cell(x, y)
+    assert same(weights(cell), weights(twin))
+    assert cell.scale_sense.item() == twin.scale_sense.item()
+
+
+# --- what a step says when it cannot
+
+
+def parts(**changes):
+    net = network()
+    given_ = {"network": WithLossCell(net, nn.MSELoss()), "optimizer": torch.optim.SGD(net.parameters(), 0.1)}
+    return given_ | changes
+
+
+BAD_CELLS = [
+    (lambda: TrainOneStepCell(**parts(), sens=0), ValueError, "must not be 0"),
+    (lambda: TrainOneStepCell(**parts(), sens="big"), TypeError, "sens must be a number"),
+    (lambda: TrainOneStepCell(**parts(), sens=float("nan")), ValueError, "must not be nan"),
+    (lambda: TrainOneStepCell(**parts(network=len)), TypeError, "network must be an nn.Module"),
+    (lambda: TrainOneStepCell(**parts(optimizer=0.1)), TypeError, "optimizer must be a torch.optim.Optimizer"),
+    (lambda: TrainOneStepCell(**parts(), sens=4.0, clip_norm=1.0), ValueError, "clip_norm / sens"),
+    (lambda: TrainOneStepCell(**parts(), clip_norm=0), ValueError, "use None for no clipping"),
+    (lambda: TrainOneStepCell(**parts(), clip_norm="1"), TypeError, "clip_norm must be a number"),
+    (lambda: TrainOneStepCell(**parts(), accumulation_steps=0), ValueError, "at least 1"),
+    (lambda: TrainOneStepCell(**parts(), accumulation_steps=2.0), TypeError, "must be an int"),
+    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=1024.0), TypeError, r"torch.tensor\(...\)"),
+    (
+        lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=DynamicLossScaleManager()),
+        TypeError,
+        r"manager.get_update_cell\(\)",
+    ),
+    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.ones(2)), ValueError, r"\(\) or \(1,\)"),
+    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.ones(1, 1)), ValueError, r"got \(1, 1\)"),
+    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(8)), TypeError, "floating tensor"),
+    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(0.0)), ValueError, "must not be 0"),
+    (lambda: cell_for().set_sense_scale(8.0), TypeError, r"use torch.tensor\(8.0\)"),
+    (lambda: cell_for().set_sense_scale(torch.ones(1)), ValueError, r"shape \(\), got torch.float32 of shape \(1,\)"),
+    (lambda: cell_for().set_sense_scale(torch.tensor(8)), ValueError, "needs a floating tensor"),
+]
+
+
+@pytest.mark.parametrize(("build", "error", "words"), BAD_CELLS)
+def test_wrong_arguments_of_the_cells(build, error, words):
+    with pytest.raises(error, match=words):
+        build()
+
+
+def building(**kwargs):
+    net = network()
+    return build_train_network(
+        **({"network": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1), "loss_fn": nn.MSELoss()} | kwargs)
+    )
+
+
+BAD_BUILDS = [
+    ({"network": len}, TypeError, "network must be an nn.Module"),
+    ({"optimizer": "sgd"}, TypeError, "optimizer must be"),
+    ({"loss_fn": nn.functional.mse_loss}, TypeError, "loss_fn must be an nn.Module"),
+    ({"level": 2}, TypeError, "level must be a string"),
+    ({"level": None}, TypeError, "level must be a string"),
+    ({"level": "O4"}, ValueError, "level is one of O0, O1, O2, O3, auto"),
+    ({"level": "o2"}, ValueError, "case matters"),
+    ({"boost_level": "O3"}, ValueError, "boost_level is one of"),
+    ({"boost_level": None}, ValueError, "boost_level is one of"),
+    ({"cast_model_type": torch.bfloat16}, TypeError, "torch.float16 or torch.float32"),
+    ({"cast_model_type": "float16"}, TypeError, "torch.float16 or torch.float32"),
+    ({"keep_batchnorm_fp32": 1}, TypeError, "must be a bool"),
+    ({"loss_scale_manager": 1024}, TypeError, "LossScaleManager"),
+    ({"loss_scale_manager": 0}, TypeError, "LossScaleManager"),  # the original lets falsy values slip past
+    ({"keep_batchnorm": True}, ValueError, "unknown keyword 'keep_batchnorm'"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "error", "words"), BAD_BUILDS)
+def test_wrong_arguments_of_build_train_network(kwargs, error, words):
+    with pytest.raises(error, match=words):
+        building(**kwargs)
+
+
+def test_the_manager_decides_the_train_cell():
+    assert type(building()) is TrainOneStepCell
+    assert type(building(level="O2")) is TrainOneStepWithLossScaleCell
+    assert building(level="O2").scale_sense.item() == 2.0**24
+    assert type(building(level="O2", loss_scale_manager=None)) is TrainOneStepCell
+    assert type(building(loss_scale_manager=FixedLossScaleManager())) is TrainOneStepWithLossScaleCell
+    fixed = building(loss_scale_manager=FixedLossScaleManager(64.0, False))
+    assert type(fixed) is TrainOneStepCell
+    assert fixed.sens.item() == 64.0
+    live = DynamicLossScaleManager(1024, 2, 10)
+    live.update_loss_scale(True)
+    assert building(loss_scale_manager=live).scale_sense.item() == 512.0
+
+
+class Loss(nn.Module):
+    """Returns whatever `make` makes of the network's output."""
+
+    def __init__(self, net, make):
+        super().__init__()
+        self.net, self.make = net, make
+
+    def forward(self, x, y):
+        return self.make(self.net(x))
+
+
+BAD_LOSSES = [
+    (lambda out: out.sum(1), ValueError, r"scalar loss, got shape \(8,\); reduce it with loss.mean\(\)"),
+    (lambda out: out.detach().sum(), ValueError, "the loss has no gradient"),
+    (lambda out: (out.sum(), out), TypeError, "the loss as one tensor, got tuple"),
+    (lambda out: 1.5, TypeError, "the loss as one tensor, got float"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), BAD_LOSSES)
+def test_a_loss_that_cannot_be_differentiated_says_so(make, error, words):
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for cell in (
+        TrainOneStepCell(Loss(net, make), optimizer),
+        TrainOneStepWithLossScaleCell(Loss(net, make), optimizer, torch.tensor(8.0)),
+    ):
+        with pytest.raises(error, match=words):
+            cell(*batches(1)[0])
+
+
+def test_an_optimizer_of_another_network_is_noticed():
+    """The tutorial's mistake: a new network with the optimizer of the previous one would not be trained."""
+    x, y = batches(1)[0]
+    for sense in (None, torch.tensor(8.0)):
+        loss, optimizer = WithLossCell(network(), nn.MSELoss()), torch.optim.SGD(network().parameters(), 0.1)
+        cell = TrainOneStepCell(loss, optimizer)
+        if sense is not None:
+            cell = TrainOneStepWithLossScaleCell(loss, optimizer, sense)
+        with pytest.raises(RuntimeError, match="build the optimizer from the parameters of the network"):
+            cell(x, y)
+
+
+def test_nothing_to_train_is_noticed():
+    with pytest.raises(ValueError, match="empty"):
+        torch.optim.SGD([], 0.1)
+    net = network().requires_grad_(False)
+    with pytest.raises(ValueError, match="holds no parameter with requires_grad=True"):
+        TrainOneStepCell(WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_skipped_steps_are_explained():
+    net = network()
+    assert "a few such steps" in why_skipped(net, 1024.0)
+    assert "at its floor of 1: the scale is not the cause" in why_skipped(net, torch.tensor(1.0))
+    with torch.no_grad():
+        net[2].bias[0] = torch.nan
+    assert "'2.bias' of the network holds inf or NaN" in why_skipped(net, 1024.0)
+    with torch.no_grad():
+        net[0].bias[0] = torch.inf
+    assert "'0.bias' and 1 more tensors" in why_skipped(net, 1024.0)
+
+
+def test_a_state_with_other_hooks_is_refused():
+    state = cell_for(hooks=[Hook()]).state_dict()
+    with pytest.raises(ValueError, match="had 1 hooks and this one has 0"):
+        cell_for().load_state_dict(state)
+
+
+def test_which_optimizers_skip_on_the_device():
+    net = network()
+    (net(batches(1)[0][0]) ** 2).mean().backward()
+    assert all(skips_on_device(make(net.parameters())) for make in OPTIMIZERS.values())
+    assert not any(skips_on_device(make(net.parameters())) for make in ON_HOST.values())
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def on_gpu():
+    def made(optimizer, sense="dynamic cell", **options):
+        cell = cell_for(optimizer, sense, **options)
+        net = cell.network.cuda()
+        make = optimizer if callable(optimizer) else OPTIMIZERS[optimizer]
+        return TrainOneStepWithLossScaleCell(net, make(net.parameters()), SENSES[sense](), **options)
+
+    return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("optimizer", "sense"), PAIRS)
+def test_no_step_synchronises_on_a_gpu(on_gpu, optimizer, sense):
+    cell = on_gpu(optimizer, sense, clip_norm=1.0)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(6, bad=(0, 3))]
+    cell(*data[1])  # the first call may synchronise: libraries start, states are made
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in data:
+            cell(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(w.isfinite().all() for w in weights(cell))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_equals_the_eager_one_bit_for_bit(on_gpu):
+    from mpkit.casting import auto_mixed_precision
+
+    def made():
+        cell = on_gpu(lambda p: torch.optim.Adam(p, 0.01, fused=True, capturable=True))
+        auto_mixed_precision(cell.network.backbone, "O2")
+        return cell
+
+    eager, captured = made(), made()
+    data = [(x.cuda(), y.cuda()) for x, y in batches(20, bad=(8, 9, 15))]
+    static = [t.clone() for t in data[0]]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for x, y in data[:5]:  # warm-up, which trains too
+            for hold, new in zip(static, (x, y)):
+                hold.copy_(new)
+            captured(*static)
+            eager(x, y)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outcome = captured(*static)
+    for x, y in data[5:]:
+        for hold, new in zip(static, (x, y)):
+            hold.copy_(new)
+        graph.replay()
+        expected = eager(x, y)
+        assert torch.equal(outcome.scale, expected.scale)
+        assert torch.equal(outcome.overflow, expected.overflow)
+    assert same(weights(eager), weights(captured))
+    assert eager.scale_sense.item() == captured.scale_sense.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sense", SENSES)
+def test_a_gpu_gives_the_cpus_scales_and_nearly_its_weights(on_gpu, sense):
+    here, there = cell_for("torch SGD", sense), on_gpu("torch SGD", sense)
+    for x, y in batches(10, bad=(2, 6)):
+        assert here(x, y).scale.item() == there(x.cuda(), y.cuda()).scale.item()
+    for a, b in zip(weights(here), weights(there)):
+        torch.testing.assert_close(a, b.cpu(), rtol=0, atol=1e-5)
