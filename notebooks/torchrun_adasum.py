@@ -46,6 +46,7 @@ def main(steps: int = 40, batch: int = 32) -> None:
     dist.all_gather(every, flat)
     if rank == 0:
         print("all ranks hold the same weights:", all(torch.equal(other, flat) for other in every))
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ class AdaSum(nn.Module):
         if exchange not in ("halving", "full"):
             raise ValueError(f"exchange must be 'halving' or 'full', got {exchange!r}")
         self._levels = _levels(group_number)
-        self._group = cast(dist.ProcessGroup, process_group or dist.group.WORLD)
+        self._group = process_group  # None stays None: holding the default group would outlive its destruction
         world, here = dist.get_world_size(self._group), dist.get_rank(self._group)
         if device_number < 1 or device_number * group_number != world:
             raise ValueError(
@@ -227,7 +227,7 @@ class AdaSum(nn.Module):
     def _swap(self, tensors: Sequence[Tensor], sizes: list[int], level: int) -> list[Tensor]:
         """Send `tensors` to the partner of this level and receive flat ones of `sizes` from it."""
         other = (self.node ^ (1 << level)) * self.device_number + self.rank % self.device_number
-        peer = dist.get_global_rank(self._group, other)
+        peer = self._global(other)
         outgoing = torch.cat([t.reshape(-1) for t in tensors])
         incoming = outgoing.new_empty(sum(sizes))
         ends = ((dist.isend, outgoing), (dist.irecv, incoming))
@@ -237,6 +237,9 @@ class AdaSum(nn.Module):
         except RuntimeError as error:
             raise self._broken(f"rank {other}", error) from error
         return list(incoming.split(sizes))
+
+    def _global(self, rank: int) -> int:
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def _wait(self, works: Sequence[dist.Work | None]) -> None:
         for work in works:
@@ -270,7 +273,7 @@ class AdaSum(nn.Module):
         if self.device_number == 1:
             return None
         first = self.node * self.device_number
-        ranks = [dist.get_global_rank(self._group, first + i) for i in range(self.device_number)]
+        ranks = [self._global(first + i) for i in range(self.device_number)]
         return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
 
     def _average_gradients_(self) -> None:
@@ -287,7 +290,7 @@ class AdaSum(nn.Module):
         if self._node_group is None:
             return
         for index in range(self.device_number):
-            source = dist.get_global_rank(self._group, self.node * self.device_number + index)
+            source = self._global(self.node * self.device_number + index)
             for weight in weights[self.slot(index)]:
                 self._wait([dist.broadcast(weight, source, self._node_group, async_op=True)])
 
