@@ -1,5 +1,6 @@
 """Casting: which operation of a network runs in which precision."""
 
+from mpkit.casting.ledger import Ledger, ledger
 from mpkit.casting.levels import (
     LEVELS,
     amp_level,
@@ -13,11 +14,13 @@ from mpkit.casting.levels import (
 
 __all__ = [
     "LEVELS",
+    "Ledger",
     "amp_level",
     "auto_mixed_precision",
     "custom_mixed_precision",
     "get_black_list",
     "get_white_list",
+    "ledger",
     "remove_mixed_precision",
     "to_float",
 ]

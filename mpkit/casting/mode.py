@@ -51,8 +51,9 @@ class CastMode(TorchFunctionMode):
         if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
         if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
-            fast = self.ledger is None and dtype is not target and type(target) is torch.dtype
-            return x.to(target) if fast else self._cast(x, target)
+            if type(target) is torch.dtype and dtype is not target and self.ledger is None:
+                return x.to(target)
+            return self._cast(x, target)
         key = (id(x), target)
         kept = self.kept.get(key)
         grad = torch.is_grad_enabled()
@@ -68,23 +69,18 @@ class CastMode(TorchFunctionMode):
 
     def cast_all(self, values: Any, target: Target) -> Any:
         """Every float tensor in a nest of tuples, lists and dicts, cast."""
-        if type(values) is tuple:  # the arguments of an operation, mostly
-            return tuple(
-                [
-                    value
-                    if type(value) in _SCALARS
-                    else self.cast(value, target)
-                    if type(value) is Tensor
-                    else map_tensors(lambda x: self.cast(x, target), value)
-                    for value in values
-                ]
-            )
+        if type(values) is tuple:  # the two common cases, kept short: arguments and keyword arguments of an operation
+            return tuple([value if type(value) in _SCALARS else self._cast_any(value, target) for value in values])
         if type(values) is dict:
             return {
-                name: value if type(value) in _SCALARS else self.cast_all(value, target)
-                for name, value in values.items()
+                k: value if type(value) in _SCALARS else self._cast_any(value, target) for k, value in values.items()
             }
-        return map_tensors(lambda x: self.cast(x, target), values)
+        return self._cast_any(values, target)
+
+    def _cast_any(self, value: Any, target: Target) -> Any:
+        if type(value) is Tensor or type(value) is nn.Parameter:
+            return self.cast(value, target)
+        return map_tensors(lambda x: self.cast(x, target), value)
 
 
 class _Local(threading.local):

@@ -118,6 +118,8 @@ LEFT_ALONE = _methods(
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
 LEFT_ALONE |= frozenset(function for name, function in vars(torch.nn.init).items() if callable(function))
 
+CONVERSIONS = _methods(words("to float half bfloat16 double type type_as"))
+
 # These only move values or choose among them: what comes out of a format stays in it.
 EXACT = spellings(
     *words(

@@ -51,6 +51,12 @@ class Rule:
         return self  # immutable
 
 
+def computing(target: Target, handle: Handler) -> Handler:
+    """The handler, with a note for the ledger of what it computes in."""
+    handle.computes = target  # type: ignore[attr-defined]
+    return handle
+
+
 # --- handlers: (mode, function, args, kwargs) -> result ---------------------------------------------------------------
 
 
@@ -82,7 +88,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
-    return handle
+    return computing(low, handle)
 
 
 def exactly_in(low: Emulated) -> Handler:
@@ -93,7 +99,7 @@ def exactly_in(low: Emulated) -> Handler:
         out = map_tensors(lambda x: marked(x, low) if x.dtype is torch.float32 else x, out)
         return _delivered(out, args, kwargs)
 
-    return handle
+    return computing(low, handle)
 
 
 def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
@@ -161,7 +167,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
         out = out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
 
-    return handle
+    return computing(low, handle)
 
 
 def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -183,7 +189,7 @@ def product_then_sum(low: Target) -> Handler:
         product = _finished(mode, product, low, torch.float32)
         return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
 
-    return handle
+    return computing(low, handle)
 
 
 def widest(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,7 +219,7 @@ def norm_with_statistics(low: Target, result: Target | None) -> Handler:
             rest, options = map_tensors(settled, rest), map_tensors(settled, kwargs)
         return _finished(mode, func(mode.cast(args[0], low), *rest, **options), low, result)
 
-    return handle
+    return computing(low, handle)
 
 
 def layer_norm_of_input(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,7 +300,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
 def protected(entry: Target | None) -> Rule:
     """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
-    norms = _table((ops.WITH_STATISTICS, unchanged), (ops.LAYER_NORM, layer_norm_of_input))
+    norms = _table((ops.WITH_STATISTICS, unchanged), (ops.LAYER_NORM, computing(torch.float32, layer_norm_of_input)))
     return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (entry,)))
 
 

@@ -1,0 +1,349 @@
+"""The ledger: one row per operation of a forward pass, with what it took, computed in and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.casting import operations as ops
+from mpkit.casting.mode import CastMode, Running
+from mpkit.casting.rules import Handler, looks_inside
+from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a forward pass.
+
+    Args:
+        module:     path of the module whose forward called it, "" for the network itself.
+        operation:  torch's name of it.
+        inputs:     precision of each float input as it was given, before any cast.
+        compute:    precision in which it computed.
+        output:     precision of each float result.
+        shape:      shape of the first result.
+        bytes:      size of the float results in their precision (bytes; an emulated format counts its own bits).
+        casts:      tensors cast for it (its inputs, its result).
+        saved:      bytes of activations that it keeps for the backward pass and nothing before it kept, predicted.
+        flushed:    non-zero values that became zero in its casts and its result; None unless asked for.
+        overflowed: finite values that became infinite or NaN there; None unless asked for.
+    """
+
+    module: str
+    operation: str
+    inputs: tuple[str, ...]
+    compute: str
+    output: tuple[str, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    casts: int = 0
+    saved: int = 0
+    flushed: int | None = None
+    overflowed: int | None = None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One tensor that was cast: where, what (name of a parameter, or "activation"), from and to which precision."""
+
+    module: str
+    tensor: str
+    source: str
+    target: str
+    elements: int
+    flushed: int | None = None
+    overflowed: int | None = None
+
+
+@dataclass(frozen=True)
+class ModuleSummary:
+    """What the operations of one module add up to (bytes; compute lists each precision once)."""
+
+    module: str
+    kind: str
+    operations: int
+    compute: tuple[str, ...]
+    output: tuple[str, ...]
+    casts: int
+    bytes: int
+    saved: int
+    flushed: int | None
+    overflowed: int | None
+
+
+class Ledger:
+    """Records every operation of `network`'s forward passes inside a `with` block; see `ledger`."""
+
+    def __init__(self, network: nn.Module, *, count: bool = False) -> None:
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"a ledger watches an nn.Module, got {network!r}; pass the network object itself")
+        self.network = network
+        self.count = count
+        self.rows: list[Operation] = []
+        self.casts: list[Cast] = []
+        self.measured_bytes = 0
+        self._path: list[str] = []
+
+    def __enter__(self) -> Ledger:
+        self._parameters = {id(p): name for name, p in self.network.named_parameters()}
+        self._weights = {_storage(p) for p in self.network.parameters()}
+        self._kept: dict[int, Tensor] = {}
+        self._measured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        for name, module in self.network.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
+            self._hooks.append(module.register_forward_hook(lambda *_: self._path.pop() and None, always_call=True))
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda x: x)
+        self._saving.__enter__()
+        mode = CastMode()
+        mode.ledger = self
+        self._running = Running(mode)
+        self._running.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+        self._saving.__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._path.clear()
+        self._kept.clear()
+        self._measured.clear()
+
+    # --- called by the mode -------------------------------------------------------------------------------------------
+
+    def run(
+        self, mode: CastMode, handler: Handler | None, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what the rule says and write it down."""
+        if func in ops.COMPOSED:
+            return (handler or looks_inside(ops.COMPOSED[func]))(mode, func, args, kwargs)
+        if not self._path:
+            return handler(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
+        given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))
+        call, before = _Call(func, self.count), len(self.casts)
+        out = handler(mode, call, args, kwargs) if handler is not None else call(*args, **kwargs)
+        results = float_tensors(out)
+        if results and func not in _NO_ROW:
+            made = self.casts[before:]
+            computes = getattr(handler, "computes", None) or call.computed
+            row = Operation(
+                self._path[-1],
+                call.__name__,
+                given,
+                name_of(computes) if computes is not None else name_of(precision(results[0])),
+                tuple(name_of(precision(x)) for x in results),
+                tuple(results[0].shape),
+                sum(_bytes(x) for x in results),
+                len(made),
+                self._newly_kept(call),
+            )
+            if self.count:
+                row = replace(
+                    row,
+                    flushed=call.flushed + sum(cast.flushed or 0 for cast in made),
+                    overflowed=call.overflowed + sum(cast.overflowed or 0 for cast in made),
+                )
+            self.rows.append(row)
+        return out
+
+    def note_cast(self, x: Tensor, y: Tensor) -> None:
+        """Write down that `x` was cast to `y`."""
+        if id(x) in self._parameters or _storage(x) in self._weights:
+            self._weights.add(_storage(y))
+        lost = _lost(x, y) if self.count else (None, None)
+        name = self._parameters.get(id(x), "activation")
+        where = self._path[-1] if self._path else ""
+        self.casts.append(Cast(where, name, name_of(precision(x)), name_of(precision(y)), x.numel(), *lost))
+
+    def _note_saved(self, x: Tensor) -> Tensor:
+        if self._path and _storage(x) not in self._weights and _storage(x) not in self._measured:
+            self._measured[_storage(x)] = x
+            self.measured_bytes += x.untyped_storage().nbytes()
+        return x
+
+    def _newly_kept(self, call: _Call) -> int:
+        """Bytes of activations that the backward of this call needs and that were not kept before."""
+        new = 0
+        for x in call.kept():
+            if _storage(x) not in self._weights and _storage(x) not in self._kept:
+                self._kept[_storage(x)] = x
+                new += _bytes(x)
+        return new
+
+    # --- what the rows say --------------------------------------------------------------------------------------------
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Activations kept for the backward pass, from the table of what each operation needs (bytes)."""
+        return sum(row.saved for row in self.rows)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows as a table."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.rows], columns=list(Operation.__dataclass_fields__))
+
+    def casts_to_frame(self) -> pd.DataFrame:
+        """The casts as a table."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(cast) for cast in self.casts], columns=list(Cast.__dataclass_fields__))
+
+    def summary(self) -> list[ModuleSummary]:
+        """One line per module that ran an operation of its own, in the order of first use."""
+        kinds = {name: type(module).__name__ for name, module in self.network.named_modules()}
+        lines = []
+        for module in dict.fromkeys(row.module for row in self.rows):
+            rows = [row for row in self.rows if row.module == module]
+            lines.append(
+                ModuleSummary(
+                    module,
+                    kinds[module],
+                    len(rows),
+                    tuple(dict.fromkeys(row.compute for row in rows)),
+                    rows[-1].output,
+                    sum(cast.module == module for cast in self.casts),
+                    sum(row.bytes for row in rows),
+                    sum(row.saved for row in rows),
+                    _total([row.flushed for row in rows]),
+                    _total([row.overflowed for row in rows]),
+                )
+            )
+        return lines
+
+
+def ledger(network: nn.Module, *, count: bool = False) -> Ledger:
+    """Watch `network`: inside the `with` block every operation of its forward passes becomes a row.
+
+    Works at every level and on a network without one. Casts are made as always; nothing else changes.
+
+    Args:
+        count: also count values that were flushed to zero or overflowed; each operation is then computed again in
+               float64, so it takes several times longer.
+    Returns: a context manager with `rows`, `casts`, `summary()`, `to_frame()`, `predicted_bytes`, `measured_bytes`
+             (activations kept for the backward pass, by table and as autograd stored them).
+    Raises:  TypeError if `network` is no module.
+
+    >>> from mpkit.casting import auto_mixed_precision
+    >>> net = auto_mixed_precision(nn.Linear(3, 2), "O1", torch.bfloat16)
+    >>> with ledger(net) as book:
+    ...     _ = net(torch.ones(1, 3))
+    >>> book.rows[0].inputs, book.rows[0].compute, book.rows[0].output
+    (('float32', 'float32', 'float32'), 'bfloat16', ('float32',))
+    """
+    return Ledger(network, count=count)
+
+
+def name_of(target: Target) -> str:
+    """ "float16" for a dtype, the format's name for an emulated one."""
+    return target.fmt.name if isinstance(target, Emulated) else str(target).removeprefix("torch.")
+
+
+def _bytes(x: Tensor) -> int:
+    target = precision(x)
+    bits = target.fmt.bits if isinstance(target, Emulated) else 8 * x.element_size()
+    return -(-x.numel() * bits // 8)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _total(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _lost(wide: Tensor, narrow: Tensor) -> tuple[int, int]:
+    """How many values became zero, and how many non-finite."""
+    wide, narrow = wide.detach(), narrow.detach()
+    flushed = (narrow == 0) & (wide != 0)
+    overflowed = wide.isfinite() & ~narrow.isfinite()
+    return int(flushed.sum()), int(overflowed.sum())
+
+
+# Conversions are what the casts are made of; these give tensors but compute nothing.
+_NO_ROW = (ops.LEFT_ALONE | ops.spellings("zeros_like", "ones_like")) - ops.CONVERSIONS
+
+_KEEPS_OUTPUT = ops.words("relu sigmoid tanh softmax log_softmax exp expm1 sqrt rsqrt reciprocal relu_ tanh_ sigmoid_")
+_KEEPS_NOTHING = ops.words(
+    """add sub neg cat concat stack mean sum view reshape flatten unflatten permute transpose t squeeze unsqueeze expand
+    chunk split unbind narrow select to float half bfloat16 double contiguous clone zeros_like ones_like masked_fill
+    __getitem__ __setitem__ add_ sub_ __add__ __radd__ __sub__ __rsub__ copy_ fill_ zero_ dropout rsub"""
+)
+_RANDOM = ops.words("dropout rand bernoulli multinomial normal uniform rrelu gumbel")
+
+
+class _Call:
+    """Stands in for a torch function while a handler runs: sees the inputs after the casts."""
+
+    def __init__(self, func: ops.Function, count: bool) -> None:
+        self.func = func
+        self.__name__ = getattr(func, "__name__", str(func)).strip("_") if not _is_dunder(func) else func.__name__
+        self.count = count
+        self.computed: Target | None = None
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.flushed = self.overflowed = 0
+
+    def __hash__(self) -> int:
+        return hash(self.func)
+
+    def __eq__(self, other: object) -> bool:
+        return self.func == (other.func if isinstance(other, _Call) else other)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = float_tensors((args, kwargs))
+        reference = self._in_float64(args, kwargs) if self.count else None
+        out = self.func(*args, **kwargs)
+        self.inputs += inputs
+        self.outputs += float_tensors(out)
+        self.computed = _widest(inputs)
+        if reference is not None:
+            for exact, got in zip(float_tensors(reference), float_tensors(out)):
+                flushed, overflowed = _lost(exact, got)
+                self.flushed += flushed
+                self.overflowed += overflowed
+        return out
+
+    def _in_float64(self, args: Any, kwargs: Any) -> Any:
+        name = getattr(self.func, "__name__", "")
+        if self.func in ops.IN_PLACE or any(word in name for word in _RANDOM):
+            return None
+        widened = map_tensors(lambda x: x.detach().double() if x.is_floating_point() else x, (args, kwargs))
+        try:
+            with torch.no_grad():
+                return self.func(*widened[0], **widened[1] | ({"inplace": False} if "inplace" in kwargs else {}))
+        except (RuntimeError, TypeError, NotImplementedError):  # no float64 kernel: nothing to compare with
+            return None
+
+    def kept(self) -> list[Tensor]:
+        """What autograd keeps of this call."""
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*self.inputs, *self.outputs)):
+            return []
+        if self.__name__ in _KEEPS_NOTHING:
+            return []
+        return self.outputs if self.__name__ in _KEEPS_OUTPUT else self.inputs
+
+
+def _is_dunder(func: Any) -> bool:
+    return getattr(func, "__name__", "").startswith("__")
+
+
+def _widest(inputs: list[Tensor]) -> Target | None:
+    targets = list(dict.fromkeys(precision(x) for x in inputs))
+    if len(targets) < 2:
+        return targets[0] if targets else None
+    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in targets]
+    wide = dtypes[0]
+    for dtype in dtypes[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return wide
