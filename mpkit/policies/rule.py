@@ -128,6 +128,8 @@ class ScalePolicy:
                 raise TypeError(f"{key} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
+            if key not in _COUNTS:
+                object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
 
@@ -165,6 +167,7 @@ _RANGES = {
     "stop_at": (-math.inf, math.inf),
     "max_consecutive": (0, math.inf),
 }
+_COUNTS = ("growth_interval", "hysteresis", "max_consecutive")
 
 
 def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:

@@ -131,10 +131,10 @@ class PolicyLossScaler(LossScaler):
 
     def _advance_by_rule(self, finite: Tensor) -> None:
         after, raised = advance(self.policy, self._state, finite)
-        for old, new in zip(self._state, after):
+        for old, new in zip(self._state, after):  # `scale` first: in a delayed policy its new value is old `decided`
             if new is not old:
                 old.copy_(new)
-        self.scale_value.copy_(after.scale)
+        self.scale_value.copy_(self._state.scale)
         if isinstance(raised, Tensor):
             self.stopped.copy_(torch.where(self.stopped == 0, raised, self.stopped))
 
