@@ -77,8 +77,6 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler: pass found_inf on instead of reading it on the host
-    found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
     decay_in_formula = False  # True where `update` applies weight decay itself
     decay_filter = True  # False where the reference ignores the beta/gamma rule
     centralizes = True
@@ -255,12 +253,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        keep = None
-        if self.found_inf is not None:
-            keep = (self.found_inf.reshape(()) == 0).float()
+        keep, found_inf, grad_scale = None, getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None:
+            keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
         for group in self.param_groups:
-            numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, self.grad_scale)
+            numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
             for chosen in _alike(group["params"]):
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)
@@ -349,7 +347,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _transformed(self, grads: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         if group["grad_centralization"] and self.centralizes:
-            grads = [centralized(grad, 16 if self.faithful else 1) for grad in grads]
+            multiple = max(int(group["grad_centralization"]), 16 if self.faithful else 1)  # a group may say 16 itself
+            grads = [centralized(grad, multiple) for grad in grads]
         if self.gradient_transform is not None:
             grads = list(self.gradient_transform(list(grads), params, group))
         if self.loss_scale != 1.0 and not self.decay_in_formula:
