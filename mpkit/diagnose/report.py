@@ -1,0 +1,150 @@
+"""What a diagnosis says, and what to do about it, in words a student understands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpkit.diagnose.watch import ROOT, Event, Operand
+
+VERDICTS = {
+    "healthy": "Nothing is wrong with this batch: loss and gradients are finite.",
+    "scale_too_high": "The loss scale is too high: the gradients overflow only because they are multiplied by it.",
+    "forward_overflow": "A value leaves the number format in the forward pass; no loss scale can repair that.",
+    "gradient_overflow": "The gradients leave the number format in the backward pass even without a loss scale.",
+    "model_non_finite": "The model itself makes inf or NaN: it happens in float32 too. Neither scale nor format is to blame.",
+    "bad_data": "The batch holds inf or NaN and passes it on to the loss or the gradients.",
+    "weights_non_finite": "A weight or buffer holds inf or NaN already: the damage was done in an earlier step.",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why a step went bad.
+
+    verdict:     a key of `VERDICTS`.
+    phase:       "forward", "backward", or "" when nothing was born in this step.
+    module:      dotted path of the module where the first non-finite value was born; for `bad_data` and
+                 `weights_non_finite` the tensor that holds it.
+    operation:   what torch calls the operation, or the cast or rounding it is.
+    gradient_of: the forward operation whose gradient was being computed, in the backward pass.
+    operands:    what went into that operation.
+    max_scale:   the largest power-of-two scale with finite gradients; None if none works.
+    lost:        share of the gradient values that are zero at scale 1 and not in float32 (0..1).
+    lost_at_scale: the same at the scale that was asked about; NaN when that run is not finite.
+    loss:        in float32. `low_loss` is the loss in the low precision.
+    """
+
+    verdict: str
+    phase: str
+    module: str
+    operation: str
+    gradient_of: str
+    operands: tuple[Operand, ...]
+    max_scale: float | None
+    lost: float
+    lost_at_scale: float
+    loss: float
+    low_loss: float
+    scale: float
+    level: str
+    dtype: str
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do, most useful first."""
+        return tuple(_advice(self))
+
+    def __str__(self) -> str:
+        lines = [f"{self.verdict}: {VERDICTS[self.verdict]}", *self._birth(), *self._scales()]
+        return "\n".join([*lines, *(f"  -> {a}" for a in self.advice)])
+
+    def _birth(self) -> list[str]:
+        if self.verdict in ("bad_data", "weights_non_finite"):
+            return [f"  where: {self.module}"]
+        if not self.operation:
+            return []
+        of = f", the gradient of {self.gradient_of}" if self.gradient_of else ""
+        lines = [f"  born in the {self.phase} pass, module {self.module}, operation {self.operation}{of}, from"]
+        return lines + [f"    {operand}" for operand in self.operands]
+
+    def _scales(self) -> list[str]:
+        largest = "no loss scale works" if self.max_scale is None else f"largest that works {power(self.max_scale)}"
+        lines = [f"  level {self.level}, {self.dtype}; scale asked about {power(self.scale)}, {largest}"]
+        if not math.isnan(self.lost):
+            here = "" if math.isnan(self.lost_at_scale) else f", {self.lost_at_scale:.1%} at {power(self.scale)}"
+            lines.append(f"  gradient values lost to zero: {self.lost:.1%} at scale 1{here}")
+        return lines
+
+
+def power(value: float) -> str:
+    """A scale as a reader likes it: 65536 -> "2^16 = 65536", 1000 -> "1000".
+
+    >>> power(65536.0), power(0.25), power(1000.0)
+    ('2^16 = 65536', '2^-2 = 0.25', '1000')
+    """
+    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
+        return f"2^{math.frexp(value)[1] - 1} = {value:.10g}"
+    return f"{value:.10g}"
+
+
+_HINTS = {
+    "log": "a log of zero: add a small number inside, or use log_softmax, logsumexp or log1p",
+    "div": "a division by zero or by something that flushed to zero: add an eps that the format can hold to the divisor",
+    "exp": "an exp of a large number: subtract the largest argument first, as softmax does",
+    "softmax": "a softmax over inf or a fully masked row: keep the logits inside the format and one entry unmasked",
+    "sqrt": "a square root at zero has an infinite slope: add a small eps inside the root",
+    "rsqrt": "an inverse root of zero: the eps is too small for the format",
+    "norm": "the gradient of a norm at zero is 0/0: add a small eps inside the root",
+    "mean": "a mean adds up before it divides: take it in float32",
+    "sum": "a long sum: take it in float32",
+    "pow": "a power grows out of the range: compute it in float32",
+    "mul": "a product grows out of the range: compute it in float32 or divide first",
+}
+
+
+def _advice(report: Report) -> list[str]:
+    hint = next((text for key, text in _HINTS.items() if key in report.operation.split(" ")[0]), "")
+    keep = (
+        f"keep {report.module} in float32: to_float(module, torch.float32)"
+        if report.module != ROOT
+        else ("keep this operation in float32 (x.float() before it), or normalise what goes in")
+    )
+    bf16 = "use bfloat16, whose range is that of float32 (and which needs no loss scale)"
+    advice: list[str] = []
+    if report.verdict == "scale_too_high":
+        advice = [
+            f"lower the scale to {power(report.max_scale or 1.0)} or below; a dynamic scaler does so by itself",
+            "a skip now and then is how a dynamic scaler finds the ceiling, and no fault",
+        ]
+    elif report.verdict == "forward_overflow":
+        advice = [keep, bf16, "lowering the loss scale will not help: the forward pass does not see it"]
+    elif report.verdict == "gradient_overflow":
+        down = report.max_scale is not None
+        advice = [
+            f"a scale of {power(report.max_scale or 1.0)} would fit" if down else keep,
+            bf16,
+            "divide the loss (mean, not sum, over batch and positions)",
+        ]
+    elif report.verdict == "model_non_finite":
+        advice = ["train in float32 until this is repaired; mixed precision only shows it"]
+    elif report.verdict == "bad_data":
+        advice = ["drop or repair the sample: check with torch.isfinite before training"]
+    elif report.verdict == "weights_non_finite":
+        advice = [
+            "go back to the last good checkpoint and record from there: an update with inf or NaN got through",
+            "check that overflowed steps are skipped, and that the scale has not reached 0",
+        ]
+    elif report.lost_at_scale > 0.05:
+        advice = [
+            f"{report.lost_at_scale:.1%} of the gradient values are lost at this scale: raise it"
+            + (f" up to {power(report.max_scale)}" if report.max_scale else "")
+        ]
+    return ([hint] if hint and report.verdict not in ("healthy", "scale_too_high") else []) + advice
+
+
+def operation_of(event: Event | None) -> dict[str, object]:
+    """The fields of a Report that an event fills."""
+    if event is None:
+        return {"phase": "", "module": "", "operation": "", "gradient_of": "", "operands": ()}
+    return {key: getattr(event, key) for key in ("phase", "module", "operation", "gradient_of", "operands")}

@@ -1,0 +1,226 @@
+"""Run one batch again in several precisions and scales, and say what went wrong."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from mpkit.casting import auto_mixed_precision, remove_mixed_precision
+from mpkit.diagnose.report import Report, operation_of
+from mpkit.diagnose.watch import Event, Watch
+from mpkit.formats import FloatFormat
+
+SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
+
+
+def diagnose(
+    network: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    *,
+    level: str | None = "O2",
+    scale: float = 2.0**16,
+    dtype: torch.dtype | FloatFormat = torch.float16,
+) -> Report:
+    """Re-run one batch and say whether scale, format, model, data or weights make it non-finite, and where first.
+
+    The batch runs in float32, then at the level; the backward pass at `scale`, at 1, and at the powers of two that find
+    the largest scale that works. Network, gradients, buffers and random state are as before afterwards.
+
+    Args:
+        network:  any module, with or without a level on it. Its training mode is respected.
+        batch:    (inputs, target): the loss is loss_fn(network(inputs), target); a tuple or dict of inputs is unpacked.
+                  A single tensor: the loss is loss_fn(network(batch)).
+        loss_fn:  gives a scalar; None if network(*batch) is the loss.
+        level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
+                  dtype, and an autocast context around this call.
+        scale:    the loss scale to ask about (> 0, finite).
+        dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
+    Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number.
+    Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
+             search takes it that a smaller scale overflows no earlier than a larger one.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
+    state = torch.random.get_rng_state()
+    devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng([*devices]), torch.enable_grad():
+        full = _run(_plain_copy(network), _widened(batch), loss_fn, 1.0, autocast_off=True)
+        torch.random.set_rng_state(state)
+        if not full.finite:
+            return _report(_blame_model(full), full, full, None, scale, level, dtype)
+        low = _run(_low_copy(network, level, dtype), batch, loss_fn, scale)
+    largest = None if not math.isfinite(low.loss) else low.largest_scale()
+    return _report(_blame_precision(low, largest), full, low, largest, scale, level, dtype)
+
+
+@dataclass
+class _Run:
+    """One forward pass and the backward pass from it at one scale."""
+
+    watch: Watch
+    loss: float
+    bad: list[Tensor]
+    gradients: list[Tensor | None]
+    again: Callable[[float], list[Tensor | None]]
+
+    @property
+    def finite(self) -> bool:
+        return not self.bad
+
+    def born(self) -> tuple[Event | None, tuple[str, ...]]:
+        return self.watch.born(self.bad)
+
+    def largest_scale(self) -> float | None:
+        """Largest 2**k with finite gradients, by bisection; None if not even the smallest works."""
+        works, fails = SMALLEST, LARGEST + 1
+        if not self._works(works):
+            return None
+        while fails - works > 1:
+            middle = (works + fails) // 2
+            works, fails = (middle, fails) if self._works(middle) else (works, middle)
+        return 2.0**works
+
+    def _works(self, exponent: int) -> bool:
+        return all(bool(g.isfinite().all()) for g in self.again(2.0**exponent) if g is not None)
+
+
+def _run(network: nn.Module, batch: Any, loss_fn: Any, scale: float, autocast_off: bool = False) -> _Run:
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    watch = Watch(network, _leaves(network, batch))
+    with ExitStack() as stack:
+        if autocast_off:
+            stack.enter_context(_no_autocast(parameters))
+        stack.enter_context(watch)
+        with watch.attached():
+            loss = _loss(network, batch, loss_fn)
+        wide = loss.float()
+        watch.backward = True
+        gradients = _gradients(wide, parameters, scale)
+    bad = [t for t in (wide.detach(), *gradients) if t is not None and not bool(t.isfinite().all())]
+    if not bool(wide.isfinite()):
+        bad = [loss.detach()] if not bool(loss.isfinite()) else [wide.detach()]
+    return _Run(watch, float(wide.detach()), bad, gradients, lambda s: _gradients(wide, parameters, s))
+
+
+def _gradients(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
+    seed = torch.full_like(loss, scale)
+    return list(torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True))
+
+
+def _loss(network: nn.Module, batch: Any, loss_fn: Any) -> Tensor:
+    if loss_fn is None:
+        loss = network(*batch) if isinstance(batch, tuple | list) else network(batch)
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        loss = loss_fn(_forward(network, batch[0]), batch[1])
+    elif isinstance(batch, Tensor):
+        loss = loss_fn(_forward(network, batch))
+    else:
+        raise TypeError(
+            f"batch must be (inputs, target) or one tensor, got {type(batch).__name__}; "
+            "several inputs go into a tuple: ((x1, x2), target)"
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError("the loss must be one number that depends on a parameter; reduce it with loss.mean()")
+    return loss.reshape(())
+
+
+def _forward(network: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return network(**inputs)
+    return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
+
+
+def _leaves(network: nn.Module, batch: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, value in torch.utils._pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(value, Tensor):
+            found[f"batch{torch.utils._pytree.keystr(path)}"] = value
+    found |= {f"parameter {name}": p for name, p in network.named_parameters()}
+    return found | {f"buffer {name}": b for name, b in network.named_buffers()}
+
+
+def _plain_copy(network: nn.Module) -> nn.Module:
+    return remove_mixed_precision(copy.deepcopy(network)).float()
+
+
+def _low_copy(network: nn.Module, level: str | None, dtype: torch.dtype | FloatFormat) -> nn.Module:
+    if level is None:
+        return copy.deepcopy(network)
+    return auto_mixed_precision(_plain_copy(network), level, dtype)
+
+
+def _widened(batch: Any) -> Any:
+    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+
+
+def _no_autocast(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    kind = parameters[0].device.type if parameters else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _blame_model(full: _Run) -> tuple[str, Event | None, tuple[str, ...]]:
+    event, leaves = full.born()
+    if not leaves:
+        return "model_non_finite", event, leaves
+    inside = [name for name in leaves if not name.startswith("batch")]
+    return ("weights_non_finite", None, tuple(inside)) if inside else ("bad_data", None, leaves)
+
+
+def _blame_precision(low: _Run, largest: float | None) -> tuple[str, Event | None, tuple[str, ...]]:
+    if low.finite:
+        return "healthy", None, ()
+    event, leaves = low.born()
+    if not math.isfinite(low.loss) or (event is not None and event.phase == "forward"):
+        return "forward_overflow", event, leaves
+    return "scale_too_high" if largest is not None and largest >= 1 else "gradient_overflow", event, leaves
+
+
+def _report(
+    blame: tuple[str, Event | None, tuple[str, ...]],
+    full: _Run,
+    low: _Run,
+    largest: float | None,
+    scale: float,
+    level: str | None,
+    dtype: torch.dtype | FloatFormat,
+) -> Report:
+    verdict, event, leaves = blame
+    fields = operation_of(event)
+    if leaves:
+        fields["module"] = ", ".join(leaves)
+    at_one = (
+        math.nan if verdict in ("bad_data", "model_non_finite", "weights_non_finite") else _lost(full, low.again(1.0))
+    )
+    return Report(
+        verdict=verdict,
+        **fields,  # type: ignore[arg-type]
+        max_scale=largest,
+        lost=at_one,
+        lost_at_scale=_lost(full, low.gradients) if verdict == "healthy" else math.nan,
+        loss=full.loss,
+        low_loss=low.loss,
+        scale=scale,
+        level=level or "as it is",
+        dtype=dtype.name if isinstance(dtype, FloatFormat) else str(dtype).removeprefix("torch."),
+    )
+
+
+def _lost(full: _Run, gradients: list[Tensor | None]) -> float:
+    """Share of the values that are not zero in float32 and zero in `gradients`; NaN when those are not finite."""
+    pairs = [(a, b) for a, b in zip(full.gradients, gradients) if a is not None and b is not None]
+    if not pairs or not all(bool(b.isfinite().all()) for _, b in pairs):
+        return math.nan
+    there = sum(int((a != 0).sum()) for a, _ in pairs)
+    gone = sum(int(((a != 0) & (b == 0)).sum()) for a, b in pairs)
+    return gone / there if there else 0.0

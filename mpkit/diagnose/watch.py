@@ -1,0 +1,273 @@
+"""See every tensor operation of a forward and backward pass, and find where the first bad inf or NaN was born."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OUTSIDE = "(loss function)"
+ROOT = "(network)"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What went into an operation: dtype, shape, extremes of the finite values, how many were not finite."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    nonfinite: int
+
+    def __str__(self) -> str:
+        bad = f", {self.nonfinite} not finite" if self.nonfinite else ""
+        size = "x".join(map(str, self.shape)) or "one value"
+        return f"{_dtype_name(self.dtype)} {size} in [{self.low:.4g}, {self.high:.4g}]{bad}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation whose result was not finite.
+
+    kinds:    which of "inf", "-inf", "nan" occur in the result.
+    parents:  indices of the events whose non-finite results went in.
+    leaves:   names of the non-finite tensors that went in and that no operation made (data, weights, buffers).
+    meant:    infinities put there on purpose, as an attention mask does.
+    """
+
+    index: int
+    operation: str
+    module: str
+    phase: str
+    gradient_of: str
+    kinds: frozenset[str]
+    operands: tuple[Operand, ...]
+    parents: tuple[int, ...]
+    leaves: tuple[str, ...]
+    meant: bool
+
+
+class Watch(TorchDispatchMode):
+    """While entered, remembers every operation with a non-finite result and where it came from.
+
+    Args:
+        network:  its modules give operations their path; use `attached()` around the forward pass.
+        leaves:   name -> tensor of everything the computation starts from.
+    """
+
+    def __init__(self, network: nn.Module, leaves: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.network = network
+        self.leaves = {_storage(t): (name, t) for name, t in leaves.items() if _checkable(t)}
+        self.events: list[Event] = []
+        self.backward = False
+        self._path: list[str] = []
+        self._made: dict[int, tuple[int, Tensor]] = {}  # storage -> event, and the tensor that keeps the storage alive
+        self._nodes: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and operation
+
+    def attached(self) -> _Attached:
+        """A context in which the modules of the network say where the computation is."""
+        return _Attached(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _checkable(t)]
+        writes = func._schema.is_mutable
+        described = self._sources(inputs) if writes else None
+        out = func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if not self.backward:
+            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, (self._where(), _plain_name(name)))
+        if name.startswith(("empty", "new_empty")):
+            return out  # memory that nobody has written yet
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
+        bad = [t for t in results if not bool(t.isfinite().all())]
+        seen = {_storage(t) for t in inputs}
+        if not writes:
+            bad = [
+                t for t in bad if not (_storage(t) in seen and (_storage(t) in self._made or self._leaf(t)))
+            ]  # views
+        if bad:
+            self._remember(func, args, kwargs, bad, described or self._sources(inputs))
+        return out
+
+    def born(self, results: Iterable[Tensor]) -> tuple[Event | None, tuple[str, ...]]:
+        """The earliest operation that made `results` non-finite, or else the names of the leaves that did."""
+        births: set[int] = set()
+        leaves: list[str] = []
+        todo: list[int] = []
+        for tensor in results:
+            if bool(tensor.isfinite().all()):
+                continue
+            if self._leaf(tensor):
+                leaves.append(self.leaves[_storage(tensor)][0])
+            elif _storage(tensor) in self._made:
+                todo.append(self._made[_storage(tensor)][0])
+        visited: set[int] = set()
+        while todo:
+            index = todo.pop()
+            if index in visited:
+                continue
+            visited.add(index)
+            event = self.events[index]
+            guilty = [i for i in event.parents if not self.events[i].meant]
+            leaves += event.leaves
+            todo += guilty
+            if not guilty and not event.leaves:
+                births.add(index)
+        if leaves:
+            return None, tuple(dict.fromkeys(leaves))
+        return (self.events[min(births)] if births else None), ()
+
+    def _sources(self, inputs: list[Tensor]) -> tuple[tuple[Operand, ...], list[int], list[str], bool]:
+        """Describe the inputs: -> operands, events they come from, leaves they are, whether a leaf is only a mask."""
+        parents, leaves, mask = [], [], False
+        for t in inputs:
+            if bool(t.isfinite().all()):
+                continue
+            if _storage(t) in self._made:
+                parents.append(self._made[_storage(t)][0])
+            elif self._leaf(t):
+                if _kinds(t) == {"-inf"}:
+                    mask = True
+                else:
+                    leaves.append(self.leaves[_storage(t)][0])
+        return tuple(_operand(t) for t in inputs), parents, leaves, mask
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, bad: list[Tensor], sources: Any) -> None:
+        operands, parents, leaves, mask = sources
+        kinds = frozenset().union(*(_kinds(t) for t in bad))
+        name = _operation(func, args, kwargs)
+        module, of = self._where(), ""
+        if self.backward:
+            module, of = self._origin()
+        given = [self.events[i] for i in parents]
+        allowed = frozenset().union(*(e.kinds for e in given if e.meant), {"-inf"} if mask else ())
+        written = {_constant_kind(v) for v in tree_leaves((args, kwargs)) if isinstance(v, float)} - {""}
+        meant = not leaves and all(e.meant for e in given) and kinds <= (allowed | written) and "nan" not in kinds
+        event = Event(
+            index=len(self.events),
+            operation=name,
+            module=module,
+            phase="backward" if self.backward else "forward",
+            gradient_of=of,
+            kinds=kinds,
+            operands=operands,
+            parents=tuple(parents),
+            leaves=tuple(leaves),
+            meant=meant,
+        )
+        self.events.append(event)
+        for t in bad:
+            self._made[_storage(t)] = (event.index, t)
+
+    def _leaf(self, t: Tensor) -> bool:
+        return _storage(t) in self.leaves
+
+    def _where(self) -> str:
+        return self._path[-1] if self._path else OUTSIDE
+
+    def _origin(self) -> tuple[str, str]:
+        """Module and forward operation that the running backward operation belongs to."""
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else None
+        if number is None or number >= 2**63:
+            return OUTSIDE, ""
+        known = [n for n in self._nodes if n <= number]
+        return self._nodes[max(known)] if known else (OUTSIDE, "")
+
+
+class _Attached:
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self.watch.network.named_modules():
+            self.handles.append(module.register_forward_pre_hook(self._enter(name or ROOT)))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any) -> None:
+            self.watch._path.append(name)
+
+        return hook
+
+    def _leave(self, *_: Any) -> None:
+        self.watch._path.pop()
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _checkable(t: Tensor) -> bool:
+    return t.is_floating_point() and t.layout == torch.strided and t.numel() > 0 and t.device.type != "meta"
+
+
+def _kinds(t: Tensor) -> set[str]:
+    found = {"nan": t.isnan(), "inf": t == math.inf, "-inf": t == -math.inf}
+    return {kind for kind, where in found.items() if bool(where.any())}
+
+
+def _constant_kind(value: float) -> str:
+    return {math.inf: "inf", -math.inf: "-inf"}.get(value, "")
+
+
+def _operand(t: Tensor) -> Operand:
+    finite = t[t.isfinite()].double() if t.dim() else t.reshape(1)[t.reshape(1).isfinite()].double()
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (math.nan, math.nan)
+    return Operand(t.dtype, tuple(t.shape), low, high, t.numel() - finite.numel())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain_name(name: str) -> str:
+    plain = name.strip("_").removeprefix("native_")
+    return plain.replace("_backward_data", "_backward")
+
+
+def _operation(func: Any, args: Any, kwargs: Any) -> str:
+    """The operation in words: what torch calls it, or which cast or rounding it is."""
+    frame = _rounding_frame()
+    if frame is not None:
+        fmt = frame.get("fmt") or frame.get("format")
+        return f"round to {getattr(fmt, 'name', 'the format')}"
+    name = func._overloadpacket.__name__
+    if name in ("_to_copy", "to"):
+        dtype = kwargs.get("dtype")
+        return f"cast to {_dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else "copy"
+    if name == "copy_":
+        return f"cast to {_dtype_name(args[0].dtype)}" if args[0].dtype != args[1].dtype else "copy"
+    return _plain_name(name)
+
+
+def _rounding_frame() -> dict[str, Any] | None:
+    """Local names of mpkit's rounding when it is what called the running operation."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").startswith("mpkit.rounding"):
+            return frame.f_locals
+        if frame.f_globals.get("__name__", "").startswith("mpkit.diagnose.run"):
+            return None
+    return None
+
+
+def _frames() -> Iterator[Any]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,321 @@
+"""The record of a run as plain arrays: saved without pickle, checked when loaded, joined after a resume."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = "mpkit.trace/1"
+LOWEST, HIGHEST = -126, 127  # exponents of the normal numbers of float32
+_SCALARS = {
+    "step": np.int64,
+    "loss": np.float64,
+    "scale": np.float64,
+    "overflow": np.bool_,
+    "lr": np.float64,
+    "grad_norm": np.float64,
+    "seconds": np.float64,
+}
+_RANGES = {
+    "size": np.int64,
+    "step": np.int64,
+    "counts": np.uint32,
+    "zeros": np.int64,
+    "nonfinite": np.int64,
+    "largest": np.float32,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """How large the values of P named tensors were in H recorded steps: one exponent histogram each.
+
+    Args:
+        names:     P dotted parameter or module names.
+        size:      (P,) int64 number of values in each.
+        step:      (H,) int64 step index of every row, ascending.
+        lowest:    exponent of the first bin; bin b counts the values with 2**(lowest+b) <= |x| < 2**(lowest+b+1).
+        counts:    (H, P, B) uint32 finite non-zero values per power of two.
+        zeros:     (H, P) int64 values below 2**-126, in practice zeros.
+        nonfinite: (H, P) int64 values that are inf or NaN.
+        largest:   (H, P) float32 largest magnitude; inf or NaN where one occurred.
+    Raises:  ValueError when shapes, order or totals do not fit together.
+    """
+
+    names: tuple[str, ...]
+    size: np.ndarray
+    step: np.ndarray
+    lowest: int
+    counts: np.ndarray
+    zeros: np.ndarray
+    nonfinite: np.ndarray
+    largest: np.ndarray
+
+    def __post_init__(self) -> None:
+        rows, names = len(self.step), len(self.names)
+        _need_shape("size", self.size, (names,))
+        for key in ("zeros", "nonfinite", "largest"):
+            _need_shape(key, getattr(self, key), (rows, names))
+        if self.counts.ndim != 3 or self.counts.shape[:2] != (rows, names):
+            raise ValueError(f"counts must be (rows={rows}, names={names}, bins), got {self.counts.shape}")
+        if not LOWEST <= self.lowest <= HIGHEST + 1 - self.bins:
+            raise ValueError(f"bins must lie in 2**{LOWEST}..2**{HIGHEST}, got {self.bins} from {self.lowest}")
+        _need_ascending("the recorded steps", self.step)
+        if len(set(self.names)) != names:
+            raise ValueError("names occur twice; every parameter or module needs its own")
+        total = self.counts.sum(axis=2, dtype=np.int64) + self.zeros + self.nonfinite
+        if (total > self.size).any() or min(self.zeros.min(initial=0), self.nonfinite.min(initial=0)) < 0:
+            raise ValueError("a histogram counts more values than its tensor has: the trace is damaged")
+
+    @property
+    def bins(self) -> int:
+        return self.counts.shape[2]
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """(B,) int64 exponent e of each bin, which holds 2**e <= |x| < 2**(e+1)."""
+        return np.arange(self.lowest, self.lowest + self.bins)
+
+    def total(self) -> np.ndarray:
+        """(H, B) int64 counts of all names together."""
+        return self.counts.sum(axis=1, dtype=np.int64)
+
+    def finite_largest(self) -> np.ndarray:
+        """(H,) float64 largest finite magnitude over all names; 0 where a row has no finite non-zero value.
+
+        Rows with inf or NaN only know the power of two: they give the upper edge of the highest occupied bin.
+        """
+        clean = (self.nonfinite == 0) & np.isfinite(self.largest)
+        exact = np.where(clean, self.largest.astype(np.float64), 0.0).max(axis=1, initial=0.0)
+        occupied = (self.counts > 0) & ~clean[:, :, None]
+        edges = np.exp2(self.exponents + 1.0)
+        return np.maximum(exact, np.where(occupied, edges, 0.0).max(axis=(1, 2), initial=0.0))
+
+    def _padded(self, lowest: int, bins: int) -> np.ndarray:
+        before = self.lowest - lowest
+        return np.pad(self.counts, ((0, 0), (0, 0), (before, bins - before - self.bins)))
+
+    def _rows(self, keep: np.ndarray) -> Ranges:
+        keys = ("step", "counts", "zeros", "nonfinite", "largest")
+        return replace(self, **{key: getattr(self, key)[keep] for key in keys})
+
+    def _joined(self, later: Ranges) -> Ranges:
+        if self.names != later.names:
+            missing = sorted(set(self.names) ^ set(later.names))[:3]
+            raise ValueError(f"only traces of the same network can be joined; names differ: {missing}")
+        lowest = min(self.lowest, later.lowest)
+        bins = max(self.lowest + self.bins, later.lowest + later.bins) - lowest
+        keys = ("step", "zeros", "nonfinite", "largest")
+        return Ranges(
+            names=self.names,
+            size=np.maximum(self.size, later.size),
+            lowest=lowest,
+            counts=np.concatenate([self._padded(lowest, bins), later._padded(lowest, bins)]),
+            **{key: np.concatenate([getattr(self, key), getattr(later, key)]) for key in keys},
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What happened in N steps of one training run.
+
+    Args:
+        step:      (N,) int64 index of the step, ascending.
+        loss:      (N,) float64 unscaled loss.
+        scale:     (N,) float64 loss scale that this step was made with (1 without scaling).
+        overflow:  (N,) bool: a gradient was inf or NaN, the update was skipped.
+        lr:        (N,) float64 learning rate of the first parameter group.
+        grad_norm: (N,) float64 2-norm of all unscaled gradients; NaN in steps that `every` left out.
+        seconds:   (N,) float64 time since the recorder was made.
+        gradients: exponent histograms of the unscaled gradients.
+        activations: the same of module outputs, or None.
+        format:    name of the format that the scaled gradients had to fit into, "fp16" in mixed precision.
+        meta:      anything JSON can hold: versions, what was trained, `policy` with the scale policy in use.
+    Raises:  ValueError when the arrays do not fit together.
+    """
+
+    step: np.ndarray
+    loss: np.ndarray
+    scale: np.ndarray
+    overflow: np.ndarray
+    lr: np.ndarray
+    grad_norm: np.ndarray
+    seconds: np.ndarray
+    gradients: Ranges
+    activations: Ranges | None = None
+    format: str = "fp16"
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in _SCALARS:
+            _need_shape(key, getattr(self, key), (len(self.step),))
+        _need_ascending("the steps", self.step)
+        for part in (self.gradients, self.activations):
+            if part is not None and not np.isin(part.step, self.step).all():
+                raise ValueError("a histogram belongs to a step that the trace does not have")
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __repr__(self) -> str:
+        skipped = int(self.overflow.sum())
+        return (
+            f"Trace({len(self)} steps, {skipped} skipped, {len(self.gradients.step)} with histograms of "
+            f"{len(self.gradients.names)} gradients, format={self.format})"
+        )
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(H,) int64 position in the step arrays of every recorded gradient histogram."""
+        return np.searchsorted(self.step, self.gradients.step)
+
+    def save(self, path: str | Path) -> None:
+        """Write one compressed npz of plain arrays; nothing is pickled."""
+        head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
+        arrays: dict[str, np.ndarray] = {key: getattr(self, key) for key in _SCALARS}
+        for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
+            if part is not None:
+                head[prefix] = {"names": part.names, "lowest": part.lowest}
+                arrays |= {f"{prefix}_{key}": getattr(part, key) for key in _RANGES}
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote.
+
+        Raises:  ValueError, which says what is wrong, for a damaged or foreign file; FileNotFoundError.
+        """
+        arrays = _read(Path(path))
+        try:
+            head = json.loads(str(arrays["head"]))
+            if head["schema"] != SCHEMA:
+                raise ValueError(f"schema {head['schema']!r} is not {SCHEMA!r}")
+            parts = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
+            scalars = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
+            return cls(**scalars, **parts, format=head["format"], meta=head["meta"])
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path} is not a trace that Trace.save wrote: {what}") from error
+
+    def before(self, step: int) -> Trace:
+        """The steps with an index below `step`, for instance those that a checkpoint covers."""
+        return self._where(self.step < step)
+
+    def thinned(self, steps: np.ndarray) -> Trace:
+        """The same steps with only the gradient histograms of `steps`."""
+        return replace(self, gradients=self.gradients._rows(np.isin(self.gradients.step, steps)))
+
+    def _where(self, keep: np.ndarray) -> Trace:
+        scalars = {key: getattr(self, key)[keep] for key in _SCALARS}
+        kept = scalars["step"]
+        gradients = self.gradients._rows(np.isin(self.gradients.step, kept))
+        seen = self.activations
+        return replace(
+            self,
+            **scalars,
+            gradients=gradients,
+            activations=None if seen is None else seen._rows(np.isin(seen.step, kept)),
+        )
+
+    def __add__(self, later: Trace) -> Trace:
+        """This run and its continuation after a resume.
+
+        Steps that both hold were trained twice (the run went on after its last checkpoint): the later trace wins.
+        Raises:  ValueError when the traces are of different networks or formats.
+        """
+        if not isinstance(later, Trace):
+            return NotImplemented
+        if self.format != later.format or (self.activations is None) != (later.activations is None):
+            raise ValueError("only traces with the same format and the same recorded parts can be joined")
+        if not len(later):
+            return self
+        first = self.before(int(later.step[0]))
+        offset = first.seconds[-1] if len(first) else 0.0
+        columns = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in _SCALARS}
+        columns["seconds"] = np.concatenate([first.seconds, later.seconds + offset])
+        seen = None
+        if first.activations is not None and later.activations is not None:
+            seen = first.activations._joined(later.activations)
+        return replace(first, **columns, gradients=first.gradients._joined(later.gradients), activations=seen)
+
+    def to_frame(self, part: str = "steps") -> pd.DataFrame:
+        """The trace as a table.
+
+        Args:  part: "steps" = one row per step; "gradients" or "activations" = one row per recorded step and name.
+        """
+        import pandas as pd
+
+        if part == "steps":
+            return pd.DataFrame({key: getattr(self, key) for key in _SCALARS}).set_index("step")
+        if part not in ("gradients", "activations"):
+            raise ValueError(f"part must be 'steps', 'gradients' or 'activations', got {part!r}")
+        ranges: Ranges | None = getattr(self, part)
+        if ranges is None:
+            raise ValueError("this trace has no activations; make it with Recorder(..., activations=True)")
+        rows, names = ranges.largest.shape
+        present = ranges.counts > 0
+        low = np.where(present.any(axis=2), ranges.exponents[present.argmax(axis=2)], 0)
+        frame = pd.DataFrame(
+            {
+                "step": np.repeat(ranges.step, names),
+                "name": np.tile(np.array(ranges.names, dtype=object), rows),
+                "size": np.tile(ranges.size, rows),
+                "zeros": ranges.zeros.ravel(),
+                "nonfinite": ranges.nonfinite.ravel(),
+                "largest": ranges.largest.ravel(),
+                "smallest_exponent": low.ravel(),
+            }
+        )
+        return frame.set_index(["step", "name"])
+
+
+def join(traces: Sequence[Trace]) -> Trace:
+    """Several pieces of one run as one trace, in order; see `Trace.__add__`."""
+    if not traces:
+        raise ValueError("join needs at least one trace, got none")
+    whole = traces[0]
+    for piece in traces[1:]:
+        whole = whole + piece
+    return whole
+
+
+def _need_shape(key: str, value: np.ndarray, shape: tuple[int, ...]) -> None:
+    if value.shape != shape:
+        raise ValueError(f"{key} must have shape {shape}, got {value.shape}")
+
+
+def _need_ascending(what: str, step: np.ndarray) -> None:
+    if (np.diff(step) <= 0).any():
+        raise ValueError(f"{what} must ascend, each index once")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    if not path.exists():
+        raise FileNotFoundError(f"no trace at {path}; Trace.save(path) writes one")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        raise ValueError(f"{path} is damaged or no npz file at all: {error}") from error
+
+
+def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarray:
+    value = arrays[key]
+    if value.dtype != np.dtype(dtype):
+        raise ValueError(f"{key} must be {np.dtype(dtype)}, got {value.dtype}")
+    return value
+
+
+def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
+    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in _RANGES.items()}
+    return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)

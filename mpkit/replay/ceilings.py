@@ -1,0 +1,65 @@
+"""What a recorded run says about scales that it was not made with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpkit.formats import FloatFormat, get_format
+from mpkit.record import Trace
+
+CAVEAT = (
+    "A replay takes the recorded gradients as given. Another policy would have skipped other steps, so the weights, and "
+    "with them later gradients, would have been a little different; only intermediate values that reach a parameter's "
+    "gradient are seen; values that were flushed to zero at the recorded scale cannot come back at a larger one."
+)
+
+
+def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
+    """The largest loss scale with finite gradients, for each step.
+
+    A scale S overflows when S * (largest gradient) rounds to inf. In steps without a histogram the largest gradient is
+    interpolated (in bits) between recorded ones. Of a step that overflowed only this much is known: the ceiling lies
+    below the scale it was made with; the neighbours' ceiling is taken if it does too, else half that scale. Where the
+    loss itself was not finite no scale helps: the ceiling is negative.
+
+    Args:    fmt: the format to replay in; None: the trace's own. In the trace's own format the recorded outcome of a
+                  step overrules the estimate, so replaying the recorded policy gives the recorded run.
+    Shapes:  (N,) float64; inf where a step has no gradient but zeros.
+    """
+    fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
+    largest = trace.gradients.finite_largest()
+    clean = (trace.gradients.nonfinite.sum(axis=1) == 0) & (largest > 0)
+    top = np.full(len(trace), math.inf)
+    if clean.any():
+        edge = fmt.max + fmt.eps * 2.0**fmt.max_exponent / 2 if fmt.overflow != "saturate" else math.inf
+        bits = np.log2(edge) - np.log2(largest[clean])
+        top = np.exp2(np.interp(trace.step, trace.gradients.step[clean], bits))
+        exact = trace.rows[clean]
+        top[exact] = np.nextafter(edge / largest[clean], 0)
+        none = trace.rows[(trace.gradients.nonfinite.sum(axis=1) == 0) & (largest == 0)]
+        top[none] = math.inf
+    if fmt.name == get_format(trace.format).name:
+        top = np.where(~trace.overflow, np.maximum(top, trace.scale), top)
+        top = np.where(trace.overflow & (top >= trace.scale), trace.scale / 2, top)
+    return np.where(np.isfinite(trace.loss), top, -1.0)
+
+
+def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = None) -> np.ndarray:
+    """Share of the recorded non-zero gradient values that become zero in `fmt` when multiplied by a scale.
+
+    Shapes:  scales (H, P), one row per recorded histogram -> (H, P) float64 in 0..1; NaN where the scale is NaN.
+    Edges:   values spread evenly (in bits) over their power of two; exact at scales that are powers of two, up to
+             ties. Rows without finite values give 0.
+    """
+    fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
+    part = trace.gradients
+    counts = part.total()
+    share = np.concatenate([np.zeros((len(counts), 1)), counts.cumsum(axis=1)], axis=1)
+    share = share / np.maximum(share[:, -1:], 1)
+    with np.errstate(divide="ignore"):
+        threshold = math.log2(fmt.min_subnormal) - 1 - np.log2(scales)  # at half the smallest value a tie goes to zero
+    edges = np.arange(part.lowest, part.lowest + part.bins + 1)
+    result = np.stack([np.interp(threshold[h], edges, share[h]) for h in range(len(counts))]) if len(counts) else scales
+    return np.where(np.isnan(scales), np.nan, result)

@@ -1,0 +1,195 @@
+"""Ranked tables: what each policy would have done on a recorded run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.formats import FloatFormat
+from mpkit.policies import STOPS, ScalePolicy, stack
+from mpkit.record import Trace
+from mpkit.replay.ceilings import CAVEAT, ceilings, flushed
+from mpkit.replay.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Policies = ScalePolicy | Mapping[str, ScalePolicy] | Sequence[ScalePolicy]
+_SAMPLES = 512  # steps at which headroom and flushed shares are looked at, spread over the run
+_KEPT = 4_000_000  # policy-steps up to which `replay` returns every scale
+
+
+def replay(
+    trace: Trace,
+    policies: Policies,
+    *,
+    fmt: FloatFormat | str | None = None,
+    scales: bool | None = None,
+    compiled: bool | None = None,
+    device: str = "cpu",
+) -> pd.DataFrame:
+    """What each policy would have done on this run, best first.
+
+    Args:
+        policies: one, a sequence, a vector, or a mapping from names to policies.
+        fmt:      the format to replay in; None: the trace's own. A trace recorded in float32 needs "fp16" here.
+        scales:   add the column `scale`, an array with the scale that each step was made with; None: when the work
+                  is small. Steps after a policy's own error are NaN.
+        compiled, device: see `simulate`.
+    Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
+              `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
+              gradient values lost to zero there; `lost` share of the training signal lost to both, the rank;
+              `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what a replay cannot know.
+    """
+    names, vector = _named(policies)
+    tops = ceilings(trace, fmt)
+    sample = _sample(trace)
+    if scales is None:
+        scales = len(trace) * len(names) <= _KEPT
+    done = simulate(tops, vector, sample=None if scales else sample, compiled=compiled, device=device)
+    frame = _frame(trace, tops, done, sample, fmt, scales)
+    frame.insert(0, "policy", names)
+    return _ranked(frame)
+
+
+def sweep(
+    trace: Trace,
+    *,
+    init: float | Iterable[float] | None = None,
+    factor: float | Iterable[float] = 2.0,
+    window: int | Iterable[int] = 2000,
+    fmt: FloatFormat | str | None = None,
+    min_scale: float = 0.0,
+    compiled: bool | None = None,
+    device: str = "cpu",
+) -> pd.DataFrame:
+    """`replay` of every combination of start, factor (up and down) and growth window, best first.
+
+    Args:
+        init:    scales to start from; None: the one that the trace started with.
+        factor:  growth factors (> 1); the scale backs off by division by the same.
+        window:  finite steps before growth.
+    Returns:  the columns of `replay` with `init`, `factor`, `window` in place of the policy.
+    Raises:   ValueError for a factor that does not move the scale.
+    """
+    starts = _numbers(float(trace.scale[0]) if init is None and len(trace) else 1.0 if init is None else init)
+    grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
+    if any(not f > 1 for _, f, _ in grid):
+        raise ValueError("every factor must be above 1 to move the scale")
+    policies = [swept(i, f, w, min_scale) for i, f, w in grid]
+    frame = replay(trace, policies, fmt=fmt, scales=False, compiled=compiled, device=device)
+    picked = np.array(grid)[frame["policy"].astype(int)]
+    frame = frame.drop(columns="policy")
+    for position, key in enumerate(("init", "factor", "window")):
+        frame.insert(position, key, picked[:, position])
+    frame["window"] = frame["window"].astype(int)
+    return frame
+
+
+def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> ScalePolicy:
+    """The policy of one cell of `sweep`."""
+    return ScalePolicy(
+        float(init), float(factor), 1.0, int(window), min_scale, backoff_divisor=float(factor), name="sweep"
+    )
+
+
+def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
+    if isinstance(policies, ScalePolicy):
+        if policies.shape:
+            return [str(i) for i in range(policies.shape[0])], policies
+        return [policies.name or "policy"], stack([policies])
+    if isinstance(policies, Mapping):
+        return list(policies), stack(policies.values())
+    return [str(i) for i in range(len(policies))], stack(policies)
+
+
+def _numbers(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Iterable) else [value]
+
+
+def _sample(trace: Trace) -> np.ndarray:
+    """Positions of the steps with a histogram, thinned to `_SAMPLES`."""
+    rows = trace.rows
+    if len(rows) <= _SAMPLES:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, _SAMPLES).astype(int)]
+
+
+def _frame(
+    trace: Trace,
+    tops: np.ndarray,
+    done: Simulation,
+    sample: np.ndarray,
+    fmt: FloatFormat | str | None,
+    scales: bool,
+) -> pd.DataFrame:
+    import pandas as pd
+
+    seen = done.sampled[sample] if scales else done.sampled
+    chosen = trace.thinned(trace.step[sample])
+    applied = seen <= tops[sample][:, None]
+    ran = np.where(done.raised_at >= 0, done.raised_at + 1, len(trace))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.log2(np.abs(tops[sample]))[:, None] - np.log2(seen)
+    flush = _mean(flushed(chosen, seen, fmt), applied)
+    share = np.where(ran > 0, done.skipped / np.maximum(ran, 1), 0.0)
+    ended = done.raised_at >= 0
+    columns: dict[str, Any] = {
+        "skipped": done.skipped,
+        "skipped_share": share,
+        "first_good": np.minimum(done.first_good, len(trace)),
+        "headroom": _mean(bits, applied & np.isfinite(bits)),
+        "flushed": flush,
+        "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=1.0))),
+        "final_scale": done.final,
+        "lowest_scale": done.lowest,
+    }
+    why = _why(trace, tops, done, seen, sample, chosen, fmt)
+    columns |= {"collapsed": [bool(w) for w in why], "why": why}
+    if scales:
+        columns["scale"] = list(done.sampled.T)
+    return pd.DataFrame(columns)
+
+
+def _mean(values: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Mean over steps of (steps, policies), counting `where`; NaN where nothing counts."""
+    with np.errstate(invalid="ignore"):
+        return np.where(where, values, 0.0).sum(axis=0) / np.where(where.any(axis=0), where.sum(axis=0), np.nan)
+
+
+def _why(
+    trace: Trace,
+    tops: np.ndarray,
+    done: Simulation,
+    seen: np.ndarray,
+    sample: np.ndarray,
+    chosen: Trace,
+    fmt: FloatFormat | str | None,
+) -> list[str]:
+    """For each policy the sentence that says how it collapsed; "" for one that did not."""
+    tail = sample >= len(trace) * 0.9
+    applied = (seen <= tops[sample][:, None])[tail]
+    lost = flushed(chosen, seen, fmt)[tail]
+    stuck = ~applied.any(axis=0) if tail.any() else np.zeros(len(done.final), dtype=bool)
+    gone = _mean(lost, applied) > 0.5
+    words = []
+    for p in range(len(done.final)):
+        if done.raised_at[p] >= 0:
+            words.append(f"stopped at step {done.raised_at[p]}: {STOPS[done.raised[p]]}")
+        elif not 0 < done.final[p] < math.inf:
+            words.append(f"the scale ended at {done.final[p]:g}")
+        elif stuck[p]:
+            words.append("every step of the last tenth was skipped")
+        else:
+            words.append("over half of the gradient values were lost at the end" if gone[p] else "")
+    return words
+
+
+def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
+    frame = frame.sort_values(["collapsed", "lost", "headroom"], kind="stable", ignore_index=True)
+    frame.attrs["caveat"] = CAVEAT
+    return frame
