@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpkit.casting import operations as ops
 from mpkit.casting.mode import CastMode, Running
-from mpkit.casting.rules import Handler, looks_inside
+from mpkit.casting.rules import CASTING, Handler, looks_inside
 from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         self._parameters = {id(p): name for name, p in self.network.named_parameters()}
-        self._weights = {_storage(p) for p in self.network.parameters()}
+        self._weights = {_storage(x) for x in (*self.network.parameters(), *self.network.buffers())}
         self._kept: dict[int, Tensor] = {}
         self._measured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -125,7 +125,7 @@ class Ledger:
         """Do what the rule says and write it down."""
         if func in ops.COMPOSED:
             return (handler or looks_inside(ops.COMPOSED[func]))(mode, func, args, kwargs)
-        if not self._path:
+        if not self._path or mode.rule is CASTING:
             return handler(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
         given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))
         call, before = _Call(func, self.count), len(self.casts)
@@ -175,7 +175,7 @@ class Ledger:
         for x in call.kept():
             if _storage(x) not in self._weights and _storage(x) not in self._kept:
                 self._kept[_storage(x)] = x
-                new += _bytes(x)
+                new += x.untyped_storage().nbytes() * _bits(x) // (8 * x.element_size())
         return new
 
     # --- what the rows say --------------------------------------------------------------------------------------------
@@ -247,10 +247,13 @@ def name_of(target: Target) -> str:
     return target.fmt.name if isinstance(target, Emulated) else str(target).removeprefix("torch.")
 
 
-def _bytes(x: Tensor) -> int:
+def _bits(x: Tensor) -> int:
     target = precision(x)
-    bits = target.fmt.bits if isinstance(target, Emulated) else 8 * x.element_size()
-    return -(-x.numel() * bits // 8)
+    return target.fmt.bits if isinstance(target, Emulated) else 8 * x.element_size()
+
+
+def _bytes(x: Tensor) -> int:
+    return -(-x.numel() * _bits(x) // 8)
 
 
 def _storage(x: Tensor) -> int:
@@ -331,6 +334,8 @@ class _Call:
             return []
         if self.__name__ in _KEEPS_NOTHING:
             return []
+        if self.__name__ == "scaled_dot_product_attention":
+            return [*self.inputs, *self.outputs]
         return self.outputs if self.__name__ in _KEEPS_OUTPUT else self.inputs
 
 

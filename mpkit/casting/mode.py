@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mpkit.casting.rules import PLAIN, Rule
+from mpkit.casting.rules import CASTING, PLAIN, Rule
 from mpkit.casting.targets import Target, converted, map_tensors
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class CastMode(TorchFunctionMode):
         if type(values) is tuple:  # the two common cases, kept short: arguments and keyword arguments of an operation
             return tuple([value if type(value) in _SCALARS else self._cast_any(value, target) for value in values])
         if type(values) is dict:
-            return {
-                k: value if type(value) in _SCALARS else self._cast_any(value, target) for k, value in values.items()
-            }
+            return {k: v if type(v) in _SCALARS else self._cast_any(v, target) for k, v in values.items()}
         return self._cast_any(values, target)
 
     def _cast_any(self, value: Any, target: Target) -> Any:
@@ -154,14 +152,14 @@ class Forward:
         outer, rule = mode.rule, self.rule
         try:
             if rule.entry is not None:
-                mode.rule = PLAIN  # a cast is no operation of the module
+                mode.rule = CASTING  # a cast is no operation of the module
                 args, kwargs = mode.cast_all(args, rule.entry), mode.cast_all(kwargs, rule.entry)
             mode.rule = rule
             if self.inner is None:
                 output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
             else:
                 output = self.inner(*args, **kwargs)
-            mode.rule = PLAIN
+            mode.rule = CASTING
             return output if self.result is None else mode.cast_all(output, self.result)
         finally:
             mode.rule = outer

@@ -264,6 +264,7 @@ def plain() -> Rule:
 
 
 PLAIN = Rule()
+CASTING = Rule()  # as PLAIN, while arguments or results of a module are cast
 
 
 def _table(*parts: tuple[Iterable[Any], Handler]) -> dict[ops.Function, Handler]:
