@@ -34,8 +34,8 @@ class RMSProp(Optimizer):
         use_locking:  accepted for the reference's sake, without effect.
     Against torch:  s starts at 1 (torch: 0), eps is inside the root, lr inside the momentum buffer, and d is 0.9 by
                     default (torch: 0.99).
-    Source:  MindSpore 2.7 nn.RMSProp. When not centered its CPU kernel has eps outside the root in the vectorised part of
-             a tensor; this never has.
+    Source:  MindSpore 2.7 nn.RMSProp. When not centered its CPU kernel has eps outside the root in the vectorised part
+             of a tensor; this never has.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class FTRL(Optimizer):
     Decay:   reaches every parameter: this optimizer ignores the beta/gamma rule.
     Against torch:  there is no namesake.
     Raises:  ValueError for a rate that changes or differs between groups.
-    Source:  McMahan et al. 2013, KDD, algorithm 1; MindSpore 2.7 nn.FTRL, whose CPU kernel takes +l1 for negative z too;
-             this follows the paper.
+    Source:  McMahan et al. 2013, KDD, algorithm 1; MindSpore 2.7 nn.FTRL, whose CPU kernel takes +l1 for negative z
+             too; this follows the paper.
     """
 
     decay_filter = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from mpkit.optimizers.adam import average_moments_
 from mpkit.optimizers.arguments import Options, check_betas, check_flags, check_number
 from mpkit.optimizers.base import Numbers, Optimizer
-from mpkit.optimizers.update import Tensors, Update, decayed_positions, root, unbiased
+from mpkit.optimizers.update import Tensors, Update, add_, decayed_positions, root, unbiased
 from mpkit.schedules import LearningRateSchedule
 
 
@@ -23,7 +23,7 @@ class Lamb(Optimizer):
     Args:  as `Adam`; eps is 1e-6 by default. Takes no `loss_scale`.
     Against torch:  there is no namesake.
     Source:  You et al. 2020, arXiv:1904.00962, algorithm 2 with phi(z) = z; MindSpore 2.7 nn.Lamb (its formula; the
-             kernel runs on no CPU). The composed version of MindSpore 1.x also clipped the ratio to [0, 10], this does not.
+             kernel runs on no CPU). The composed version of MindSpore 1.x clipped the ratio to [0, 10]; this does not.
     """
 
     decay_in_formula = True
@@ -50,9 +50,9 @@ class Lamb(Optimizer):
         spread = root(unbiased(u.group["beta2"], u.count))
         gain = spread / unbiased(u.group["beta1"], u.count)  # m' / (sqrt(v') + eps) = gain m / (sqrt(v) + eps spread)
         bottoms = torch._foreach_sqrt(u.state["moment2"])
-        torch._foreach_add_(bottoms, _narrow(u.group["eps"] * spread))
+        add_(bottoms, u.group["eps"] * spread)
         steps = torch._foreach_div(u.state["moment1"], bottoms)
-        torch._foreach_mul_(steps, _narrow(gain))
+        torch._foreach_mul_(steps, gain.to(steps[0].dtype) if isinstance(gain, Tensor) else gain)
         self._decay_(steps, u)
         ratios = _ratio(torch._foreach_norm(u.weights), torch._foreach_norm(steps))
         torch._foreach_mul_(steps, ratios)
@@ -69,10 +69,6 @@ class Lamb(Optimizer):
             torch._foreach_add_(chosen, torch._foreach_mul(weights, u.decay))
         else:
             torch._foreach_add_(chosen, weights, alpha=u.decay)
-
-
-def _narrow(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) else x
 
 
 def _ratio(tops: Tensors, bottoms: Tensors) -> list[Tensor]:
@@ -112,8 +108,6 @@ class LARS(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
 
     def __init__(
         self,
@@ -171,11 +165,13 @@ class LARS(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; see `Optimizer.step`."""
-        self.optimizer.found_inf, self.optimizer.grad_scale = self.found_inf, self.grad_scale
+        passed_on = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
+        vars(self.optimizer).update(passed_on)
         try:
             return self.optimizer.step(closure)
         finally:
-            self.optimizer.found_inf = self.optimizer.grad_scale = None
+            for name in passed_on:
+                delattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""

@@ -108,6 +108,14 @@ def root(x: Number) -> Number:
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
+def add_(targets: Tensors, number: Number) -> None:
+    """targets += number, in place."""
+    if isinstance(number, Tensor):  # with alpha, or torch takes the overload that reads the number on the host
+        torch._foreach_add_(targets, number.to(targets[0].dtype), alpha=1.0)
+    else:
+        torch._foreach_add_(targets, number)
+
+
 def silenced(grads: Tensors, keep: Tensor) -> list[Tensor]:
     """Copies of the gradients, or -0.0 throughout when keep is 0."""
     skip = keep == 0
