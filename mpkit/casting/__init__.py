@@ -11,12 +11,15 @@ from mpkit.casting.levels import (
     remove_mixed_precision,
     to_float,
 )
+from mpkit.casting.presets import PRESETS, cast_like
 
 __all__ = [
     "LEVELS",
+    "PRESETS",
     "Ledger",
     "amp_level",
     "auto_mixed_precision",
+    "cast_like",
     "custom_mixed_precision",
     "get_black_list",
     "get_white_list",

@@ -99,7 +99,7 @@ class Ledger:
         self._hooks: list[Any] = []
         for name, module in self.network.named_modules():
             self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
-            self._hooks.append(module.register_forward_hook(lambda *_: self._path.pop() and None, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda x: x)
         self._saving.__enter__()
         mode = CastMode()
@@ -116,6 +116,9 @@ class Ledger:
         self._path.clear()
         self._kept.clear()
         self._measured.clear()
+
+    def _leave(self, *_: Any) -> None:
+        self._path.pop()
 
     # --- called by the mode -------------------------------------------------------------------------------------------
 

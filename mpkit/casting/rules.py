@@ -246,13 +246,10 @@ def unflattened(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwarg
     return follows(mode, torch.unflatten, args, kwargs)
 
 
-def refused(reason: str) -> Handler:
-    """An operation that the list forbids.  Raises: RuntimeError with `reason`, if an input is not float32."""
-
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise RuntimeError(f"{getattr(func, '__name__', func)} is banned at this level: {reason}")
-
-    return handle
+def refused(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that the lists ban, since its float16 result would overflow or lose all precision."""
+    name = getattr(func, "__name__", func)
+    raise RuntimeError(f"{name} is unsafe in 16 bits and banned here; use {name}_with_logits, or to_float")
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -326,12 +323,17 @@ def white_operators(low: Target, operators: frozenset[str]) -> Rule:
 
 @cache
 def operator_lists(
-    low: Target, to_low: frozenset[str], to_wide: frozenset[str], promoted: frozenset[str], bias_in_low: bool
+    low: Target,
+    to_low: frozenset[str],
+    to_wide: frozenset[str],
+    promoted: frozenset[str],
+    bias_in_low: bool,
+    banned: frozenset[str] = frozenset(),
 ) -> Rule:
-    """Three lists: operators computed in `low`, in float32, in the widest of their inputs. Others follow their inputs.
+    """Lists of operators computed in `low`, in float32, in the widest of their inputs. Others follow their inputs.
 
     Args:  bias_in_low is False when the bias of a linear layer or convolution is added in float32 to the rounded
-           product, as a promoted addition of its own.
+           product, as a promoted addition of its own. A `banned` operator raises a RuntimeError.
     """
     biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
     recurrent = ops.RECURRENT if "linear" in to_low else ()
@@ -342,9 +344,10 @@ def operator_lists(
         (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
         (ops.spellings(*to_wide), computed_in(torch.float32)),
         (ops.spellings(*promoted), widest),
+        (ops.spellings(*banned), refused),
     ]
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
-    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low))
+    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low, banned))
     return Rule(_table(*parts), follows if emulated else None, None, recipe)

@@ -1,0 +1,168 @@
+"""The levels of other frameworks as presets of the same mechanism, because the same letter means different things.
+
+| preset | compute | norms | result | parameters there | default loss scale there |
+|---|---|---|---|---|---|
+| mindspore O1 | listed modules and operators low, results float32 | float32 | float32 | float32 | none |
+| mindspore O2 | all low but BatchNorm, LayerNorm | float32 inside, low result | float32 | float32 | dynamic 2^24 |
+| mindspore O3 | all low | low | float32 | float32 | none |
+| mindspore auto | lists: low, float32, widest; biases added in float32 | float32 | as computed | float32 | none |
+| apex_O0 | float32 | float32 | float32 | float32 | 1 |
+| apex_O1 | lists: low, float32, widest | float32 | as computed | float32 | dynamic |
+| apex_O2 | all low but affine BatchNorm | BatchNorm float32 inside | float32 | 16 bit, float32 masters | dynamic |
+| apex_O3 | all low | low | float32 | 16 bit, no masters | 1 |
+| keras_float32 | float32 | float32 | float32 | float32 | none |
+| keras_mixed_float16 | all low, layer by layer | float32 inside, low result | low | float32 | dynamic 2^15 |
+| keras_mixed_bfloat16 | all low, layer by layer | float32 inside, low result | low | float32 | none |
+| torch_autocast | CUDA's lists: low, float32, widest | float32 but BatchNorm | as computed | float32 | apart (GradScaler) |
+
+In mpkit parameters are float32 at every preset and are their own master weights, cast at use: what apex_O2 computes
+is the same; apex_O3, which updates 16-bit weights, is reproduced in its casts only. No preset sets a loss scale.
+
+Source:  NVIDIA apex amp (frontend, lists); Keras 3 mixed_precision dtype policies; torch 2.13 autocast on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.casting.levels import lowered, protect_children, spread
+from mpkit.casting.lists import CONVOLUTIONS
+from mpkit.casting.mode import mark, mark_of
+from mpkit.casting.operations import words
+from mpkit.casting.rules import operator_lists
+from mpkit.casting.targets import Target, target_of
+from mpkit.formats import FloatFormat
+
+TORCH_TO_LOW = frozenset(
+    (
+        *CONVOLUTIONS,
+        *words("matmul mm bmm addmm addmv addbmm baddbmm mv einsum multi_dot vecdot linear prelu"),
+        *words("scaled_dot_product_attention"),
+    )
+)
+TORCH_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow reciprocal rsqrt sinh softplus softmax
+        log_softmax logsumexp sum prod cumsum cumprod norm dist cdist pdist renorm layer_norm group_norm rms_norm
+        nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits
+        cosine_embedding_loss cosine_similarity hinge_embedding_loss margin_ranking_loss multilabel_margin_loss
+        multi_margin_loss soft_margin_loss triplet_margin_loss poisson_nll_loss"""
+    )
+)
+TORCH_WIDEST = frozenset(
+    words(
+        """add sub mul div eq ne lt le gt ge cat stack addcdiv addcmul atan2 cross dot tensordot scatter_add index_put
+        grid_sample bilinear"""
+    )
+)
+APEX_TO_LOW = frozenset((*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addbmm baddbmm mv multi_dot linear prelu")))
+APEX_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
+        std sum var renorm interpolate grid_sample softplus softmin softmax log_softmax gelu layer_norm group_norm
+        batch_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
+        cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+        soft_margin_loss triplet_margin_loss ctc_loss"""
+    )
+)
+APEX_WIDEST = frozenset(
+    words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
+)
+BANNED = frozenset(words("binary_cross_entropy"))
+
+
+def _nothing(network: nn.Module, low: Target) -> None:
+    for module in network.modules():
+        mark(module, lowered(module, torch.float32))
+
+
+def _apex_o1(network: nn.Module, low: Target) -> None:
+    rule = operator_lists(low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, BANNED)
+    spread(network, lambda _: rule)
+
+
+def _apex_o2(network: nn.Module, low: Target) -> None:
+    _apex_o3(network, low)
+    protect_children(network, low, lambda m: isinstance(m, nn.modules.batchnorm._BatchNorm) and m.affine)
+
+
+def _apex_o3(network: nn.Module, low: Target) -> None:
+    _all_low(network, low)
+    _result(network, torch.float32)
+
+
+def _all_low(network: nn.Module, low: Target) -> None:
+    for module in network.modules():
+        mark(module, lowered(module, low))
+
+
+def _keras(network: nn.Module, low: Target) -> None:
+    norms = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+    _all_low(network, low)
+    protect_children(network, low, lambda m: isinstance(m, norms))
+
+
+def _torch(network: nn.Module, low: Target) -> None:
+    rule = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, BANNED)
+    spread(network, lambda _: rule)
+
+
+def _result(network: nn.Module, target: Target) -> None:
+    root = mark_of(network)
+    assert root is not None
+    root.result = target
+
+
+PRESETS: dict[str, tuple[Callable[[nn.Module, Target], None], torch.dtype]] = {
+    "apex_O0": (_nothing, torch.float16),
+    "apex_O1": (_apex_o1, torch.float16),
+    "apex_O2": (_apex_o2, torch.float16),
+    "apex_O3": (_apex_o3, torch.float16),
+    "keras_float32": (_nothing, torch.float16),
+    "keras_mixed_float16": (_keras, torch.float16),
+    "keras_mixed_bfloat16": (_keras, torch.bfloat16),
+    "torch_autocast": (_torch, torch.float16),
+}
+
+
+def cast_like(
+    network: nn.Module,
+    preset: str,
+    dtype: torch.dtype | FloatFormat | None = None,
+    *,
+    grad_dtype: FloatFormat | None = None,
+) -> nn.Module:
+    """Cast `network` as another framework does at one of its levels; the same object comes back.
+
+    Args:
+        preset:     a key of PRESETS; the table above says what each does.
+        dtype:      the low precision; None: the preset's own. A FloatFormat is emulated.
+        grad_dtype: format of the gradients of an emulated format.
+    Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype. At apex_O1 and
+             torch_autocast, RuntimeError when the network calls binary_cross_entropy, which their lists ban.
+
+    >>> net = cast_like(nn.Linear(2, 1), "keras_mixed_bfloat16")
+    >>> net(torch.ones(1, 2)).dtype
+    torch.bfloat16
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"cast_like casts an nn.Module, got {network!r}; pass the network object itself")
+    if preset not in PRESETS:
+        raise ValueError(f"preset is one of {', '.join(PRESETS)}, got {preset!r}")
+    put, low = PRESETS[preset]
+    put(network, target_of(low if dtype is None else dtype, grad_dtype))
+    root = mark_of(network)
+    if root is not None:
+        root.level = preset
+    return network
+
+
+def preset_table() -> list[dict[str, Any]]:
+    """The table at the top of this module as rows, one dictionary per level."""
+    lines = [line.strip("| ").split(" | ") for line in (__doc__ or "").splitlines() if line.startswith("| ")]
+    return [dict(zip(lines[0], line)) for line in lines[1:]]
