@@ -1,0 +1,186 @@
+"""Schedules beyond the golden data: laws, composition, tensors, bad input."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mpkit import schedules as s
+
+SCHEDULES: dict[str, s.LearningRateSchedule] = {
+    "exponential": s.ExponentialDecayLR(0.5, 0.9, 3),
+    "exponential-stair": s.ExponentialDecayLR(0.5, 0.9, 3, True),
+    "natural": s.NaturalExpDecayLR(0.5, 0.2, 3),
+    "natural-stair": s.NaturalExpDecayLR(0.5, 0.2, 3, True),
+    "inverse": s.InverseDecayLR(0.5, 0.9, 3),
+    "inverse-stair": s.InverseDecayLR(0.5, 0.9, 3, True),
+    "cosine": s.CosineDecayLR(0.01, 0.5, 20),
+    "polynomial": s.PolynomialDecayLR(0.5, 0.01, 20, 0.7),
+    "polynomial-update": s.PolynomialDecayLR(0.5, 0.01, 6, 2.0, True),
+    "warm-up": s.WarmUpLR(0.5, 10),
+    "listed": s.ListedLR(tuple(0.1 * k for k in range(30))),
+    "chained": s.WarmUpLR(0.5, 5).then(s.CosineDecayLR(0.0, 0.5, 20), at=5),
+}
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request) -> s.LearningRateSchedule:
+    return SCHEDULES[request.param]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_tensor_of_steps_gives_the_rates_of_its_elements(schedule, dtype):
+    steps = torch.arange(30, dtype=dtype).reshape(5, 6)
+    rates = schedule(steps)
+    assert (rates.shape, rates.dtype) == (steps.shape, torch.float32)
+    want = torch.tensor([schedule(int(k)) for k in steps.flatten()], dtype=torch.float64)
+    assert torch.equal(rates.flatten(), want.float())
+    assert schedule(torch.tensor(7)).shape == ()
+
+
+def test_a_schedule_is_a_value(schedule):
+    for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
+        assert other == schedule
+        assert hash(other) == hash(schedule)
+        assert other(7) == schedule(7)
+    with pytest.raises(AttributeError):
+        schedule.learning_rate = 1.0
+
+
+@pytest.mark.gpu
+def test_a_schedule_stays_on_the_gpu(schedule):
+    steps = torch.arange(30, device="cuda")
+    schedule(steps)  # a list of rates is copied there once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rates = schedule(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(rates.cpu(), schedule(steps.cpu()), rtol=1e-6, atol=1e-8)
+
+
+def test_a_chain_counts_the_second_schedule_from_its_switch():
+    warm, decay = s.WarmUpLR(0.4, 4), s.CosineDecayLR(0.0, 0.4, 8)
+    chain = warm.then(decay, at=4).then(s.WarmUpLR(0.1, 2), at=12)
+    assert [chain(k) for k in range(4)] == [warm(k) for k in range(4)]
+    assert [chain(k) for k in range(4, 12)] == [decay(k - 4) for k in range(4, 12)]
+    assert [chain(k) for k in (12, 13, 14)] == [0.0, 0.05, 0.1]
+
+
+def test_a_chain_of_a_list_needs_no_entry_after_its_switch():
+    chain = s.ListedLR((0.1, 0.2)).then(s.WarmUpLR(1.0, 2), at=2)
+    assert chain(torch.arange(4)).tolist() == pytest.approx([0.1, 0.2, 0.0, 0.5])
+    assert [chain(k) for k in range(4)] == [0.1, 0.2, 0.0, 0.5]
+
+
+def test_stairs_are_flat_between_multiples_of_the_span():
+    for kind in (s.ExponentialDecayLR, s.NaturalExpDecayLR, s.InverseDecayLR):
+        stair, smooth = kind(0.5, 0.7, 4, True), kind(0.5, 0.7, 4)
+        assert [stair(k) for k in range(12)] == [stair(k // 4 * 4) for k in range(12)]
+        assert stair(8) == pytest.approx(smooth(8), rel=1e-15)
+
+
+def test_the_polynomial_with_update_ends_at_its_span_and_jumps_up_again():
+    schedule = s.PolynomialDecayLR(0.1, 0.01, 4, 1.0, True)
+    assert schedule(4) == 0.01
+    assert schedule(5) == pytest.approx(0.01 + 0.09 * 3 / 8)  # the span doubled
+    assert s.PolynomialDecayLR(0.1, 0.2, 4, 1.0)(2) == pytest.approx(0.15)  # rising is allowed
+
+
+def test_lists_change_once_per_epoch():
+    rates = s.exponential_decay_lr(0.1, 0.9, 10, 4, 1)
+    assert rates == [0.1 * 0.9**epoch for epoch in (0, 0, 0, 0, 1, 1, 1, 1, 2, 2)]
+    assert s.natural_exp_decay_lr(0.1, 0.9, 6, 2, 100) == [0.1 * math.exp(-0.9 * e) for e in (0, 0, 1, 1, 2, 2)]
+    assert s.warmup_lr(1.0, 6, 2, 2) == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert s.piecewise_constant_lr([], []) == []
+    assert s.piecewise_constant_lr([1, 2], [-0.1, 0.5]) == [-0.1, 0.5]
+
+
+def test_a_list_raises_past_its_end_and_a_tensor_keeps_the_last():
+    listed = s.ListedLR((0.2, 0.1))
+    with pytest.raises(RuntimeError, match="2 rates, none for step 2"):
+        listed(2)
+    assert listed(torch.tensor([0, 1, 5])).tolist() == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_one_schedule_per_group_drives_a_torch_optimizer():
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
+    scheduler = s.lambda_lr(optimizer, [s.WarmUpLR(0.1, 2), s.InverseDecayLR(0.1, 1.0, 1)])
+    seen = []
+    for _ in range(3):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    assert seen == [[0.0, 0.1], [0.05, 0.05], [0.1, pytest.approx(0.1 / 3)]]
+    saved = scheduler.state_dict()
+    scheduler.load_state_dict(saved)
+
+
+DECAYS = (s.ExponentialDecayLR, s.NaturalExpDecayLR, s.InverseDecayLR)
+LISTS = (s.exponential_decay_lr, s.natural_exp_decay_lr, s.inverse_decay_lr)
+BAD: list[tuple[Callable[[], Any], type[Exception]]] = [
+    *[(lambda k=k: k(1, 0.5, 3), TypeError) for k in DECAYS],
+    *[(lambda k=k: k(0.0, 0.5, 3), ValueError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 0.0, 3), ValueError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 1, 3), TypeError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 0.5, 0), ValueError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 0.5, 3.0), TypeError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 0.5, True), TypeError) for k in DECAYS],
+    *[(lambda k=k: k(0.1, 0.5, 3, 1), TypeError) for k in DECAYS],
+    *[(lambda k=k: k(1, 0.5, 9, 3, 1), TypeError) for k in LISTS],
+    *[(lambda k=k: k(0.1, -0.5, 9, 3, 1), ValueError) for k in LISTS],
+    *[(lambda k=k: k(0.1, 0.5, 0, 3, 1), ValueError) for k in LISTS],
+    *[(lambda k=k: k(0.1, 0.5, 9, 3.0, 1), TypeError) for k in LISTS],
+    *[(lambda k=k: k(0.1, 0.5, 9, 3, 1, 0), TypeError) for k in LISTS],
+    (lambda: s.CosineDecayLR(0, 0.1, 3), TypeError),
+    (lambda: s.CosineDecayLR(-0.1, 0.1, 3), ValueError),
+    (lambda: s.CosineDecayLR(0.1, 0.1, 3), ValueError),
+    (lambda: s.CosineDecayLR(0.2, 0.1, 3), ValueError),
+    (lambda: s.cosine_decay_lr(0.0, 1, 9, 3, 1), TypeError),
+    (lambda: s.cosine_decay_lr(0.0, 0.1, 9, 3, 0), ValueError),
+    (lambda: s.PolynomialDecayLR(0.1, 0, 3, 1.0), TypeError),
+    (lambda: s.PolynomialDecayLR(0.1, -0.1, 3, 1.0), ValueError),
+    (lambda: s.PolynomialDecayLR(0.1, 0.0, 3, 1), TypeError),
+    (lambda: s.PolynomialDecayLR(0.1, 0.0, 3, 0.0), ValueError),
+    (lambda: s.PolynomialDecayLR(0.1, 0.0, 3, 1.0, 1), TypeError),
+    (lambda: s.polynomial_decay_lr(0.1, 0.0, 9, 3, 1, 1), TypeError),
+    (lambda: s.polynomial_decay_lr(0.1, 0.0, 9, 3, 1, 1.0, 1), TypeError),
+    (lambda: s.WarmUpLR(0, 3), TypeError),
+    (lambda: s.WarmUpLR(-0.1, 3), ValueError),
+    (lambda: s.WarmUpLR(0.1, 0), ValueError),
+    (lambda: s.warmup_lr(0.1, 9, 3, 1.0), TypeError),
+    (lambda: s.piecewise_constant_lr([2, 1], [0.1, 0.2]), ValueError),
+    (lambda: s.piecewise_constant_lr([2], [0.1, 0.2]), ValueError),
+    (lambda: s.piecewise_constant_lr([0], [0.1]), ValueError),
+    (lambda: s.piecewise_constant_lr([2.0], [0.1]), TypeError),
+    (lambda: s.piecewise_constant_lr([2], [1]), TypeError),
+    (lambda: s.piecewise_constant_lr(2, [0.1]), TypeError),
+    (lambda: s.ListedLR(()), ValueError),
+    (lambda: s.ListedLR((0.1, -0.1)), ValueError),
+    (lambda: s.ListedLR(("a",)), TypeError),
+    (lambda: s.WarmUpLR(0.1, 3).then([0.1], at=3), TypeError),
+    (lambda: s.WarmUpLR(0.1, 3).then(s.WarmUpLR(0.1, 3), at=0), ValueError),
+    (lambda: s.lambda_lr(torch.optim.SGD([torch.ones(1)], 0.1), [0.1]), TypeError),
+    (lambda: s.lambda_lr(torch.optim.SGD([torch.ones(1)], 0.1), []), ValueError),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), BAD)
+def test_bad_input_is_refused(call, error):
+    with pytest.raises(error):
+        call()
+
+
+def test_what_the_reference_accepts_is_accepted():
+    s.WarmUpLR(0.0, 3)
+    s.CosineDecayLR(0.0, 0.1, 3)
+    s.PolynomialDecayLR(0.1, 0.0, 3, 0.5)
+    s.ExponentialDecayLR(0.1, 7.0, 3)  # a rate above 1 grows
+    assert s.WarmUpLR(0.4, 4)(-2) == -0.2  # negative steps are not refused
