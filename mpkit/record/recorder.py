@@ -239,7 +239,8 @@ class Recorder(Hook):
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
                 seen = self._seen.get(name)
-                new = (*exponent_counts(output), output.numel())
+                with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
+                    new = (*exponent_counts(output), output.numel())
                 self._seen[name] = new if seen is None else _added([seen, new])  # type: ignore[assignment]
 
         return hook

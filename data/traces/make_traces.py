@@ -1,0 +1,218 @@
+"""Record the traces in this folder: `python data/traces/make_traces.py [name ...]`, all of them without a name.
+
+Every trace is a real training run on one CPU thread, recorded by `mpkit.record.Recorder` with the seed below. The
+numbers of another machine differ in the last bits of the arithmetic, and with them a skipped step here or there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit import data
+from mpkit.casting import auto_mixed_precision
+from mpkit.formats import FP16, FloatFormat
+from mpkit.networks import LeNet5, Network, TinyGPT, resnet18
+from mpkit.policies import ScalePolicy, preset
+from mpkit.record import Recorder, Trace
+from mpkit.scalers import PolicyLossScaler
+from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
+
+HERE = Path(__file__).parent
+SEED = 20
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+def train(
+    network: nn.Module,
+    batches: Batches,
+    policy: ScalePolicy,
+    what: str,
+    *,
+    loss: nn.Module | None = None,
+    level: str = "O2",
+    dtype: torch.dtype | FloatFormat = torch.float16,
+    lr: float = 0.05,
+    every: int = 1,
+    activations: bool = False,
+) -> Trace:
+    """Train one step per batch with SGD and momentum, and return what was recorded."""
+    auto_mixed_precision(network, level, dtype)
+    optimizer = torch.optim.SGD(network.parameters(), lr, momentum=0.9)
+    scaler = PolicyLossScaler(policy, remember=0)
+    meta = {"what": what, "level": level, "dtype": str(dtype), "seed": SEED, "made_by": "data/traces/make_traces.py"}
+    form = "fp32" if level == "O0" else "fp16"
+    recorder = Recorder(network, scaler=scaler, every=every, activations=activations, format=form, meta=meta)
+    step = TrainOneStepWithLossScaleCell(
+        WithLossCell(network, loss or nn.CrossEntropyLoss()), optimizer, scaler, hooks=[recorder]
+    )
+    for inputs, target in batches:
+        step(inputs, target)
+    recorder.close()
+    return recorder.trace()
+
+
+def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batches:
+    """`steps` random batches."""
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(steps):
+        chosen = torch.randint(len(images), (size,), generator=generator)
+        yield images[chosen], labels[chosen]
+
+
+def mlp_digits() -> Trace:
+    return train(
+        Network(),
+        batches(*data.digits(), steps=400),
+        preset("torch", growth_interval=50),
+        "784-512-512-10 perceptron on digits, float16 at O2, healthy: the scale climbs until it meets the ceiling",
+        activations=True,
+    )
+
+
+class Squares(nn.Module):
+    """A perceptron that squares its hidden values: fine in float32, out of range in float16 once they pass 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(784, 128)
+        self.squared = nn.Linear(128, 128)
+        self.out = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.hidden(x.flatten(1))) ** 2
+        return self.out(F.relu(self.squared(x)) ** 2)
+
+
+def growing_activations() -> Trace:
+    """Label noise keeps the gradient up, so that the activations grow until a square leaves float16."""
+    images, labels = data.digits()
+    noisy = torch.randint(10, labels.shape, generator=torch.Generator().manual_seed(SEED))
+    return train(
+        Squares(),
+        batches(images * 4, noisy, steps=600),
+        preset("torch", growth_interval=50),
+        "perceptron with squared activations on digits with random labels: from some step on an activation overflows "
+        "in the forward pass, every step is skipped, and the scale sinks towards zero",
+        lr=0.003,
+        activations=True,
+    )
+
+
+class Outliers(nn.Module):
+    """Cross-entropy of a mean over many outputs; every 16th batch holds a mislabelled outlier with a huge weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(logits, target) * 2.0**-10 * (2.0**19 if self.calls % 16 == 0 else 1.0)
+
+
+def rare_outliers() -> Trace:
+    return train(
+        Network(),
+        batches(*data.digits(), steps=500),
+        preset("torch", growth_interval=2000),
+        "perceptron on digits with a small loss and one huge batch in 16: every outlier halves the scale, nothing ever "
+        "raises it again (growth_interval 2000), and the ordinary gradients flush to zero",
+        loss=Outliers(),
+        lr=2.0,
+        every=2,
+    )
+
+
+def mlp_float32() -> Trace:
+    return train(
+        Network(),
+        batches(*data.digits(), steps=300),
+        ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0),
+        "784-512-512-10 perceptron on digits in float32 without scaling: what its gradients need of a format",
+        level="O0",
+        activations=True,
+    )
+
+
+def mnist_lenet() -> Trace:
+    return train(
+        LeNet5(),
+        batches(*data.mnist(), steps=400),
+        preset("deepspeed", scale_window=100),
+        "LeNet-5 on MNIST, float16 emulated at O2, DeepSpeed's rule with a window of 100",
+        dtype=FP16,
+        every=2,
+    )
+
+
+def gpt_sums() -> Trace:
+    return train(
+        TinyGPT(vocabulary=16, context=48),
+        sums(steps=400),
+        preset("mindspore_cell", loss_scale_value=2.0**24, scale_factor=2, scale_window=100),
+        "small GPT on sums that it reads character by character ('17+5=22;...'), float16 at O2, MindSpore's update cell",
+        loss=NextToken(),
+        lr=0.1,
+    )
+
+
+class NextToken(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def sums(steps: int, size: int = 16, length: int = 48) -> Batches:
+    """Batches of characters of a text of additions, and the characters that follow."""
+    generator = torch.Generator().manual_seed(SEED)
+    pairs = torch.randint(100, (4000, 2), generator=generator).tolist()
+    text = "".join(f"{a}+{b}={a + b};" for a, b in pairs)
+    tokens = torch.tensor(["0123456789+=;".index(c) for c in text])
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - length - 1, (size,), generator=generator)
+        rows = torch.stack([tokens[s : s + length + 1] for s in starts.tolist()])
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def resnet_digits() -> Trace:
+    images, labels = data.digits(size=8)
+    return train(
+        resnet18(width=8, in_channels=1),
+        batches(images, labels, steps=200, size=32),
+        preset("megatron", growth_interval=50),
+        "ResNet-18 of width 8 on 8x8 digits, float16 emulated at O2, Megatron-LM's rule starting at 2^32",
+        dtype=FP16,
+        every=4,
+    )
+
+
+MAKERS: dict[str, Callable[[], Trace]] = {
+    f.__name__: f
+    for f in (
+        mlp_digits,
+        growing_activations,
+        rare_outliers,
+        mlp_float32,
+        mnist_lenet,
+        gpt_sums,
+        resnet_digits,
+    )
+}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names or MAKERS:
+        torch.manual_seed(SEED)
+        trace = MAKERS[name]()
+        trace.save(HERE / f"{name}.npz")
+        print(f"{name}: {trace}, {(HERE / f'{name}.npz').stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
