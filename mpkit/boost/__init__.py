@@ -3,6 +3,7 @@
 from mpkit.boost.adasum import AdaSum
 from mpkit.boost.auto import AutoBoost
 from mpkit.boost.cells import BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell
+from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze import FreezeOpt, GradientFreeze, freeze_cell
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
@@ -14,6 +15,7 @@ __all__ = [
     "AutoBoost",
     "BoostTrainOneStepCell",
     "BoostTrainOneStepWithLossScaleCell",
+    "DimReduce",
     "FreezeOpt",
     "GradientAccumulation",
     "GradientFreeze",

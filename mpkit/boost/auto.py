@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpkit.boost.adasum import adasum_enabled
+from mpkit.boost.dim_reduce import prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
@@ -59,6 +60,10 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_rate(value: Any) -> bool:
+    return value == "lr" or _number(0, float("inf"))(value)
+
+
 def _is_path(value: Any) -> bool:
     return value is None or isinstance(value, str | Path)
 
@@ -79,9 +84,9 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "freeze_p": Key("grad_freeze", 0.7, _number(0, 1), "a number in [0, 1], the share of steps without freezing"),
         "total_steps": Key("grad_freeze", 65536, _whole(1), "an int >= 1"),
         "grad_accumulation_step": Key("grad_accumulation", 1, _whole(1), "an int >= 1"),
-        "rho": Key("dim_reduce", 0.55, _number(0, 1), "a number in [0, 1]"),
+        "rho": Key("dim_reduce", 0.55, _number(0, 1), "a number in (0, 1)"),
         "gamma": Key("dim_reduce", 0.9, _number(0, 1), "a number in [0, 1]"),
-        "alpha": Key("dim_reduce", 0.001, _number(0, 1e6), "a number >= 0"),
+        "alpha": Key("dim_reduce", 0.001, _is_rate, 'a number >= 0, or "lr" for the learning rate of the optimizer'),
         "sigma": Key("dim_reduce", 0.4, _number(0, 1), "a number in [0, 1]"),
         "n_components": Key("dim_reduce", 32, _whole(1), "an int >= 1"),
         "pca_mat_path": Key("dim_reduce", None, _is_path, "a path or None"),
@@ -188,12 +193,12 @@ class AutoBoost:
         lines += [f"  inactive: {item.what} ({item.reason})" for item in self.inactive]
         return "\n".join(lines)
 
-    def network_auto_process_train(
-        self, network: nn.Module, optimizer: Optimizer
-    ) -> tuple[nn.Module, Optimizer]:
+    def network_auto_process_train(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Rewrite a network and its optimizer for training.
 
-        dim_reduce: the network stays, the optimizer becomes SGD with rate 1, which DimReduce drives. Else less_bn:
+        dim_reduce: the network stays; SGD with rate 1, which DimReduce drives, takes the place of the optimizer given,
+        whose rate, momentum and decay are dropped (config `"alpha": "lr"` keeps its rate for the residual).
+        Else less_bn:
         the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which keeps its
         class, its state and every parameter's weight decay. Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
         adasum and dim_reduce are marked by an attribute of that name on the optimizer, for the train cells.
@@ -269,11 +274,11 @@ class AutoBoost:
             return "with grad_freeze the original's train cell takes the freeze path first"
         world = torch.distributed.get_world_size() if _distributed() else 1
         groups = world // self.hyper["device_number"]
-        if groups > 1 and groups & (groups - 1) == 0:
+        if adasum_enabled(world, self.hyper["device_number"]):
             return None
         return (
-            f"{world} process{'es' * (world > 1)} with device_number={self.hyper['device_number']} make {groups} groups;"
-            " it needs a power of two above 1 (set device_number in section common)"
+            f"{world} processes / device_number {self.hyper['device_number']} = {groups} groups, and it needs a power "
+            "of two above 1; set device_number in section common"
         )
 
     # rewriting
@@ -292,6 +297,24 @@ class AutoBoost:
             process.add_grad_centralization(network)
             process.generate_new_optimizer()
         return network
+
+    def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
+        rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
+        hyper = self.hyper
+        sgd: Any = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
+        sgd.dim_reduce = True
+        sgd.pca_mat_local = prepare_pca(
+            network,
+            hyper["n_components"],
+            pca_mat_path=hyper["pca_mat_path"],
+            weight_load_dir=hyper["weight_load_dir"],
+            timeout=hyper["timeout"],
+            rank=rank,
+            rank_size=size,
+            device_number=hyper["device_number"],
+        )
+        sgd.dim_reduce_alpha = optimizer.param_groups[0]["lr"] if hyper["alpha"] == "lr" else hyper["alpha"]
+        return sgd
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
         groups = self.hyper["param_groups"]

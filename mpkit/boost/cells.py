@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from mpkit.boost.adasum import AdaSum, adasum_enabled
 from mpkit.boost.auto import AutoBoost
+from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze import FreezeOpt
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
-from mpkit.step import Hook, StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
+from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
 from mpkit.step.hooks import call
 from mpkit.step.phases import apply_, gradients_of, parameters_of
 
@@ -27,7 +28,7 @@ class _Boosted(TrainOneStepCell):
     """
 
     accumulation: GradientAccumulation | None
-    dim_reduce: Any  # DimReduce or None
+    dim_reduce: DimReduce | None
     adasum: AdaSum | None
 
     def _set_up(self, boost: AutoBoost | None) -> None:
@@ -130,10 +131,9 @@ class _Boosted(TrainOneStepCell):
             self.optimizer.advance()
 
     def _second_order(self, ctx: StepContext | None) -> None:
-        assert self.dim_reduce is not None and ctx is not None
-        weights = [p for p in parameters_of(self.optimizer) if p.requires_grad]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-        self.dim_reduce(ctx.loss, grads, weights, [p.detach().clone() for p in weights], *ctx.inputs)
+        assert ctx is not None and ctx.loss is not None and self.dim_reduce is not None  # noqa: PT018
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.dim_reduce.weights]
+        self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
 
     def _merged(self) -> None:
         assert self.adasum is not None
@@ -240,12 +240,23 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         return outcome if self.groups is None else outcome._replace(scale=self.groups.scales[0].clone())
 
 
-def _dim_reduce(network: nn.Module, optimizer: Optimizer, boost: AutoBoost | None) -> Any:
-    from mpkit.boost.dim_reduce import DimReduce
-
-    hyper = (boost or AutoBoost("O0")).hyper
-    weights = [p for p in parameters_of(optimizer) if p.requires_grad]
+def _dim_reduce(network: nn.Module, optimizer: Any, boost: AutoBoost | None) -> DimReduce:
+    """The DimReduce of an optimizer that `AutoBoost` made."""
+    if not hasattr(optimizer, "pca_mat_local"):
+        raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
+    hyper = (boost or AutoBoost()).hyper
     several = distributed.several_processes()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
-    settings = [hyper[name] for name in ("n_components", "rho", "gamma", "alpha", "sigma")]
-    return DimReduce(network, optimizer, weights, optimizer.pca_mat_local, *settings, rank, size)  # type: ignore
+    return DimReduce(
+        network,
+        optimizer,
+        parameters_of(optimizer),  # type: ignore[arg-type]
+        optimizer.pca_mat_local,
+        hyper["n_components"],
+        hyper["rho"],
+        hyper["gamma"],
+        float(optimizer.dim_reduce_alpha),
+        hyper["sigma"],
+        rank,
+        size,
+    )

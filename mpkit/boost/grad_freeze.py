@@ -63,7 +63,8 @@ class GradientFreeze:
         state: State = "shared",
         seed: int = 0,
     ) -> None:
-        if (freeze_p is None) == (full_step_fraction is None):
+        share = full_step_fraction if freeze_p is None else freeze_p
+        if share is None or None not in (freeze_p, full_step_fraction):
             raise TypeError("give freeze_p or full_step_fraction (one of them): the share of steps without freezing")
         if isinstance(param_groups, bool) or not isinstance(param_groups, int):
             raise TypeError(
@@ -76,7 +77,7 @@ class GradientFreeze:
             raise ValueError(f"rule must be 'modules' or 'mindspore', got {rule!r}")
         self.param_groups = param_groups
         self.freeze_type = freeze_type
-        self.freeze_p = full_step_fraction if freeze_p is None else freeze_p
+        self.freeze_p = share
         self.total_steps = total_steps
         self.rule, self.state, self.seed = rule, state, seed
         _check_strategy(param_groups, freeze_type, self.freeze_p, total_steps)
@@ -310,7 +311,7 @@ class FreezeOpt(Optimizer):
         """A hook that freezes for the forward and backward pass of any train cell."""
         return _FreezeHook(self)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
         loss = self.step_group(self.index, closure)
         self.advance()

@@ -31,7 +31,7 @@ class NormalizedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.multiplier = nn.Parameter(torch.ones(1))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -39,7 +39,7 @@ class NormalizedLinear(nn.Module):
     def of(cls, linear: nn.Linear, keep_bias: bool = False) -> NormalizedLinear:
         """The normalised form of `linear`: the same weight object; its bias is dropped unless asked for."""
         layer = cls(linear.in_features, linear.out_features)
-        layer.weight = linear.weight
+        layer.weight = linear.weight  # type: ignore[assignment]  # annotated as a plain tensor
         layer.bias = linear.bias if keep_bias else None
         layer.multiplier = nn.Parameter(linear.weight.detach().new_ones(1))
         return layer.train(linear.training)
@@ -154,8 +154,7 @@ def _is_kept(module: nn.Module, name: str, removed: dict[str, str]) -> bool:
 
 def _linears(network: nn.Module) -> Iterator[str]:
     """Names of the Linear layers below `network`; attention reads the weight of its output layer itself."""
-    for prefix, module in network.named_modules():
-        if not isinstance(module, nn.MultiheadAttention):
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear):
-                    yield f"{prefix}.{name}" if prefix else name
+    for name, module in network.named_modules():
+        parent = network.get_submodule(name.rpartition(".")[0])
+        if name and isinstance(module, nn.Linear) and not isinstance(parent, nn.MultiheadAttention):
+            yield name

@@ -26,6 +26,7 @@ class OptimizerProcess:
     Source:  MindSpore boost.OptimizerProcess, which builds a new optimizer, loses its state, fails for Adam, and
              leaves a flat list of parameters without centralization; mpkit edits the groups of the optimizer given.
 
+    >>> import torch
     >>> network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     >>> process = OptimizerProcess(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.01))
     >>> process.add_grad_centralization(network)
@@ -112,7 +113,7 @@ class ParameterProcess:
         fusion = self._last if self._continue else 1
         for i, parameter in enumerate(parameters):
             fusion += i in points
-            parameter.comm_fusion = fusion  # type: ignore[attr-defined]
+            parameter.comm_fusion = fusion
         self._last = fusion
         return parameters
 
