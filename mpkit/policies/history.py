@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,7 +84,7 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     n, device, start = policy.shape[0], state.scale.device, state.scale.numpy(force=True)
     if flags.ndim == 2 and flags.shape[1] != n:
         raise ValueError(f"{n} policies take finite of shape (steps,) or (steps, {n}), got {flags.shape}")
-    flags = np.broadcast_to(flags.reshape(len(flags), -1), (len(flags), n))
+    flags = np.broadcast_to(flags if flags.ndim == 2 else flags[:, None], (len(flags), n))
     steps = torch.tensor(flags, device=device)
     scales = torch.empty(steps.shape, dtype=torch.float64, device=device)
     codes = torch.zeros(steps.shape, dtype=torch.int8, device=device)
@@ -94,14 +93,13 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
         scales[t] = state.scale
         if isinstance(raised, Tensor):
             codes[t] = raised
-    stopped = codes.cummax(0).values != 0
-    scales.masked_fill_(stopped, math.nan)
-    any_, first = (codes != 0).any(0), (codes != 0).int().argmax(0)
-    code = codes.gather(0, first[None])[0] if len(steps) else torch.zeros(n, dtype=torch.int8)
-    raised_at = torch.where(any_, first, -1).numpy(force=True)
+    stops = codes.numpy(force=True)
+    stopped = np.maximum.accumulate(stops != 0, axis=0)
+    scale = np.where(stopped, np.nan, scales.numpy(force=True))
+    raised_at = np.where(stopped.any(0), stopped.argmax(0) if len(stops) else -1, -1)
+    sentences = tuple(STOPS[stops[step, i]] if step >= 0 else "" for i, step in enumerate(raised_at))
     skipped = np.logical_not(flags.all(1) if policy.layers else flags)
-    sentences = tuple(STOPS[c] for c in code.tolist())
-    return ScaleHistory(policy, flags, scales.numpy(force=True), skipped, raised_at, sentences, state, start)
+    return ScaleHistory(policy, flags, scale, skipped, raised_at, sentences, state, start)
 
 
 def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.ndarray:
@@ -110,13 +108,13 @@ def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.nda
     In a delayed policy the word describes the decision of the step before, which became public in this one.
     """
     before, after, finite = np.asarray(before), np.asarray(after), np.asarray(finite)
-    low, high, grow = (
+    low, high, grow, bits = (
         value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-        for value in (policy.min_scale, policy.max_scale, policy.growth_factor)
+        for value in (policy.min_scale, policy.max_scale, policy.growth_factor, policy.scale_bits)
     )
-    top = np.minimum(high, {16: 65504.0, 32: FLOAT32_MAX}.get(policy.scale_bits, np.finfo(np.float64).max))
+    largest = np.select([bits == 16, bits == 32], [65504.0, FLOAT32_MAX], np.finfo(np.float64).max)
     with np.errstate(over="ignore", invalid="ignore"):
-        capped = (after >= high) | (after * grow > top)
+        capped = (after >= high) | (after * grow > largest)
     up, down, same = after > before, after < before, after == before
     choices = [
         (np.isnan(after), "stopped"),

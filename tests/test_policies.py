@@ -1,0 +1,348 @@
+"""The rule of dynamic loss scaling: what each framework's defaults do, numbers and tensors alike, bad input."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpkit.policies import (
+    FRAMEWORKS,
+    REASONS,
+    ScalePolicy,
+    ScaleState,
+    advance,
+    initial,
+    naive_loss_ratio,
+    preset,
+    run,
+    stack,
+)
+
+GIVEN = {  # what has no default in the framework
+    "jmp": {"loss_scale": 2.0**15},
+    "mindspore_scaler": {"scale_value": 2.0**15, "scale_factor": 2, "scale_window": 2000},
+    "mindspore_cell": {"loss_scale_value": 2.0**15, "scale_factor": 2, "scale_window": 2000},
+    "fairscale_layerwise": {"layer_scale_dict": {"a": 1024.0, "b": 16.0}},
+}
+SINGLE = [name for name in FRAMEWORKS if name != "fairscale_layerwise"]
+
+
+def of(framework: str, **parameters) -> ScalePolicy:
+    return preset(framework, **{**GIVEN.get(framework, {}), **parameters})
+
+
+# reference table: start, finite steps to first / next growth, bad steps before the first backoff, floor, cap
+DEFAULTS = {
+    "torch": (2.0**16, 2000, 2000, 1, 0.0, math.inf),
+    "keras3": (2.0**15, 2000, 2000, 1, 0.0, math.inf),
+    "tf_keras": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
+    "tf_v1": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
+    "apex": (2.0**16, 2000, 2000, 1, 0.0, 2.0**24),
+    "deepspeed": (2.0**16, 1001, 1000, 2, 1.0, math.inf),
+    "megatron": (2.0**32, 1000, 1000, 2, 1.0, math.inf),
+    "colossalai": (2.0**16, 1000, 1000, 2, 0.0, math.inf),
+    "fairseq": (2.0**15, 2000, 2000, 1, 1e-4, math.inf),
+    "jmp": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
+    "flax": (2.0**16, 2001, 2001, 1, 2.0**-126, float(np.finfo(np.float32).max)),
+    "paddle": (2.0**16, 2000, 2000, 1, 0.0, math.inf),
+    "paddle_static": (2.0**15, 1000, 1000, 2, 1.0, math.inf),
+    "mxnet": (2.0**16, 2001, 2000, 2, 0.0, 2.0**24),
+    "mindspore_scaler": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
+    "mindspore_cell": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
+    "mindspore_manager": (2.0**24, 2000, 2000, 1, 1.0, math.inf),
+    "mpkit": (2.0**16, 2000, 2000, 1, 2.0**-14, 2.0**24),
+}
+
+
+@pytest.mark.parametrize("framework", SINGLE)
+def test_defaults_are_those_of_the_framework(framework):
+    start, first, following, patience, floor, cap = DEFAULTS[framework]
+    policy = of(framework)
+    scale = np.concatenate([[initial(policy).scale], run(policy, [True] * (first + following)).scale])
+    assert scale[0] == start
+    assert np.flatnonzero(np.diff(scale)).tolist()[:2] == [first - 1, first + following - 1]
+    down = np.concatenate([[start], run(policy, [False] * 300).scale])
+    assert np.flatnonzero(np.diff(down))[0] == patience - 1
+    if framework == "fairseq":
+        assert down[-1] / 2 <= floor < down[-1]  # stops before it would reach it
+    else:
+        assert down[-1] == floor or (floor == 0 and down[-1] < 2.0**-100)
+    assert policy.max_scale == cap
+
+
+def test_every_framework_is_in_the_table():
+    assert set(DEFAULTS) == set(SINGLE)
+    assert "fairscale_layerwise" in FRAMEWORKS
+
+
+CEILING = {  # preset: first good step, skipped of 20,000, headroom in bits; skips while the ceiling falls (reference)
+    "torch": ({}, 4, 13, 0.58, 19),
+    "keras3": ({}, 3, 12, 0.58, 18),
+    "tf_keras": ({}, 3, 12, 0.58, 18),
+    "jmp": ({}, 3, 12, 0.58, 18),
+    "apex": ({}, 4, 13, 0.58, 19),
+    "paddle": ({}, 4, 13, 0.58, 19),
+    "flax": ({}, 4, 13, 0.58, 18),
+    "deepspeed": ({}, 5, 43, 0.58, 18),
+    "colossalai": ({}, 5, 43, 0.58, 18),
+    "megatron": ({}, 21, 59, 0.58, 18),
+    "fairseq": ({"init_scale": 2.0**7, "scale_window": 2**14}, 0, 0, 5.40, 5),
+    "mxnet": ({}, 5, 13, 1.09, 20),
+}
+
+
+def against_ceiling(policy: ScalePolicy, ceilings: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(scale used, finite) of each step when a step overflows exactly above its ceiling."""
+    state, used, finite = initial(policy), [], []
+    for ceiling in ceilings:
+        used.append(state.scale)
+        finite.append(state.scale <= ceiling)
+        state, _ = advance(policy, state, finite[-1])
+    return np.array(used), np.array(finite)
+
+
+@pytest.mark.parametrize("framework", CEILING)
+def test_what_the_differences_cost(framework):
+    parameters, first, skipped, headroom, after_drop = CEILING[framework]
+    policy = of(framework, **parameters)
+    used, finite = against_ceiling(policy, [1.5 * 2**12] * 20_000)
+    assert (int(np.argmax(finite)), int((~finite).sum())) == (first, skipped)
+    assert round(float(np.mean(np.log2(1.5 * 2**12 / used[finite]))), 2) == headroom
+    _, finite = against_ceiling(policy, [1.5 * 2**20] * 10_000 + [6.0] * 40)
+    assert int((~finite[10_000:]).sum()) == after_drop
+
+
+# --- one rule for numbers and tensors --------------------------------------------------------------------------------
+
+FACTORS = st.sampled_from([1.001, 1.1, 1.7, 2.0, 3.0, 4.0, 10.0])
+POLICIES = st.builds(
+    ScalePolicy,
+    init_scale=st.sampled_from([1.0, 3.0, 1000.0, 2.0**16, 2.0**120, 2.0**-120]),
+    growth_factor=FACTORS,
+    backoff_factor=st.sampled_from([0.25, 0.5, 0.6, 0.9, 1.0]),
+    backoff_divisor=st.sampled_from([1.0, 2.0, 3.0]),
+    growth_interval=st.integers(-1, 6),
+    min_scale=st.sampled_from([0.0, 0.25, 1.0, 100.0]),
+    max_scale=st.sampled_from([2.0**10, 2.0**24, math.inf]),
+    scale_bits=st.sampled_from([16, 32, 64]),
+    hold_at_overflow=st.booleans(),
+    growth_ge=st.booleans(),
+    first_growth_lag=st.integers(0, 1),
+    next_growth_lag=st.integers(0, 1),
+    hysteresis=st.integers(0, 4),
+    refill_on_growth=st.booleans(),
+    refill_on_finite=st.booleans(),
+    refill_on_backoff=st.booleans(),
+    tolerance=st.sampled_from([-1.0, 0.0, 0.1, 0.5]),
+    raise_at_min=st.booleans(),
+    stop_at=st.sampled_from([-math.inf, 1e-4]),
+    max_consecutive=st.sampled_from([3, 2**62]),
+    error_at_zero=st.booleans(),
+    error_at_inf=st.booleans(),
+    clamp_both_ways=st.booleans(),
+    delayed=st.booleans(),
+    flush_subnormal=st.booleans(),
+    init_count=st.integers(0, 2),
+)
+RUNS = st.lists(st.booleans(), max_size=60)
+
+
+@given(st.lists(POLICIES, min_size=1, max_size=5), RUNS)
+@settings(max_examples=60, deadline=None)
+def test_vector_of_policies_equals_each_alone(policies, finite):
+    together = run(stack(policies), finite)
+    for i, policy in enumerate(policies):
+        alone = run(policy, finite)
+        done = len(alone.scale)
+        np.testing.assert_array_equal(together.scale[:done, i], alone.scale)
+        assert np.isnan(together.scale[done:, i]).all()
+        assert (alone.raised_at, alone.raised) == (
+            None if together.raised_at[i] < 0 else together.raised_at[i],
+            together.raised[i],
+        )
+        if alone.raised_at is None:
+            assert together.reasons[:, i].tolist() == alone.reasons.tolist()
+
+
+@given(POLICIES, RUNS)
+@settings(max_examples=60, deadline=None)
+def test_zero_dimensional_tensors_equal_numbers(policy, finite):
+    number, tensor = initial(policy), initial(policy, "cpu")
+    for flag in finite:
+        number, raised = advance(policy, number, flag)
+        tensor, raised_there = advance(policy, tensor, torch.tensor(flag))
+        assert [value.item() for value in tensor] == list(number)
+        assert int(raised_there) == raised
+
+
+@given(POLICIES, RUNS, st.integers(0, 60))
+@settings(max_examples=60, deadline=None)
+def test_a_saved_state_goes_on_as_if_never_saved(policy, finite, cut):
+    policy = replace(policy, raise_at_min=False, stop_at=-math.inf, max_consecutive=2**62)
+    policy = replace(policy, error_at_zero=False, error_at_inf=False)
+    state = initial(policy)
+    for index, flag in enumerate(finite):
+        if index == cut:
+            policy, state = pickle.loads(pickle.dumps((policy, state)))
+        state, _ = advance(policy, state, flag)
+    assert state == run(policy, finite).final
+
+
+def test_vector_keeps_what_all_agree_on_as_numbers():
+    vector = stack([preset("torch", growth_interval=n) for n in (10, 20)])
+    tensors = [f.name for f in fields(vector) if isinstance(getattr(vector, f.name), torch.Tensor)]
+    assert (vector.shape, tensors) == ((2,), ["growth_interval"])
+    assert vector[1] == preset("torch", growth_interval=20)
+    same = stack([preset("torch")] * 3)
+    assert same.shape == (3,)
+    assert same[2] == preset("torch")
+
+
+def test_layerwise_policy_skips_the_step_of_all_layers():
+    finite = np.array([[True, True], [False, True], [True, True]])
+    history = run(of("fairscale_layerwise", growth_interval=2), finite)
+    assert history.scale.tolist() == [[1024, 16], [512, 32], [512, 32]]
+    assert history.skipped.tolist() == [False, True, False]
+    assert history.policy.layers == ("a", "b")
+
+
+# --- reasons and mpkit's own policy ----------------------------------------------------------------------------------
+
+
+def test_every_decision_has_its_reason():
+    policy = preset("mpkit", init_scale=4.0, min_scale=1.0, max_scale=8.0, growth_interval=2, raise_at_min=False)
+    history = run(policy, [True] * 5 + [False] * 5 + [True])
+    assert history.scale.tolist() == [4, 8, 8, 8, 8, 4, 2, 1, 1, 1, 1]
+    assert history.reasons.tolist() == [
+        *("held", "grew", "at cap", "at cap", "at cap"),
+        *("backed off", "backed off", "backed off", "at floor", "at floor", "held"),
+    ]
+    patient = run(preset("megatron", hysteresis=3), [False] * 4)
+    assert patient.reasons.tolist() == ["tolerated", "tolerated", "backed off", "backed off"]
+    assert set(history.reasons) | set(patient.reasons) <= set(REASONS)
+
+
+def test_mpkit_policy_reports_an_overflow_at_its_floor():
+    history = run(preset("mpkit"), [False] * 40)
+    assert history.raised_at == 30  # 2^16 to 2^-14 takes 30 halvings
+    assert "look at the model" in history.raised
+    assert len(history.scale) == len(history.skipped) == len(history.reasons) == 30
+    assert set(history.reasons) == {"backed off"}
+
+
+def test_mpkit_policy_stops_at_its_cap():
+    assert run(preset("mpkit", growth_interval=1), [True] * 20).scale[-1] == 2.0**24
+
+
+# --- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_endings_at_infinity():
+    up = [True] * 200
+    ends = {name: float(run(of(name, **fast(name)), up).scale[-1]) for name in ("keras3", "megatron", "paddle")}
+    assert set(ends.values()) == {math.inf}
+    stuck = run(of("keras3", **fast("keras3")), [*up, *[False] * 239])
+    assert stuck.scale[-1] == math.inf  # inf / 2 is inf: it never comes back
+    assert run(of("torch", growth_interval=1), up).scale[-1] == 2.0**127
+    assert run(of("flax", growth_interval=1), [True] * 400).scale[-1] == np.finfo(np.float32).max
+    assert run(of("mindspore_scaler", scale_window=1), up).scale[-1] == 2.0**127
+
+
+def fast(framework: str) -> dict[str, int]:
+    name = {"keras3": "dynamic_growth_steps", "megatron": "growth_interval", "paddle": "incr_every_n_steps"}
+    return {name[framework]: 1}
+
+
+def test_endings_at_the_floor():
+    down = [False] * 1200
+    assert run(preset("torch"), down[:165]).scale[-1] == 2.0**-149
+    assert run(preset("torch"), down[:166]).scale[-1] == 0.0
+    assert run(preset("apex", init_scale=8.0), down).raised_at == 1078
+    assert run(preset("deepspeed", delayed_shift=1), down).raised_at == 16
+    assert "sank" in run(preset("fairseq"), down).raised
+    assert run(preset("mindspore_manager"), down).raised_at == 1000
+    assert run(preset("jmp", loss_scale=2.0, min_loss_scale=0.5, jit=True), down).scale[-1] == 1.0  # floor lost
+
+
+def test_naive_rule_runs_away_in_both_directions():
+    scale, steps = 1.0, 0
+    while scale > 2.0**-24:
+        scale, steps = naive_loss_ratio(scale, loss=2.3), steps + 1
+    assert steps == 158
+    scale, steps = 65536.0, 0
+    while scale <= float(np.finfo(np.float32).max):
+        scale, steps = naive_loss_ratio(scale, loss=2.3), steps + 1
+    assert steps == 815
+    assert naive_loss_ratio(3.0, loss=2.3) == 3.0  # between loss and 2 loss it rests, and the band repels
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: preset("pytorch"), ValueError, "unknown framework 'pytorch'; known are mpkit, torch"),
+        (lambda: preset("torch", interval=3), TypeError, "growth_interval"),
+        (lambda: preset("jmp"), TypeError, "loss_scale"),
+        (lambda: preset("torch", growth_factor=1.0), ValueError, "growth_factor must be above 1"),
+        (lambda: preset("torch", backoff_factor=1.0), ValueError, "backoff_factor must be below 1"),
+        (lambda: preset("torch", init_scale="big"), (TypeError, ValueError), "init_scale|float"),
+        (lambda: preset("deepspeed", scale_window=0), ValueError, "scale_window must be at least 1"),
+        (lambda: preset("paddle", decr_ratio=1.0), ValueError, "decr_ratio"),
+        (lambda: preset("tf_keras", dynamic=False), ValueError, "initial_scale"),
+        (lambda: preset("fairscale_layerwise", layer_scale_dict={}), ValueError, "at least one layer"),
+        (lambda: preset("mpkit", min_scale=2.0**20), ValueError, "min_scale <= init_scale"),
+        (lambda: preset("mpkit", max_scale=math.inf), ValueError, "inf"),
+        (lambda: ScalePolicy(init_scale=-1.0), ValueError, "init_scale must lie in"),
+        (lambda: ScalePolicy(init_scale=math.nan), ValueError, "init_scale must lie in"),
+        (lambda: ScalePolicy(growth_factor=True), TypeError, "growth_factor must be a number"),
+        (lambda: ScalePolicy(scale_bits=8), ValueError, "scale_bits"),
+        (lambda: stack([]), ValueError, "at least one policy"),
+        (lambda: run(preset("torch"), [1, 0]), TypeError, "booleans"),
+        (lambda: run(preset("torch"), np.ones((2, 2), dtype=bool)), ValueError, r"shape \(steps,\)"),
+        (lambda: run(stack([preset("torch")] * 2), np.ones((2, 3), dtype=bool)), ValueError, "2 policies"),
+        (lambda: preset("torch")[0], TypeError, "one policy, not a vector"),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_an_empty_run_is_a_run():
+    history = run(preset("torch"), [])
+    assert (history.scale.shape, history.raised_at, history.reasons.tolist()) == ((0,), None, [])
+    assert run(stack([preset("torch"), preset("apex")]), []).scale.shape == (0, 2)
+
+
+def test_fixed_scales_of_the_frameworks():
+    for policy, scale in [
+        (preset("torch", enabled=False), 1.0),
+        (preset("apex", loss_scale=128.0), 128.0),
+        (preset("tf_keras", dynamic=False, initial_scale=64.0), 64.0),
+        (preset("paddle", use_dynamic_loss_scaling=False, init_loss_scaling=32.0), 32.0),
+        (preset("paddle", enable=False), 1.0),
+    ]:
+        assert set(run(policy, [True, False] * 20).scale) == {scale}
+
+
+def test_state_names_what_it_holds():
+    assert ScaleState._fields == ("scale", "decided", "good", "left", "streak", "strikes", "since")
+
+
+@pytest.mark.gpu
+def test_vector_on_the_gpu_equals_the_numbers():
+    policies = [of(name) for name in SINGLE]
+    finite = (np.arange(3000)[:, None] % np.arange(7, 7 + len(policies))) != 0
+    vector = run(stack(policies, device="cuda"), finite)
+    for i, policy in enumerate(policies):
+        alone = run(policy, finite[:, i])
+        np.testing.assert_array_equal(vector.scale[: len(alone.scale), i], alone.scale)
