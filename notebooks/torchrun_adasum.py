@@ -26,7 +26,7 @@ def main(steps: int = 40, batch: int = 32) -> None:
     torch.manual_seed(0)  # the same weights everywhere
     images, labels = digits("train", size=8)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
     merger = AdaSum(rank, 1, world, list(network.parameters()), timeout=limit.total_seconds())
 
     if rank == 0:

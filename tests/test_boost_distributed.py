@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.boost.adasum import AdaSum, adasum
+from mpkit.boost.dim_reduce import DimReduce, row_block
+from mpkit.step import WithLossCell
 
 SHAPES = [(7, 5), (1, 9), (1,), (2, 3, 4), (), (3,)]
 TIMEOUT = 4.0
@@ -101,7 +103,33 @@ def _without_last(rank: int, world: int, vanish: Any) -> str:
     return "merged"
 
 
-SCENARIOS = {f.__name__: f for f in (merge, train, refused, dead_peer, silent_peer)}
+def reduce_dimensions(rank: int, world: int) -> list[Tensor]:
+    """Six steps, each rank with its part of the batch and its rows of five components."""
+    return _descend(rank, world, slice(rank * 12 // world, (rank + 1) * 12 // world))
+
+
+def _descend(rank: int, world: int, rows: slice) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Linear(6, 4)
+    for p in net.parameters():
+        p.data = torch.randn(p.shape, generator=generator)
+    x, y = (torch.randn(12, n, generator=generator)[rows] for n in (6, 4))
+    pca = torch.linalg.qr(torch.randn(28, 5, generator=generator)).Q.T[row_block(5, rank, world)]
+    cell, params = WithLossCell(net, nn.MSELoss()), list(net.parameters())
+    reduce = DimReduce(cell, torch.optim.SGD(params, lr=1.0), params, pca, 5, alpha=0.1, rank=rank, rank_size=world)
+    for _ in range(6):
+        net.zero_grad()
+        loss = cell(x, y)
+        loss.backward()
+        for p in params:
+            if world > 1:
+                dist.all_reduce(p.grad)
+            p.grad /= world
+        reduce(loss.detach(), [p.grad for p in params], None, None, x, y)
+    return [*(p.detach() for p in params), reduce.inverse_hessian]
+
+
+SCENARIOS = {f.__name__: f for f in (merge, train, refused, dead_peer, silent_peer, reduce_dimensions)}
 
 
 def rank_main(scenario: str, rank: int, world: int, folder: Path) -> None:
@@ -109,12 +137,12 @@ def rank_main(scenario: str, rank: int, world: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
     dist.barrier()  # all are connected before one of them may end
-    torch.save(SCENARIOS[scenario](rank, world), folder / f"{rank}.pt")
+    torch.save({name: SCENARIOS[name](rank, world) for name in scenario.split("+")}, folder / f"{rank}.pt")
     os._exit(0)  # a broken group cannot be taken down in order
 
 
-def launch(scenario: str, world: int, folder: Path) -> list[Any]:
-    """Run a scenario on `world` ranks and -> what each of them left (None for one that left nothing)."""
+def launch(scenario: str, world: int, folder: Path) -> list[dict[str, Any]]:
+    """Run scenarios (joined by +) on `world` ranks and -> what each rank that lived left, by scenario."""
     command = [sys.executable, __file__, scenario, str(world), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
@@ -122,13 +150,20 @@ def launch(scenario: str, world: int, folder: Path) -> list[Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     files = [folder / f"{rank}.pt" for rank in range(world)]
-    return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+    return [torch.load(file, weights_only=True) for file in files if file.exists()]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
+    """One launch of everything that should work: (world, what each rank saw)."""
+    world = request.param
+    return world, launch("merge+train+reduce_dimensions", world, tmp_path_factory.mktemp(f"world{world}"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes_merge_like_simulated_workers(world: int, tmp_path: Path) -> None:
-    ranks = launch("merge", world, tmp_path)
+def test_processes_merge_like_simulated_workers(run: tuple[int, list[dict[str, Any]]]) -> None:
+    world, ranks = run[0], [seen["merge"] for seen in run[1]]
+    assert len(ranks) == world
     exact = adasum([deltas_of(rank, torch.float64) for rank in range(world)])
     for name in ranks[0]:
         dtype = torch.float16 if "float16" in name else torch.float32
@@ -144,9 +179,8 @@ def test_processes_merge_like_simulated_workers(world: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_step_in_processes_equals_the_step_worked_out_in_one(world: int, tmp_path: Path) -> None:
-    ranks = launch("train", world, tmp_path)
+def test_a_step_in_processes_equals_the_step_worked_out_in_one(run: tuple[int, list[dict[str, Any]]]) -> None:
+    world, ranks = run[0], [seen["train"] for seen in run[1]]
     devices = 2 if world == 4 else 1
     nodes = [
         [torch.stack(gs).mean(0) for gs in zip(*(deltas_of(n * devices + i) for i in range(devices)))]
@@ -160,12 +194,14 @@ def test_a_step_in_processes_equals_the_step_worked_out_in_one(world: int, tmp_p
 
 @pytest.mark.slow
 def test_three_processes_are_refused_everywhere(tmp_path: Path) -> None:
-    assert all("1, 2, 4, 8, ... workers, got 3" in text for text in launch("refused", 3, tmp_path))
+    texts = [seen["refused"] for seen in launch("refused", 3, tmp_path)]
+    assert len(texts) == 3
+    assert all("1, 2, 4, 8, ... workers, got 3" in text for text in texts)
 
 
 @pytest.mark.slow
 def test_ranks_with_different_parameters_are_told(tmp_path: Path) -> None:
-    first, second = launch("refused", 2, tmp_path)
+    first, second = (seen["refused"] for seen in launch("refused", 2, tmp_path))
     assert "those of rank 0 differ from those of ranks [1]" in first
     assert "those of rank 1 differ from those of ranks [0]" in second
 
@@ -174,10 +210,19 @@ def test_ranks_with_different_parameters_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("scenario", "world"), [("dead_peer", 2), ("dead_peer", 4), ("silent_peer", 2)])
 def test_a_missing_peer_ends_in_an_error_within_the_timeout(scenario: str, world: int, tmp_path: Path) -> None:
     left = launch(scenario, world, tmp_path)[: world - 1]
-    for text in left:
-        seconds, message = text.split(" ", 1)
+    assert len(left) == world - 1
+    for seen in left:
+        seconds, message = seen[scenario].split(" ", 1)
         assert "got no answer from rank" in message
         assert float(seconds) < 2 * TIMEOUT + 2  # a peer of the missing peer may wait twice
+
+
+@pytest.mark.slow
+def test_dimension_reduction_over_ranks_equals_one_process(run: tuple[int, list[dict[str, Any]]]) -> None:
+    alone = _descend(0, 1, slice(None))  # five components: neither 2 nor 4 ranks divide them
+    for seen in run[1]:
+        for got, want in zip(seen["reduce_dimensions"], alone):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,332 @@
+"""Dimension-reduced training: components, files, snapshots, and a line search that disturbs nothing."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit.boost.dim_reduce import (
+    DimReduce,
+    WeightSnapshots,
+    pca_matrix,
+    prepare_pca,
+    read_pca_rows,
+    read_snapshots,
+    row_block,
+    write_pca_files,
+)
+from mpkit.step import TrainOneStepCell, WithLossCell
+
+
+def walk(samples: int, weights: int, seed: int = 0) -> np.ndarray:
+    """Samples whose variance falls quickly from direction to direction, as weights on a training path do."""
+    rng = np.random.default_rng(seed)
+    spread = 4.0 ** -np.arange(min(samples, weights))
+    return rng.normal(size=(samples, len(spread))) * spread @ rng.normal(size=(len(spread), weights)) + 3.0
+
+
+# components
+
+
+@pytest.mark.parametrize("method", ["randomized", "full"])
+@pytest.mark.parametrize(("samples", "weights", "k"), [(30, 8, 3), (9, 200, 4), (40, 60, 5), (12, 12, 1)])
+def test_components_are_the_eigenvectors_of_the_covariance(samples: int, weights: int, k: int, method: Any) -> None:
+    data = walk(samples, weights)
+    eigenvectors = np.linalg.eigh(np.cov(data.T))[1][:, ::-1][:, :k].T
+    got = pca_matrix(data, k, method=method)
+    np.testing.assert_allclose(np.abs(np.sum(got * eigenvectors, axis=1)), 1, atol=1e-6)
+    np.testing.assert_allclose(got @ got.T, np.eye(k), atol=1e-12)
+
+
+def test_components_repeat_and_follow_the_generator_only_in_rounding() -> None:
+    data = walk(20, 50)
+    assert np.array_equal(pca_matrix(data, 3), pca_matrix(data, 3))
+    np.testing.assert_allclose(pca_matrix(data, 3), pca_matrix(data, 3, generator=np.random.default_rng(5)), atol=1e-8)
+
+
+def test_as_many_components_as_samples_warn_that_the_last_is_noise() -> None:
+    with pytest.warns(UserWarning, match="the last one is noise"):
+        pca_matrix(walk(4, 9), 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "k", "options", "message"),
+    [
+        ((3, 9), 4, {}, "record more snapshots"),
+        ((9, 3), 4, {}, "9 samples of 3 weights"),
+        ((9, 3), 0, {}, "0 components"),
+        ((9,), 1, {}, "row per sample"),
+        ((9, 3), 1, {"method": "svd"}, "'randomized' or 'full', got 'svd'"),
+    ],
+)
+def test_bad_data_for_components_are_refused(shape: tuple[int, ...], k: int, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pca_matrix(np.zeros(shape), k, **options)
+
+
+# files
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(5, 2), (4, 3), (8, 4), (1, 3), (3, 1)])
+def test_no_row_is_lost_on_the_way_to_the_ranks(rows: int, ranks: int, tmp_path: Path) -> None:
+    matrix = walk(rows, 6)
+    write_pca_files(tmp_path / "full.npy", matrix, ranks)
+    parts = [read_pca_rows(tmp_path / "full.npy", rank, 0.0) for rank in range(ranks)]
+    assert np.array_equal(np.concatenate(parts), matrix)
+    assert [len(part) for part in parts] == [len(matrix[row_block(rows, r, ranks)]) for r in range(ranks)]
+    assert not [f for f in tmp_path.iterdir() if f.name.startswith(".")]  # no temporary file stays
+
+
+def test_a_reader_waits_for_the_marker_and_gives_up_after_the_timeout(tmp_path: Path) -> None:
+    full = tmp_path / "full.npy"
+    writer = threading.Timer(0.3, write_pca_files, (full, np.eye(2), 1))
+    writer.start()
+    assert np.array_equal(read_pca_rows(full, 0, 10.0), np.eye(2))
+    writer.join()
+    (tmp_path / "save_pca_end.txt").unlink()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 waited 0.2 s for save_pca_end.txt"):
+        read_pca_rows(full, 1, 0.2)
+    assert time.monotonic() - start < 5
+
+
+def test_a_marker_of_an_earlier_run_is_removed_before_anything_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "save_pca_end.txt").touch()
+    with pytest.raises(ValueError, match="no snapshot"):
+        prepare_pca(nn.Linear(2, 1), 1, weight_load_dir=tmp_path)
+    assert not (tmp_path / "save_pca_end.txt").exists()
+
+
+def test_files_with_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
+    np.save(tmp_path / "full.npy", np.array([{"code": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        prepare_pca(nn.Linear(2, 1), 1, pca_mat_path=tmp_path / "full.npy")
+
+
+def test_a_matrix_on_disk_is_cut_to_the_components_asked_for_and_checked(tmp_path: Path) -> None:
+    net = nn.Linear(2, 1)
+    np.save(tmp_path / "full.npy", walk(4, 3))
+    rows = prepare_pca(net, 2, pca_mat_path=tmp_path / "full.npy")
+    assert np.array_equal(rows, walk(4, 3)[:2])
+    with pytest.raises(ValueError, match=r"need 5 components of 3 weights, got a matrix \(4, 3\)"):
+        prepare_pca(net, 5, pca_mat_path=tmp_path / "full.npy")
+    with pytest.raises(ValueError, match=r"need 2 components of 6 weights, got a matrix \(4, 3\)"):
+        prepare_pca(nn.Linear(2, 2), 2, pca_mat_path=tmp_path / "full.npy")
+
+
+def test_rows_of_an_earlier_run_with_another_size_are_refused(tmp_path: Path) -> None:
+    net = nn.Linear(2, 1)
+    np.save(tmp_path / "full.npy", walk(4, 3))
+    prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy")
+    write_pca_files(tmp_path / "full.npy", walk(6, 3), 2)
+    with pytest.raises(ValueError, match=r"rank 1 needs 2 rows .* remove the files of an earlier run"):
+        prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy", rank=1, rank_size=2)  # only reads
+
+
+# snapshots
+
+
+def test_a_hook_records_snapshots_that_come_back_in_network_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    net[2].bias.requires_grad_(False)
+    snapshots = WeightSnapshots(net, tmp_path / "new", every=2)
+    cell = TrainOneStepCell(
+        WithLossCell(net, nn.MSELoss()),
+        torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1),
+        hooks=[snapshots],
+    )
+    rows = []
+    for step in range(1, 6):
+        cell(torch.randn(8, 3), torch.randn(8, 1))
+        if step % 2 == 0:
+            rows.append(torch.cat([p.detach().reshape(-1) for p in net.parameters() if p.requires_grad]).double())
+    files = sorted(f.name for f in (tmp_path / "new").iterdir())
+    assert files == ["step_00000002.ckpt", "step_00000004.ckpt"]
+    got = read_snapshots(tmp_path / "new", net)
+    assert np.array_equal(got, torch.stack(rows).numpy())
+
+
+def test_ordinary_state_dicts_serve_too_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    torch.save(dict(reversed(net.state_dict().items())), tmp_path / "a.pt")  # other order, and buffers
+    want = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    assert np.array_equal(read_snapshots(tmp_path, net)[0], want.double().numpy())
+    torch.save(nn.Linear(4, 2).state_dict(), tmp_path / "b.pt")
+    with pytest.raises(ValueError, match=r"b.pt has no parameter '0.weight'"):
+        read_snapshots(tmp_path, net)
+    torch.save(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).state_dict(), tmp_path / "b.pt")
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(2, 4\) in b.pt and \(2, 3\) in the network"):
+        read_snapshots(tmp_path, net)
+    torch.save(torch.zeros(2), tmp_path / "b.pt")
+    with pytest.raises(ValueError, match=r"b.pt must hold a state dict, got Tensor"):
+        read_snapshots(tmp_path, net)
+    with pytest.raises(ValueError, match="every must be 1 step or more"):
+        WeightSnapshots(net, tmp_path, every=0)
+
+
+# the step
+
+
+class Bowl(nn.Module):
+    """loss = (w - c)^T A (w - c) / 2 with a diagonal A: a minimum that a second-order method finds quickly."""
+
+    def __init__(self, curvature: list[float]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(len(curvature), dtype=torch.float64))
+        self.a = torch.tensor(curvature, dtype=torch.float64)
+
+    def forward(self) -> Tensor:
+        return 0.5 * (self.a * (self.w - 1) ** 2).sum()
+
+
+def descend(net: nn.Module, reduce: DimReduce, steps: int, *inputs: Any) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        net.zero_grad()
+        loss = net(*inputs)
+        loss.backward()
+        reduce(loss.detach(), [p.grad for p in net.parameters()], None, None, *inputs)
+        losses.append(loss.item())
+    return losses
+
+
+def build(net: nn.Module, pca: Any, **options: Any) -> DimReduce:
+    weights = list(net.parameters())
+    return DimReduce(net, torch.optim.SGD(weights, lr=1.0), weights, pca, len(pca), **options)
+
+
+def test_with_every_direction_in_the_plane_a_bowl_is_solved_like_bfgs() -> None:
+    net = Bowl([0.5, 1.0, 1.5])
+    losses = descend(net, build(net, np.eye(3), sigma=0.1), 12)
+    assert losses[-1] < 1e-12 * losses[0]
+
+
+def test_the_first_step_is_descent_in_the_plane_and_slow_descent_outside() -> None:
+    net = Bowl([0.5, 0.25, 1.0])
+    reduce = build(net, np.eye(3)[:1], alpha=0.125)
+    descend(net, reduce, 1)
+    # plane: w0 -= g0 = -0.5, full step accepted; outside: w -= alpha g
+    assert net.w.tolist() == [0.5, 0.125 * 0.25, 0.125 * 1.0]
+    assert reduce.search.rho == 1.0
+    descend(net, reduce, 1)
+    m1, m2 = 0.9 * 0.25 + 0.25 * (1 - 0.03125), 0.9 + (1 - 0.125)
+    assert net.w[1:].tolist() == pytest.approx([0.03125 + 0.125 * m1, 0.125 + 0.125 * m2])
+
+
+def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_out() -> None:
+    for curvature, rho in ((1.5, 0.55), (9.0, 0.0)):  # w 0 -> 1.5 overshoots a little, 0 -> 9 far too much
+        net = Bowl([curvature])
+        reduce = build(net, np.eye(1), alpha=0.0)
+        descend(net, reduce, 1)
+        assert reduce.search.rho == rho
+        assert net.w.item() == pytest.approx(rho * curvature)
+        assert reduce.search.accepted == (rho > 0)
+        assert len(reduce.search.losses) == 2
+        assert (reduce.last_projection.item() == 0) == (rho == 0)
+
+
+class Busy(nn.Module):
+    """A network with everything that a second forward pass would disturb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(nn.functional.dropout(self.body(x), 0.2), y)
+
+
+def test_trials_repeat_the_dropout_and_leave_statistics_and_random_numbers_alone() -> None:
+    torch.manual_seed(3)
+    net, batch = Busy(), (torch.randn(16, 4), torch.randn(16, 2))
+    size = sum(p.numel() for p in net.parameters())
+    reduce = build(net, torch.zeros(1, size), alpha=0.0)  # no direction: a trial is the same weights again
+    net.train()
+    loss = net(*batch)
+    loss.backward()
+    buffers, state = copy.deepcopy(dict(net.named_buffers())), torch.get_rng_state()
+    reduce(loss.detach(), [p.grad for p in net.parameters()], None, None, *batch)
+    assert reduce.search.losses == (loss.item(), loss.item())
+    assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert net.training
+
+
+def test_an_error_in_a_trial_leaves_the_weights_as_they_were() -> None:
+    net = Bowl([1.0])
+    reduce = build(net, np.eye(1))
+    loss = net()
+    loss.backward()
+    net.a = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        reduce(loss.detach(), [net.w.grad], None, None)
+    assert net.w.item() == 0.0
+
+
+def test_true_gradients_stay_in_place_and_the_state_resumes() -> None:
+    straight, stopped = Bowl([0.5, 2.0, 1.0]), Bowl([0.5, 2.0, 1.0])
+    pca = np.linalg.qr(walk(3, 3))[0][:2]
+    one, two = build(straight, pca), build(stopped, pca)
+    descend(straight, one, 6)
+    descend(stopped, two, 3)
+    state = copy.deepcopy(two.state_dict())
+    assert set(state) == {"inverse_hessian", "last_projection", "last_move", "momentum"}
+    two = build(stopped, pca)
+    two.load_state_dict(state)
+    descend(stopped, two, 3)
+    assert torch.equal(straight.w, stopped.w)
+    loss = straight()
+    straight.zero_grad()
+    loss.backward()
+    grad = straight.w.grad.clone()
+    one(loss.detach(), [straight.w.grad], None, None)
+    assert torch.equal(straight.w.grad, grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rho": 1.0}, r"rho must be in \(0, 1\), got 1.0"),
+        ({"gamma": 1.0}, "gamma must be in"),
+        ({"alpha": -1.0}, "alpha must be 0 or more"),
+        ({"sigma": 0.0}, "sigma must be in"),
+        ({"rank": 1}, "0 <= rank < rank_size"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(Bowl([1.0]), np.eye(1), **options)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    net = Bowl([1.0, 2.0])
+    weights = list(net.parameters())
+    plain = torch.optim.SGD(weights, lr=1.0)
+    with pytest.raises(ValueError, match=r"1 rows .* of 2 weights, got \(1, 3\)"):
+        DimReduce(net, plain, weights, np.eye(3)[:1], 1)
+    with pytest.raises(ValueError, match=r"must have 2 rows"):
+        DimReduce(net, plain, weights, np.eye(2)[:1], 2)
+    with pytest.raises(ValueError, match=r"plain SGD with lr 1 .* got SGD"):
+        DimReduce(net, torch.optim.SGD(weights, lr=0.1), weights, np.eye(2), 2)
+    with pytest.raises(ValueError, match=r"plain SGD with lr 1 .* got Adam"):
+        DimReduce(net, torch.optim.Adam(weights, lr=1.0), weights, np.eye(2), 2)
+    with pytest.raises(TypeError, match="Optimizer, got Bowl"):
+        DimReduce(net, net, weights, np.eye(2), 2)  # type: ignore[arg-type]
+    more = torch.optim.SGD([*weights, nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ValueError, match="exactly the 1 weights"):
+        DimReduce(net, more, weights, np.eye(2), 2)
+    with pytest.raises(ValueError, match="n_components must be 1 or more"):
+        DimReduce(net, plain, weights, np.eye(2)[:0], 0)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        DimReduce(net, plain, weights, np.eye(2)[:1], 2, rank_size=2)
+    with pytest.raises(ValueError, match="one gradient for each of 1 weights, got 0"):
+        DimReduce(net, plain, weights, np.eye(2), 2)(torch.tensor(0.0), [], None, None)
