@@ -88,6 +88,9 @@ class Model:
             self.train_network, self.optimizer = cell, cell.optimizer
             # a boost may have replaced the network
             self.network = cell.network.backbone if isinstance(cell.network, WithLossCell) else cell.network
+            boost = getattr(cell, "boost", None)
+            if boost is not None and eval_network is not None:
+                eval_network = boost.network_auto_process_eval(eval_network)
         self._widen = isinstance(getattr(self.train_network, "network", None), Float32Loss)
         self._metrics = metrics_from(metrics)
         self._eval_network, self._eval_indexes = eval_network, _three_indexes(eval_indexes)
