@@ -111,7 +111,8 @@ class LossMonitor(Callback):
                 f"{where}: the loss is {loss.item()}, so training stopped; look at the inputs and the learning rate, "
                 "or train with a loss_scale_manager, which skips such steps"
             )
-        print(f"{where}, loss is {loss.numpy().item() if not scaled else loss.numpy()[()]}", flush=True)
+        shown = str(loss.numpy()[()]) if scaled else loss.item()  # 8 digits of a float32, or the float64 that equals it
+        print(f"{where}, loss is {shown}", flush=True)
 
     def on_eval_end(self, run: RunContext) -> None:
         print(f"Eval result: epoch {run.cur_epoch_num}, metrics: {run.metrics}", flush=True)

@@ -1,0 +1,550 @@
+"""`Model`: what it trains, prints, evaluates and saves, and how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support import ROOT
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from mpkit import optimizers
+from mpkit.model import Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
+from mpkit.policies import preset
+from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
+from mpkit.step import Hook, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def data(count=6, size=8, bad=()):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count * size, 5, generator=generator)
+    y = torch.randint(3, (count * size,), generator=generator)
+    for batch in bad:
+        x[batch * size, 0] = torch.inf
+    return TensorDataset(x, y)
+
+
+def loader(count=6, bad=(), seed=None):
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(data(count, bad=bad), batch_size=8, shuffle=seed is not None, generator=generator)
+
+
+def model(manager="dynamic", optimizer="sgd", seed=0, **kwargs):
+    net = network(seed)
+    made = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True)
+    if optimizer == "adam":
+        made = optimizers.Adam(net.parameters(), 0.01)
+    if manager == "dynamic":
+        kwargs["loss_scale_manager"] = DynamicLossScaleManager(1024, 2, 4)
+    return Model(net, nn.CrossEntropyLoss(), made, **({"metrics": {"accuracy", "loss"}} | kwargs))
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.network.parameters()])
+
+
+class Log(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.lines = []
+        for phase in ("train_begin", "train_epoch_begin", "train_step_end", "train_epoch_end", "eval_end", "train_end"):
+            setattr(self, f"on_{phase}", lambda run, phase=phase: self._note(phase, run))
+
+    def _note(self, phase, run):
+        self.lines.append((phase, run.cur_epoch_num, run.cur_step_in_epoch, run.cur_step_num))
+
+
+class At(Callback):
+    """Does something at one step."""
+
+    def __init__(self, step, act):
+        self.step, self.act = step, act
+
+    def on_train_step_end(self, run):
+        if run.cur_step_num == self.step:
+            self.act(run)
+
+
+def test_train_is_the_loop_written_out():
+    ours = model()
+    net = network()
+    cell = TrainOneStepWithLossScaleCell(
+        WithLossCell(net, nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True),
+        DynamicLossScaleManager(1024, 2, 4).get_update_cell(),
+    )
+    torch.manual_seed(5)
+    ours.train(2, loader(bad=(2,)))
+    torch.manual_seed(5)
+    cell.train()
+    for _ in range(2):
+        for x, y in loader(bad=(2,)):
+            cell(x, y)
+    assert torch.equal(weights(ours), torch.cat([p.detach().flatten() for p in net.parameters()]))
+    assert ours.train_network.scale_sense.item() == cell.scale_sense.item()
+
+
+def test_callbacks_are_told_in_order_with_counters_from_1():
+    log = Log()
+    model().fit(2, loader(2), loader(1), callbacks=log)
+    steps = [("train_step_end", 1, 1, 1), ("train_step_end", 1, 2, 2)]
+    assert log.lines[:4] == [("train_begin", 0, 0, 0), ("train_epoch_begin", 1, 0, 0), *steps]
+    assert log.lines[4:6] == [("train_epoch_end", 1, 2, 2), ("eval_end", 1, 2, 2)]
+    assert log.lines[-1][0] == "train_end"
+    assert [line[0] for line in log.lines].count("train_step_end") == 4
+
+
+def test_the_monitors_phase_carries_over_epochs_as_in_the_tutorial(capsys):
+    """938 batches and a line every 100: epoch 1 steps 100..900, epoch 2 steps 62, 162, ..., epoch 3 24, ..."""
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(1.740437))
+
+        def forward(self, x):
+            return self.weight * x
+
+    net = Constant()
+    cell = TrainOneStepWithLossScaleCell(net, torch.optim.SGD(net.parameters(), 0.0), torch.tensor(1.0))
+    Model(cell).train(3, [torch.tensor(1.0)] * 938, callbacks=[LossMonitor(100)])
+    lines = capsys.readouterr().out.splitlines()
+    steps = [(1, s) for s in range(100, 901, 100)]
+    steps += [(2, s) for s in range(62, 938, 100)] + [(3, s) for s in range(24, 938, 100)]
+    assert lines == [f"epoch: {epoch} step: {step}, loss is 1.740437" for epoch, step in steps]
+
+
+def test_fit_evaluates_every_second_epoch_and_the_monitor_says_so(capsys):
+    """The example of the reference: 4 epochs of 2 batches, every 2nd epoch, LossMonitor(3)."""
+    model().fit(4, loader(2), loader(1), valid_frequency=2, callbacks=[LossMonitor(3)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "epoch: 2 step: 1",
+        "Eval result: epoch 2",
+        "epoch: 3 step: 2",
+        "Eval result: epoch 4",
+    ]
+    assert "metrics: {'accuracy': " in lines[1]
+    assert "'loss': " in lines[1]
+    model().fit(3, loader(2), loader(1), valid_frequency=[1, 3], callbacks=[LossMonitor(0)])
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "Eval result: epoch 1",
+        "Eval result: epoch 3",
+    ]
+
+
+def test_a_nan_loss_stops_a_run_without_scaling_and_is_skipped_with_it():
+    plain = model(manager=None)
+    with pytest.raises(ValueError, match="epoch: 1 step: 4: the loss is nan"):
+        plain.train(1, loader(bad=(2,)), callbacks=[LossMonitor()])
+    scaled = model()
+    scaled.train(1, loader(bad=(2,)), callbacks=[LossMonitor()])
+    assert weights(scaled).isfinite().all()
+
+
+def test_metrics_count_samples_and_evaluation_changes_nothing():
+    ours = model(metrics={"accuracy", "loss"})
+    before = weights(ours)
+    got = ours.eval(loader(3))
+    x, y = data(3).tensors
+    ours.network.eval()
+    out = ours.network(x)
+    assert got["accuracy"] == pytest.approx((out.argmax(1) == y).double().mean().item())
+    assert got["loss"] == pytest.approx(nn.functional.cross_entropy(out, y).item(), rel=1e-5)
+    assert torch.equal(before, weights(ours))
+    named = model(metrics={"worst": Metric(lambda output, label: (output.argmin(1) == label).sum())})
+    assert 0 <= named.eval(loader(3))["worst"] <= 1
+
+
+def test_predict_gives_the_levels_dtype_and_an_evaluation_widens_it():
+    net = network()
+    ours = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.1), {"accuracy"}, amp_level="O2")
+    assert ours.predict(data().tensors[0]).dtype == torch.float16
+    assert not net.training
+    assert 0 <= ours.eval(loader())["accuracy"] <= 1
+    assert all(p.dtype == torch.float32 for p in net.parameters())
+    assert ours.train_network.scale_sense.item() == 2.0**24
+
+
+def test_an_evaluation_network_of_ones_own():
+    class Evaluated(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x, y):
+            out = self.net(x)
+            return y, nn.functional.cross_entropy(out, y), out
+
+    net = network()
+    settings = {"metrics": {"accuracy", "loss"}, "eval_network": Evaluated(net), "eval_indexes": [1, 2, 0]}
+    other = Model(net, nn.CrossEntropyLoss(), metrics={"accuracy", "loss"})
+    assert Model(net, **settings).eval(loader()) == other.eval(loader())
+
+
+def test_hooks_clipping_and_accumulation_reach_the_step():
+    class Count(Hook):
+        updates = 0
+
+        def after_update(self, ctx):
+            self.updates += 1
+
+    hook = Count()
+    model(hooks=[hook], clip_norm=1.0, accumulation_steps=3).train(1, loader(6))
+    assert hook.updates == 2
+
+
+def test_the_users_manager_hears_of_every_overflow():
+    manager = DynamicLossScaleManager(2**20, 2, 4)
+    ours = model(manager=None, loss_scale_manager=manager)
+    ours.train(2, loader(6, bad=(1, 4)))
+    assert manager.get_loss_scale() == ours.train_network.scale_sense.item() == 2.0**16
+    assert manager.cur_iter == 13
+
+
+def test_endless_overflow_ends_with_the_managers_error():
+    manager = DynamicLossScaleManager(2**10, 2, 4)
+    net = nn.Linear(1, 1)
+    ours = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1, fused=True), loss_scale_manager=manager)
+    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 1200
+    with pytest.raises(RuntimeError, match="1001 overflows in a row"):
+        ours.train(1, bad)
+    assert ours.train_network.scale_sense.item() == 1.0
+
+
+def test_a_policy_that_stops_is_heard():
+    net = nn.Linear(1, 1)
+    scaler = PolicyLossScaler(preset("deepspeed", init_scale=4.0, raise_error_at_min_scale=True, delayed_shift=1))
+    cell = TrainOneStepWithLossScaleCell(
+        WithLossCell(net, nn.MSELoss()), torch.optim.SGD(net.parameters(), 0.1, fused=True), scaler
+    )
+    with pytest.raises(RuntimeError, match="deepspeed stops here"):
+        Model(cell).train(1, [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 10)
+
+
+def test_a_scale_at_its_floor_and_weights_with_nan_get_a_sentence():
+    net = nn.Linear(1, 1)
+    made = {"loss_fn": nn.MSELoss(), "loss_scale_manager": FixedLossScaleManager(1.0)}
+    ours = Model(net, optimizer=torch.optim.SGD(net.parameters(), 0.1, fused=True), **made)
+    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 25
+    with pytest.warns(RuntimeWarning, match="last 25 steps were skipped: gradients overflow although the"):
+        ours.train(1, bad)
+    with torch.no_grad():
+        net.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="no loss scale can repair weights"):
+        ours.train(1, [(torch.ones(1, 1), torch.zeros(1, 1))])
+
+
+def test_a_run_reads_the_host_once_in_100_steps():
+    from test_step import HostReads
+
+    ours = model()
+    ours.network[2].p = 0.0
+    batches = [tuple(batch) for batch in loader(10)]
+    with HostReads() as reads:
+        ours.train(10, batches)
+    assert reads.count <= 11 * 10  # one list of flags per epoch of 10 batches, and no read of a single tensor
+
+
+# --- stopping
+
+
+def test_a_callback_or_another_thread_can_stop_the_run():
+    ours, log = model(), Log()
+    ours.train(5, loader(), callbacks=[At(8, lambda run: run.request_stop()), log])
+    assert log.lines[-1] == ("train_end", 2, 2, 8)
+    ours, log = model(), Log()
+
+    def from_elsewhere(run):
+        thread = threading.Thread(target=ours.request_stop)
+        thread.start()
+        thread.join()
+
+    ours.train(5, loader(), callbacks=[At(3, from_elsewhere), log])
+    assert log.lines[-1] == ("train_end", 1, 3, 3)
+
+
+class Interrupting(Hook):
+    """Presses Ctrl-C in the middle of a step."""
+
+    def __init__(self, index, times=1):
+        self.index, self.times = index, times
+
+    def after_backward(self, ctx):
+        if ctx.index == self.index:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_a_step_waits_until_weights_and_scale_belong_together(tmp_path):
+    ours, whole = model(hooks=[Interrupting(3)]), model()
+    path = tmp_path / "run.pt"
+    torch.manual_seed(5)
+    with pytest.raises(KeyboardInterrupt):
+        ours.train(2, loader(), callbacks=Checkpoint(path, every=1000))
+    torch.manual_seed(5)
+    whole.train(2, loader(), callbacks=At(4, lambda run: run.request_stop()))
+    assert torch.equal(weights(ours), weights(whole))
+    assert ours.train_network.scale_sense.item() == whole.train_network.scale_sense.item() == 2048.0
+    assert path.exists()  # a clean stop is saved
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    ours = model(hooks=[Interrupting(3, times=2)])
+    with pytest.raises(KeyboardInterrupt):
+        ours.train(2, loader())
+    assert ours.train_network.index == 4
+    assert ours.train_network.scale_sense.item() == 1024.0  # neither updated nor adjusted
+
+
+def test_an_error_leaves_the_last_step_whole_and_the_last_checkpoint_in_place(tmp_path):
+    path = tmp_path / "run.pt"
+
+    class Failing(Hook):
+        def before_update(self, ctx):
+            if ctx.index == 3:
+                raise OSError("cable pulled")
+
+    ours, whole = model(hooks=[Failing()]), model()
+    torch.manual_seed(5)
+    with pytest.raises(OSError, match="cable pulled"):
+        ours.train(2, loader(), callbacks=[Checkpoint(path, every=2)])
+    torch.manual_seed(5)
+    whole.train(2, loader(), callbacks=At(3, lambda run: run.request_stop()))
+    assert torch.equal(weights(ours), weights(whole))
+    saved = torch.load(path, weights_only=True)
+    assert saved["progress"]["step"] == 2
+
+
+# --- checkpoints
+
+
+class Noisy(Dataset):
+    """A data set that draws random numbers itself."""
+
+    def __init__(self):
+        self.inner = data()
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        x, y = self.inner[index]
+        return x + 0.1 * torch.randn(5), y
+
+
+SETS = {
+    "list": lambda: [tuple(batch) for batch in loader()],
+    "shuffled": lambda: DataLoader(data(), batch_size=8, shuffle=True),
+    "own generator": lambda: loader(seed=3),
+    "noisy": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("stop", [1, 6, 7, 12, 15])
+def test_a_resumed_run_is_the_run_without_interruption(kind, stop, optimizer, tmp_path, capsys):
+    path = tmp_path / "run.pt"
+    whole, first, second = (model(optimizer=optimizer, seed=seed) for seed in (0, 0, 9))
+    torch.manual_seed(11)
+    whole.train(3, SETS[kind](), callbacks=LossMonitor(4))
+    lines = capsys.readouterr().out
+    torch.manual_seed(11)
+    halt = At(stop, lambda run: run.request_stop())
+    first.train(3, SETS[kind](), callbacks=[Checkpoint(path, every=100), LossMonitor(4), halt])
+    torch.manual_seed(77)  # a new process starts from elsewhere
+    second.load(path)
+    second.train(3, SETS[kind](), callbacks=[Checkpoint(path, every=100), LossMonitor(4), At(0, None)])
+    assert torch.equal(weights(whole), weights(second))
+    assert whole.train_network.scale_sense.item() == second.train_network.scale_sense.item()
+    assert second._manager.state_dict() == whole._manager.state_dict()
+    assert capsys.readouterr().out == lines
+    assert second.train_network.index == 18
+
+
+def test_a_finished_run_has_nothing_left_and_a_longer_one_goes_on(tmp_path):
+    path = tmp_path / "run.pt"
+    whole, short = model(), model()
+    torch.manual_seed(1)
+    whole.train(3, loader())
+    torch.manual_seed(1)
+    short.train(2, loader(), callbacks=Checkpoint(path))
+    again = model(seed=4)
+    again.load(path)
+    again.train(2, loader())
+    assert torch.equal(weights(again), weights(short))
+    longer = model(seed=4)
+    longer.load(path)
+    longer.train(3, loader())
+    assert torch.equal(weights(longer), weights(whole))
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "deep" / "run.pt"
+    ours = model()
+    ours.train(1, loader(), callbacks=Checkpoint(path))
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        ours.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["run.pt"]
+
+
+KILLED = """
+import os, signal, sys, time, torch
+sys.path.insert(0, "tests")
+import test_model as t
+from pathlib import Path
+from mpkit.model import Checkpoint
+
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+
+def train():
+    ours = t.model()
+    torch.manual_seed(os.getpid() if path.exists() else 11)
+    if path.exists():
+        ours.load(path)
+    ours.train(40, t.loader(seed=3), callbacks=[Checkpoint(path, every=3)])
+    return ours
+
+draw = torch.Generator().manual_seed(int(sys.argv[3]))
+reached = []
+for _ in range(6):
+    child = os.fork()
+    if not child:
+        train()
+        os._exit(0)
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    while not path.exists() or path.stat().st_mtime_ns == before:  # it has saved something of its own
+        time.sleep(0.002)
+    time.sleep(0.03 * torch.rand((), generator=draw).item())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    reached.append(torch.load(path)["progress"]["step"])
+ours = train()
+torch.save([reached, t.weights(ours), ours.train_network.scale_sense], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_random_moments_resumes_to_the_same_weights(tmp_path):
+    """SIGKILL six times at random moments, in a step or while a checkpoint is written, then once to the end."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run.pt"), str(tmp_path / "result.pt"), "0"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    reached, got, scale = torch.load(tmp_path / "result.pt", weights_only=True)
+    assert reached == sorted(set(reached))
+    assert 0 < reached[0] < reached[-1] < 240
+    whole = model()
+    torch.manual_seed(11)
+    whole.train(40, loader(seed=3))
+    assert torch.equal(got, weights(whole))
+    assert torch.equal(scale, whole.train_network.scale_sense)
+
+
+# --- what it says when it cannot
+
+
+def bare(**kwargs):
+    net = network()
+    given = {"network": net, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(net.parameters(), 0.1)}
+    return Model(**(given | kwargs))
+
+
+WRONG = [
+    (lambda: bare(network=len), TypeError, "network must be an nn.Module"),
+    (lambda: bare(loss_scale=128), ValueError, "unknown keyword 'loss_scale'"),
+    (lambda: bare(optimizer=None, amp_level="O2"), ValueError, "needs an optimizer"),
+    (lambda: bare(optimizer=None, boost_level="O1"), ValueError, "needs an optimizer"),
+    (lambda: bare(optimizer=None, loss_scale_manager=FixedLossScaleManager()), ValueError, "needs an optimizer"),
+    (lambda: bare(amp_level="O5"), ValueError, "level is one of"),
+    (lambda: bare(metrics={"f2"}), ValueError, "unknown metrics"),
+    (lambda: bare(metrics="accuracy"), TypeError, "got the string 'accuracy'"),
+    (lambda: bare(metrics={"mine": len}), TypeError, "metric 'mine' needs"),
+    (lambda: bare(eval_indexes=[0, 1]), ValueError, "three ints"),
+    (lambda: bare().train(0, loader()), ValueError, "epoch must be at least 1"),
+    (lambda: bare().train(1.0, loader()), TypeError, "epoch must be an int"),
+    (lambda: bare().train(2, loader(), initial_epoch=2), ValueError, "need initial_epoch < epoch"),
+    (lambda: bare().train(2, loader(), initial_epoch=-1), ValueError, "initial_epoch must be at least 0"),
+    (lambda: bare(optimizer=None).train(1, loader()), ValueError, "training needs an optimizer"),
+    (lambda: bare().train(1, [(torch.ones(2, 5),)]), ValueError, "exactly two elements, data and label, got 1"),
+    (lambda: bare().train(1, []), ValueError, "gave no batch in epoch 1"),
+    (lambda: bare().train(2, iter(loader())), ValueError, "gave no batch in epoch 2.*not a generator"),
+    (lambda: bare().eval(loader()), ValueError, "metrics={'accuracy'}"),
+    (lambda: bare(metrics={"accuracy"}).eval([]), RuntimeError, "has seen no sample"),
+    (lambda: bare(metrics={"loss"}).eval([]), ValueError, "at least one batch"),
+    (lambda: bare().fit(1, loader(), loader()), ValueError, "something to measure"),
+    (lambda: bare().fit(1, loader(), valid_frequency=0), ValueError, "valid_frequency must be at least 1"),
+    (lambda: bare().fit(1, loader(), valid_frequency="2"), TypeError, "valid_frequency must be"),
+    (lambda: LossMonitor(-1), ValueError, "at least 0"),
+    (lambda: LossMonitor(2.0), TypeError, "must be an int"),
+    (lambda: Checkpoint("x", 0), ValueError, "at least 1 step"),
+    (lambda: Checkpoint("x", 1.5), TypeError, "must be an int"),
+    (lambda: bare().load("nowhere.pt"), FileNotFoundError, "nowhere.pt"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), WRONG)
+def test_wrong_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_checkpoint_of_a_longer_data_set_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    ours = model()
+    ours.train(1, loader(6), callbacks=[Checkpoint(path), At(5, lambda run: run.request_stop())])
+    ours.load(path)
+    with pytest.raises(ValueError, match="ended after 2 batches, and the checkpoint was saved after 5"):
+        ours.train(1, loader(2))
+
+
+def test_a_train_cell_alone_is_a_model():
+    net = network()
+    cell = TrainOneStepCell(WithLossCell(net, nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))
+    before = net[0].weight.detach().clone()
+    Model(cell).train(1, loader())
+    assert not torch.equal(before, net[0].weight)
+
+
+def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook's widgets are missing
+        model().train(2, loader(), callbacks=ProgressBar(every=1, ncols=100))
+    last = capfd.readouterr().err.split("\r")[-1]
+    assert "12/12" in last
+    assert "scale=" in last
+
+
+def test_a_boost_level_reaches_the_boost_cells():
+    boost = pytest.importorskip("mpkit.boost")
+    if not hasattr(boost, "BoostTrainOneStepCell"):
+        pytest.skip("the boost cells are not there yet")
+    ours = model(manager=None, boost_level="O1", boost_config_dict={"boost": {"mode": "disable_all"}})
+    assert isinstance(ours.train_network, boost.BoostTrainOneStepCell)
+    ours.train(1, loader())
+
+
+def test_paths_may_be_strings(tmp_path):
+    ours = model()
+    ours.save(str(tmp_path / "a.pt"))
+    assert Path(tmp_path / "a.pt").exists()
+    ours.load(str(tmp_path / "a.pt"))
+    ours.train(1, loader())
