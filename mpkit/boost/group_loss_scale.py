@@ -9,14 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-
-def check_and_unscale_(grads: list[Tensor], scale: Tensor) -> Tensor:
-    """Stands in for scalers.check_and_unscale_ until it arrives."""
-    found = torch.zeros(1, device=scale.device)
-    if grads:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.reciprocal().reshape(1))
-    return found[0]
-
+from mpkit.scalers import check_and_unscale_
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
 GROWTH = 2.0 ** (1 / 1000)  # a thousand clean steps double it
@@ -173,7 +166,8 @@ class GroupLossScaleManager(nn.Module):
         """
         used = self.scales.clone()
         grads = [[p.grad for p in group if p.grad is not None] for group in self._groups]
-        found = torch.stack([check_and_unscale_(g, s) for g, s in zip(grads, used)]).bool()
+        clean = torch.zeros((), device=used.device)  # what a group without gradients shows
+        found = torch.stack([check_and_unscale_(g, s) if g else clean for g, s in zip(grads, used)]).bool()
         factor = torch.where(found, self.shrink, self.growth).to(used)
         self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
         if self.unscale_with == "updated":
