@@ -1,0 +1,418 @@
+"""Loss scalers, managers, update cells: exact unscaling, no host read, every counter saved, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_policies import SINGLE, of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.policies import preset, run
+from mpkit.scalers import (
+    DynamicLossScaleManager,
+    DynamicLossScaler,
+    DynamicLossScaleUpdateCell,
+    FixedLossScaleManager,
+    FixedLossScaleUpdateCell,
+    LossScaler,
+    PolicyLossScaler,
+    StaticLossScaler,
+    all_finite,
+    check_and_unscale_,
+)
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often a tensor is read on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).tolist()
+
+
+# --- check and unscale -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1000.0, 65536.0, 2.0**26, 0.75])
+def test_unscaling_rounds_the_reciprocal_to_float32_and_to_the_dtype(dtype, scale):
+    g = (torch.randn(500, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    reciprocal = torch.tensor(np.float32(1) / np.float32(scale)).to(dtype)
+    want = (g.double() * reciprocal.double()).to(torch.float32 if dtype in HALF else dtype).to(dtype)
+    got = g.clone()
+    assert check_and_unscale_([got], torch.tensor(scale)) == 0.0
+    assert bits(got) == bits(want)
+
+
+def gradients() -> list[torch.Tensor | None]:
+    """Several dtypes, a missing one, an empty one, a sparse one with one index twice."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 3]]), torch.tensor([4.0, 8.0, 16.0]), (5,), is_coalesced=False, check_invariants=True
+    )
+    return [torch.full((3, 2), 8.0), None, torch.full((4,), 6.0).half(), torch.empty(0), sparse, torch.ones(2).double()]
+
+
+def test_mixed_missing_sparse_and_empty_gradients():
+    grads = gradients()
+    assert check_and_unscale_(grads, torch.tensor(2.0)) == 0.0
+    assert grads[0].unique().tolist() == [4.0]
+    assert (grads[2].dtype, grads[2].unique().tolist()) == (torch.float16, [3.0])
+    assert grads[4].to_dense().tolist() == [0, 6, 0, 8, 0]
+    assert grads[5].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("where", [0, 2, 4, 5])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_bad_value_is_found_wherever_it_is(where, value):
+    grads = gradients()
+    target = grads[where]._values() if grads[where].is_sparse else grads[where].view(-1)
+    target[1] = value
+    assert check_and_unscale_(grads, torch.tensor(2.0)) == 1.0
+    assert not all_finite([g for g in grads if g is None or not g.is_sparse] if where != 4 else grads)
+
+
+def test_sparse_entries_whose_sum_overflows_are_found():
+    twice = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0]]), torch.tensor([60000.0, 60000.0]).half(), (2,), check_invariants=True
+    )
+    assert not all_finite([twice])
+    assert check_and_unscale_([twice], torch.tensor(4.0)) == 1.0
+
+
+def test_a_reciprocal_that_is_not_finite_is_found():
+    """Below 2^-128 torch's own kernel turns finite gradients into inf, at 0 into nan, and reports nothing."""
+    for scale, dtype in [(2.0**-128, torch.float32), (0.0, torch.float32), (2.0**-17, torch.float16)]:
+        assert check_and_unscale_([torch.ones(3, dtype=dtype)], torch.tensor(scale)) == 1.0
+    assert check_and_unscale_([torch.ones(3, dtype=torch.float16)], torch.tensor(2.0**-15)) == 0.0
+
+
+def test_several_optimizers_add_to_one_verdict():
+    scale, found = torch.tensor(2.0), None
+    for value in (1.0, math.inf, 1.0):
+        found = check_and_unscale_([torch.tensor([value])], scale, found)
+    assert (found, found.dtype, found.shape) == (torch.tensor(1.0), torch.float32, ())
+    assert check_and_unscale_([torch.tensor([1.0])], torch.tensor([2.0])).shape == ()  # a (1,) scale
+
+
+def test_unscaling_is_allowed_on_what_autograd_holds():
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 4).sum().backward()
+    check_and_unscale_([weight.grad], torch.tensor(4.0))
+    assert weight.grad.tolist() == [1, 1, 1]
+
+
+def test_all_finite_of_large_sums_and_other_kinds():
+    top = torch.finfo(torch.float32).max
+    assert all_finite([torch.full((1000,), top), torch.full((1000,), torch.finfo(torch.bfloat16).max).bfloat16()])
+    assert all_finite((torch.full((1000,), 65504.0).half(), torch.full((9,), 1.7e308, dtype=torch.float64)))
+    assert all_finite([torch.arange(3), torch.empty(0), None, torch.tensor(True), torch.tensor(1j)])
+    assert not all_finite([torch.tensor([1.0, complex(0, math.inf)])])
+    assert not all_finite([torch.tensor([math.inf, -math.inf])])
+    x = torch.ones(3, requires_grad=True)
+    assert not all_finite([x / 0]).requires_grad
+
+
+def test_nothing_is_read_on_the_host():
+    scale, grads = torch.tensor(1024.0), [torch.ones(5), torch.ones(5).half()]
+    scalers = [DynamicLossScaler(2.0**10, 2, 2), *(PolicyLossScaler(of(name)) for name in SINGLE)]
+    cell, flag = DynamicLossScaleUpdateCell(1024.0, 2, 2), torch.tensor(True)
+    with HostReads() as reads:
+        for _ in range(5):
+            found = check_and_unscale_(grads, scale)
+            finite = all_finite(grads)
+            cell(scale, found != 0)
+            for scaler in scalers:
+                scaler.unscale(scaler.scale(grads))
+                scaler.adjust(finite)
+                scaler.adjust(flag.logical_not())
+    assert reads.count == 0
+    with HostReads() as reads:
+        scalers[1].check()
+    assert reads.count == 1  # the counter counts
+
+
+# --- the MindSpore classes -------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1.0, 2.0**127, width=32), st.integers(1, 2**20))
+@settings(max_examples=300, deadline=None)
+def test_backoff_is_the_correctly_rounded_quotient(scale, factor):
+    scaler = DynamicLossScaler(scale, factor, 5)
+    scaler.adjust(torch.tensor(False))
+    assert float(scaler.scale_value) == max(np.float32(1), np.float32(scale) / np.float32(factor))
+
+
+@given(st.sampled_from([1.0, 1000.0, 2.0**16, 3e38]), st.integers(1, 7), st.integers(1, 5), st.lists(st.booleans()))
+@settings(max_examples=60, deadline=None)
+def test_classes_follow_their_presets(init, factor, window, finite):
+    scaler, scale = DynamicLossScaler(init, factor, window), torch.tensor(init)
+    cell, manager = DynamicLossScaleUpdateCell(init, factor, window), DynamicLossScaleManager(init, factor, window)
+    seen = []
+    for flag in finite:
+        scaler.adjust(torch.tensor(flag))
+        cell(scale, torch.tensor(not flag))
+        manager.update_loss_scale(not flag)
+        seen.append([float(scaler.scale_value), float(scale), manager.get_loss_scale()])
+    want = [
+        run(preset("mindspore_scaler", scale_value=init, scale_factor=factor, scale_window=window), finite),
+        run(preset("mindspore_cell", loss_scale_value=init, scale_factor=factor, scale_window=window), finite),
+        run(preset("mindspore_manager", init_loss_scale=init, scale_factor=factor, scale_window=window), finite),
+    ]
+    assert seen == np.stack([history.scale for history in want], 1).tolist()
+
+
+def test_where_the_three_rules_differ():
+    """mindspore-amp reference, 3.1: growth past the float32 maximum, and overflow after it."""
+    scaler, scale = DynamicLossScaler(2.0**127, 2, 1), torch.tensor(2.0**127)
+    cell, manager = DynamicLossScaleUpdateCell(2.0**127, 2, 1), DynamicLossScaleManager(2.0**127, 2, 1)
+    values = []
+    for finite in (True, False):
+        scaler.adjust(torch.tensor(finite))
+        cell(scale, torch.tensor(not finite))
+        manager.update_loss_scale(not finite)
+        values.append((float(scaler.scale_value), float(scale), manager.get_loss_scale()))
+    assert values == [(2.0**127, math.inf, 2.0**128), (2.0**126, math.inf, 2.0**127)]
+
+
+def test_containers_and_dtypes_are_kept():
+    scaler = StaticLossScaler(4)
+    nested = (torch.ones(2), [torch.ones(1).half(), (torch.tensor(3),)])
+    scaled = scaler.scale(nested)
+    assert (type(scaled), type(scaled[1]), type(scaled[1][1])) == (tuple, list, tuple)
+    assert (scaled[1][0].dtype, scaled[1][1][0]) == (torch.float16, torch.tensor(12))
+    assert scaler.scale(()) == ()
+    assert scaler.adjust(torch.tensor(True)) is False
+
+
+def test_float16_traps():
+    """Above 65504 the scale is inf in float16; from 2^26 on the reciprocal is 0; float64 keeps the float32 rounding."""
+    one = torch.ones(1).half()
+    assert StaticLossScaler(65536).scale(one).isinf()
+    assert StaticLossScaler(2.0**24).unscale(one) == 2.0**-24
+    assert StaticLossScaler(2.0**26).unscale(one) == 0
+    assert StaticLossScaler(1000).unscale(torch.tensor([1000.0]).double()).item() == 1.0000000474974513
+
+
+def test_scaled_loss_stays_differentiable():
+    x = torch.tensor(3.0, requires_grad=True)
+    DynamicLossScaler(1024, 2, 2).scale(x * x).backward()
+    assert x.grad == 6 * 1024
+
+
+def test_managers_and_their_cells():
+    fixed = FixedLossScaleManager()
+    assert (fixed.get_loss_scale(), fixed.get_drop_overflow_update()) == (128.0, True)
+    assert isinstance(fixed.get_update_cell(), FixedLossScaleUpdateCell)
+    assert FixedLossScaleManager(64.0, False).get_update_cell() is None
+    manager = DynamicLossScaleManager()
+    assert (manager.get_loss_scale(), manager.get_drop_overflow_update()) == (2.0**24, True)
+    manager.update_loss_scale(True)
+    first, second = manager.get_update_cell(), manager.get_update_cell()
+    assert first is not second
+    assert first.get_loss_scale() == 2.0**23
+    overflow, scale = torch.tensor(True), torch.tensor([64.0])
+    assert FixedLossScaleUpdateCell(64.0)(scale, overflow) is overflow
+    assert scale == 64
+    DynamicLossScaleUpdateCell(0.1, 0, 0)  # its arguments are not checked, as in MindSpore
+
+
+# --- any policy as a scaler ------------------------------------------------------------------------------------------
+
+
+def test_history_tells_what_was_decided_and_forgets_the_oldest():
+    policy, finite = preset("torch", init_scale=8.0, growth_interval=2), [True, True, False, True, True, True, False]
+    whole, short = PolicyLossScaler(policy), PolicyLossScaler(policy, remember=3)
+    none = PolicyLossScaler(policy, remember=0)
+    for flag in finite:
+        for scaler in (whole, short, none):
+            assert scaler.adjust(torch.tensor(flag))
+    want = run(policy, finite)
+    for got, kept in ((whole.history(), 7), (short.history(), 3)):
+        assert got.scale.tolist() == want.scale[-kept:].tolist()
+        assert got.reasons.tolist() == want.reasons[-kept:].tolist()
+        assert got.skipped.tolist() == want.skipped[-kept:].tolist()
+    assert none.history().scale.size == 0
+    assert whole.history().final == want.final
+
+
+@pytest.mark.parametrize("rule", [False, True])
+def test_mpkit_policy_reports_its_floor_on_the_device(rule):
+    policy = preset("mpkit", init_scale=4.0, min_scale=1.0, hysteresis=2 if rule else 1)
+    scaler = PolicyLossScaler(policy)
+    for _ in range(2):
+        scaler.adjust(torch.tensor(False))
+    scaler.check()
+    for _ in range(4):
+        scaler.adjust(torch.tensor(False))
+    with pytest.raises(RuntimeError, match="mpkit stops here: overflow although the scale is at its floor"):
+        scaler.check()
+    scaler.check()  # told once
+
+
+def test_policy_scaler_serves_as_update_cell():
+    scaler, scale = PolicyLossScaler(preset("torch", init_scale=8.0)), torch.tensor([8.0])
+    overflow = torch.tensor(True)
+    assert scaler(scale, overflow) is overflow
+    assert (scale, scaler.get_loss_scale()) == (torch.tensor([4.0]), 8.0)
+
+
+# --- resume ----------------------------------------------------------------------------------------------------------
+
+MAKERS = {
+    "StaticLossScaler": lambda: StaticLossScaler(64),
+    "DynamicLossScaler": lambda: DynamicLossScaler(1000, 3, 4),
+    "FixedLossScaleManager": lambda: FixedLossScaleManager(),
+    "DynamicLossScaleManager": lambda: DynamicLossScaleManager(1000.0, 3, 4),
+    "FixedLossScaleUpdateCell": lambda: FixedLossScaleUpdateCell(64),
+    "DynamicLossScaleUpdateCell": lambda: DynamicLossScaleUpdateCell(1000.0, 3, 4),
+    **{name: (lambda name=name: PolicyLossScaler(of(name), remember=5)) for name in SINGLE},
+    "torch, short": lambda: PolicyLossScaler(preset("torch", growth_interval=3)),
+    "deepspeed, short": lambda: PolicyLossScaler(preset("deepspeed", scale_window=3)),
+    "mxnet, short": lambda: PolicyLossScaler(preset("mxnet", _scale_seq_len=3), remember=4),
+    "fairseq, tolerant": lambda: PolicyLossScaler(preset("fairseq", scale_window=3, tolerance=0.4)),
+    "jmp, half": lambda: PolicyLossScaler(preset("jmp", loss_scale=64.0, period=3, dtype="float16")),
+}
+
+
+def stepped(scaler, finite: bool, scale: torch.Tensor) -> float:
+    """One step of whatever it is; returns the scale after it."""
+    if isinstance(scaler, LossScaler):
+        scaler.adjust(torch.tensor(finite))
+        return float(scaler.scale_value)
+    if isinstance(scaler, torch.nn.Module):
+        scaler(scale, torch.tensor(not finite))
+        return float(scale)
+    scaler.update_loss_scale(not finite)
+    return scaler.get_loss_scale()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@given(finite=st.lists(st.booleans(), min_size=1, max_size=12), cut=st.integers(0, 12))
+@settings(max_examples=10, deadline=None)
+def test_resume_equals_no_interruption(name, finite, cut):
+    steady, saved, scale, other = MAKERS[name](), MAKERS[name](), torch.tensor(1000.0), torch.tensor(1000.0)
+    for index, flag in enumerate(finite):
+        if index == cut:
+            state = saved.state_dict()
+            saved = MAKERS[name]()
+            saved.load_state_dict(state)
+        assert stepped(saved, flag, other) == stepped(steady, flag, scale)
+    for a, b in zip(saved.state_dict().values(), steady.state_dict().values()):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("name", ["StaticLossScaler", "DynamicLossScaler", "DynamicLossScaleManager"])
+def test_states_of_numbers_survive_json(name):
+    state = MAKERS[name]().state_dict()
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_state_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="lacks counter, scale_factor, scale_window"):
+        DynamicLossScaler(2, 2, 2).load_state_dict(StaticLossScaler(2).state_dict())
+    with pytest.raises(ValueError, match="belongs to another policy"):
+        PolicyLossScaler(preset("torch")).load_state_dict(PolicyLossScaler(preset("apex")).state_dict())
+    with pytest.raises(ValueError, match="remembers 7 steps, this scaler 1000"):
+        PolicyLossScaler(preset("torch")).load_state_dict(PolicyLossScaler(preset("torch"), 7).state_dict())
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        *((lambda v=v: StaticLossScaler(v), TypeError, "scale_value must be a number") for v in (True, "8", None)),
+        *((lambda v=v: StaticLossScaler(v), ValueError, "at least 1") for v in (0.5, 0, -math.inf)),
+        (lambda: DynamicLossScaler(0.5, 2, 2), ValueError, "scale_value must be at least 1"),
+        (lambda: DynamicLossScaler(8, 2.0, 2), TypeError, "scale_factor must be an int"),
+        (lambda: DynamicLossScaler(8, 0, 2), ValueError, "scale_factor must be at least 1"),
+        (lambda: DynamicLossScaler(8, 2, 2.0), TypeError, "scale_window must be an int"),
+        (lambda: DynamicLossScaler(8, 2, True), TypeError, "scale_window must be an int"),
+        (lambda: DynamicLossScaler(8, 2, 0), ValueError, "scale_window must be at least 1"),
+        (lambda: DynamicLossScaler(8, 2), TypeError, "scale_window"),
+        (lambda: LossScaler(), TypeError, "abstract"),
+        (lambda: StaticLossScaler(8).scale(3.0), TypeError, "needs a tensor"),
+        (lambda: DynamicLossScaler(8, 2, 2).adjust(True), TypeError, r"torch.tensor\(True\)"),
+        (lambda: DynamicLossScaler(8, 2, 2).adjust(torch.tensor(1.0)), TypeError, "bool tensor"),
+        (lambda: DynamicLossScaler(8, 2, 2).adjust(torch.tensor([True])), ValueError, "must be 0-d"),
+        (lambda: all_finite(torch.ones(2)), TypeError, r"wrap it: \[x\]"),
+        (lambda: all_finite([[torch.ones(2)]]), TypeError, "flatten nested"),
+        (lambda: all_finite(()), ValueError, "no gradient"),
+        (lambda: all_finite([None]), ValueError, "no gradient"),
+        (lambda: check_and_unscale_([], torch.tensor(2.0)), ValueError, "Call backward"),
+        (lambda: check_and_unscale_([None, None], torch.tensor(2.0)), ValueError, "Call backward"),
+        (lambda: FixedLossScaleManager(0.5), ValueError, "loss_scale must be at least 1"),
+        (lambda: FixedLossScaleManager("8"), TypeError, "loss_scale must be a number"),
+        (lambda: FixedLossScaleManager(8, 1), TypeError, "drop_overflow_update must be a bool"),
+        (lambda: DynamicLossScaleManager(0.5), ValueError, "init_loss_scale must be at least 1"),
+        (lambda: DynamicLossScaleManager(8, 0), ValueError, "scale_factor must be above 0"),
+        (lambda: DynamicLossScaleManager(8, 2, 0), ValueError, "scale_window must be at least 1"),
+        (lambda: DynamicLossScaleManager(8, 2, 2.0), TypeError, "scale_window must be an int"),
+        (lambda: FixedLossScaleUpdateCell(8)(torch.tensor(8.0), True), TypeError, "overflow must be a bool tensor"),
+        (lambda: DynamicLossScaleUpdateCell(8, 2, 2)(torch.tensor(8.0), False), TypeError, "overflow must be a bool"),
+        (lambda: PolicyLossScaler("torch"), TypeError, "make one with preset"),
+        (lambda: PolicyLossScaler(of("fairscale_layerwise")), TypeError, r"policy\[0\]"),
+    ],
+)
+def test_bad_input(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_what_is_accepted_though_odd():
+    assert StaticLossScaler(1).scale_value == 1
+    assert StaticLossScaler(math.inf).scale_value.isinf()
+    assert StaticLossScaler(math.nan).scale_value.isnan()
+    assert DynamicLossScaleManager(8, 0.5).scale_factor == 0.5
+    assert DynamicLossScaler(8, 1, 1).scale_factor == 1
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu_without_a_wait():
+    grads = [torch.randn(1000), torch.randn(1000).half(), torch.randn(10).bfloat16()]
+    there = [g.cuda() for g in grads]
+    assert check_and_unscale_([*grads, *(g.cuda() for g in grads)], torch.tensor(3.0, device="cuda")) == 0.0
+    finite = [torch.tensor(flag, device="cuda") for flag in (True, True, False, True, False, True, True)]
+    pairs = [(PolicyLossScaler(of(name)), PolicyLossScaler(of(name))) for name in SINGLE]
+    for _, gpu in pairs:
+        gpu._follow(torch.device("cuda:0"))
+    scale = torch.tensor(3.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        check_and_unscale_(there, scale)
+        verdict = all_finite(there)
+        for flag in finite:
+            for _, gpu in pairs:
+                gpu.adjust(flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert verdict
+    for a, b in zip(grads, there):
+        assert bits(a) == bits(b.cpu())
+    for flag in finite:
+        for cpu, _ in pairs:
+            cpu.adjust(flag.cpu())
+    for cpu, gpu in pairs:
+        assert cpu.history().scale.tolist() == gpu.history().scale.tolist()
+    for bad in (math.inf, -math.inf, math.nan):
+        assert not all_finite([torch.tensor([1.0, bad], device="cuda")])
