@@ -13,7 +13,7 @@
 | keras_float32 | float32 | float32 | float32 | float32 | none |
 | keras_mixed_float16 | all low, layer by layer | float32 inside, low result | low | float32 | dynamic 2^15 |
 | keras_mixed_bfloat16 | all low, layer by layer | float32 inside, low result | low | float32 | none |
-| torch_autocast | CUDA's lists: low, float32, widest | float32 but BatchNorm | as computed | float32 | apart (GradScaler) |
+| torch_autocast | CUDA's lists: low, float32, widest | float32 but BatchNorm | as computed | float32 | GradScaler |
 
 In mpkit parameters are float32 at every preset and are their own master weights, cast at use: what apex_O2 computes
 is the same; apex_O3, which updates 16-bit weights, is reproduced in its casts only. No preset sets a loss scale.
