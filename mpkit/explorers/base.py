@@ -109,7 +109,7 @@ class Explorer(HasTraits):
         with self.lock:
             self.revision += 1
 
-    def start(self, work: Callable[[], Iterator[float]], redraw_every: float = 0.1) -> None:
+    def start(self, work: Callable[[], Iterator[float]], redraw_every: float = 0.25) -> None:
         """Run a generator in the background; it yields the share of the work done (0 to 1) as often as it likes.
 
         Views are told at most every `redraw_every` seconds, and at the end. Raises ValueError if work is going on.

@@ -16,6 +16,7 @@ from mpkit.explorers.base import Explorer
 from mpkit.plots.base import Picture, image_tag
 
 _LABEL = {"description_width": "150px"}
+_CHOICE = {"description_width": "150px", "button_width": "auto"}
 
 
 class View(w.VBox):
@@ -93,7 +94,8 @@ class View(w.VBox):
         if tags.get("hidden"):
             return None
         if isinstance(trait, Enum | CaselessStrEnum):
-            control = w.Dropdown(options=_options(trait), value=value, description=label, style=_LABEL)
+            # not a Dropdown: JupyterLab keeps the arrow keys for moving between cells
+            control = w.ToggleButtons(options=_options(trait), value=value, description=label, style=_CHOICE)
         elif isinstance(trait, Bool):
             control = w.Checkbox(value=value, description=label, indent=False)
         elif isinstance(trait, Int | Float):

@@ -1,0 +1,217 @@
+"""A real JupyterLab in headless Chromium, for the browser tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from support import ROOT
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+QUIET = [
+    *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
+    *("--disable-component-update", "--disable-sync", "--disable-quic", "--force-color-profile=srgb"),
+]
+
+# What is on the page: every widget output with its controls and pictures.
+OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) => ({
+  index,
+  controls: ['.noUi-handle', 'select', 'input:not([type=range])', 'button']
+    .flatMap((kind) => [...cell.querySelectorAll('.jp-OutputArea ' + kind)])
+    .map((e, n) => {
+      e.setAttribute('data-control', index + '-' + n);
+      const box = e.closest('.jupyter-widgets');
+      const label = box && box.querySelector('.widget-label');
+      const kind = e.matches('.noUi-handle') ? 'slider' : e.matches('button') ? 'button'
+        : e.matches('select') ? 'select' : e.type;
+      const named = e.labels && e.labels.length ? e.labels[0].textContent : '';
+      return {id: index + '-' + n, kind, disabled: !!e.disabled, play: !!e.closest('.widget-play'),
+              name: (e.getAttribute('aria-label') || named || e.title || e.textContent
+                     || (label ? label.textContent : '')).trim(),
+              focusable: e.tabIndex >= 0,
+              chosen: !!e.closest('.widget-toggle-buttons') && e.classList.contains('mod-active')};
+    }),
+  pictures: [...cell.querySelectorAll('.jp-OutputArea img')].map((e) => e.getAttribute('alt') || ''),
+})).filter((cell) => cell.controls.length || cell.pictures.length)"""
+
+# Everything a reader sees of a cell's view (pictures, status line, table), as one short hash.
+SIGHT = """window.__sight = (index) => {
+  const cell = document.querySelectorAll('.jp-Cell')[index];
+  const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
+  const words = (what) => all(what, (e) => e.textContent);
+  const text = [all('img', (e) => e.src), words('[role=status]'), words('table')].join('#');
+  let hash = 2166136261;
+  for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
+  return text.length + ':' + (hash >>> 0);
+}"""
+
+# Presses happen between two frames; the first frame that looks different ends the measurement.
+WATCH = """([index, before]) => new Promise((done) => {
+  const start = performance.now();
+  const look = () => {
+    if (window.__sight(index) !== before) done(performance.now() - start);
+    else if (performance.now() - start > TIMEOUT) done(null);
+    else requestAnimationFrame(look);
+  };
+  look();
+})"""
+
+CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells
+  .map((c, index) => ({index, type: c.cell_type, ran: c.execution_count, tags: c.metadata.tags || [],
+    empty: !(Array.isArray(c.source) ? c.source.join('') : c.source).trim(),
+    errors: (c.outputs || []).filter((o) => o.output_type === 'error').map((o) => o.ename + ': ' + o.evalue)}))"""
+
+READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
+  const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
+  return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
+
+HARMLESS = ("favicon", "Failed to load resource: net::ERR_BLOCKED", "[DEP")
+
+
+class Lab:
+    """JupyterLab on a free port of this machine, serving a copy of the notebooks, ended by its own process id."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.root, self.token = scratch / "root", secrets.token_hex(8)
+        shutil.copytree(ROOT / "notebooks", self.root / "notebooks")
+        settings = scratch / "settings" / "@jupyterlab" / "notebook-extension"
+        settings.mkdir(parents=True)
+        # every cell attached to the page, so that views below the fold can be looked at
+        (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        self.base = f"http://127.0.0.1:{port}"
+        folders = {
+            f"JUPYTER{key}_DIR": str(scratch / key.strip("_").lower() / "") for key in ("_CONFIG", "_DATA", "_RUNTIME")
+        }
+        environment = dict(
+            os.environ,
+            **folders,
+            JUPYTERLAB_SETTINGS_DIR=str(scratch / "settings"),
+            JUPYTERLAB_WORKSPACES_DIR=str(scratch / "workspaces"),
+            IPYTHONDIR=str(scratch / "ipython"),
+            MPKIT_DATA=os.environ.get("MPKIT_DATA", str(ROOT / "data")),
+        )
+        self._log = (scratch / "server.log").open("wb")
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+        command += [f"--IdentityProvider.token={self.token}", "--expose-app-in-browser", "--LabApp.news_url=None"]
+        command += ["--ServerApp.port_retries=0", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+        self._process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=self._log, stderr=self._log)
+        self._wait(scratch)
+
+    def _wait(self, scratch: Path) -> None:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.base}/api/status?token={self.token}", timeout=2).close()
+                return
+            except OSError:
+                if self._process.poll() is not None:
+                    break
+                time.sleep(0.1)
+        self.close()
+        raise RuntimeError("JupyterLab did not start:\n" + (scratch / "server.log").read_text()[-2000:])
+
+    def url(self, notebook: str) -> str:
+        """The page of one notebook alone."""
+        return f"{self.base}/doc/tree/notebooks/{notebook}?token={self.token}"
+
+    def shutdown_kernels(self) -> None:
+        """End every kernel, so that the next notebook has the machine to itself."""
+        headers = {"Authorization": f"token {self.token}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{self.base}/api/sessions", headers=headers)) as answer:
+            sessions = json.load(answer)
+        for session in sessions:
+            request = urllib.request.Request(
+                f"{self.base}/api/sessions/{session['id']}", headers=headers, method="DELETE"
+            )
+            urllib.request.urlopen(request).close()
+
+    def close(self) -> None:
+        """End the server that this object started."""
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+class Page:
+    """One notebook in one tab, with everything that went wrong in it."""
+
+    def __init__(self, lab: Lab, context: Any, notebook: str) -> None:
+        self.lab, self.problems, self.outside = lab, [], []
+        self.page = context.new_page()
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
+        self.page.add_init_script(SIGHT)
+        self.page.route("**/*", self._route)
+        self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
+        self.page.wait_for_function(READY, timeout=90_000)
+
+    def _console(self, message: Any) -> None:
+        if message.type == "error" and not any(word in message.text for word in HARMLESS):
+            self.problems.append(f"console: {message.text[:300]}")
+
+    def _route(self, route: Any) -> None:
+        if route.request.url.startswith((self.lab.base, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.outside.append(route.request.url)
+            route.abort()
+
+    def run_all(self, timeout: float = 180) -> None:
+        """Run every cell and wait until the kernel rests."""
+        self.page.evaluate(
+            "() => { window.__ran = false; window.jupyterapp.commands.execute('notebook:run-all-cells')"
+            ".finally(() => { window.__ran = true; }); }"
+        )
+        for condition in ("() => window.__ran", READY):
+            self.page.wait_for_function(condition, timeout=timeout * 1000, polling=100)
+        self.page.wait_for_timeout(300)  # the last widgets are drawn
+
+    def cells(self) -> list[dict[str, Any]]:
+        """Type, execution count, tags and errors of every cell."""
+        return self.page.evaluate(CELLS)
+
+    def outline(self) -> list[dict[str, Any]]:
+        """Cells with controls or pictures."""
+        return self.page.evaluate(OUTLINE)
+
+    def sight(self, cell: int) -> str:
+        """Everything a reader sees of a cell's view: pictures, status line, table."""
+        return self.page.evaluate("(cell) => window.__sight(cell)", cell)
+
+    def control(self, control: dict[str, Any]) -> Any:
+        """The element of a control."""
+        return self.page.locator(f'[data-control="{control["id"]}"]')
+
+    def changed(self, cell: int, before: str, timeout: float = 10) -> float | None:
+        """Milliseconds until the cell looks different from `before`; None if it does not within `timeout` seconds."""
+        return self.page.evaluate(WATCH.replace("TIMEOUT", str(1000 * timeout)), [cell, before])
+
+    def settled(self, cell: int, quiet: float = 0.4, timeout: float = 60) -> str:
+        """What the cell shows once it has not changed for `quiet` seconds."""
+        last, since, start = self.sight(cell), time.perf_counter(), time.perf_counter()
+        while time.perf_counter() - since < quiet and time.perf_counter() - start < timeout:
+            self.page.wait_for_timeout(50)
+            now = self.sight(cell)
+            if now != last:
+                last, since = now, time.perf_counter()
+        return last
+
+    def close(self) -> None:
+        """Close the tab and end its kernel."""
+        self.page.close()
+        self.lab.shutdown_kernels()
