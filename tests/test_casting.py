@@ -1,0 +1,639 @@
+"""Levels, to_float and removal: what computes in which dtype, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.casting import (
+    LEVELS,
+    PRESETS,
+    amp_level,
+    auto_mixed_precision,
+    cast_like,
+    ledger,
+    remove_mixed_precision,
+    to_float,
+)
+from mpkit.formats import E4M3FN, E5M2, FP16
+
+CASTING_LEVELS = LEVELS[1:]
+LOWS = [torch.float16, torch.bfloat16]
+
+
+class Functions(nn.Module):
+    """The same arithmetic as layers, called as functions and symbols, with in-place steps and a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4) / 2)
+        self.bias = nn.Parameter(torch.randn(4))
+        self.table = nn.Embedding(7, 4)
+        self.again = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, index: Tensor, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        y = F.relu(x @ self.w + self.table(index)) * 1
+        y += 1
+        y.mul_(0.5)
+        y = torch.einsum("ij,jk->ik", y, self.w.T)
+        y = torch.addmm(self.bias, y, self.w) + F.linear(y, self.w, self.bias)
+        y = self.again(self.again(y))
+        y = 1 * F.scaled_dot_product_attention(y[None], y[None], y[None])[0]
+        y[0] = 0.5
+        picked = torch.cat([y, x]).argmax(-1)
+        return {"p": torch.softmax(y, -1), "both": (picked, y.mean()), "extra": extra["x"] * 2 if extra else None}
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3, bias=False),
+        nn.Softmax(-1),
+    )
+
+
+class Shared(nn.Module):
+    """One weight used by two modules, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.out.weight = self.inp.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.inp(x)))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "convolutional": (convolutional, lambda: ((torch.randn(3, 1, 6, 6),), {})),
+    "functions": (
+        Functions,
+        lambda: ((torch.randn(5, 4),), {"index": torch.arange(5), "extra": {"x": torch.randn(2)}}),
+    ),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda: ((torch.randn(2, 5, 8),), {}),
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda: ((torch.randn(2, 5, 8),) * 3, {"need_weights": True}),
+    ),
+    "lstm": (lambda: nn.LSTM(4, 6, 2), lambda: ((torch.randn(5, 2, 4), (torch.zeros(2, 2, 6),) * 2), {})),
+    "gru": (lambda: nn.GRU(4, 6, bidirectional=True), lambda: ((torch.randn(5, 2, 4),), {})),
+    "lstm cell": (lambda: nn.LSTMCell(4, 6), lambda: ((torch.randn(5, 4),), {})),
+    "gru cell": (lambda: nn.GRUCell(4, 6), lambda: ((torch.randn(5, 4), torch.randn(5, 6)), {})),
+    "shared": (Shared, lambda: ((torch.randn(3, 4),), {})),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 3, stride=2), nn.GroupNorm(3, 3), nn.PReLU(), nn.AvgPool2d(2)),
+        lambda: ((torch.randn(2, 2, 4, 4),), {}),
+    ),
+    "padded": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"), nn.InstanceNorm1d(3, affine=True)
+        ),
+        lambda: ((torch.randn(2, 2, 6),), {}),
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(0)
+    build, inputs = NETWORKS[name]
+    network = build()
+    return network, *inputs()
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [] if value is None else [x for item in value for x in tensors(item)]
+
+
+def total(value: Any) -> Tensor:
+    return torch.stack([x.double().square().sum() for x in tensors(value) if x.is_floating_point()]).sum()
+
+
+# --- what each layer computes in --------------------------------------------------------------------------------------
+
+OPERATIONS = ["conv2d", "batch_norm", "relu", "flatten", "linear", "layer_norm", "linear", "softmax"]
+LOW, WIDE = "low", "float32"
+COMPUTED = {  # (computes in, gives) per operation of the convolutional network
+    "O0": [(WIDE, WIDE)] * 8,
+    "O1": [(LOW, WIDE), (WIDE, WIDE), (LOW, WIDE), (WIDE, WIDE), (LOW, WIDE), (WIDE, WIDE), (LOW, WIDE), (WIDE, WIDE)],
+    "O2": [(LOW, LOW), (WIDE, LOW), (LOW, LOW), (LOW, LOW), (LOW, LOW), (WIDE, LOW), (LOW, LOW), (LOW, LOW)],
+    "O3": [(LOW, LOW)] * 8,
+    "auto": [
+        (LOW, WIDE),
+        (WIDE, WIDE),
+        (WIDE, WIDE),
+        (WIDE, WIDE),
+        (LOW, WIDE),
+        (WIDE, WIDE),
+        (LOW, LOW),
+        (WIDE, WIDE),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", [*LOWS, FP16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_dtype_in_which_each_layer_computes(level: str, dtype: Any) -> None:
+    network, args, _ = made("convolutional")
+    auto_mixed_precision(network, level, dtype)
+    with ledger(network) as book:
+        out = network(*args)
+    low = str(dtype)[6:] if isinstance(dtype, torch.dtype) else dtype.name
+    named = {LOW: low, WIDE: WIDE}
+    got = [(row.operation, row.compute, row.output) for row in book.rows]
+    if not isinstance(dtype, torch.dtype) and level == "O2":  # an emulated norm is rounded as it leaves its module
+        got = [(op, comp, (low,) if op.endswith("norm") else given) for op, comp, given in got]
+    assert got == [(op, named[comp], (named[given],)) for op, (comp, given) in zip(OPERATIONS, COMPUTED[level])]
+    assert out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [*LOWS, E5M2], ids=str)
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, *PRESETS])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_runs_and_trains_at_every_level(name: str, level: str, dtype: Any) -> None:
+    network, args, kwargs = made(name)
+    want = tensors(copy.deepcopy(network)(*args, **kwargs))
+    keys, types = list(network.state_dict()), [type(m) for m in network.modules()]
+    if level in PRESETS:
+        same = cast_like(network, level, dtype)
+    else:
+        same = auto_mixed_precision(network, level, dtype)
+    out = network(*args, **kwargs)
+    total(out).backward()
+
+    assert same is network
+    assert amp_level(network) == level
+    assert (list(network.state_dict()), [type(m) for m in network.modules()]) == (keys, types)
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in network.parameters() if p.grad is not None} == {torch.float32}
+    coarse = 0.75 if dtype is E5M2 else 0.08
+    for got, exact in zip(tensors(out), want):
+        if got.is_floating_point():
+            assert (got.double() - exact.double()).abs().max() <= coarse * (1 + exact.abs().max())
+        else:
+            assert got.dtype is exact.dtype
+    if level in ("O2", "O3", "apex_O2", "apex_O3"):
+        assert {x.dtype for x in tensors(out) if x.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_level_computes_what_explicit_casts_compute(level: str) -> None:
+    """The 16-bit products by hand, for a two-layer network without bias."""
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 2, bias=False))
+    x = torch.randn(4, 6)
+    low = torch.float16
+    first, second = (network[i].weight.to(low) for i in (0, 2))
+    hidden = x.to(low) @ first.T
+    hidden = hidden.float().tanh() if level == "O1" else hidden.tanh()
+    want = (hidden.to(low) @ second.T).to(low if level == "auto" else torch.float32)
+
+    assert torch.equal(auto_mixed_precision(network, level, low)(x), want)
+
+
+def test_bias_is_added_after_the_product_was_rounded() -> None:
+    layer = nn.Linear(1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.fill_(2.0**-11)  # half an fp16 ulp of 1
+    x = torch.tensor([[1 + 2.0**-11 + 2.0**-12]])  # rounds to 1 + 2**-10
+    # rounded to 1 + 2**-10, plus half an ulp: a tie, to even: 1 + 2 * 2**-10
+    assert auto_mixed_precision(copy.deepcopy(layer), "O3")(x).item() == 1 + 2 * 2.0**-10
+    # at auto the sum stays float32
+    assert auto_mixed_precision(layer, "auto")(x).item() == 1 + 2.0**-10 + 2.0**-11
+
+
+def test_o1_casts_exact_classes_only_and_o2_protects_subclasses() -> None:
+    class MyLinear(nn.Linear):
+        pass
+
+    class MyNorm(nn.LayerNorm):
+        pass
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 4), MyLinear(4, 4), MyNorm(4), nn.GroupNorm(2, 4))
+    x = torch.randn(3, 4)
+    with ledger(auto_mixed_precision(network, "O1")) as one:
+        network(x)
+    remove_mixed_precision(network)
+    with ledger(auto_mixed_precision(network, "O2")) as two:
+        network(x)
+
+    assert [row.compute for row in one.rows] == ["float16", "float16", "float32", "float32"]
+    biases = [cast for cast in one.casts if cast.tensor.endswith("bias")]
+    assert [cast.tensor for cast in biases] == ["0.bias"]  # of the subclass only the product is cast
+    assert [row.compute for row in two.rows] == ["float16", "float16", "float32", "float16"]
+
+
+def test_o2_protects_children_only_and_the_norm_takes_its_low_input_directly() -> None:
+    alone = auto_mixed_precision(nn.LayerNorm(4), "O2", torch.bfloat16)
+    inside = auto_mixed_precision(nn.Sequential(nn.BatchNorm1d(4)), "O2", torch.bfloat16)
+    with ledger(alone) as root:
+        alone(torch.randn(3, 4))
+    with ledger(inside) as child:
+        inside(torch.randn(3, 4))
+    assert [row.compute for row in root.rows] == ["bfloat16"]
+    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("bfloat16", "float32", ("bfloat16",))]
+    assert not [cast for cast in child.casts if cast.target == "float32" and cast.module == "0"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_running_statistics_are_updated_in_float32(level: str) -> None:
+    network = auto_mixed_precision(nn.Sequential(nn.BatchNorm1d(4)), level)
+    before = network[0].running_mean.clone()
+    network(torch.randn(8, 4) + 3)
+    assert network[0].running_mean.dtype is torch.float32
+    assert (network[0].running_mean - before).abs().min() > 0.1
+    assert network[0].num_batches_tracked == 1
+
+
+def test_softmax_log_and_losses_are_not_protected_by_o2() -> None:
+    class Head(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(torch.softmax(x, -1))
+
+    x = torch.tensor([[0.0, -30.0]])  # exp(-30) is below the smallest float16
+    assert auto_mixed_precision(Head(), "O2")(x)[0, 1] == -torch.inf
+    assert auto_mixed_precision(Head(), "O1")(x)[0, 1] == pytest.approx(-30.0)
+    assert auto_mixed_precision(Head(), "auto")(x)[0, 1] == pytest.approx(-30.0)
+
+
+# --- to_float ---------------------------------------------------------------------------------------------------------
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def computes(network: nn.Module, x: Tensor | None = None) -> list[str]:
+    with ledger(network) as book:
+        network(torch.randn(2, 4) if x is None else x)
+    return [row.compute for row in book.rows]
+
+
+def test_the_last_to_float_wins_module_by_module() -> None:
+    outer_first = to_float(pair(), torch.float16)
+    to_float(outer_first[0], torch.float32)
+    inner_first = pair()
+    to_float(inner_first[0], torch.float32)
+    assert to_float(inner_first, torch.float16) is inner_first
+    assert computes(outer_first) == ["float32", "float32", "float16"]
+    assert computes(inner_first) == ["float16"] * 3
+
+
+def test_to_float_casts_floats_only_and_does_not_cast_back() -> None:
+    class Add(nn.Module):
+        def forward(self, a: Any, b: Any) -> Any:
+            return a + b
+
+    add = to_float(Add(), torch.float16)
+    ints, floats = torch.arange(3), torch.ones(3, dtype=torch.float64)
+    assert add(ints, ints).dtype is torch.int64
+    assert add(ints, floats).dtype is torch.float16
+    assert add(floats, floats).dtype is torch.float16
+    assert add(torch.tensor([True]), torch.tensor([True])).dtype is torch.bool
+    assert to_float(Add(), torch.float32)(floats.half(), floats.half()).dtype is torch.float32
+    assert to_float(nn.Linear(3, 2), torch.bfloat16)(torch.ones(1, 3)).dtype is torch.bfloat16
+
+
+def test_an_uncast_layer_refuses_a_low_input_as_torch_does() -> None:
+    network = nn.Sequential(to_float(nn.Linear(4, 4), torch.float16), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="dtype"):
+        network(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(("level", "respects"), [("O1", True), ("auto", True), ("O2", False), ("O3", False)])
+def test_levels_respect_or_override_to_float(level: str, respects: bool) -> None:
+    network = pair()
+    to_float(network[0], torch.float32)
+    auto_mixed_precision(network, level, torch.bfloat16)
+    low = "bfloat16"
+    assert computes(network) == (["float32", "float32", low] if respects else [low] * 3)
+
+
+def test_to_float_after_a_level_moves_one_layer_and_keeps_the_rest() -> None:
+    network = auto_mixed_precision(pair(), "O2")
+    to_float(network[0][1], torch.float32)
+    assert computes(network) == ["float16", "float32", "float16"]
+    assert network(torch.ones(1, 4)).dtype is torch.float32
+
+
+# --- bad input: every row of the reference's tables -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("network", [3, "net", None, nn.Linear], ids=str)
+def test_only_modules_are_cast(network: Any, level: str) -> None:
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        auto_mixed_precision(network, level)
+
+
+def test_only_auto_takes_a_function() -> None:
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    low = auto_mixed_precision(product, "auto", torch.bfloat16)
+    a = torch.randn(3, 3)
+    assert torch.equal(low(a, a), a.bfloat16() @ a.bfloat16())
+    assert amp_level(low) == "auto"
+    assert remove_mixed_precision(low) is product
+    for level in ("O0", "O1", "O2", "O3"):
+        with pytest.raises(TypeError, match="function"):
+            auto_mixed_precision(product, level)
+
+
+@pytest.mark.parametrize("level", ["O4", "o2", None, 2, "", "AUTO"])
+def test_unknown_levels(level: Any) -> None:
+    with pytest.raises(ValueError, match="amp_level"):
+        auto_mixed_precision(nn.Linear(2, 2), level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16, "float16", None])
+def test_other_dtypes_are_refused_even_at_o0(level: str, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float16, torch\.bfloat16"):
+        auto_mixed_precision(nn.Linear(2, 2), level, dtype)
+
+
+def test_the_order_of_checks_is_network_dtype_repetition_level() -> None:
+    with pytest.raises(TypeError):
+        auto_mixed_precision(3, "O9", torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dtype"):
+        auto_mixed_precision(nn.Linear(2, 2), "O9", torch.float32)
+    network = auto_mixed_precision(nn.Linear(2, 2), "O2")
+    with pytest.warns(UserWarning, match="'O2'.*'O9'"), pytest.raises(ValueError, match="amp_level"):
+        auto_mixed_precision(network, "O9")
+    assert amp_level(network) == "O2"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, "float16", None])
+def test_to_float_refuses_other_dtypes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float32"):
+        to_float(nn.Linear(2, 2), dtype)
+
+
+def test_to_float_and_the_others_refuse_what_is_no_module() -> None:
+    for call in (lambda: to_float(3, torch.float16), lambda: remove_mixed_precision(3), lambda: ledger(3)):
+        with pytest.raises(TypeError, match=r"nn\.Module"):
+            call()  # type: ignore[arg-type]
+
+
+def test_a_gradient_format_goes_with_an_emulated_format() -> None:
+    with pytest.raises(ValueError, match="grad_dtype"):
+        auto_mixed_precision(nn.Linear(2, 2), "O2", torch.float16, grad_dtype=E5M2)
+    with pytest.raises(TypeError, match="grad_dtype"):
+        to_float(nn.Linear(2, 2), E4M3FN, grad_dtype=torch.float16)  # type: ignore[arg-type]
+
+
+def test_presets_check_their_arguments_and_ban_what_their_framework_bans() -> None:
+    class Banned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.binary_cross_entropy(torch.sigmoid(x), torch.ones_like(x))
+
+    with pytest.raises(ValueError, match="preset"):
+        cast_like(nn.Linear(2, 2), "apex_o1")
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        cast_like(3, "apex_O1")  # type: ignore[arg-type]
+    for preset in ("apex_O1", "torch_autocast"):
+        with pytest.raises(RuntimeError, match="banned"):
+            cast_like(Banned(), preset)(torch.zeros(2))
+
+
+# --- living with a network --------------------------------------------------------------------------------------------
+
+
+def test_repeating_a_level_warns_and_changes_it_and_o0_is_silent() -> None:
+    network = auto_mixed_precision(pair(), "O2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert auto_mixed_precision(network, "O0") is network
+    assert amp_level(network) == "O2"
+    with pytest.warns(UserWarning, match="'O2'.*'O1'"):
+        auto_mixed_precision(network, "O1")
+    assert amp_level(network) == "O1"
+    assert network(torch.ones(1, 4)).dtype is torch.float32
+    with pytest.warns(UserWarning, match="'O1'.*'O1'"):
+        auto_mixed_precision(network, "O1")
+
+
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, *PRESETS])
+@pytest.mark.parametrize("name", ["convolutional", "transformer", "lstm"])
+def test_removal_gives_the_plain_network_back(name: str, level: str) -> None:
+    network, args, kwargs = made(name)
+    network.eval()
+    want = tensors(network(*args, **kwargs))
+    (cast_like if level in PRESETS else auto_mixed_precision)(network, level)
+    remove_mixed_precision(network)
+    assert all("forward" not in vars(module) for module in network.modules())
+    assert amp_level(network) == ""
+    assert all(torch.equal(a, b) for a, b in zip(tensors(network(*args, **kwargs)), want))
+
+
+def test_a_forward_of_the_instance_is_kept_and_comes_back() -> None:
+    network = nn.Linear(4, 4)
+    original = network.forward
+    network.forward = lambda x: original(x) + 1  # type: ignore[method-assign]
+    patched = network.forward
+    want = network(torch.ones(1, 4))
+    auto_mixed_precision(network, "O2")
+    assert (network(torch.ones(1, 4)) - want).abs().max() < 0.01
+    assert remove_mixed_precision(network).forward is patched
+
+
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, *PRESETS])
+def test_copies_and_pickles_carry_the_level_and_are_independent(level: str) -> None:
+    network, args, _ = made("convolutional")
+    (cast_like if level in PRESETS else auto_mixed_precision)(network.eval(), level)
+    buffer = io.BytesIO()
+    torch.save(network, buffer)
+    buffer.seek(0)
+    copies = [copy.deepcopy(network), pickle.loads(pickle.dumps(network)), torch.load(buffer, weights_only=False)]
+    want = network(*args)
+    for twin in copies:
+        assert torch.equal(twin(*args), want)
+        assert amp_level(twin) == level
+        assert twin.forward.module is twin
+    remove_mixed_precision(network)
+    assert all(torch.equal(twin(*args), want) for twin in copies)
+
+
+def test_emulated_levels_are_copied_and_pickled_too() -> None:
+    network = auto_mixed_precision(pair(), "O2", E4M3FN, grad_dtype=E5M2)
+    x = torch.randn(2, 4)
+    assert torch.equal(pickle.loads(pickle.dumps(network))(x), network(x))
+
+
+def test_state_dicts_move_between_levels() -> None:
+    plain, cast = pair(), auto_mixed_precision(pair(), "O3")
+    with torch.no_grad():
+        cast[1].weight.add_(1)
+    plain.load_state_dict(cast.state_dict())
+    assert torch.equal(plain[1].weight, cast[1].weight)
+
+
+def test_parameters_are_cast_once_per_forward_and_anew_when_they_changed() -> None:
+    network, args, kwargs = made("functions")
+    auto_mixed_precision(network, "O2")
+    with ledger(network) as book:
+        network(*args, **kwargs)
+    parameters = [cast.tensor for cast in book.casts if cast.tensor != "activation"]
+    assert len(parameters) == len(set(parameters)) > 3
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x @ self.w
+            with torch.no_grad():
+                self.w.mul_(2)
+            return first + x @ self.w
+
+    assert torch.equal(auto_mixed_precision(Changing(), "O3")(torch.eye(2)), torch.full((2, 2), 3.0))
+
+
+def test_a_cast_made_without_gradients_is_not_used_where_they_are_wanted() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = x @ self.w
+            return (x @ self.w - target + 1).square().sum()
+
+    network = auto_mixed_precision(Twice(), "O2")
+    network(torch.eye(2)).backward()
+    assert network.w.grad is not None
+    assert network.w.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_checkpointed_modules_are_recomputed_in_the_same_precision(level: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor, again: bool) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False) if again else self.block(x)
+
+    torch.manual_seed(0)
+    network = auto_mixed_precision(Checkpointed(), level)
+    x, grads = torch.randn(3, 4), []
+    for again in (True, False):
+        network.zero_grad()
+        network(x, again).float().square().sum().backward()
+        grads.append([p.grad.clone() for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    networks = [auto_mixed_precision(pair(), level) for level in ("O1", "O2", "O3", "auto")]
+    x = torch.randn(2, 4)
+    wanted = [network(x) for network in networks]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(30):
+            if not torch.equal(networks[i](x), wanted[i]):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("inside")
+
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2), Fails()), "O2")
+    with pytest.raises(KeyError, match="inside"):
+        network(torch.ones(1, 2))
+    plain = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert plain.dtype is torch.float32
+    assert network[0](torch.ones(1, 2)).dtype is torch.float16
+
+
+def test_calling_one_layer_of_a_cast_network_computes_as_inside_it() -> None:
+    network = auto_mixed_precision(pair(), "O2", torch.bfloat16)
+    assert network[0](torch.ones(1, 4)).dtype is torch.bfloat16
+
+
+def test_out_and_inplace_arguments_write_where_they_were_told() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            into = torch.zeros(2, 2)
+            torch.add(x, x, out=into)
+            kept = x * 1.0
+            F.relu(kept, inplace=True)
+            return into, kept
+
+    x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
+    for level in CASTING_LEVELS:
+        with torch.no_grad():
+            into, kept = auto_mixed_precision(Writes(), level)(x)
+        assert torch.equal(into.float(), 2 * x), level
+        assert torch.equal(kept.float(), x.relu()), level
+
+
+def test_attributes_and_queries_are_not_cast() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.w.dtype is torch.float32
+            assert self.w.is_leaf
+            assert self.w.requires_grad
+            assert self.w.numel() == 2
+            assert self.w.detach().dtype is torch.float32
+            assert self.w.detach()[0].item() == 1.0
+            return x.float()
+
+    assert auto_mixed_precision(Asks(), "O3")(torch.ones(2)).dtype is torch.float32
+
+
+def test_lazy_modules_initialise_their_parameters() -> None:
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)), "O2")
+    network(torch.ones(1, 3))
+    assert network[1].weight.dtype is torch.float32
+    assert network[1].weight.abs().sum() > 0
+
+
+def test_inference_mode_works() -> None:
+    with torch.inference_mode():
+        network = auto_mixed_precision(pair(), "O2")
+        assert network(torch.ones(1, 4)).dtype is torch.float32
