@@ -6,6 +6,7 @@ so that an old Python can still say that it is too old.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ VENV = os.path.join(ROOT, ".venv")
 BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST, NEWEST = (3, 11), (3, 13)
 PIP_OPTIONS = ("--disable-pip-version-check", "--progress-bar=on")
+QUIET = {"fetchNews": "false", "checkForUpdates": False}
 FIRST_LESSON = os.path.join("notebooks", "00_start_here.ipynb")
 
 
@@ -105,9 +107,20 @@ def setup(extra):
             "pip could not install the packages (its message stands above); without a network connection, connect "
             "and run the same command again, behind a proxy set HTTPS_PROXY, and for a mirror set PIP_INDEX_URL"
         )
+    quiet_lab()
     with open(os.path.join(VENV, "mpkit-" + extra), "w") as file:
         file.write(stamp(extra))
     say(f"installed in {time.time() - start:.0f} s")
+
+
+def quiet_lab():
+    """JupyterLab asks nobody outside: no news, no look for updates, and no question about them."""
+    folder = os.path.join(VENV, "share", "jupyter", "lab", "settings")
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "overrides.json"), "w") as file:
+        json.dump(
+            {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}, file
+        )
 
 
 def free(port):
@@ -143,8 +156,6 @@ def lab(arguments):
     """JupyterLab at the first lesson."""
     setup("lab")
     command = [os.path.join(BIN, "jupyter"), "lab", FIRST_LESSON, *port_of(arguments), *arguments]
-    # a course machine asks nobody outside: no news, no look for updates
-    command += ["--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers and course servers
     say(f"opening JupyterLab at {FIRST_LESSON}; stop it with Ctrl-C")

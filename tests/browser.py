@@ -22,6 +22,11 @@ QUIET = [
     *("--disable-component-update", "--disable-sync", "--disable-quic", "--force-color-profile=srgb"),
 ]
 
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},  # views below the fold are on the page too
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
+
 # What is on the page: every widget output with its controls and pictures.
 OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) => ({
   index,
@@ -83,10 +88,10 @@ class Lab:
     def __init__(self, scratch: Path) -> None:
         self.root, self.token = scratch / "root", secrets.token_hex(8)
         shutil.copytree(ROOT / "notebooks", self.root / "notebooks")
-        settings = scratch / "settings" / "@jupyterlab" / "notebook-extension"
-        settings.mkdir(parents=True)
-        # every cell attached to the page, so that views below the fold can be looked at
-        (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))
+        for plugin, settings in SETTINGS.items():
+            file = scratch / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(settings))
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
@@ -104,8 +109,7 @@ class Lab:
         )
         self._log = (scratch / "server.log").open("wb")
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
-        command += [f"--IdentityProvider.token={self.token}", "--expose-app-in-browser", "--LabApp.news_url=None"]
-        command += ["--ServerApp.port_retries=0", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+        command += [f"--IdentityProvider.token={self.token}", "--expose-app-in-browser", "--ServerApp.port_retries=0"]
         self._process = subprocess.Popen(command, cwd=self.root, env=environment, stdout=self._log, stderr=self._log)
         self._wait(scratch)
 

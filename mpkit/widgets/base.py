@@ -94,8 +94,11 @@ class View(w.VBox):
         if tags.get("hidden"):
             return None
         if isinstance(trait, Enum | CaselessStrEnum):
+            wide = w.Layout(width="auto")
             # not a Dropdown: JupyterLab keeps the arrow keys for moving between cells
-            control = w.ToggleButtons(options=_options(trait), value=value, description=label, style=_CHOICE)
+            control = w.ToggleButtons(
+                options=_options(trait), value=value, description=label, style=_CHOICE, layout=wide
+            )
         elif isinstance(trait, Bool):
             control = w.Checkbox(value=value, description=label, indent=False)
         elif isinstance(trait, Int | Float):
