@@ -1,7 +1,20 @@
-"""Why a step went bad: which operation, which module, and whether scale, format, model or data is to blame."""
+"""Why a step went bad, what to train with instead, and what to check before the first step."""
 
+from mpkit.diagnose.preflight import Finding, preflight
+from mpkit.diagnose.recommend import Recommendation, recommend
 from mpkit.diagnose.report import VERDICTS, Report
 from mpkit.diagnose.run import diagnose
 from mpkit.diagnose.watch import Event, Operand, Watch
 
-__all__ = ["VERDICTS", "Event", "Operand", "Report", "Watch", "diagnose"]
+__all__ = [
+    "VERDICTS",
+    "Event",
+    "Finding",
+    "Operand",
+    "Recommendation",
+    "Report",
+    "Watch",
+    "diagnose",
+    "preflight",
+    "recommend",
+]

@@ -12,7 +12,7 @@ VERDICTS = {
     "scale_too_high": "The loss scale is too high: the gradients overflow only because they are multiplied by it.",
     "forward_overflow": "A value leaves the number format in the forward pass; no loss scale can repair that.",
     "gradient_overflow": "The gradients leave the number format in the backward pass even without a loss scale.",
-    "model_non_finite": "The model itself makes inf or NaN: it happens in float32 too. Neither scale nor format is to blame.",
+    "model_non_finite": "The model itself makes inf or NaN, in float32 too: neither scale nor format is to blame.",
     "bad_data": "The batch holds inf or NaN and passes it on to the loss or the gradients.",
     "weights_non_finite": "A weight or buffer holds inf or NaN already: the damage was done in an earlier step.",
 }
@@ -90,7 +90,7 @@ def power(value: float) -> str:
 
 _HINTS = {
     "log": "a log of zero: add a small number inside, or use log_softmax, logsumexp or log1p",
-    "div": "a division by zero or by something that flushed to zero: add an eps that the format can hold to the divisor",
+    "div": "a division by zero or by something that flushed to zero: add an eps that the format holds",
     "exp": "an exp of a large number: subtract the largest argument first, as softmax does",
     "softmax": "a softmax over inf or a fully masked row: keep the logits inside the format and one entry unmasked",
     "sqrt": "a square root at zero has an infinite slope: add a small eps inside the root",

@@ -181,7 +181,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write one compressed npz of plain arrays; nothing is pickled."""
         head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
-        arrays: dict[str, np.ndarray] = {key: getattr(self, key) for key in _SCALARS}
+        arrays: dict[str, Any] = {key: getattr(self, key) for key in _SCALARS}
         for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
             if part is not None:
                 head[prefix] = {"names": part.names, "lowest": part.lowest}
@@ -200,8 +200,8 @@ class Trace:
             head = json.loads(str(arrays["head"]))
             if head["schema"] != SCHEMA:
                 raise ValueError(f"schema {head['schema']!r} is not {SCHEMA!r}")
-            parts = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
-            scalars = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
+            parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
+            scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
             return cls(**scalars, **parts, format=head["format"], meta=head["meta"])
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
@@ -216,7 +216,7 @@ class Trace:
         return replace(self, gradients=self.gradients._rows(np.isin(self.gradients.step, steps)))
 
     def _where(self, keep: np.ndarray) -> Trace:
-        scalars = {key: getattr(self, key)[keep] for key in _SCALARS}
+        scalars: dict[str, Any] = {key: getattr(self, key)[keep] for key in _SCALARS}
         kept = scalars["step"]
         gradients = self.gradients._rows(np.isin(self.gradients.step, kept))
         seen = self.activations
@@ -241,7 +241,7 @@ class Trace:
             return self
         first = self.before(int(later.step[0]))
         offset = first.seconds[-1] if len(first) else 0.0
-        columns = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in _SCALARS}
+        columns: dict[str, Any] = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in _SCALARS}
         columns["seconds"] = np.concatenate([first.seconds, later.seconds + offset])
         seen = None
         if first.activations is not None and later.activations is not None:

@@ -10,9 +10,9 @@ from mpkit.formats import FloatFormat, get_format
 from mpkit.record import Trace
 
 CAVEAT = (
-    "A replay takes the recorded gradients as given. Another policy would have skipped other steps, so the weights, and "
-    "with them later gradients, would have been a little different; only intermediate values that reach a parameter's "
-    "gradient are seen; values that were flushed to zero at the recorded scale cannot come back at a larger one."
+    "A replay takes the recorded gradients as given. Another policy would have skipped other steps, so the weights "
+    "and later gradients would have been a little different; only the gradients of parameters are looked at, not "
+    "those of activations; values that were flushed to zero at the recorded scale cannot come back at a larger one."
 )
 
 

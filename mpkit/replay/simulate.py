@@ -81,7 +81,8 @@ def simulate(
     if state.scale.dtype == torch.float32:  # a scale fits under the ceiling if it fits under the float32 below it
         table = torch.where(table.double().cpu() > torch.tensor(tops), _below(table).cpu(), table.cpu()).to(device)
     whole = len(tops) // _UNROLLED * _UNROLLED if compiled else 0
-    wanted, rows = set(steps), {}
+    wanted = set(steps)
+    rows: dict[int, Tensor] = {}
     for start in range(0, whole, _UNROLLED):
         here = [i for i in range(start, start + _UNROLLED) if i in wanted]
         block = _compiled_block(bool(here))
@@ -160,7 +161,7 @@ def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, Scal
     if not policy.tolerance < 0 or policy.stop_at != -math.inf:
         return policy, state
     narrow = {torch.float64: torch.float32, torch.int64: torch.int32}
-    moved = {}
+    moved: dict[str, Any] = {}
     for f in fields(policy):
         value = getattr(policy, f.name)
         if isinstance(value, Tensor) and value.dtype in narrow:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Policies = ScalePolicy | Mapping[str, ScalePolicy] | Sequence[ScalePolicy]
 _SAMPLES = 512  # steps at which headroom and flushed shares are looked at, spread over the run
+_FAR_BELOW = 24  # bits of unused range that count as a collapse: float16 has 40 in all
 _KEPT = 4_000_000  # policy-steps up to which `replay` returns every scale
 
 
@@ -43,7 +44,7 @@ def replay(
     Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
               `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
               gradient values lost to zero there; `lost` share of the training signal lost to both, the rank;
-              `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what a replay cannot know.
+              `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
     names, vector = _named(policies)
     tops = ceilings(trace, fmt)
@@ -135,7 +136,8 @@ def _frame(
     ran = np.where(done.raised_at >= 0, done.raised_at + 1, len(trace))
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.log2(np.abs(tops[sample]))[:, None] - np.log2(seen)
-    flush = _mean(flushed(chosen, seen, fmt), applied)
+    flushes = flushed(chosen, seen, fmt)
+    flush = _mean(flushes, applied)
     share = np.where(ran > 0, done.skipped / np.maximum(ran, 1), 0.0)
     ended = done.raised_at >= 0
     columns: dict[str, Any] = {
@@ -148,7 +150,7 @@ def _frame(
         "final_scale": done.final,
         "lowest_scale": done.lowest,
     }
-    why = _why(trace, tops, done, seen, sample, chosen, fmt)
+    why = _why(trace, done, applied, bits, flushes, sample)
     columns |= {"collapsed": [bool(w) for w in why], "why": why}
     if scales:
         columns["scale"] = list(done.sampled.T)
@@ -162,20 +164,13 @@ def _mean(values: np.ndarray, where: np.ndarray) -> np.ndarray:
 
 
 def _why(
-    trace: Trace,
-    tops: np.ndarray,
-    done: Simulation,
-    seen: np.ndarray,
-    sample: np.ndarray,
-    chosen: Trace,
-    fmt: FloatFormat | str | None,
+    trace: Trace, done: Simulation, applied: np.ndarray, bits: np.ndarray, lost: np.ndarray, sample: np.ndarray
 ) -> list[str]:
     """For each policy the sentence that says how it collapsed; "" for one that did not."""
     tail = sample >= len(trace) * 0.9
-    applied = (seen <= tops[sample][:, None])[tail]
-    lost = flushed(chosen, seen, fmt)[tail]
-    stuck = ~applied.any(axis=0) if tail.any() else np.zeros(len(done.final), dtype=bool)
-    gone = _mean(lost, applied) > 0.5
+    stuck = ~applied[tail].any(axis=0) if tail.any() else np.zeros(len(done.final), dtype=bool)
+    gone = _mean(lost[tail], applied[tail])
+    unused = _mean(bits[tail], applied[tail] & np.isfinite(bits[tail]))
     words = []
     for p in range(len(done.final)):
         if done.raised_at[p] >= 0:
@@ -184,8 +179,11 @@ def _why(
             words.append(f"the scale ended at {done.final[p]:g}")
         elif stuck[p]:
             words.append("every step of the last tenth was skipped")
+        elif gone[p] > 0.5:
+            words.append(f"{gone[p]:.0%} of the gradient values were lost in the last tenth")
         else:
-            words.append("over half of the gradient values were lost at the end" if gone[p] else "")
+            far = unused[p] > _FAR_BELOW
+            words.append(f"the scale ended {unused[p]:.0f} bits below the ceiling" if far else "")
     return words
 
 

@@ -1,0 +1,187 @@
+"""Check network, optimizer and training loop against a level before the first step."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpkit.formats import FloatFormat, get_format
+
+_STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to look at: `severity` "error" (training will fail or go wrong) or "warning"; where; what; way out."""
+
+    severity: str
+    where: str
+    what: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where}: {self.what}; {self.way_out}"
+
+
+def preflight(
+    network: nn.Module,
+    optimizer: Optimizer,
+    level: str = "O2",
+    *,
+    dtype: torch.dtype | FloatFormat = torch.float16,
+    loop: Callable[..., Any] | str | None = None,
+) -> list[Finding]:
+    """Look for the mistakes that mixed precision does not forgive; an empty list is a clean bill.
+
+    Args:
+        network:   as it will be trained; after a backward pass the update sizes are checked too.
+        level:     "O0", "O1", "O2", "O3" or "auto".
+        dtype:     what the level computes in.
+        loop:      the training loop, a function or its source: is a gradient clipped before it is unscaled?
+    Raises:  TypeError, ValueError for wrong arguments.
+    """
+    if level not in ("O0", "O1", "O2", "O3", "auto"):
+        raise ValueError(f"level must be O0, O1, O2, O3 or auto, got {level!r}")
+    if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError("preflight takes an nn.Module and a torch.optim.Optimizer, in this order")
+    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_NAMES.get(dtype, "fp32"))
+    named = {id(p): name for name, p in network.named_parameters()}
+    found = [*_dtypes(network, level), *_ownership(network, optimizer, named)]
+    found += [*_constants(optimizer, fmt, level), *_states(optimizer, named), *_small_updates(optimizer, named)]
+    if loop is not None:
+        found += _clip_order(loop if isinstance(loop, str) else textwrap.dedent(inspect.getsource(loop)))
+    return found
+
+
+def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
+    for name, p in network.named_parameters():
+        if p.dtype in (torch.float16, torch.bfloat16) and level != "O0":
+            yield Finding(
+                "error",
+                name,
+                f"the parameter is stored in {_short(p.dtype)}, so small updates vanish and a GradScaler refuses its "
+                "gradient",
+                f"keep parameters in float32 (network.float()) and let level {level} cast them where they are used",
+            )
+        if p.grad is not None and p.grad.dtype == torch.float16:
+            yield Finding(
+                "error",
+                name,
+                "the gradient is float16, and dividing it by the scale would flush it again",
+                "store the parameter in float32; its gradient then is float32 too",
+            )
+
+
+def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in named]
+    if strangers:
+        yield Finding(
+            "error",
+            "optimizer",
+            f"{len(strangers)} of its parameters are not in this network: it would train another one",
+            "build the optimizer from this network's parameters, after replacing any of them",
+        )
+    left = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]
+    if left:
+        yield Finding(
+            "warning", left[0], f"{len(left)} trainable parameters are in no group", "add them, or freeze them"
+        )
+
+
+def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[Finding]:
+    """Constants of the optimizer that the format of its states cannot hold."""
+    for index, group in enumerate(optimizer.param_groups):
+        stored = {p.dtype for p in group["params"]}
+        low = [get_format(_NAMES[d]) for d in stored if d in (torch.float16, torch.bfloat16)]
+        formats = low or ([fmt] if level == "O3" else [])
+        for key in ("eps", "lr", "weight_decay"):
+            value = group.get(key)
+            value = min(value) if isinstance(value, tuple | list) else value
+            for one in formats:
+                if isinstance(value, float) and 0 < value <= one.min_subnormal / 2:
+                    yield Finding(
+                        "error" if low else "warning",
+                        f"optimizer group {index}",
+                        f"{key}={value:g} is zero in {one.name} (smallest value {one.min_subnormal:.3g})",
+                        f"use {key} >= {one.min_normal:.2g}, or keep parameters and states in float32",
+                    )
+
+
+def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+                yield Finding(
+                    "warning",
+                    named.get(id(p), "a parameter"),
+                    f"optimizer state {key} is {_short(value.dtype)}: squares of gradients below 2^-12 vanish in float16",
+                    "keep the states in float32",
+                )
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+                yield Finding(
+                    "error",
+                    named.get(id(p), "a parameter"),
+                    f"optimizer state {key} holds inf or NaN",
+                    "go back to a checkpoint; an overflowed step was not skipped",
+                )
+
+
+def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+    """Parameters most of whose next updates round away: lr * |g| (lr for Adam's kin) below half an ulp of the weight."""
+    adaptive = any(word in type(optimizer).__name__ for word in ("Adam", "Lamb", "RMSprop", "Adafactor"))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is None or p.dtype not in _NAMES:
+                continue
+            fmt = get_format(_NAMES[p.dtype])
+            grad = p.grad.detach().double().abs()
+            size = torch.full_like(grad, float(group["lr"])) if adaptive else grad * float(group["lr"])
+            moving = grad > 0
+            weight = p.detach().double().abs().clamp_min(fmt.min_normal)
+            half_ulp = torch.exp2(torch.floor(torch.log2(weight))) * fmt.eps / 2
+            lost = float((moving & (size < half_ulp)).sum()) / max(1, int(moving.sum()))
+            if lost > _STATE_SHARE:
+                yield Finding(
+                    "warning",
+                    named.get(id(p), "a parameter"),
+                    f"{lost:.0%} of the updates are below half an ulp of their {fmt.name} weight and change nothing",
+                    "store the weights in float32" if fmt.bits <= 16 else "raise the learning rate",
+                )
+
+
+def _clip_order(source: str) -> Iterator[Finding]:
+    """Find a clip between `scale(loss).backward()` and `unscale_`."""
+    calls = sorted(
+        ((node.lineno, _called(node)) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)),
+    )
+    scaled, unscaled = False, False
+    for line, name in calls:
+        scaled |= name == "scale"
+        unscaled |= name == "unscale_"
+        if name in ("clip_grad_norm_", "clip_grad_value_") and scaled and not unscaled:
+            yield Finding(
+                "error",
+                f"line {line} of the loop",
+                f"{name} sees gradients that are still multiplied by the loss scale: the limit means limit / scale",
+                "call scaler.unscale_(optimizer) before it",
+            )
+        if name == "update":
+            scaled, unscaled = False, False
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

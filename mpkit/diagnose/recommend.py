@@ -1,0 +1,113 @@
+"""From a recorded run to a loss scale, a policy and a format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpkit.formats import BF16, FP16, get_format
+from mpkit.policies import ScalePolicy
+from mpkit.record import Trace
+from mpkit.replay import ceilings, flushed, replay
+
+_STATIC_QUANTILE = 0.02  # a static scale may overflow in this share of the steps
+_LOST_TOO_MUCH = 0.05
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to train with.
+
+    dtype:   "fp16" or "bf16".
+    static:  a fixed power-of-two scale that overflows in at most 2 % of the recorded steps; None with bf16.
+    policy:  a dynamic policy; None with bf16, which needs no scale.
+    reasons: one sentence each, with the numbers behind it.
+    """
+
+    dtype: str
+    static: float | None
+    policy: ScalePolicy | None
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        scale = "no loss scale needed"
+        if self.policy is not None:
+            p = self.policy
+            scale = (
+                f"static scale {self.static:g}, or dynamic from {p.init_scale:g} with factor {p.growth_factor:g} and "
+                f"window {p.growth_interval}"
+            )
+        return "\n".join([f"train in {self.dtype}: {scale}", *(f"  {r}" for r in self.reasons)])
+
+
+def recommend(trace: Trace) -> Recommendation:
+    """Static scale, dynamic policy, and fp16 or bf16, from what a run showed.
+
+    bf16 when the forward pass left float16 (no scale repairs that) or when even the best scale loses over 5 % of the
+    gradient values; else fp16. The policy is the best of a replayed sweep over starts, factors and windows.
+    Raises:  ValueError for a trace without histograms.
+    """
+    if not len(trace.gradients.step):
+        raise ValueError("the trace has no gradient histograms; record it with Recorder(network, ...)")
+    forward = _forward_reasons(trace)
+    if forward:
+        return Recommendation("bf16", None, None, (*forward, _bf16_sentence(trace)))
+    tops = ceilings(trace, FP16)
+    static = _static(tops)
+    rows = np.full((len(trace.gradients.step), 1), static)
+    lost = float(flushed(trace, rows, FP16).mean())
+    spread = f"a static scale of {static:g} overflows in {np.mean(tops < static):.1%} of the steps"
+    if lost > _LOST_TOO_MUCH:
+        reason = f"{spread} and still loses {lost:.1%} of the gradient values: they span more than float16 holds"
+        return Recommendation("bf16", None, None, (reason, _bf16_sentence(trace)))
+    policy, skipped = _best_policy(trace, static)
+    return Recommendation(
+        "fp16",
+        static,
+        policy,
+        (
+            f"{spread} and loses {lost:.1%} of the gradient values to zero",
+            f"the dynamic policy would have skipped {skipped} of {len(trace)} steps",
+        ),
+    )
+
+
+def _forward_reasons(trace: Trace) -> list[str]:
+    reasons = []
+    lost = ~np.isfinite(trace.loss)
+    if lost.any():
+        reasons.append(
+            f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the forward "
+            "pass overflowed, which no loss scale repairs (if bfloat16 does it too, the model is at fault: diagnose)"
+        )
+    seen = trace.activations
+    if seen is not None:
+        largest = np.where(np.isfinite(seen.largest), seen.largest, np.inf)
+        over = (largest > FP16.max).any(axis=0)
+        reasons += [f"the output of {name} left float16" for name, bad in zip(seen.names, over) if bad][:3]
+    return reasons
+
+
+def _bf16_sentence(trace: Trace) -> str:
+    low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
+    return f"bfloat16 at scale 1 would lose {low:.1%} of them: its range is that of float32, its price three bits less"
+
+
+def _static(tops: np.ndarray) -> float:
+    """The largest power of two that stays below the ceiling in all but 2 % of the steps."""
+    usable = tops[tops > 0]
+    top = float(np.quantile(usable, _STATIC_QUANTILE)) if len(usable) else 1.0
+    return 2.0 ** math.floor(min(math.log2(top), 24.0)) if top > 0 else 1.0
+
+
+def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:
+    windows = [w for w in (10, 20, 50, 100, 200, 500, 1000, 2000) if w <= max(10, len(trace) // 2)]
+    candidates = [
+        ScalePolicy(static, 2.0, 0.5, window, min_scale=2.0**-14, max_scale=2.0**24, name="recommended")
+        for window in windows
+    ]
+    table = replay(trace, candidates, fmt=get_format("fp16"), scales=False)
+    best = table.iloc[0]
+    return candidates[int(best["policy"])], int(best["skipped"])
