@@ -124,7 +124,7 @@ def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
                 yield Finding(
                     "warning",
                     named.get(id(p), "a parameter"),
-                    f"optimizer state {key} is {_short(value.dtype)}: squares of gradients below 2^-12 vanish in float16",
+                    f"optimizer state {key} is {_short(value.dtype)}: squares of small gradients vanish in it",
                     "keep the states in float32",
                 )
             if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
@@ -137,7 +137,7 @@ def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
 
 
 def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
-    """Parameters most of whose next updates round away: lr * |g| (lr for Adam's kin) below half an ulp of the weight."""
+    """Parameters most of whose next updates round away: lr * |g| (Adam's kin: lr) below half an ulp of the weight."""
     adaptive = any(word in type(optimizer).__name__ for word in ("Adam", "Lamb", "RMSprop", "Adafactor"))
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -79,13 +79,13 @@ def _forward_reasons(trace: Trace) -> list[str]:
     lost = ~np.isfinite(trace.loss)
     if lost.any():
         reasons.append(
-            f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the forward "
-            "pass overflowed, which no loss scale repairs (if bfloat16 does it too, the model is at fault: diagnose)"
+            f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the "
+            "forward pass overflowed, which no loss scale repairs (if bfloat16 does it too, the model is at fault: diagnose)"
         )
     seen = trace.activations
     if seen is not None:
         largest = np.where(np.isfinite(seen.largest), seen.largest, np.inf)
-        over = (largest > FP16.max).any(axis=0)
+        over = np.atleast_1d((largest > FP16.max).any(axis=0))
         reasons += [f"the output of {name} left float16" for name, bad in zip(seen.names, over) if bad][:3]
     return reasons
 

@@ -303,7 +303,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         raise FileNotFoundError(f"no trace at {path}; Trace.save(path) writes one")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
         raise ValueError(f"{path} is damaged or no npz file at all: {error}") from error

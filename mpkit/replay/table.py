@@ -168,7 +168,7 @@ def _why(
 ) -> list[str]:
     """For each policy the sentence that says how it collapsed; "" for one that did not."""
     tail = sample >= len(trace) * 0.9
-    stuck = ~applied[tail].any(axis=0) if tail.any() else np.zeros(len(done.final), dtype=bool)
+    stuck = applied[tail].sum(axis=0) == 0 if tail.any() else np.zeros(len(done.final), dtype=bool)
     gone = _mean(lost[tail], applied[tail])
     unused = _mean(bits[tail], applied[tail] & np.isfinite(bits[tail]))
     words = []

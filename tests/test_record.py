@@ -1,0 +1,362 @@
+"""The recorder and its trace: exact counts, true scales, round trips, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.policies import preset
+from mpkit.record import Ranges, Recorder, Trace, exponent_counts
+from mpkit.record.trace import join
+from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
+from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def slow_counts(values: np.ndarray) -> dict[int, int]:
+    """Exponent -> count by math.frexp, an independent implementation."""
+    found: dict[int, int] = {}
+    for v in values.astype(np.float64).tolist():
+        if math.isfinite(v) and abs(v) >= 2.0**-126:
+            e = math.frexp(v)[1] - 1
+            found[e] = found.get(e, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 65535, 65536, 65537, 200_003])
+def test_counts_equal_a_count_by_frexp(size):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator) * torch.exp2(torch.randint(-120, 120, (size,), generator=generator))
+    x[::3] = 0
+    kept = x.clone()
+    counts, zeros, largest = exponent_counts(x)
+    want = slow_counts(x.numpy())
+    assert {e - 127: n for e, n in enumerate(counts.tolist()) if n} == want
+    assert int(zeros) == size - sum(want.values())
+    assert float(largest) == float(x.abs().max())
+    assert torch.equal(x, kept)  # counting must not write into the gradient
+
+
+def test_edges_of_the_counts():
+    smallest, max32 = 2.0**-126, torch.finfo(torch.float32).max
+    x = torch.tensor([0.0, -0.0, smallest, smallest / 2, max32, -1.0, math.inf, -math.inf, math.nan])
+    counts, zeros, largest = exponent_counts(x)
+    assert (counts[1], counts[254], counts[127], counts[255], zeros) == (1, 1, 1, 3, 3)
+    assert counts.sum() + zeros == 9
+    assert math.isnan(largest)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert exponent_counts(torch.tensor([1.5, 0.0], dtype=dtype))[0][127] == 1
+    assert exponent_counts(torch.empty(0))[0].sum() == 0
+
+
+@pytest.mark.gpu
+def test_counts_on_a_gpu_equal_those_on_the_cpu_without_a_host_read():
+    x = torch.randn(100_003) * torch.exp2(torch.randint(-90, 90, (100_003,)))
+    on_gpu = x.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = exponent_counts(on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(got, exponent_counts(x)):
+        assert torch.equal(a.cpu(), b)
+
+
+def plain_loop(steps: int = 12, unscale: bool = False, every: int = 1, scale: float = 2.0**15, **options):
+    """A loop that knows nothing of mpkit but the three lines; returns the trace and the true gradients per step."""
+    network = auto_mixed_precision(small_network(), "O2")
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=4)
+    recorder = Recorder(network, optimizer, scaler, every=every, **options)
+    gradients = []
+    for i in range(steps):
+        x, y = batch(i)
+        loss = F.cross_entropy(network(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        recorder.record(loss)
+        factor = 1.0 if unscale else 1.0 / scaler.get_scale()
+        gradients.append([(p.grad.double() * factor) for p in network.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+    recorder.close()
+    return recorder.trace(), gradients
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_plain_loop_with_a_grad_scaler_is_recorded_as_it_was(unscale):
+    trace, gradients = plain_loop(unscale=unscale)
+    assert len(trace) == 12
+    assert trace.scale.max() > 2.0**15
+    for row, true in enumerate(gradients):
+        if trace.overflow[row]:
+            continue
+        for name, values in enumerate(true):
+            np.testing.assert_allclose(trace.gradients.largest[row, name], values.abs().max().item(), rtol=1e-6)
+        norm = math.sqrt(sum(float((g**2).sum()) for g in true))
+        np.testing.assert_allclose(trace.grad_norm[row], norm, rtol=1e-5)
+    assert trace.lr.tolist() == [0.1] * 12
+    assert (np.diff(trace.seconds) > 0).all()
+
+
+def test_overflow_and_scale_follow_the_grad_scaler():
+    trace, _ = plain_loop(steps=20, scale=2.0**24)
+    assert trace.overflow[0]
+    assert not trace.overflow[-1]
+    halved = trace.scale[1:] < trace.scale[:-1]
+    assert (halved == trace.overflow[:-1]).all()  # the next scale is half exactly where this step overflowed
+    assert (trace.gradients.nonfinite.sum(1) > 0).tolist() == trace.overflow.tolist()
+
+
+def test_every_thins_the_histograms_but_not_the_outcomes():
+    whole, _ = plain_loop(steps=11, scale=2.0**24)
+    thin, _ = plain_loop(steps=11, scale=2.0**24, every=4)
+    assert thin.gradients.step.tolist() == [0, 4, 8]
+    for key in ("loss", "scale", "overflow", "lr"):
+        assert (getattr(thin, key) == getattr(whole, key)).all()
+    rows = np.isin(whole.gradients.step, thin.gradients.step)
+    for key in ("zeros", "nonfinite", "largest"):
+        np.testing.assert_array_equal(getattr(thin.gradients, key), getattr(whole.gradients, key)[rows])
+    assert np.isnan(thin.grad_norm[1])
+
+
+def test_by_module_adds_up_the_parameters():
+    single, _ = plain_loop(steps=3)
+    joint, _ = plain_loop(steps=3, by="module")
+    assert joint.gradients.names == ("0", "2")
+    np.testing.assert_array_equal(joint.gradients.total(), single.gradients.total())
+    np.testing.assert_array_equal(joint.gradients.largest[:, 0], single.gradients.largest[:, :2].max(1))
+
+
+def test_activations_are_the_outputs_of_the_leaves_and_hooks_go_away():
+    network = small_network()
+    recorder = Recorder(network, activations=True, format="fp32")
+    x, y = batch()
+    loss = F.cross_entropy(network(x), y)
+    loss.backward()
+    recorder.record(loss)
+    with torch.no_grad():
+        network(x)  # evaluation is not training
+        out = network(x).abs().max()
+    trace = recorder.trace()
+    assert trace.activations.names == ("0", "1", "2")
+    assert trace.activations.size.tolist() == [40, 40, 24]
+    assert trace.activations.largest[0, 2] == float(out)
+    recorder.close()
+    assert not any(m._forward_hooks for m in network.modules())
+
+
+def test_as_a_hook_it_sees_the_scale_used_and_the_steps_outcome():
+    network = auto_mixed_precision(small_network(), "O2")
+    scaler = PolicyLossScaler(preset("torch", init_scale=2.0**24, growth_interval=3))
+    recorder = Recorder(network, scaler=scaler)
+    step = TrainOneStepWithLossScaleCell(
+        WithLossCell(network, nn.CrossEntropyLoss()),
+        torch.optim.SGD(network.parameters(), 0.1),
+        scaler,
+        hooks=[recorder],
+    )
+    outcomes = [step(*batch(i)) for i in range(15)]
+    trace = recorder.trace()
+    assert trace.overflow.tolist() == [bool(o.overflow) for o in outcomes]
+    assert trace.scale.tolist() == [2.0**24] + [float(o.scale) for o in outcomes[:-1]]
+    np.testing.assert_allclose(trace.loss, [float(o.loss) for o in outcomes])
+    assert trace.meta["policy"]["growth_interval"] == 3
+
+
+def test_as_a_hook_of_a_step_without_scaling_gradients_are_divided_by_sens():
+    network = small_network()
+    optimizer = torch.optim.SGD(network.parameters(), 0.0)
+    traces = []
+    for sens in (1.0, 64.0):
+        recorder = Recorder(network, format="fp32")
+        TrainOneStepCell(WithLossCell(network, nn.CrossEntropyLoss()), optimizer, sens, hooks=[recorder])(*batch())
+        traces.append(recorder.trace())
+    np.testing.assert_allclose(traces[0].gradients.largest, traces[1].gradients.largest)
+    assert traces[1].scale.tolist() == [64.0]
+
+
+def test_sparse_gradients_count_missing_rows_as_zeros():
+    network = nn.Embedding(10, 4, sparse=True)
+    recorder = Recorder(network)
+    loss = network(torch.tensor([1, 1, 3])).sum()
+    loss.backward()
+    recorder.record(loss)
+    trace = recorder.trace()
+    assert trace.gradients.zeros[0, 0] == 32
+    assert trace.gradients.largest[0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("scaler", "name"),
+    [
+        (DynamicLossScaler(2.0**10, 2, 50), "mindspore_scaler"),
+        (DynamicLossScaleUpdateCell(2.0**12, 2, 100), "mindspore_cell"),
+        (PolicyLossScaler(preset("megatron")), "megatron"),
+        (torch.amp.GradScaler("cpu"), "torch"),
+    ],
+)
+def test_the_policy_in_use_is_kept(scaler, name):
+    assert Recorder(small_network(), scaler=scaler).trace().meta["policy"]["name"] == name
+
+
+def test_save_and_load_give_the_same_trace(tmp_path):
+    trace, _ = plain_loop(steps=5, activations=True, meta={"note": "a test", "numbers": [1, 2]})
+    trace.save(tmp_path / "t.npz")
+    back = Trace.load(tmp_path / "t.npz")
+    assert back.meta == dict(trace.meta) | {"policy": trace.meta["policy"] | {"layers": []}}
+    assert back.format == trace.format
+    for key in ("step", "loss", "scale", "overflow", "lr", "grad_norm", "seconds"):
+        np.testing.assert_array_equal(getattr(back, key), getattr(trace, key))
+    for part in ("gradients", "activations"):
+        a, b = getattr(back, part), getattr(trace, part)
+        assert (a.names, a.lowest) == (b.names, b.lowest)
+        for key in ("size", "step", "counts", "zeros", "nonfinite", "largest"):
+            np.testing.assert_array_equal(getattr(a, key), getattr(b, key))
+
+
+def damage(path, how):
+    raw = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file)
+    if how == "cut":
+        path.write_bytes(raw[: len(raw) // 2])
+    elif how == "flipped":
+        middle = len(raw) // 2
+        path.write_bytes(raw[:middle] + bytes(b ^ 255 for b in raw[middle : middle + 64]) + raw[middle + 64 :])
+    elif how == "text":
+        path.write_text("step,loss\n0,1\n")
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        if how == "missing":
+            del arrays["scale"]
+        elif how == "foreign":
+            arrays = {"x": np.zeros(3)}
+        elif how == "dtype":
+            arrays["loss"] = arrays["loss"].astype(np.float32)
+        elif how == "shape":
+            arrays["loss"] = arrays["loss"][:-1]
+        elif how == "counts":
+            arrays["gradients_counts"] = arrays["gradients_counts"] + 1
+        elif how == "order":
+            arrays["step"] = arrays["step"][::-1].copy()
+        elif how == "pickle":
+            arrays["loss"] = np.array([{}], dtype=object)
+        np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("cut", "damaged"),
+        ("flipped", "damaged"),
+        ("text", "damaged"),
+        ("empty", "damaged"),
+        ("pickle", "damaged"),
+        ("missing", "'scale' is missing"),
+        ("foreign", "'head' is missing"),
+        ("dtype", "loss must be float64"),
+        ("shape", "loss must have shape"),
+        ("counts", "counts more values"),
+        ("order", "ascend"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_value_error_that_says_what(tmp_path, how, says):
+    trace, _ = plain_loop(steps=3)
+    path = tmp_path / "t.npz"
+    trace.save(path)
+    damage(path, how)
+    with pytest.raises(ValueError, match=says):
+        Trace.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.npz"):
+        Trace.load(tmp_path / "no.npz")
+
+
+def test_a_resumed_run_joins_to_the_uninterrupted_one():
+    whole, _ = plain_loop(steps=10)
+    first, later = whole.before(7), whole._where(whole.step >= 4)
+    both = first + later  # steps 4 to 6 were trained twice
+    np.testing.assert_array_equal(both.step, whole.step)
+    np.testing.assert_array_equal(both.gradients.total(), whole.gradients.total())
+    np.testing.assert_array_equal(join([whole.before(3), whole._where(whole.step >= 3)]).loss, whole.loss)
+
+
+def test_a_recorder_goes_on_counting_after_a_resume():
+    recorder = Recorder(small_network())
+    recorder.index = 41
+    other = Recorder(small_network())
+    other.load_state_dict(recorder.state_dict())
+    assert other.index == 41
+
+
+def test_frames_have_one_row_per_step_or_per_step_and_name():
+    trace, _ = plain_loop(steps=6)
+    assert trace.to_frame().shape == (6, 6)
+    frame = trace.to_frame("gradients")
+    assert len(frame) == 24
+    assert frame.loc[(2, "0.weight"), "size"] == 30
+    with pytest.raises(ValueError, match="activations=True"):
+        trace.to_frame("activations")
+    with pytest.raises(ValueError, match="part must be"):
+        trace.to_frame("weights")
+
+
+def test_wrong_arguments_say_what_is_needed():
+    network = small_network()
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        Recorder([1])
+    with pytest.raises(ValueError, match="every"):
+        Recorder(network, every=0)
+    with pytest.raises(ValueError, match="by must be"):
+        Recorder(network, by="layer")
+    with pytest.raises(ValueError, match="requires_grad"):
+        Recorder(nn.ReLU())
+    with pytest.raises(RuntimeError, match="after backward"):
+        Recorder(network).record(torch.tensor(1.0))
+    cell = DynamicLossScaleUpdateCell(2.0**12, 2, 100)
+    with pytest.raises(TypeError, match="record\\(loss, scale="):
+        Recorder(network, scaler=cell).record(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="more values"):
+        Ranges(("a",), np.array([1]), np.array([0]), 0, np.array([[[2]]], dtype=np.uint32), *[np.zeros((1, 1))] * 3)
+
+
+def test_recording_reads_nothing_on_the_host():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    reads = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(func):
+                reads.append(func)
+            return func(*args, **(kwargs or {}))
+
+    network = small_network()
+    optimizer = torch.optim.SGD(network.parameters(), torch.tensor(0.1))
+    recorder = Recorder(network, optimizer)
+    x, y = batch()
+    loss = F.cross_entropy(network(x), y)
+    (loss * 8).backward()
+    with Count():
+        recorder.record(loss, scale=torch.tensor(8.0))
+    assert not reads
+    assert recorder.trace().lr[0] == pytest.approx(0.1)
