@@ -31,6 +31,8 @@ from mpkit.optimizers.arguments import (
 from mpkit.optimizers.update import Number, Update, decayed_positions, silenced
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
+CACHED = 2**16  # values of a lot on a CPU: a quarter of a megabyte in float32, with state and intermediates about one
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -80,6 +82,7 @@ class Optimizer(torch.optim.Optimizer):
     decay_in_formula = False  # True where `update` applies weight decay itself
     decay_filter = True  # False where the reference ignores the beta/gamma rule
     centralizes = True
+    intermediates = True  # False where `update` writes its operands only, so that lots have nothing to keep in a cache
 
     def __init__(
         self,
@@ -257,9 +260,10 @@ class Optimizer(torch.optim.Optimizer):
         if found_inf is not None:
             keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
+        together = self.gradient_transform is not None or (keep is None and not self.intermediates)
         for group in self.param_groups:
             numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
-            for chosen in _alike(group["params"]):
+            for chosen in _alike(group["params"], together):
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)
         if keep is None or self.count_skipped:
@@ -393,10 +397,18 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 
 
-def _alike(params: list[Tensor]) -> list[list[int]]:
-    """Indices of the parameters that have a gradient, by device and dtype."""
+def _alike(params: list[Tensor], together: bool) -> list[list[int]]:
+    """Indices of the parameters that have a gradient, by device and dtype.
+
+    Unless all must come `together`, those on a CPU are dealt out in lots of about `CACHED` values: the intermediate
+    results of a formula then stay in the cache, where those of a whole network would be written to memory and back.
+    """
     found: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
     for i, p in enumerate(params):
         if p.grad is not None:
-            found.setdefault((p.device, p.dtype), []).append(i)
+            key = (p.device, p.dtype)
+            size = sizes.get(key, 0)
+            sizes[key] = size + p.numel()
+            found.setdefault((key, 0 if together or p.is_cuda else size // CACHED), []).append(i)
     return list(found.values())

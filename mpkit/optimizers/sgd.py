@@ -21,6 +21,8 @@ class Momentum(Optimizer):
     Source:  MindSpore 2.7 nn.Momentum. Its CPU kernel ignores `use_nesterov`; this does not.
     """
 
+    intermediates = False
+
     def __init__(
         self,
         params: Any,
@@ -59,6 +61,8 @@ class SGD(Optimizer):
     Raises:  TypeError for a weight decay that is a function, as the reference.
     Source:  MindSpore 2.7 nn.SGD.
     """
+
+    intermediates = False
 
     def __init__(
         self,
