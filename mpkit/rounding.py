@@ -81,15 +81,18 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
     """Run a kernel over x and out block by block, both walked in the memory order of x."""
-    order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    x, final = x.permute(order).contiguous(), out.permute(order)
+    final = out
+    if not (x.is_contiguous() and out.is_contiguous()):
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        x, final = x.permute(order).contiguous(), out.permute(order)
     target = final if final.is_contiguous() else torch.empty_like(x)
     # 2**16 values per core: a block of x, one of out and the scratch fit a level-2 cache of 1 to 2 MiB
     size = min(2**16 * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
-    scratch = x.new_empty(2, size)
+    b, c = x.new_empty(2, size)
     for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
+        count = block.numel()
         source = block.clone() if block.data_ptr() == result.data_ptr() else block
-        kernel(source, result, *scratch[:, : block.numel()])
+        kernel(source, result, *((b, c) if count == size else (b[:count], c[:count])))
     if target is not final:
         final.copy_(target)
 
