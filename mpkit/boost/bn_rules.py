@@ -108,14 +108,15 @@ _SHORTCUT_NAMES = ("downsample", "shortcut", "skip", "identity", "project", "res
 def _block_by_names(block: nn.Module) -> Removed:
     """For a block that cannot be traced: BatchNorms in definition order, the shortcut known by its name."""
     children = dict(block.named_children())
-    shortcuts = {name for name in children if any(word in name.lower() for word in _SHORTCUT_NAMES)}
+    attributes = (*children, *vars(block))  # a block without projection often has downsample = None
+    shortcuts = {name for name in attributes if any(word in name.lower() for word in _SHORTCUT_NAMES)}
     named_so = any(word in type(block).__name__.lower() for word in ("block", "bottleneck", "residual"))
     norms = [name for name, child in children.items() if isinstance(child, _BatchNorm) and name not in shortcuts]
     convolutions = [name for name, child in children.items() if isinstance(child, _ConvNd) and name not in shortcuts]
     if len(norms) < 2 or len(convolutions) < 2 or not (shortcuts or named_so):
         return {}
     removed = dict.fromkeys(norms[:-1], INNER)
-    for name in shortcuts:
+    for name in shortcuts & children.keys():
         inside = children[name].named_modules(prefix=name)
         removed |= {full: SHORTCUT for full, module in inside if isinstance(module, _BatchNorm)}
     return removed

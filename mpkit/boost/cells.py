@@ -35,6 +35,7 @@ class _Boosted(TrainOneStepCell):
         optimizer = self.optimizer
         if boost is not None and not isinstance(boost, AutoBoost):
             raise TypeError(f"boost must be an AutoBoost, got {type(boost).__name__}")
+        self.boost = boost
         self._running: StepContext | None = None
         self.accumulation = self.dim_reduce = self.adasum = None
         self._device_number = 1 if boost is None else boost.hyper["device_number"]

@@ -9,23 +9,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.scalers import check_and_unscale_
+from mpkit.scalers import all_finite, check_and_unscale_
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
 GROWTH = 2.0 ** (1 / 1000)  # a thousand clean steps double it
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity forwards; backwards the gradient times table[after] / table[before], read when it passes."""
+    """Identity forwards; backwards the gradient times table[before] / table[after], read when it passes.
+
+    `passed` (2, N + 2) bool notes whether finite gradients came into group `before` and left group `after`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, before: int, after: int) -> Tensor:
-        ctx.table, ctx.before, ctx.after = table, before, after
+    def forward(ctx: Any, x: Tensor, table: Tensor, passed: Tensor, before: int, after: int) -> Tensor:
+        ctx.table, ctx.passed, ctx.before, ctx.after = table, passed, before, after
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None
+        finite = all_finite(grads)
+        ctx.passed[0, ctx.before] &= finite
+        ctx.passed[1, ctx.after] &= finite
+        return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None, None
 
 
 class GroupLossScaleManager(nn.Module):
@@ -37,18 +43,23 @@ class GroupLossScaleManager(nn.Module):
     The loss itself is not scaled: `loss.backward()`.
 
     After the backward pass `unscale_and_update_()` tests each group, divides its gradients by the scale that was used,
-    and moves the scales: times 2**-0.5 for a group with a non-finite gradient, times 2**(1/1000) for the others.
-    The caller skips the whole update when any group overflowed.
+    and moves the scales: times 2**-0.5 for a group that overflowed, times 2**(1/1000) for the others. The caller skips
+    the whole update when any group overflowed.
+
+    An overflow in a late group reaches all earlier ones through the chain rule. The markers see where it began: a
+    group whose incoming gradient was not finite already is not to blame, and its scale stays.
 
     Args:
         init_loss_scale:   first scale of every group, or a list with one per group (dimensionless, > 0).
         loss_scale_groups: lists of parameters, one list per group; may be assigned later, when the network exists.
         shrink, growth:    factors of a step with and without overflow (0 < shrink < 1 <= growth).
         min_scale, max_scale: bounds of every scale; the original has none (`0.0` and `inf` give that).
+        blame:             "first" shrinks the scale only where an overflow began; "every" also those that it reached,
+                           which keeps early groups from ever growing once a late one is at its limit.
         unscale_with:      "used" divides by the scale of this backward pass. "updated" divides by the next one, as the
                            original does: every gradient is then too small by 2**(-1/1000).
     Units:   scales are float32, in the buffer `table` of N + 2 entries, on the device of the network.
-    Edges:   an overflow in a late group reaches the earlier groups through the chain rule, and all of them shrink.
+    Edges:   a loss that is not finite itself is blamed on the last group.
     Raises:  TypeError for kinds, ValueError for ranges and for a parameter listed in two groups.
     Source:  MindSpore boost.GroupLossScaleManager. Departures: groups are matched by identity of the parameters, any
              optimizer works, scales have bounds, a group overflows when one of its gradients is not finite.
@@ -62,6 +73,7 @@ class GroupLossScaleManager(nn.Module):
     """
 
     table: Tensor
+    passed: Tensor
 
     def __init__(
         self,
@@ -72,6 +84,7 @@ class GroupLossScaleManager(nn.Module):
         growth: float = GROWTH,
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
+        blame: Literal["first", "every"] = "first",
         unscale_with: Literal["used", "updated"] = "used",
     ) -> None:
         super().__init__()
@@ -79,14 +92,17 @@ class GroupLossScaleManager(nn.Module):
             raise ValueError(f"need 0 < shrink < 1 <= growth, got shrink={shrink}, growth={growth}")
         if not 0 <= min_scale <= max_scale:
             raise ValueError(f"need 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
+        if blame not in ("first", "every"):
+            raise ValueError(f"blame must be 'first' or 'every', got {blame!r}")
         if unscale_with not in ("used", "updated"):
             raise ValueError(f"unscale_with must be 'used' or 'updated', got {unscale_with!r}")
         self.shrink, self.growth = shrink, growth
         self.min_scale, self.max_scale = min_scale, max_scale
-        self.unscale_with = unscale_with
+        self.blame, self.unscale_with = blame, unscale_with
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
         self.register_buffer("table", torch.ones(2))
+        self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
             self.loss_scale_groups = loss_scale_groups
         else:  # the groups come later, a wrong scale is told now
@@ -122,6 +138,7 @@ class GroupLossScaleManager(nn.Module):
         """Make the table of `loss_scale_number` groups: a number starts all of them, a list one each."""
         inner = self._checked(loss_scale_number, init_loss_scale)
         self.table = torch.tensor([1.0, *inner, 1.0], device=self._device())
+        self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> Tensor:
         """Multiply the scale of group `layer` (from 0) by `update_ratio`; -> () its new value, within the bounds."""
@@ -147,7 +164,7 @@ class GroupLossScaleManager(nn.Module):
                 f"a marker names groups 0..{last} (0 and {last} lie outside the network), got {layer1} and {layer2}; "
                 "assign loss_scale_groups before the first forward pass"
             )
-        return _ScaleGradient.apply(x, self.table, layer1, layer2)
+        return _ScaleGradient.apply(x, self.table, self.passed, layer1, layer2)
 
     def covers(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise ValueError unless every one of `parameters` stands in a group: else its scale would be unknown."""
@@ -160,7 +177,7 @@ class GroupLossScaleManager(nn.Module):
 
     @torch.no_grad()
     def unscale_and_update_(self) -> Tensor:
-        """Test and unscale every `p.grad` in place, then move the scales; -> (N,) bool, which groups overflowed.
+        """Test and unscale every `p.grad` in place, then move the scales; -> (N,) bool, where gradients are not finite.
 
         Nothing is read on the host. Gradients are multiplied by the float32 reciprocal of the scale.
         """
@@ -168,8 +185,13 @@ class GroupLossScaleManager(nn.Module):
         grads = [[p.grad for p in group if p.grad is not None] for group in self._groups]
         clean = torch.zeros((), device=used.device)  # what a group without gradients shows
         found = torch.stack([check_and_unscale_(g, s) if g else clean for g, s in zip(grads, used)]).bool()
-        factor = torch.where(found, self.shrink, self.growth).to(used)
+        came, left = self.passed[:, 1:-1]
+        found |= ~left
+        came[-1] = True  # behind the last group there is only the loss
+        guilty = found & came if self.blame == "first" else found
+        factor = torch.where(guilty, self.shrink, torch.where(found, 1.0, self.growth)).to(used)
         self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
+        self.passed.fill_(True)
         if self.unscale_with == "updated":
             for g, ratio in zip(grads, used / self.scales):
                 torch._foreach_mul_(g, ratio)

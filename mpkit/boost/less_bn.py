@@ -117,7 +117,8 @@ class LessBN(nn.Module):
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
         self.network: nn.Module = network.network if isinstance(network, LessBN) else network
-        before = getattr(self.network, "_less_bn_report", None)
+        done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
+        before: LessBNReport | None = next((report for report in done if report is not None), None)
         if before is None:
             removed = removable(self.network, strict=strict)
             kept = tuple(name for name, m in self.network.named_modules() if _is_kept(m, name, removed))
@@ -126,7 +127,7 @@ class LessBN(nn.Module):
             before = LessBNReport(removed, kept)
         normalized = before.normalized or (self._normalize(strict, last_fc, keep_bias) if fn_flag else ())
         self.report = LessBNReport(before.removed, before.kept, normalized)
-        self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once
+        self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once, inside a loss cell too
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.network(*inputs, **options)

@@ -1,0 +1,225 @@
+"""Gradient centralization and what OptimizerProcess and ParameterProcess do to parameter groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit import networks, optimizers
+from mpkit.boost import OptimizerProcess, ParameterProcess
+from mpkit.boost.grad_centralization import centralize_gradients, is_centralized
+from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.boost.process import regroup, subset
+
+TORCH = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+OWN = ["SGD", "Momentum", "Adam", "AdamWeightDecay", "RMSProp", "Adagrad", "AdaMax", "ASGD", "Rprop", "Lamb", "FTRL"]
+
+
+def grad(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_taken(g: Tensor) -> Tensor:
+    """The definition, with a loop: each output's mean goes."""
+    return torch.stack([row - row.sum() / row.numel() for row in g]) if g.ndim > 1 else g
+
+
+@pytest.mark.parametrize(
+    ("owner", "expected"),
+    [
+        (nn.Linear(3, 2), [True, False]),
+        (nn.Conv2d(4, 4, 3), [True, False]),
+        (nn.Conv2d(4, 4, 3, groups=2), [False, False]),
+        (nn.Conv1d(4, 4, 3, groups=4), [False, False]),
+        (nn.BatchNorm2d(4), [False, False]),
+        (nn.LayerNorm((2, 2)), [False, False]),
+        (nn.GroupNorm(2, 4), [False, False]),
+        (NormalizedLinear(3, 2, bias=True), [False, False, False]),
+        (nn.Embedding(3, 2), [True]),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_who_is_centralized(owner: nn.Module, expected: list[bool]) -> None:
+    assert [is_centralized(owner, p) for p in owner.parameters()] == expected
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_centralized_step_is_a_step_on_centralized_gradients(name: str, decay: float) -> None:
+    """Any torch.optim optimizer; decay that is added to the gradient is centralized with it, decoupled decay is not."""
+    if name == "Rprop" and decay:
+        pytest.skip("Rprop has no weight decay")
+    options: dict[str, Any] = {} if name == "Rprop" else {"weight_decay": decay}
+    w0 = grad((3, 2, 2), 7)
+    weight, by_hand = nn.Parameter(w0.clone()), nn.Parameter(w0.clone())
+    kind = getattr(torch.optim, name)
+    centralized = kind([{"params": [weight], "grad_centralization": True}], lr=0.1, **options)
+    coupled = name != "AdamW"
+    plain = kind([by_hand], lr=0.1, **({} if coupled else options))
+    centralize_gradients(centralized)
+    for seed in range(3):
+        weight.grad = grad(w0.shape, seed)
+        before = by_hand.detach()
+        by_hand.grad = mean_taken(grad(w0.shape, seed) + (decay * before if coupled else 0.0))
+        if not coupled:
+            assert plain.defaults["weight_decay"] == decay
+        centralized.step()
+        plain.step()
+        torch.testing.assert_close(weight, by_hand, rtol=1e-4, atol=1e-6)
+
+
+def test_asking_twice_centralizes_once_and_the_handle_takes_it_away() -> None:
+    weight = nn.Parameter(torch.zeros(1, 2))
+    sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=1.0)
+    centralize_gradients(sgd)
+    handle = centralize_gradients(sgd)
+    assert len(sgd._optimizer_step_pre_hooks) == 1
+    handle.remove()
+    weight.grad = torch.tensor([[1.0, 3.0]])
+    sgd.step()
+    assert weight.tolist() == [[-1.0, -3.0]]
+
+
+def test_a_multiple_leaves_other_sizes_alone() -> None:
+    weights = [nn.Parameter(torch.zeros(1, n)) for n in (3, 16)]
+    net = nn.ModuleList(nn.Linear(w.shape[1], 1, bias=False) for w in weights)
+    process = OptimizerProcess(torch.optim.SGD(net.parameters(), lr=1.0), multiple_of=16)
+    process.add_grad_centralization(net)
+    sgd = process.generate_new_optimizer()
+    assert sgd.param_groups[0]["grad_centralization"] == 16
+    for p in net.parameters():
+        nn.init.zeros_(p)
+        p.grad = torch.arange(p.numel()).float().view_as(p)
+    sgd.step()
+    three, sixteen = (p.detach() for p in net.parameters())
+    assert three.tolist() == [[0.0, -1.0, -2.0]]
+    assert sixteen.sum() == 0
+
+
+def test_the_decay_of_a_scaled_gradient_is_scaled_too() -> None:
+    """torch.amp leaves gradients of fused optimizers multiplied by the scale; the step must come out the same."""
+    weights = [nn.Parameter(grad((2, 3), 5)) for _ in range(2)]
+    for weight, scale in zip(weights, (1.0, 1024.0)):
+        sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=0.1, weight_decay=0.1, fused=True)
+        centralize_gradients(sgd)
+        sgd.grad_scale = torch.tensor(scale)  # type: ignore[attr-defined]
+        sgd.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        weight.grad = grad((2, 3)) * scale
+        sgd.step()
+    torch.testing.assert_close(*weights)
+
+
+def made(name: str, family: str, net: nn.Module) -> torch.optim.Optimizer:
+    if family == "torch":
+        return getattr(torch.optim, name)(net.parameters(), lr=0.01)
+    return getattr(optimizers, name)(net.parameters(), 0.01, *([0.9] if name == "Momentum" else []))
+
+
+@pytest.mark.parametrize(("family", "name"), [*(("torch", n) for n in TORCH), *(("mpkit", n) for n in OWN)])
+def test_every_optimizer_keeps_class_state_and_decay(family: str, name: str) -> None:
+    """The original rebuilds the optimizer, which fails for Adam and AdamWeightDecay and loses the state."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = made(name, family, net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = {id(p): id(s) for p, s in optimizer.state.items()}
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "grad_centralization")}
+
+    process = OptimizerProcess(optimizer)
+    process.add_grad_centralization(net)
+    assert process.generate_new_optimizer() is optimizer
+
+    assert {id(p): id(s) for p, s in optimizer.state.items()} == state
+    members = [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups]
+    assert members == [[(4, 3), (2, 4)], [(4,), (4,), (4,), (2,)]]
+    for group in optimizer.param_groups:
+        assert {k: v for k, v in group.items() if k in options and k != "param_names"} == options
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_split_groups_do_not_share_their_counters() -> None:
+    counter = torch.zeros(())
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    group = {"params": parameters, "param_names": ["a", "b"], "updates": counter, "lr": 0.1}
+    halves = [subset(group, [p]) for p in parameters]
+    halves[0]["updates"] += 1
+    assert [h["updates"].item() for h in halves] == [1, 0]
+    assert [h["param_names"] for h in halves] == [["a"], ["b"]]
+
+
+def test_named_parameters_keep_the_rule_on_decay_by_name() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    named = list(zip(["fc.weight", "fc.bias", "ln.gamma", "ln.beta"], net.parameters()))
+    optimizer = optimizers.Momentum(named, 1.0, 0.9, weight_decay=0.5)
+    process = OptimizerProcess(optimizer)
+    process.add_grad_centralization(net)
+    process.generate_new_optimizer()
+    for p in net.parameters():
+        nn.init.ones_(p)
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moved = [not torch.equal(p, torch.ones_like(p)) for p in net.parameters()]
+    assert moved == [False, True, False, False]  # the weight's decay is the same everywhere: centralized away
+
+
+def test_order_params_survives_regrouping() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    parameters = list(net.parameters())
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}, {"order_params": parameters[::-1]}]
+    optimizer = optimizers.Momentum(groups, 0.1, 0.9)
+    process = OptimizerProcess(optimizer)
+    process.add_grad_centralization(net)
+    process.generate_new_optimizer()
+    assert len(optimizer.param_groups) == 4
+    assert [id(p) for p in optimizer.parameters] == [id(p) for p in parameters[::-1]]
+
+
+def test_parameters_that_leave_take_their_state_with_them() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    sgd.step()
+    regroup(sgd, [{"params": parameters[:1]}, {"params": []}])
+    assert len(sgd.param_groups) == 1
+    assert list(sgd.state) == parameters[:1]
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    with pytest.raises(ValueError, match="every group is empty"):
+        regroup(sgd, [{"params": []}])
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch.optim.Optimizer, got Linear"):
+        OptimizerProcess(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="multiple_of must be 1 or more"):
+        OptimizerProcess(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), multiple_of=0)
+
+
+def test_fusion_ids_take_one_split_as_an_int_and_start_anew() -> None:
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    process = ParameterProcess()
+    for _ in range(2):
+        process.assign_parameter_group(parameters, 3)
+        assert [p.comm_fusion for p in parameters] == [1, 1, 1, 2]  # type: ignore[attr-defined]
+    assert process.assign_parameter_group([], 3) == []
+
+
+def test_centralized_training_of_a_network_leaves_row_means_where_they_were() -> None:
+    """A law of the method: without decay no step moves the mean of an output's weights."""
+    net = networks.LeNet5()
+    process = OptimizerProcess(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    process.add_grad_centralization(net)
+    optimizer = process.generate_new_optimizer()
+    means = [p.detach().flatten(1).mean(1) for p in net.parameters() if p.ndim > 1]
+    for seed in range(3):
+        optimizer.zero_grad()
+        net(grad((4, 1, 28, 28), seed)).square().mean().backward()
+        optimizer.step()
+    after = [p.detach().flatten(1).mean(1) for p in net.parameters() if p.ndim > 1]
+    for a, b in zip(means, after):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

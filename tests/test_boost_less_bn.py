@@ -1,0 +1,179 @@
+"""LessBN: what goes, what stays, and that train and eval agree."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit import networks
+from mpkit.boost import LessBN
+from mpkit.boost.less_bn import EPSILON, NormalizedLinear
+
+COUNTS = {"resnet18": (11, 9), "resnet34": (19, 17), "resnet50": (36, 17)}
+
+
+def norms(net: nn.Module) -> set[str]:
+    return {name for name, m in net.named_modules() if isinstance(m, nn.BatchNorm2d)}
+
+
+@pytest.mark.parametrize("small_input", [True, False])
+@pytest.mark.parametrize(("name", "counts"), COUNTS.items())
+def test_residual_networks_keep_one_norm_per_block_and_the_stem(
+    name: str, counts: tuple[int, int], small_input: bool
+) -> None:
+    net = getattr(networks, name)(width=4, small_input=small_input)
+    before = norms(net)
+    report = LessBN(net).report
+    assert (len(report.removed), len(report.kept)) == counts
+    assert set(report.removed) == before - norms(net)
+    assert norms(net) == set(report.kept)
+    assert "bn1" in report.kept
+    assert sum("downsample" in name for name in report.removed) == (4 if name == "resnet50" else 3)
+    last = "bn3" if name == "resnet50" else "bn2"
+    assert all(kept.endswith(last) for kept in report.kept if kept != "bn1")
+
+
+class Swapped(networks.ResidualBlock):
+    """The same block with the addition written the other way round, which the original overlooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(torch.add(shortcut, self.bn2(self.conv2(y))))
+
+
+class DependsOnData(networks.ResidualBlock):
+    """A block that torch.fx cannot trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else super().forward(x + 0)
+
+
+class RootDependsOnData(networks.ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else super().forward(x + 0)
+
+
+@pytest.mark.parametrize("block", [Swapped, DependsOnData])
+def test_neither_operand_order_nor_tracing_changes_what_goes(block: type[networks.ResidualBlock]) -> None:
+    want = LessBN(networks.resnet18(width=4)).report
+    assert LessBN(networks.ResNet(block, (2, 2, 2, 2), width=4)).report == want
+
+
+def test_parts_are_traced_where_the_whole_cannot_be() -> None:
+    net = RootDependsOnData(networks.ResidualBlock, (2, 2, 2, 2), width=4)
+    with pytest.raises(ValueError, match=r"strict=True needs a network that torch.fx can trace"):
+        LessBN(net, strict=True)
+    assert LessBN(net).report == LessBN(networks.resnet18(width=4)).report
+
+
+def test_inverted_residuals_lose_the_norm_after_the_expansion_and_the_last_one() -> None:
+    net = networks.MobileNetV2([(1, 4, 1, 1), (6, 6, 2, 2), (6, 8, 1, 1)], stem=4, head=16)
+    assert LessBN(net).report.removed.keys() == {
+        "features.4.conv.1",
+        "features.5.conv.1",
+        "features.6.conv.1",
+        "features.8",
+    }
+
+
+def test_dense_layers_lose_the_norm_that_reads_a_concatenation() -> None:
+    report = LessBN(networks.DenseNet((3, 2), growth=4)).report
+    assert set(report.removed) == {"features.2.norm1", "features.3.norm1", "features.9.norm1"}
+
+
+class Plain(nn.Module):
+    """Additions that are no residual blocks: two branches of equal depth, and a branch without a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.bn_a, self.bn_b = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.c, self.d, self.e = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.bn_e = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn_a(self.a(x)) + self.bn_b(self.b(x))
+        return self.d(F.relu(self.c(x))) + self.bn_e(self.e(x)) + 1
+
+
+def test_other_sums_are_left_alone() -> None:
+    assert LessBN(Plain()).report.removed == {}
+
+
+def test_a_norm_shared_by_two_places_stays() -> None:
+    block = networks.ResidualBlock(4, 4)
+    block.bn2 = block.bn1
+    assert LessBN(block).report.removed == {}
+
+
+def test_twice_is_once_and_wrapping_a_wrapped_network_too() -> None:
+    net = networks.resnet18(width=4)
+    first = LessBN(net, True)
+    state = {k: v.clone() for k, v in first.state_dict().items()}
+    for again in (LessBN(first, True), LessBN(net, True), LessBN(nn.Sequential(net), True)):
+        assert again.report == first.report
+    assert LessBN(first).network is net
+    assert {k: v.tolist() for k, v in first.state_dict().items()} == {k: v.tolist() for k, v in state.items()}
+    assert sum(isinstance(m, NormalizedLinear) for m in net.modules()) == 1
+
+
+def test_a_removed_norm_is_neither_used_nor_updated_in_training_and_evaluation() -> None:
+    """The block without its inner norm, written out by hand."""
+    block = networks.ResidualBlock(4, 4).double()
+    by_hand = copy.deepcopy(block)
+    less = LessBN(block)
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0)).double()
+    for training in (True, False):
+        less.train(training)
+        by_hand.train(training)
+        want = F.relu(by_hand.bn2(by_hand.conv2(F.relu(by_hand.conv1(x)))) + x)
+        torch.testing.assert_close(less(x), want)
+    assert "network.bn1.weight" not in less.state_dict()
+
+
+def test_the_converted_layer_keeps_the_weight_object_and_drops_the_bias_unless_asked() -> None:
+    net = networks.LeNet5()
+    weight, bias = net.fc3.weight, net.fc3.bias
+    LessBN(net, True)
+    assert net.fc3.weight is weight
+    assert net.fc3.bias is None
+    assert net.fc3.multiplier.item() == 1
+    other = networks.LeNet5()
+    bias = other.fc2.bias
+    assert LessBN(other, True, last_fc="fc2", keep_bias=True).report.normalized == ("fc2",)
+    assert other.fc2.bias is bias
+    with pytest.raises(ValueError, match=r"last_fc must name an nn.Linear of the network .*fc1, fc2.*'nope'"):
+        LessBN(networks.LeNet5(), True, last_fc="nope")
+    with pytest.raises(TypeError, match=r"nn.Module"):
+        LessBN("net")  # type: ignore[arg-type]
+
+
+def test_logits_of_the_normalised_layer_are_cosines_and_its_gradient_is_the_formulas() -> None:
+    layer = NormalizedLinear(4, 3).double()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).double()
+    want = F.cosine_similarity(x[:, None], layer.weight[None], dim=2)
+    torch.testing.assert_close(layer(x), want)
+    tiny = torch.full((1, 4), 1e-3, dtype=torch.float64, requires_grad=True)  # squared norm 4e-6 < EPSILON
+    layer(tiny).sum().backward()
+    assert EPSILON == 1e-4
+    unit = layer.weight / layer.weight.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(tiny.grad, (unit.sum(0) / 1e-2)[None])
+    assert torch.autograd.gradcheck(layer, x.requires_grad_())
+
+
+def test_half_precision_norms_do_not_overflow() -> None:
+    layer = NormalizedLinear(4, 3).half()
+    y = layer(torch.full((1, 4), 1e4, dtype=torch.float16))
+    assert y.dtype == torch.float16
+    assert y.isfinite().all()
+
+
+def test_attention_keeps_its_output_layer() -> None:
+    """nn.MultiheadAttention reads out_proj.weight itself and would not call a replaced layer."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 1))
+    assert LessBN(net, True).report.normalized == ("0",)
