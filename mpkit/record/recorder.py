@@ -348,7 +348,7 @@ def _scale_of(scaler: Any) -> Any:
             return 1.0
         return scaler._scale if scaler._scale is not None else scaler.get_scale()
     if isinstance(scaler, LossScaler):
-        return scaler.scale_value  # type: ignore[attr-defined]
+        return scaler.scale_value
     if isinstance(scaler, LossScaleManager):
         return scaler.get_loss_scale()
     raise TypeError(
