@@ -101,6 +101,34 @@ def test_only_the_group_with_a_non_finite_gradient_shrinks(bad: float) -> None:
     torch.testing.assert_close(net.manager.scales, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("blame", "shrunk"), [("first", [0, 1, 0, 0]), ("every", [1, 1, 0, 0])])
+def test_an_overflow_is_blamed_on_the_group_where_it_began(blame: Any, shrunk: list[int]) -> None:
+    net, x = chain(4, init=64.0, blame=blame)
+    net.layers[1].weight.register_hook(lambda g: g * math.inf)  # its weight, and what goes on to group 1
+    net.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.inf,))
+    gradients(net, x)
+    assert net.manager.unscale_and_update_().tolist() == [True, True, False, False]
+    moved = [SHRINK if s else (1.0 if reached else GROWTH) for s, reached in zip(shrunk, [1, 1, 0, 0])]
+    torch.testing.assert_close(net.manager.scales, 64 * torch.tensor(moved), rtol=1e-6, atol=0)
+    assert net.manager.passed.all()  # the next step starts from nothing
+
+
+def test_an_overflow_that_leaves_no_trace_in_the_weights_of_its_group_is_found() -> None:
+    net, x = chain(3, init=64.0)
+    net.layers[1].requires_grad_(False)  # group 2 is frozen and has no gradients of its own
+    net.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.inf,))
+    net(x).square().sum().backward()
+    assert net.manager.unscale_and_update_().tolist() == [True, True, False]
+    torch.testing.assert_close(net.manager.scales, 64 * torch.tensor([1.0, SHRINK, GROWTH]), rtol=1e-6, atol=0)
+
+
+def test_a_loss_that_is_not_finite_shrinks_the_last_group() -> None:
+    net, x = chain(2, init=64.0)
+    (net(x).square().sum() * math.nan).backward()
+    assert net.manager.unscale_and_update_().tolist() == [True, True]
+    torch.testing.assert_close(net.manager.scales, 64 * torch.tensor([1.0, SHRINK]), rtol=1e-6, atol=0)
+
+
 def test_a_thousand_clean_steps_double_and_two_overflows_halve() -> None:
     weight = nn.Parameter(torch.zeros(1))
     manager = GroupLossScaleManager(32.0, [[weight]])
@@ -192,6 +220,7 @@ def test_nothing_is_read_on_the_host() -> None:
         ((8.0,), {"shrink": 1.0}, ValueError, "shrink=1.0"),
         ((8.0,), {"growth": 0.5}, ValueError, "growth=0.5"),
         ((8.0,), {"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale <= max_scale"),
+        ((8.0,), {"blame": "last"}, ValueError, "'first' or 'every', got 'last'"),
         ((8.0,), {"unscale_with": "next"}, ValueError, "'used' or 'updated', got 'next'"),
     ],
 )
