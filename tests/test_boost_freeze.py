@@ -1,0 +1,349 @@
+"""Freezing: which layers stand still, that the backward pass really stops, and what it combines with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit import networks, optimizers
+from mpkit.boost import FreezeOpt, GradientFreeze, freeze_cell
+from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stages_by_module
+from mpkit.schedules import ExponentialDecayLR
+from mpkit.step import TrainOneStepCell
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "torch Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "torch fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "mpkit Momentum": lambda p: optimizers.Momentum(p, 0.1, 0.9, weight_decay=0.01),
+    "mpkit Adam": lambda p: optimizers.Adam(p, 0.01),
+    "mpkit LARS": lambda p: optimizers.LARS(optimizers.Momentum(p, 0.1, 0.9)),
+}
+
+
+class Loss(nn.Module):
+    """Three linear layers and a squared error; counts the gradients that reach each layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        self.reached: Counter[int] = Counter()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if x.requires_grad:
+                x.register_hook(lambda _, i=i: self.reached.update([i]))
+        return (x - y).square().mean()
+
+
+def groups_of(net: Loss) -> list[list[nn.Parameter]]:
+    parameters = list(net.parameters())
+    return [parameters[i:] for i in (0, 2, 4)]
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
+
+
+# stages and groups
+
+
+def test_a_stage_is_a_weight_layer_and_the_normalisation_after_it() -> None:
+    net = networks.resnet18(width=4)
+    names = {id(p): name for name, p in net.named_parameters()}
+    stages = [[names[id(p)] for p in stage] for stage in stages_by_module(net)]
+    assert len(stages) == 21
+    assert stages[0] == ["conv1.weight", "bn1.weight", "bn1.bias"]
+    assert ["layer2.0.downsample.0.weight", "layer2.0.downsample.1.weight", "layer2.0.downsample.1.bias"] in stages
+    assert stages[-1] == ["fc.weight", "fc.bias"]
+    assert len(stages_by_module(networks.LeNet5())) == 5
+
+
+def test_a_norm_before_the_first_weight_belongs_to_it_and_frozen_parameters_to_nothing() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    net[2].requires_grad_(False)
+    assert [len(stage) for stage in stages_by_module(net)] == [4, 2]
+
+
+def test_group_i_is_everything_from_stage_i_times_stride() -> None:
+    net = networks.LeNet5()
+    groups = GradientFreeze(2, 0, 0.5, 10).split_parameters_groups(net, 2)
+    every = list(net.parameters())
+    assert [len(g) for g in groups] == [8, 6]  # stride 2: the two convolutions can stand still
+    assert all(a is b for a, b in zip(groups[1], every[2:]))
+
+
+def test_more_groups_than_stages_warn_and_freeze_all_the_same() -> None:
+    net = networks.LeNet5()
+    freeze = GradientFreeze(10, 1, 0.5, 20)
+    with pytest.warns(UserWarning, match="10 freeze groups were asked for and the network has 5 stages"):
+        _, optimizer = freeze.freeze_generate(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert len(optimizer.groups) == 5
+    by_name = GradientFreeze(10, 1, 0.5, 20, rule="mindspore").split_parameters_groups(net, 10)
+    assert {len(g) for g in by_name} == {8}  # the original's: every group is the whole network
+
+
+# sequences
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("groups", [1, 2, 10])
+def test_a_strategy_is_as_long_as_the_training_and_full_as_often_as_asked(kind: int, share: float, groups: int) -> None:
+    steps = 2000
+    freeze = GradientFreeze(groups, kind, share, steps)
+    sequence = freeze.generate_freeze_index_sequence(groups, kind, share, steps)
+    assert len(sequence) == steps
+    assert set(sequence) <= set(range(groups))
+    full = sequence.count(0) / steps
+    assert full == (
+        1.0 if groups == 1 else pytest.approx(share, abs=1 / groups if kind == 0 else 0.001)
+    )  # type 0: whole cycles
+
+
+def test_interleaved_indices_follow_their_probabilities() -> None:
+    groups, steps = 5, 20_000
+    sequence = GradientFreeze(groups, 1, 0.0, steps).generate_freeze_index_sequence(groups, 1, 0.0, steps)
+    counts = Counter(sequence[1:])
+    assert sum(index_probabilities(groups, 1)) == pytest.approx(1)
+    for index, p in enumerate(index_probabilities(groups, 1), 1):
+        assert counts[index] == pytest.approx(p * steps, abs=4 * (p * (1 - p) * steps) ** 0.5)
+
+
+def test_the_draws_are_this_objects_own() -> None:
+    args = 10, 1, 0.5, 50
+    freeze = GradientFreeze(*args, seed=3)
+    np.random.seed(0)  # noqa: NPY002  (the global generator is what must not matter)
+    before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]  # noqa: NPY002
+    first = freeze.generate_freeze_index_sequence(*args)
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index, union-attr]  # noqa: NPY002
+    assert first == freeze.generate_freeze_index_sequence(*args)
+    assert first != GradientFreeze(*args, seed=4).generate_freeze_index_sequence(*args)
+
+
+def test_the_clear_name_and_the_old_one_are_the_same_number() -> None:
+    named = GradientFreeze(10, 1, total_steps=50, full_step_fraction=0.3)
+    assert named.freeze_p == GradientFreeze(10, 1, 0.3, 50).freeze_p == 0.3
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((10, 1), {"total_steps": 5}, TypeError, "freeze_p or full_step_fraction"),
+        ((10, 1, 0.5, 5), {"full_step_fraction": 0.5}, TypeError, "one of them"),
+        ((10, 1, 0.5), {}, TypeError, "total_steps"),
+        (([1], 1, 0.5, 5), {}, TypeError, "param_groups must be the number of groups"),
+        ((10, 2, 0.5, 5), {}, ValueError, "freeze_type must be 0"),
+        ((10, 1, 1.5, 5), {}, ValueError, r"in \[0, 1\], got 1.5"),
+        ((0, 1, 0.5, 5), {}, ValueError, "param_groups >= 1"),
+        ((10, 1, 0.5, 5), {"rule": "names"}, ValueError, "rule must be"),
+        ((10, 1, 0.5, 5.0), {}, TypeError, "total_steps must be an int"),
+    ],
+)
+def test_bad_strategies_are_refused(args: Any, options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GradientFreeze(*args, **options)
+
+
+# steps
+
+
+@pytest.mark.parametrize("state", ["shared", "per_group"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_frozen_parameters_stand_still_and_the_backward_pass_ends_before_them(name: str, state: Any) -> None:
+    net = Loss()
+    strategy = [0, 2, 1, 0]
+    optimizer = FreezeOpt(MAKERS[name](net.parameters()), groups_of(net), strategy, state=state)
+    for step in range(6):  # around the end of the strategy
+        index = optimizer.index
+        assert index == strategy[step % 4]
+        before = [p.detach().clone() for p in net.parameters()]
+        net.reached.clear()
+        with optimizer.frozen():
+            loss = net(*batch(step))
+        loss.backward()
+        assert sorted(net.reached) == list(range(index, 3))  # no gradient ever reaches a frozen layer's output
+        optimizer.step()
+        moved = [not torch.equal(a, b) for a, b in zip(before, net.parameters())]
+        assert moved == [i >= 2 * index for i in range(6)]
+        optimizer.zero_grad()
+    assert all(p.requires_grad for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_without_the_frozen_block_the_result_is_the_same(name: str) -> None:
+    ways = []
+    for use_block in (True, False):
+        net = Loss()
+        optimizer = FreezeOpt(MAKERS[name](net.parameters()), groups_of(net), [0, 2, 1])
+        for step in range(5):
+            optimizer.zero_grad()
+            with optimizer.frozen() if use_block else torch.enable_grad():
+                loss = net(*batch(step))
+            loss.backward()
+            optimizer.step()
+        ways.append(list(net.parameters()))
+    for a, b in zip(*ways):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_shared_state_is_plain_training_with_some_gradients_left_out() -> None:
+    """The default against a loop by hand: one momentum per weight, the schedule on the global step."""
+    net, by_hand = Loss(), Loss()
+    rate = ExponentialDecayLR(0.1, 0.5, 2)
+    optimizer = FreezeOpt(optimizers.Momentum(net.parameters(), rate, 0.9), groups_of(net), [0, 2, 1])
+    buffers = [torch.zeros_like(p) for p in by_hand.parameters()]
+    for step in range(6):
+        with optimizer.frozen():
+            net(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = torch.autograd.grad(by_hand(*batch(step)), list(by_hand.parameters()))
+        with torch.no_grad():
+            for i, (p, g, m) in enumerate(zip(by_hand.parameters(), grads, buffers)):
+                if i >= 2 * [0, 2, 1][step % 3]:
+                    m.mul_(0.9).add_(g)
+                    p.sub_(0.1 * 0.5 ** (step / 2) * m)
+    for p, q in zip(net.parameters(), by_hand.parameters()):
+        torch.testing.assert_close(p, q)
+
+
+def test_per_group_state_is_separate_and_costs_memory() -> None:
+    net = Loss()
+    optimizer = FreezeOpt(MAKERS["torch SGD"](net.parameters()), groups_of(net), [0, 1, 2], state="per_group")
+    for step in range(3):
+        net(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = list(net.parameters())[-1]
+    buffers = [opt.state[last]["momentum_buffer"] for opt in optimizer.optimizers]
+    assert len({b.data_ptr() for b in buffers}) == 3
+    assert not optimizer.optimizer.state
+
+
+def test_the_hook_freezes_inside_any_train_cell_and_thaws_after_an_error() -> None:
+    net = Loss()
+    optimizer = FreezeOpt(MAKERS["torch SGD"](net.parameters()), groups_of(net), [2, 0])
+    cell = TrainOneStepCell(net, optimizer, hooks=[optimizer.hook()])
+    cell(*batch())
+    assert sorted(net.reached) == [2]
+    net.reached.clear()
+    optimizer.step_index = 0
+    with pytest.raises(TypeError):
+        cell(1)
+    cell(*batch())
+    assert sorted(net.reached) == [2]
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_batch_statistics_of_frozen_layers_keep_moving() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    _, optimizer = GradientFreeze(2, 0, 0.0, 1).freeze_generate(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net[1].running_mean.clone()  # type: ignore[union-attr, operator]
+    with optimizer.frozen():
+        net(batch()[0]).sum().backward()
+    assert optimizer.index == 1
+    assert net[0].weight.grad is None
+    assert not torch.equal(net[1].running_mean, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("state", ["shared", "per_group"])
+def test_copies_and_state_dicts_go_on_where_the_original_is(copied: Callable[[Any], Any], state: Any) -> None:
+    net = Loss()
+    pair = net, FreezeOpt(MAKERS["mpkit Momentum"](net.parameters()), groups_of(net), [0, 2, 1], state=state)
+    for step in range(2):
+        train(*pair, step)
+    twin = copied(pair)
+    third = Loss()
+    third.load_state_dict(net.state_dict())
+    other = FreezeOpt(MAKERS["mpkit Momentum"](third.parameters()), groups_of(third), [1, 1], state=state)
+    other.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    for step in range(2, 7):
+        for each in (pair, twin, (third, other)):
+            train(*each, step)
+    for p, q, r in zip(net.parameters(), twin[0].parameters(), third.parameters()):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+    with pytest.raises(ValueError, match="optimizers, the state"):
+        FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups_of(net), state="per_group").load_state_dict(
+            FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1)).state_dict()
+        )
+
+
+def train(net: Loss, optimizer: FreezeOpt, seed: int) -> None:
+    optimizer.zero_grad()
+    with optimizer.frozen():
+        net(*batch(seed)).backward()
+    optimizer.step()
+
+
+def test_a_torch_scheduler_drives_the_wrapped_optimizer() -> None:
+    net = Loss()
+    optimizer = FreezeOpt(MAKERS["torch SGD"](net.parameters()), groups_of(net))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train(net, optimizer, 0)
+    scheduler.step()
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"), [([3], "indices 0..2 as ints, got 3"), ([], "is empty"), ([True], "as ints, got True")]
+)
+def test_indices_of_no_group_are_refused(strategy: list[int], message: str) -> None:
+    net = Loss()
+    with pytest.raises(ValueError, match=message):
+        FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups_of(net), strategy)
+
+
+# cells
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_cell_trains_its_group_with_sens_not_divided_out(accumulate: int) -> None:
+    net = Loss()
+    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups_of(net))
+    cells = freeze_cell(False, net, optimizer, 4.0, None, accumulate > 1, max_accumulation_step=accumulate)
+    assert len(cells) == 3
+    before = [p.detach().clone() for p in net.parameters()]
+    grads = torch.autograd.grad(net(*batch()), list(net.parameters()))
+    for _ in range(accumulate):
+        loss = cells[1](*batch())
+    assert not loss.requires_grad
+    for i, (p, b, g) in enumerate(zip(net.parameters(), before, grads)):
+        torch.testing.assert_close(p.detach(), b - (0.1 * 4 * g if i >= 2 else 0))
+
+
+def test_freeze_cells_refuse_what_they_cannot_use() -> None:
+    net = Loss()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"wrap it: FreezeOpt\(optimizer\)"):
+        freeze_cell(False, net, sgd, 1.0, None, False)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sens must be a number"):
+        freeze_cell(False, net, FreezeOpt(sgd), "1", None, False)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        freeze_cell(True, net, FreezeOpt(sgd), 1.0, None, False, True, 1)[0](*batch())
+
+
+# the formula
+
+
+def test_the_expected_saving_is_the_average_over_a_long_strategy() -> None:
+    costs, groups, share, steps = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0], 3, 0.5, 30_000
+    stride = len(costs) // groups
+    for kind in (0, 1):
+        sequence = GradientFreeze(groups, kind, share, steps).generate_freeze_index_sequence(groups, kind, share, steps)
+        saved = np.mean([sum(costs[: v * stride]) for v in sequence]) / sum(costs)
+        assert expected_saving(costs, groups, kind, share) == pytest.approx(saved, rel=0.03)
+    assert expected_saving(costs, 1, 1, 0.5) == 0
