@@ -73,7 +73,6 @@ def _probe(t: Tensor) -> Tensor:
     return t.sum(dtype=torch.float32 if t.dtype == torch.float16 else torch.float64)
 
 
-@torch.no_grad()
 def check_and_unscale_(
     grads: Sequence[Tensor | None], scale: Tensor, found_inf: Tensor | None = None, *, uniform: bool = False
 ) -> Tensor:
@@ -94,17 +93,20 @@ def check_and_unscale_(
     Raises:  ValueError when every gradient is missing.
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
-    inverse = scale.detach().reshape(()).reciprocal().float()
-    if uniform or (dtype := _one_dtype(grads)) is not None:
-        dtype = grads[0].dtype if uniform else dtype  # type: ignore[union-attr]
-        inverse = _cast(inverse, dtype)  # type: ignore[arg-type]
-        found_inf = _blown(inverse, found_inf)
+    inverse = scale.detach().reciprocal()
+    inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
+    dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
+    if dtype is not None:
+        local = _cast(inverse, dtype)
+        found = _blown(local)
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)  # type: ignore[arg-type]
-            return found_inf
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, local)  # type: ignore[arg-type]
         except NotImplementedError:  # a sparse gradient among them: refused before anything was changed
-            pass
-    return _by_group(grads, inverse, found_inf)
+            found = _by_group(grads, inverse)
+    else:
+        found = _by_group(grads, inverse)
+    found = found if found.dim() == 0 else found.reshape(())
+    return found if found_inf is None else torch.maximum(found_inf, found, out=found_inf)
 
 
 def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -126,13 +128,12 @@ def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:
     return inverse.to(dtype).float() if dtype in (torch.float16, torch.bfloat16) else inverse
 
 
-def _blown(inverse: Tensor, found_inf: Tensor | None) -> Tensor:
-    """1.0 where the reciprocal is not finite: inf - inf and nan - nan are NaN, and NaN is not 0."""
-    blown = (inverse - inverse).ne_(0)
-    return blown if found_inf is None else torch.maximum(found_inf, blown, out=found_inf)
+def _blown(inverse: Tensor) -> Tensor:
+    """1.0 where the reciprocal is not finite: inf - inf and nan - nan are NaN."""
+    return (inverse - inverse).nan_to_num_(1.0)
 
 
-def _by_group(grads: Sequence[Tensor | None], inverse: Tensor, found_inf: Tensor | None) -> Tensor:
+def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     summed = []
     for g in grads:
@@ -145,12 +146,9 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor, found_inf: Tensor
         groups.setdefault((g.device, g.dtype), []).append(g)
     if not groups:
         raise ValueError(_NO_GRADIENTS)
-    total = torch.zeros((), device=inverse.device) if found_inf is None else found_inf
-    if summed:
-        total.logical_or_(~all_finite(summed).to(total.device))
+    found = [all_finite(summed).logical_not().float()] if summed else []
     for (device, dtype), group in groups.items():
         local = _cast(inverse, dtype).to(device)
-        found = _blown(local, None)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, local)
-        torch.maximum(total, found.to(total.device), out=total)
-    return total
+        found.append(_blown(local))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found[-1], local)
+    return torch.stack([f.reshape(()).to(inverse.device) for f in found]).amax()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -167,13 +168,12 @@ class FixedLossScaleUpdateCell(nn.Module):
 class DynamicLossScaleUpdateCell(nn.Module):
     """The dynamic rule on the device: `cell(loss_scale, overflow) -> overflow` changes the caller's scale in place.
 
-    The scale lives in the caller's float32 tensor; the cell counts steps (`cur_iter`, from 1) and remembers the last
-    change (`last_overflow_iter`), so that nothing is read on the host. Growth has no guard: past the largest float32
-    the scale becomes inf, and stays inf for ever. Arguments are not checked (0.1, 0, 0 are accepted), as in MindSpore.
-    `get_loss_scale()` is the first value for ever; the live one is the tensor.
+    The scale lives in the caller's float32 tensor; the cell counts steps (`cur_iter`, from 1) and those since the last
+    change (`streak`; `last_overflow_iter` follows from both), so that nothing is read on the host. Growth has no
+    guard: past the largest float32 the scale becomes inf, and stays inf for ever. Arguments are not checked (0.1, 0, 0
+    are accepted), as in MindSpore. `get_loss_scale()` is the first value for ever; the live one is the tensor.
 
-    Source:  MindSpore nn.DynamicLossScaleUpdateCell. The rule is preset "mindspore_cell", written with this cell's own
-             two counters because `advance` in double precision would cost twice the kernels; a test holds them equal.
+    Source:  MindSpore nn.DynamicLossScaleUpdateCell; the rule is preset "mindspore_cell", and a test holds them equal.
 
     >>> scale, cell = torch.tensor(1024.0), DynamicLossScaleUpdateCell(1024.0, 2, 2)
     >>> _ = [cell(scale, torch.tensor(bad)) for bad in (False, False, True)]; scale
@@ -181,28 +181,36 @@ class DynamicLossScaleUpdateCell(nn.Module):
     """
 
     cur_iter: Tensor
-    last_overflow_iter: Tensor
+    streak: Tensor
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__()
         self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
-        self._shrink = float(torch.tensor(scale_factor, dtype=torch.float32).reciprocal())
+        factor = torch.tensor(scale_factor, dtype=torch.float32)
+        self._rule = float(factor), float(factor.reciprocal()), max(1, math.ceil(scale_window))
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
-        self.register_buffer("last_overflow_iter", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
+
+    @property
+    def last_overflow_iter(self) -> Tensor:
+        """() int64: the step of the last overflow or growth, 0 before the first."""
+        return self.cur_iter - 1 - self.streak
 
     def get_loss_scale(self) -> float:
         """The scale given to the constructor."""
         return self.loss_scale_value
 
-    @torch.no_grad()
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        if self.cur_iter.device != loss_scale.device:
+        if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
-        due = self.cur_iter - self.last_overflow_iter >= self.scale_window
-        finite_scale = torch.where(due, loss_scale * self.scale_factor, loss_scale)
-        loss_scale.copy_(torch.where(overflow, (loss_scale * self._shrink).clamp_(min=1.0), finite_scale))
-        self.last_overflow_iter.copy_(torch.where(overflow | due, self.cur_iter, self.last_overflow_iter))
+        found_inf = overflow.float()
+        # torch's kernel refuses growth past the largest float32; moved down by 2^64 (exact) it has room, and moving
+        # up again gives the inf that this rule has
+        loss_scale.mul_(2.0**-64)
+        torch._amp_update_scale_(loss_scale, self.streak, found_inf, *self._rule)
+        loss_scale.mul_(2.0**64)
+        torch.maximum(loss_scale, found_inf, out=loss_scale)  # the floor of 1 holds after an overflow only
         self.cur_iter.add_(1)
         return overflow

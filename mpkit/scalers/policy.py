@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,9 @@ class PolicyLossScaler(LossScaler):
         self._plain = _kernel_covers(policy)
         self._load(initial(policy))
         self.stopped = torch.zeros((), dtype=torch.int64)
-        self._step = torch.zeros((), dtype=torch.int64)
-        self._scales = torch.zeros(remember + 1, dtype=torch.float64)
+        # a ring of the last steps; NaN where none was yet. The entry at `_index` is the newest
+        self._index = torch.zeros(1, dtype=torch.int64)
+        self._scales = torch.full((remember + 1,), math.nan, dtype=self.scale_value.dtype)
         self._scales[0] = self.scale_value
         self._finite = torch.ones(remember + 1, dtype=torch.bool)
 
@@ -62,10 +64,9 @@ class PolicyLossScaler(LossScaler):
         else:
             self._advance_by_rule(finite)
         if self.remember:
-            self._step.add_(1)
-            index = self._step.remainder(self.remember + 1).reshape(1)
-            self._scales.index_copy_(0, index, self.scale_value.double().reshape(1))
-            self._finite.index_copy_(0, index, grads_finite.reshape(1))
+            self._index.add_(1).remainder_(self.remember + 1)
+            self._scales.put_(self._index, self.scale_value)
+            self._finite.put_(self._index, finite)
         return True
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
@@ -84,11 +85,10 @@ class PolicyLossScaler(LossScaler):
 
     def history(self) -> ScaleHistory:
         """What was decided in the last `remember` steps, oldest first (reads the device)."""
-        steps = int(self._step)
-        kept = min(steps, self.remember)
-        index = torch.arange(steps - kept, steps + 1) % (self.remember + 1)
-        scales = self._scales.cpu()[index].numpy()
-        finite = self._finite.cpu()[index[1:]].numpy()
+        turn = -1 - int(self._index)
+        scales = self._scales.cpu().roll(turn).double().numpy()
+        finite = self._finite.cpu().roll(turn).numpy()[~np.isnan(scales)][1:]
+        scales = scales[~np.isnan(scales)]
         return ScaleHistory(self.policy, finite, scales[1:], ~finite, None, "", self._numbers(), float(scales[0]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class PolicyLossScaler(LossScaler):
             "policy": {field.name: getattr(self.policy, field.name) for field in fields(self.policy)},
             "state": self._numbers()._asdict(),
             "stopped": int(self.stopped),
-            "step": int(self._step),
+            "index": int(self._index),
             "scales": self._scales.cpu().clone(),
             "finite": self._finite.cpu().clone(),
         }
@@ -112,7 +112,7 @@ class PolicyLossScaler(LossScaler):
         device = self.scale_value.device
         self._load(ScaleState(**state["state"]))
         self.stopped.fill_(state["stopped"])
-        self._step.fill_(state["step"])
+        self._index.fill_(state["index"])
         self._scales.copy_(state["scales"])
         self._finite.copy_(state["finite"])
         self._follow(device)
@@ -154,7 +154,7 @@ class PolicyLossScaler(LossScaler):
         return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
 
     def _tensors(self) -> list[str]:
-        return ["scale_value", "stopped", "_step", "_scales", "_finite", *(["_counter"] if self._plain else [])]
+        return ["scale_value", "stopped", "_index", "_scales", "_finite", *(["_counter"] if self._plain else [])]
 
     def _follow(self, device: torch.device) -> None:
         if self.scale_value.device != device:
