@@ -1,9 +1,12 @@
 """The base of every widget, driven without a browser; also an example of how a lesson's widget is written."""
 
+import io
 import threading
 import time
+from base64 import b64decode
 
 import pytest
+from PIL import Image, ImageChops
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.explorers.base import Explorer
@@ -144,7 +147,11 @@ def test_the_table_follows_the_data_and_can_be_hidden(view):
 def test_the_stored_output_is_picture_and_sentence(view):
     bundle = view._repr_mimebundle_()
     assert bundle["text/plain"] == view.summary()
-    assert set(bundle) == {"text/plain", "image/png", "application/vnd.jupyter.widget-view+json"}
+    assert set(bundle) == {"text/plain", "text/html", "image/png", "application/vnd.jupyter.widget-view+json"}
+    assert f'alt="{view.summary()}"' in bundle["text/html"]
+    small, shown = (Image.open(io.BytesIO(png)).convert("RGB") for png in (b64decode(bundle["image/png"]), view.png()))
+    assert small.size == shown.size
+    assert max(high for _, high in ImageChops.difference(small, shown).getextrema()) < 40  # 256 colours, same picture
 
 
 def test_background_work_reports_progress_and_can_be_stopped(view):

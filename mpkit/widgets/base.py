@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import threading
@@ -13,7 +12,7 @@ import ipywidgets as w
 from traitlets import Bool, CaselessStrEnum, Enum, Float, Int, TraitType
 
 from mpkit.explorers.base import Explorer
-from mpkit.plots.base import Picture, image_tag
+from mpkit.plots.base import Picture, image_tag, static_bundle
 
 _LABEL = {"description_width": "150px"}
 _CHOICE = {"description_width": "150px", "button_width": "auto"}
@@ -77,9 +76,7 @@ class View(w.VBox):
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
-        data["image/png"] = base64.b64encode(self._png).decode()
-        data["text/plain"] = self.summary()
-        return data
+        return data | static_bundle(self._png, self.summary())
 
     def __repr__(self) -> str:
         return self.summary()
