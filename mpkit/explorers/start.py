@@ -83,7 +83,8 @@ def training(
     optimizer = torch.optim.SGD(network.parameters(), RATE)
     images, labels = (t.to(device) for t in digits("train"))
     order = torch.Generator().manual_seed(seed)
-    run, batches = Run(level, dtype), iter(())
+    run = Run(level, dtype)
+    batches: Iterator[Tensor] = iter(())
     for number in range(steps):
         batch = next(batches, None)
         if batch is None:  # a new epoch, shuffled anew

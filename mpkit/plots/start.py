@@ -36,7 +36,7 @@ class StartPicture(Picture):
 
     def layout(self, figure: Figure, data: Any) -> None:
         loss, scale = _axes(figure, len(data.plan), self.frame(data))
-        self.loss = self._pair(loss, "")
+        self.loss = self._pair(loss, "default")
         self.scale = self._pair(scale, "steps-post")
         (self.plan,) = scale.plot([], [], color=GREY, lw=1.5, ls="--", label="without overflow")
         (self.skips,) = scale.plot([], [], "x", color=VERMILION, ms=8, mew=2)
@@ -44,10 +44,9 @@ class StartPicture(Picture):
         handles = [*self.scale, self.plan]
         scale.legend(handles=handles, loc="lower right")
 
-    def _pair(self, axes: Axes, style: str) -> tuple[Any, Any]:
-        options = {"drawstyle": style} if style else {}
-        (now,) = axes.plot([], [], color=BLUE, lw=2, label="this run", **options)
-        (before,) = axes.plot([], [], color=BLACK, lw=1.2, ls=":", label="run before", **options)
+    def _pair(self, axes: Axes, style: Any) -> tuple[Any, Any]:
+        (now,) = axes.plot([], [], color=BLUE, lw=2, label="this run", drawstyle=style)
+        (before,) = axes.plot([], [], color=BLACK, lw=1.2, ls=":", label="run before", drawstyle=style)
         return self.moving(now, before)
 
     def update(self, data: Any) -> None:
