@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mpkit.bench._measure import Row, interleaved
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16, TF32, FloatFormat, get_format
@@ -160,12 +161,13 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
-            size = result.untyped_storage().nbytes()
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(result, self._gone, size)
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+                size = made.untyped_storage().nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(made, self._gone, size)
         return result
 
     def _gone(self, size: int) -> None:

@@ -260,7 +260,8 @@ class Optimizer(torch.optim.Optimizer):
         if found_inf is not None:
             keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
-        together = self.gradient_transform is not None or (keep is None and not self.intermediates)
+        lean = keep is None and self.gradient_rule is None and not self.intermediates
+        together = lean or self.gradient_transform is not None
         for group in self.param_groups:
             numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
             for chosen in _alike(group["params"], together):
@@ -281,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         """Update the parameters group["params"][i] for i in chosen, which share a device and a dtype."""
         params = [group["params"][i] for i in chosen]
         numbers = numbers.on(params[0].device)
-        states = [self.state[p] or self._begin(p, group) for p in params]
+        states = self._states(params, group)
         narrow = "master" in states[0]
         weights = [s["master"] for s in states] if narrow else params
         state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
@@ -310,6 +311,9 @@ class Optimizer(torch.optim.Optimizer):
             grads = silenced(grads, numbers.keep)
         lr, decay, count, keep = numbers.lr, numbers.decay, numbers.count, numbers.keep
         self.update(Update(weights, grads, state, group, chosen, lr, decay, count, keep))
+
+    def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
+        return [self.state[p] or self._begin(p, group) for p in params]
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p]

@@ -88,6 +88,10 @@ class SGD(Optimizer):
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {"velocity": torch.zeros_like(weight)} if group["momentum"] else {}
 
+    def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
+        stateless = not group["momentum"] and params[0].dtype.itemsize >= 4
+        return [{}] * len(params) if stateless else super()._states(params, group)
+
     def update(self, u: Update) -> None:
         momentum, steps = u.group["momentum"], u.grads
         if momentum:
