@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 
 from mpkit.plots.base import BLACK, BLUE, DASHES, GREY, LINES, MARKERS, VERMILION, Picture, log2_axis, new_figure
 
-SCALE_RANGE = (-2, 128)
-
 
 def _axes(figure: Figure, steps: int, top: int) -> tuple[Axes, Axes]:
     loss, scale = figure.subplots(1, 2)
