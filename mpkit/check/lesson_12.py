@@ -1,0 +1,39 @@
+"""Questions of lesson 12."""
+
+import torch
+
+from mpkit.boost.adasum import adasum, adasum_enabled, adasum_pair
+from mpkit.check import Question
+
+
+def _three_times() -> float:
+    a = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    return round(float(adasum_pair(a, 3 * a, eps=0.0)[0]), 9)
+
+
+def _sixteen_axes() -> float:
+    return round(float(adasum([[axis] for axis in torch.eye(16, dtype=torch.float64)], eps=0.0)[0].norm()), 9)
+
+
+QUESTIONS = {
+    "three_times": Question(
+        "Two workers propose a and 3a, the same direction. AdaSum is how many times a?",
+        _three_times,
+        "It is the mean: parallel updates are averaged, whatever their lengths.",
+        "Put d = 3, A = 1 and B = 9 into the formula and add the two parts.",
+        ((4, "That is the sum. Parallel updates say the same thing twice, so AdaSum does not add them."),),
+    ),
+    "sixteen": Question(
+        "16 workers propose updates of length 1, all at right angles. How long is their AdaSum?",
+        _sixteen_axes,
+        "Nothing is shared, so the updates are added, and by Pythagoras the sum of 16 of them has length {truth:g}.",
+        "At right angles AdaSum is the sum. How long is the diagonal of a cube with 16 sides of length 1?",
+        ((1, "That would be 16 equal updates."), (16, "Lengths add like this only for parallel vectors.")),
+    ),
+    "sizes": Question(
+        "Which of 6, 8, 12 and 16 workers can be merged pair by pair? Give a list.",
+        lambda: [n for n in (6, 8, 12, 16) if adasum_enabled(n, 1)],
+        "Every level halves the number of updates, and that ends at one only for a power of two.",
+        "Halve each number until you reach 1, or an odd number.",
+    ),
+}

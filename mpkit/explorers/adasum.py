@@ -1,0 +1,148 @@
+"""AdaSum in two dimensions, over many workers, and in a small training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from traitlets import Enum, Float, Int
+
+from mpkit.boost.adasum import adasum, adasum_coefficients
+from mpkit.data import digits
+from mpkit.explorers.base import Explorer
+
+RULES = ("sum", "mean", "AdaSum")
+WORKERS = (1, 2, 4, 8, 16)
+
+
+def combined(rule: str, updates: Sequence[Tensor]) -> Tensor:
+    """The updates of one tensor from several workers, merged by "sum", "mean" or "AdaSum"."""
+    if rule == "AdaSum":
+        return adasum([[u] for u in updates], eps=0.0)[0]
+    total = torch.stack(list(updates)).sum(0)
+    return total / len(updates) if rule == "mean" else total
+
+
+class PairExplorer(Explorer):
+    """Two updates in the plane: their sum, mean and AdaSum."""
+
+    controls = ("length_a", "length_b", "angle")
+    length_a = Float(2.0, min=0.0, max=3.0).tag(label="length of a", step=0.1)
+    length_b = Float(1.5, min=0.0, max=3.0).tag(label="length of b", step=0.1)
+    angle = Int(60, min=0, max=180).tag(label="angle between them", unit="degrees", step=5)
+
+    def compute(self) -> None:
+        """The five vectors, the two coefficients, and the length of each result over all angles."""
+        self.a, self.b = self._vectors(self.angle)
+        self.results = {rule: combined(rule, [self.a, self.b]) for rule in RULES}
+        self.coefficients = adasum_coefficients(self.a, self.b, eps=0.0).tolist()
+        self.angles = list(range(0, 181, 5))
+        pairs = [self._vectors(angle) for angle in self.angles]
+        self.lengths = {rule: [float(combined(rule, pair).norm()) for pair in pairs] for rule in RULES}
+
+    def _vectors(self, angle: float) -> tuple[Tensor, Tensor]:
+        turn = math.radians(angle)
+        b = torch.tensor([math.cos(turn), math.sin(turn)], dtype=torch.float64) * self.length_b
+        return torch.tensor([self.length_a, 0.0], dtype=torch.float64), b
+
+    def summary(self) -> str:
+        lengths = ", ".join(f"{rule} {float(v.norm()):.2f}" for rule, v in self.results.items())
+        one, two = self.coefficients
+        return (
+            f"a of length {self.length_a:.1f} and b of length {self.length_b:.1f} at {self.angle} degrees. "
+            f"Lengths: {lengths}. AdaSum = {one:.2f} a + {two:.2f} b."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        vectors = {"a": self.a, "b": self.b, **self.results}
+        return [
+            {
+                "vector": name,
+                "x": round(float(v[0]), 3),
+                "y": round(float(v[1]), 3),
+                "length": round(float(v.norm()), 3),
+            }
+            for name, v in vectors.items()
+        ]
+
+
+class WorkersExplorer(Explorer):
+    """Updates of 1 to 16 workers that share a direction to a chosen degree, each with noise of its own."""
+
+    controls = ("agreement", "dimension", "workers", "seed")
+    agreement = Float(0.3, min=0.0, max=1.0).tag(label="shared part", step=0.05)
+    dimension = Int(64, min=2, max=256).tag(label="dimensions", step=2)
+    workers = Enum(WORKERS, 8).tag(label="workers")
+    seed = Int(0, min=0, max=99).tag(label="random draw")
+
+    def compute(self) -> None:
+        """Per worker count: length of each result, in single updates, and its cosine with the shared direction."""
+        generator = torch.Generator().manual_seed(self.seed)
+        common, *own = torch.randn(17, self.dimension, generator=generator, dtype=torch.float64)
+        common /= common.norm()
+        share = self.agreement
+        updates = [math.sqrt(share) * common + math.sqrt(1 - share) * noise / noise.norm() for noise in own]
+        updates = [u / u.norm() for u in updates]
+        self.lengths: dict[str, list[float]] = {rule: [] for rule in RULES}
+        self.cosines: dict[str, list[float]] = {rule: [] for rule in RULES}
+        for count in WORKERS:
+            for rule in RULES:
+                result = combined(rule, updates[:count])
+                self.lengths[rule].append(float(result.norm()))
+                self.cosines[rule].append(float(result @ common / result.norm()))
+
+    def summary(self) -> str:
+        at = WORKERS.index(self.workers)
+        lengths = ", ".join(f"{rule} {self.lengths[rule][at]:.2f}" for rule in RULES)
+        cosines = f"{self.cosines['AdaSum'][at]:.2f}, of the mean {self.cosines['mean'][at]:.2f}"
+        return (
+            f"{self.workers} workers, {self.agreement:.2f} of each update shared. Lengths: {lengths} single updates. "
+            f"Cosine of AdaSum with the shared direction {cosines}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "workers": count,
+                **{f"length, {rule}": round(self.lengths[rule][i], 3) for rule in RULES},
+                **{f"cosine, {rule}": round(self.cosines[rule][i], 3) for rule in ("mean", "AdaSum")},
+            }
+            for i, count in enumerate(WORKERS)
+        ]
+
+
+@lru_cache(maxsize=64)
+def trained_with(rule: str, workers: int, rate: float = 0.5, steps: int = 40, batch: int = 16) -> tuple[float, ...]:
+    """Loss over all training digits before and after each step; every worker has `batch` images of its own."""
+    images, labels = digits("train", size=8)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    params = list(net.parameters())
+    rows = torch.Generator().manual_seed(1)
+
+    def loss_of(pick: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(images[pick]), labels[pick])
+
+    everything = torch.arange(len(images))
+    losses = [loss_of(everything).item()]
+    for _ in range(steps):
+        deltas = []
+        for pick in torch.randint(len(images), (workers, batch), generator=rows):
+            deltas.append([rate * g for g in torch.autograd.grad(loss_of(pick), params)])
+        _apply(params, [_merge(rule)(list(parts)) for parts in zip(*deltas)])
+        losses.append(loss_of(everything).item())
+    return tuple(losses)
+
+
+def _merge(rule: str) -> Callable[[list[Tensor]], Tensor]:
+    return lambda parts: combined(rule, parts)
+
+
+@torch.no_grad()
+def _apply(params: Sequence[Tensor], deltas: Sequence[Tensor]) -> None:
+    for p, delta in zip(params, deltas):
+        p -= delta

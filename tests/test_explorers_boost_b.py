@@ -1,0 +1,121 @@
+"""Models and views of the lessons on DimReduce, AdaSum and group loss scales, without a browser."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from traitlets import Enum, Float, Int
+
+from mpkit import check
+from mpkit.explorers.adasum import RULES, PairExplorer, WorkersExplorer, trained_with
+from mpkit.plots.adasum import training_curves
+from mpkit.plots.base import still
+from mpkit.widgets.adasum import adasum_view, workers_view
+from mpkit.widgets.base import View
+
+VIEWS: list[Callable[[], View]] = [adasum_view, workers_view]
+
+
+def extremes(trait: Any) -> list[Any]:
+    """Values at both ends, and between, of a control."""
+    if isinstance(trait, Enum):
+        return list(trait.values)
+    if isinstance(trait, Int | Float):
+        return [trait.min, trait.max]
+    return [True, False]
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_every_control_over_its_range_draws_and_tells_something_and_reset_restores(make: Callable[[], View]) -> None:
+    view = make()
+    first, sentence = view.png(), view.summary()
+    for name in view.explorer.controls:
+        seen = {view.png()}
+        for value in extremes(view.explorer.traits()[name]):
+            view.explorer.set(**{name: value})
+            assert any(c.isdigit() for c in view.summary())
+            assert "nan" not in view.summary()
+            assert view.data()
+            seen.add(view.png())
+        assert len(seen) > 1, f"{name} changes nothing on screen"
+        view.buttons["Reset"].click()
+        assert view.png() == first, f"{name} does not come back"
+        assert view.summary() == sentence
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_refused_values_leave_everything_as_it_was(make: Callable[[], View]) -> None:
+    view = make()
+    before = view.png(), view.explorer.state()
+    for name in view.explorer.controls:
+        trait = view.explorer.traits()[name]
+        bad = trait.max + 1 if isinstance(trait, Int | Float) else "nonsense"
+        with pytest.raises(ValueError, match="must be"):
+            view.explorer.set(**{name: bad})
+    assert (view.png(), view.explorer.state()) == before
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], View]) -> None:
+    view, name = make(), None
+    name = next(n for n in view.explorer.controls if isinstance(view.explorer.traits()[n], Int))
+    trait = view.explorer.traits()[name]
+
+    def drag() -> None:
+        for value in (trait.min, trait.max, (trait.min + trait.max) // 2):
+            view.explorer.set(**{name: value})
+
+    threads = [threading.Thread(target=drag) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = view.png()
+    view.redraw()
+    assert view.png() == left
+
+
+@pytest.mark.parametrize("lesson", ["12"])
+def test_questions_accept_the_truth_and_give_a_hint_otherwise(lesson: str) -> None:
+    for name, question in check._questions(lesson).items():
+        assert check.verdict(lesson, name, question.truth())[0] is True
+        assert check.verdict(lesson, name, "no such answer")[0] is False
+        for wrong, sentence in question.hints:
+            if not callable(wrong):
+                assert check.verdict(lesson, name, wrong) == (False, "Not yet. " + sentence)
+
+
+# AdaSum
+
+
+def test_the_pair_goes_from_mean_to_sum_as_the_vectors_turn_apart() -> None:
+    model = PairExplorer(length_a=2.0, length_b=2.0)
+    model.angle = 0
+    assert model.results["AdaSum"].tolist() == pytest.approx(model.results["mean"].tolist())
+    model.angle = 90
+    assert model.results["AdaSum"].tolist() == pytest.approx(model.results["sum"].tolist(), abs=1e-12)
+    model.angle = 180
+    assert float(model.results["AdaSum"].norm()) < 1e-12
+    model.set(length_a=0.0)
+    assert model.coefficients == [1.0, 1.0]
+
+
+def test_workers_that_agree_average_and_others_add_up() -> None:
+    model = WorkersExplorer(agreement=1.0, workers=16)
+    assert model.lengths["AdaSum"] == pytest.approx([1.0] * 5)
+    assert model.lengths["sum"] == pytest.approx([1, 2, 4, 8, 16])
+    model.set(agreement=0.0, dimension=256)
+    assert model.lengths["AdaSum"][-1] == pytest.approx(math.sqrt(16), rel=0.15)
+    assert "16 workers" in model.summary()
+
+
+def test_adasum_trains_faster_than_the_mean_at_the_rate_of_one_worker_and_the_sum_diverges() -> None:
+    ends = {rule: trained_with(rule, 8)[-1] for rule in RULES}
+    assert ends["AdaSum"] < ends["mean"] < 1 < ends["sum"]
+    assert trained_with("mean", 1) == trained_with("AdaSum", 1)
+    picture = still(training_curves({rule: trained_with(rule, 8) for rule in RULES}), "three rules")
+    assert picture.png.startswith(b"\x89PNG")
