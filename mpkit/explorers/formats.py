@@ -1,0 +1,279 @@
+"""Models of lesson 01: the bits of a number, the ranges of all formats, and where recorded gradients lie in them."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from traitlets import Enum, Int, Unicode
+
+from mpkit.data import data_dir
+from mpkit.explorers.base import Explorer
+from mpkit.formats import FORMATS, Fields, FloatFormat, get_format
+from mpkit.record import Trace
+from mpkit.rounding import round_to, ulp
+
+NAMES = [name for name in FORMATS if name != "fp64"]
+
+
+def read_number(text: str) -> float:
+    """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "-2**10", "inf", "nan".
+
+    Raises:  ValueError, with examples, for anything else.
+
+    >>> read_number("2^-14"), read_number("1/3")
+    (6.103515625e-05, 0.3333333333333333)
+    """
+    power = re.fullmatch(r"\s*(-?)\s*(\d+)\s*(?:\^|\*\*)\s*(-?\d{1,4})\s*", text)
+    try:
+        if power:
+            return (-1.0 if power[1] else 1.0) * float(Fraction(int(power[2])) ** int(power[3]))
+        return float(Fraction(text)) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
+
+
+def store(value: float, fmt: FloatFormat) -> int:
+    """The pattern of a number in a format, rounded to nearest even, overflow by the format's own rule."""
+    return int(fmt.encode(round_to(torch.tensor(value, dtype=torch.float64), fmt)))
+
+
+def value_of(pattern: int, fmt: FloatFormat) -> float:
+    """The value of one pattern."""
+    return float(fmt.decode(torch.tensor(pattern)))
+
+
+def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
+    """The pattern of the next larger or smaller value; None beyond the ends and at NaN."""
+    sign = 1 << (fmt.bits - 1)
+    fields = fmt.fields(pattern)
+    if fields.kind == "nan":
+        return None
+    magnitude = pattern & (sign - 1)
+    if magnitude == 0:
+        return 1 if up else sign + 1
+    beside = (magnitude + 1 if up != bool(fields.sign) else magnitude - 1) + fields.sign * sign
+    return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
+
+
+def short(value: float | None) -> str:
+    """A number in at most 7 significant digits."""
+    return "none" if value is None else f"{value:.7g}"
+
+
+class BitsExplorer(Explorer):
+    """A number, its bits in one format, its neighbours, and what becomes of it in every other format."""
+
+    controls = ("fmt", "number")
+    actions = {"Next value up": "up", "Next value down": "down", "Change sign": "negate"}
+    fmt = Enum(NAMES, "fp16").tag(label="format")
+    number = Unicode("0.1").tag(label="number")
+
+    format: FloatFormat
+    pattern: int
+    fields: Fields
+
+    def compute(self) -> None:
+        self.format = get_format(self.fmt)
+        self.wanted, self.pattern = self._read()
+        self.fields = self.format.fields(self.pattern)
+        self.value = value_of(self.pattern, self.format)
+        ends = [neighbour(self.pattern, self.format, up) for up in (False, True)]
+        self.below, self.above = (None if p is None else value_of(p, self.format) for p in ends)
+        finite = self.fields.value is not None
+        self.gap = float(ulp(torch.tensor(self.value, dtype=torch.float64), self.format)) if finite else math.nan
+
+    def _read(self) -> tuple[float, int]:
+        """The number asked for and its pattern; nan(0x7e01) stands for one particular NaN."""
+        payload = re.fullmatch(r"nan\((0x[0-9a-f]+)\)", self.number)
+        wanted = math.nan if payload else read_number(self.number)
+        if math.isnan(wanted) and not self.format.has_nan:
+            raise ValueError(f"{self.fmt} has no NaN; choose another format or another number")
+        if payload:
+            pattern = int(payload[1], 16)
+            if pattern < 2**self.format.bits and self.format.fields(pattern).kind == "nan":
+                return wanted, pattern
+        return wanted, store(wanted, self.format)
+
+    def bit(self, index: int) -> int:
+        """The value of one bit; bit 0 is the last of the fraction."""
+        return self.pattern >> index & 1
+
+    def toggle(self, index: int) -> None:
+        """Flip one bit. Raises ValueError for a bit that the format does not have."""
+        if not 0 <= index < self.format.bits:
+            raise ValueError(f"{self.fmt} has bits 0 to {self.format.bits - 1}, got {index}")
+        self._show(self.pattern ^ 1 << index)
+
+    def up(self) -> None:
+        """Go to the next larger value."""
+        self._move(True)
+
+    def down(self) -> None:
+        """Go to the next smaller value."""
+        self._move(False)
+
+    def negate(self) -> None:
+        """Flip the sign bit."""
+        self.toggle(self.format.bits - 1)
+
+    def _move(self, up: bool) -> None:
+        beside = neighbour(self.pattern, self.format, up)
+        if beside is None:
+            raise ValueError(f"there is no {'larger' if up else 'smaller'} value in {self.fmt}")
+        self._show(beside)
+
+    def _show(self, pattern: int) -> None:
+        value = value_of(pattern, self.format)
+        self.set(number=f"nan({pattern:#x})" if math.isnan(value) else repr(value))
+
+    def bit_string(self) -> str:
+        """Sign, exponent and fraction, separated by spaces."""
+        bits = f"{self.pattern:0{self.format.bits}b}"
+        return f"{bits[0]} {bits[1 : 1 + self.format.exponent_bits]} {bits[1 + self.format.exponent_bits :]}"
+
+    def formula(self) -> str:
+        """How the three fields make the value."""
+        fields, fmt = self.fields, self.format
+        if fields.kind in ("inf", "nan"):
+            return "exponent all ones: " + ("infinity" if fields.kind == "inf" else "not a number")
+        lead, power = (1, fields.exponent - fmt.bias) if fields.exponent else (0, fmt.min_exponent)
+        sign = "−" if fields.sign else "+"
+        return f"{sign} 2^{power} × ({lead} + {fields.fraction}/{2**fmt.fraction_bits})"
+
+    def summary(self) -> str:
+        if self.fields.kind in ("inf", "nan"):
+            return f"{self.number} in {self.fmt} is {self.value} (bits {self.bit_string()})."
+        off = self.value - self.wanted
+        error = "exactly" if off == 0 else f"off by {off:.3g}"
+        return (
+            f"{self.number} in {self.fmt} is {self.value!r} ({error}), a {self.fields.kind} number: bits "
+            f"{self.bit_string()}; neighbours {short(self.below)} and {short(self.above)}, ulp {self.gap:.4g}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        """The same real number in every format."""
+        rows = []
+        for fmt in (get_format(name) for name in NAMES):
+            if math.isnan(self.wanted) and not fmt.has_nan:
+                rows.append({"format": fmt.name, "value": "no NaN", "pattern": "", "kind": "", "relative error": ""})
+                continue
+            pattern = store(self.wanted, fmt)
+            value = value_of(pattern, fmt)
+            error = abs(value - self.wanted) / abs(self.wanted) if self.wanted else 0.0
+            rows.append(
+                {
+                    "format": fmt.name,
+                    "value": f"{value:.9g}",
+                    "pattern": f"0x{pattern:0{-(-fmt.bits // 4)}x}",
+                    "kind": fmt.fields(pattern).kind,
+                    "relative error": f"{error:.2g}" if math.isfinite(error) else "",
+                }
+            )
+        return rows
+
+
+def bits_kept(fmt: FloatFormat, exponent: int) -> int:
+    """Significant bits of numbers in [2**exponent, 2**(exponent+1)): 0 where they are lost, -1 where they overflow."""
+    if exponent > fmt.max_exponent:
+        return -1
+    return max(0, fmt.fraction_bits + 1 - max(0, fmt.min_exponent - exponent))
+
+
+def format_rows() -> list[dict[str, Any]]:
+    """One row per named format: widths, extremes, gap at 1."""
+    return [
+        {
+            "format": fmt.name,
+            "bits": fmt.bits,
+            "exponent": fmt.exponent_bits,
+            "fraction": fmt.fraction_bits,
+            "smallest subnormal": f"{fmt.min_subnormal:.4g}",
+            "smallest normal": f"{fmt.min_normal:.4g}",
+            "largest": f"{fmt.max:.6g}",
+            "gap at 1": f"2^-{fmt.fraction_bits}",
+            "beyond largest": fmt.overflow,
+        }
+        for fmt in (get_format(name) for name in NAMES)
+    ]
+
+
+class RangesExplorer(Explorer):
+    """One magnitude on the axes of all formats."""
+
+    controls = ("exponent",)
+    exponent = Int(-20, min=-152, max=130).tag(label="magnitude, 2 to the")
+
+    def compute(self) -> None:
+        self.kept = {name: bits_kept(get_format(name), self.exponent) for name in NAMES}
+
+    def fate(self, name: str) -> str:
+        """What one format does to the magnitude, in words."""
+        fmt, kept = get_format(name), self.kept[name]
+        if kept < 0:
+            return {"inf": "overflows to inf", "nan": "overflows to NaN", "saturate": f"becomes {fmt.max:g}"}[
+                fmt.overflow
+            ]
+        if kept == 0:
+            # exactly half the smallest subnormal is a tie, and 0 is even
+            return "becomes 0"
+        return f"{kept} of {fmt.fraction_bits + 1} bits" + (", subnormal" if self.exponent < fmt.min_exponent else "")
+
+    def summary(self) -> str:
+        told = "; ".join(f"{name} {self.fate(name)}" for name in ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"))
+        return f"2^{self.exponent} = {2.0**self.exponent:.4g}: {told}."
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"format": name, f"2^{self.exponent}": self.fate(name)} for name in NAMES]
+
+
+@cache
+def recorded() -> Trace:
+    """The recorded training of the 784-512-512-10 network on the digits."""
+    return Trace.load(data_dir() / "traces" / "mlp_digits.npz")
+
+
+class GradientsExplorer(Explorer):
+    """The gradients of one recorded step, multiplied by a loss scale, on the range of one format."""
+
+    controls = ("fmt", "scale_exponent", "step")
+    fmt = Enum(["fp16", "bf16", "e5m2", "e4m3fn"], "fp16").tag(label="format")
+    scale_exponent = Int(0, min=0, max=30).tag(label="loss scale, 2 to the")
+    step = Int(200, min=0, max=399).tag(label="training step", animate=120)
+
+    def compute(self) -> None:
+        ranges = recorded().gradients
+        counts = ranges.total()[min(self.step, len(ranges.step) - 1)].astype(np.float64)
+        self.format = get_format(self.fmt)
+        self.exponents = ranges.exponents + self.scale_exponent
+        self.share = counts / counts.sum()
+        self.values = int(counts.sum())
+        lost, least = self.exponents < self.lost_below, self.exponents < self.format.min_exponent
+        over = self.exponents > self.format.max_exponent
+        self.lost, self.subnormal, self.normal, self.over = (
+            float(self.share[where].sum()) for where in (lost, least & ~lost, ~least & ~over, over)
+        )
+
+    @property
+    def lost_below(self) -> int:
+        """Magnitudes below two to this power, half the smallest subnormal, round to zero."""
+        return self.format.min_exponent - self.format.fraction_bits - 1
+
+    def summary(self) -> str:
+        return (
+            f"Step {self.step}, {self.values:,} non-zero gradients times 2^{self.scale_exponent} in {self.fmt}: "
+            f"{self.lost:.1%} become 0, {self.subnormal:.1%} subnormal, {self.normal:.1%} normal, "
+            f"{self.over:.1%} overflow."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"exponent": int(exponent), "share": f"{share:.2%}"}
+            for exponent, share in zip(self.exponents, self.share)
+            if share > 0
+        ]

@@ -1,0 +1,201 @@
+"""Models of lesson 02: where each mode sends a number, the staircase, and four ways to add tiny updates."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from traitlets import Bool, Enum, Float, Int, Unicode
+
+from mpkit.explorers.base import Explorer
+from mpkit.explorers.formats import neighbour, read_number, short, store, value_of
+from mpkit.formats import FloatFormat, get_format
+from mpkit.rounding import MODES, Mode, round_to, ulp
+
+NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
+
+
+class ModesExplorer(Explorer):
+    """A number between two neighbours, and where every mode sends it."""
+
+    controls = ("fmt", "lower", "offset", "negative")
+    actions = {"Halfway": "halfway"}
+    fmt = Enum(NARROW, "fp16").tag(label="format")
+    lower = Unicode("1").tag(label="lower neighbour")
+    offset = Float(0.375, min=0.0, max=1.0).tag(label="distance above it", unit="ulp", step=1 / 32)
+    negative = Bool(False).tag(label="negative number")
+
+    def compute(self) -> None:
+        fmt = self.format = get_format(self.fmt)
+        value = abs(read_number(self.lower))
+        if not value <= fmt.max:
+            raise ValueError(f"the lower neighbour must be at most {fmt.max:g} in {self.fmt}, got {self.lower}")
+        wide = torch.tensor(value, dtype=torch.float64)
+        self.near = float(round_to(wide, fmt, "toward_zero"))
+        self.gap = float(ulp(torch.tensor(self.near, dtype=torch.float64), fmt))
+        sign = -1.0 if self.negative else 1.0
+        self.x = sign * (self.near + self.offset * self.gap)
+        ends = (sign * self.near, sign * (self.near + self.gap))
+        self.left, self.right = min(ends), max(ends)
+        x = torch.tensor(self.x, dtype=torch.float64)
+        self.results = {mode: float(round_to(x, fmt, mode)) for mode in MODES if mode != "stochastic"}
+        self.share_right = (self.x - self.left) / self.gap
+
+    def parity(self, value: float) -> str:
+        """ "even" or "odd" fraction field; "too large" beyond max."""
+        if abs(value) > self.format.max:
+            return "too large"
+        return "odd" if store(value, self.format) & 1 else "even"
+
+    def halfway(self) -> None:
+        """Put the number on the tie."""
+        self.set(offset=0.5)
+
+    def summary(self) -> str:
+        told = ", ".join(f"{mode} {short(value)}" for mode, value in self.results.items())
+        return (
+            f"{short(self.x)} lies between {short(self.left)} ({self.parity(self.left)}) and {short(self.right)} "
+            f"({self.parity(self.right)}) of {self.fmt}: {told}; stochastic goes up with probability "
+            f"{self.share_right:.3g}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        exact = [
+            {"mode": m, "result": short(v), "error, ulp": f"{(v - self.x) / self.gap:+.3f}"}
+            for m, v in self.results.items()
+        ]
+        either = f"{short(self.right)} with probability {self.share_right:.3g}, else {short(self.left)}"
+        return [*exact, {"mode": "stochastic", "result": either, "error, ulp": "0 on average"}]
+
+
+class StaircaseExplorer(Explorer):
+    """The graph of rounding, and the ulp as a function of the magnitude."""
+
+    controls = ("fmt", "mode", "span")
+    fmt = Enum(["e2m1", "e2m3", "e3m2", "e4m3fn", "e5m2", "bf16", "fp16"], "e3m2").tag(label="format")
+    mode = Enum([mode for mode in MODES if mode != "stochastic"], "nearest_even").tag(label="mode")
+    span = Int(2, min=-8, max=6).tag(label="shown up to 2 to the")
+
+    def compute(self) -> None:
+        fmt = self.format = get_format(self.fmt)
+        self.limit = 2.0**self.span
+        self.x = np.linspace(-self.limit, self.limit, 4097)
+        x = torch.from_numpy(self.x)
+        self.y = round_to(x, fmt, self.mode, overflow="saturate").numpy()
+        self.magnitudes = self.limit * 2.0 ** np.linspace(-10, 0, 512, endpoint=False)
+        self.ulps = ulp(torch.from_numpy(self.magnitudes), fmt).numpy()
+        self.steps = len(np.unique(self.y))
+
+    def summary(self) -> str:
+        low, high = self.ulps.min(), self.ulps.max()
+        return (
+            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}; the ulp grows from "
+            f"2^{math.log2(low):g} to 2^{math.log2(high):g} over the last ten powers of two."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        changes = np.flatnonzero(np.diff(self.ulps)) + 1
+        return [
+            {"from magnitude": f"{self.magnitudes[i]:.4g}", "ulp": f"{self.ulps[i]:.4g}"}
+            for i in (0, *changes.tolist())
+        ]
+
+
+SCHEMES = ("nearest", "master", "kahan", "stochastic")
+STEPS = 2000
+
+
+def kahan_add(total: Tensor, lost: Tensor, x: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
+    """Add x to a total that is kept in `fmt`, carrying in `lost` what the rounding of the sum took away.
+
+    Shapes:  all (*) float32 with values of `fmt` -> (new total, new lost), both values of `fmt`.
+    Source:  W. Kahan, "Further remarks on reducing truncation errors", CACM 8 (1965) 40.
+    """
+    corrected = round_to(x - lost, fmt)
+    new = round_to(total + corrected, fmt)
+    return new, round_to(round_to(new - total, fmt) - corrected, fmt)
+
+
+@lru_cache(maxsize=64)
+def updates(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> dict[str, np.ndarray]:
+    """A weight that starts at 1 and receives `steps` equal updates, in four schemes and exactly.
+
+    Returns:  (steps + 1,) float64 weights for each of `SCHEMES` and "exact". The update itself is a value of the
+              format everywhere but in "master", where weight and update are float32 and only the copy that a network
+              would compute with is rounded.
+    """
+    fmt = get_format(fmt_name)
+    generator = torch.Generator().manual_seed(seed)
+    small = round_to(torch.tensor([update]), fmt)
+    nearest = kahan = noisy = torch.ones(1)
+    lost = torch.zeros(1)
+    rows = [(1.0, 1.0, 1.0)]
+    for _ in range(steps):
+        nearest = round_to(nearest + small, fmt)
+        kahan, lost = kahan_add(kahan, lost, small, fmt)
+        noisy = round_to(noisy + small, fmt, "stochastic", generator=generator)
+        rows.append((nearest.item(), kahan.item(), noisy.item()))
+    columns = np.array(rows)
+    master = np.cumsum(np.array([1.0] + [update] * steps, dtype=np.float32), dtype=np.float32)
+    return {
+        "nearest": columns[:, 0],
+        "master": round_to(torch.from_numpy(master), fmt).double().numpy(),
+        "kahan": columns[:, 1],
+        "stochastic": columns[:, 2],
+        "exact": 1.0 + update * np.arange(steps + 1),
+    }
+
+
+class UpdatesExplorer(Explorer):
+    """2,000 tiny updates of one weight, drawn as far as `progress`."""
+
+    controls = ("fmt", "update", "progress")
+    fmt = Enum(["fp16", "bf16"], "fp16").tag(label="format")
+    update = Float(1e-4, min=1e-6, max=1e-2).tag(label="update lr·g", scale="log10", step=0.25, costly=True)
+    progress = Int(100, min=0, max=100).tag(label="shown, hundredths of 2,000 steps", animate=80)
+
+    def compute(self) -> None:
+        self.paths = updates(self.fmt, self.update)
+        self.shown = self.progress * STEPS // 100
+        self.half_ulp = float(ulp(torch.ones(()), get_format(self.fmt))) / 2
+
+    def end(self, scheme: str) -> float:
+        """The weight after the steps shown."""
+        return float(self.paths[scheme][self.shown])
+
+    def summary(self) -> str:
+        relation = "below" if self.update < self.half_ulp else "at or above"
+        told = ", ".join(f"{scheme} {self.end(scheme):.4f}" for scheme in SCHEMES)
+        return (
+            f"{self.fmt}, {self.shown} updates of {self.update:.3g}, {relation} half an ulp of 1 "
+            f"({self.half_ulp:.3g}): {told}; exact {self.end('exact'):.4f}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"step": int(i), **{scheme: f"{self.paths[scheme][i]:.4f}" for scheme in ("exact", *SCHEMES)}}
+            for i in np.linspace(0, self.shown, 11).astype(int)
+        ]
+
+
+def running_sum(values: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> Tensor:
+    """Sum one by one, rounding the total to `fmt` after every addition; (N,) -> (N,) float64 totals."""
+    total, totals = torch.zeros((), dtype=torch.float64), []
+    for value in values.double():
+        total = round_to(total + value, fmt, mode)
+        totals.append(total)
+    return torch.stack(totals)
+
+
+def grid_around(value: float, fmt: FloatFormat, count: int = 2) -> list[float]:
+    """The stored value with `count` neighbours on each side, ascending."""
+    down, up = [store(value, fmt)], [store(value, fmt)]
+    for _ in range(count):
+        below, above = neighbour(down[-1], fmt, False), neighbour(up[-1], fmt, True)
+        down += [] if below is None else [below]
+        up += [] if above is None else [above]
+    return [value_of(pattern, fmt) for pattern in (*reversed(down), *up[1:])]

@@ -1,0 +1,24 @@
+"""The widgets of lesson 02."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.explorers.rounding import ModesExplorer, StaircaseExplorer, UpdatesExplorer
+from mpkit.plots.rounding import ModesPicture, StaircasePicture, UpdatesPicture
+from mpkit.widgets.base import View
+
+
+def modes_view(**params: Any) -> View:
+    """A number between two neighbours in every mode; parameters as `ModesExplorer`."""
+    return View(ModesExplorer(**params), ModesPicture())
+
+
+def staircase_view(**params: Any) -> View:
+    """The graph of rounding; parameters as `StaircaseExplorer`."""
+    return View(StaircaseExplorer(**params), StaircasePicture())
+
+
+def updates_view(**params: Any) -> View:
+    """2,000 tiny updates in four schemes; parameters as `UpdatesExplorer`."""
+    return View(UpdatesExplorer(**params), UpdatesPicture())
