@@ -1,0 +1,272 @@
+"""AutoBoost: what a level and a configuration resolve to, and what they do to a network and an optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpkit import networks
+from mpkit.boost import AutoBoost, FreezeOpt, LessBN
+from mpkit.boost.auto import FLAGS, KEYS, LEVELS, MODES, TUNED
+from mpkit.boost.less_bn import NormalizedLinear
+
+# the table of the reference, section 1.1, and the defaults of 1.3, written down once more
+ROWS = {"O0": set(), "O1": {"less_bn", "grad_freeze"}, "O2": {"less_bn", "grad_freeze", "adasum"}}
+DEFAULTS = {
+    "gradient_split_groups": None,
+    "device_number": 8,
+    "fn_flag": True,
+    "gc_flag": True,
+    "param_groups": 10,
+    "freeze_type": 1,
+    "freeze_p": 0.7,
+    "total_steps": 65536,
+    "grad_accumulation_step": 1,
+    "rho": 0.55,
+    "gamma": 0.9,
+    "alpha": 0.001,
+    "sigma": 0.4,
+    "n_components": 32,
+    "pca_mat_path": None,
+    "weight_load_dir": None,
+    "timeout": 1800,
+}
+OTHER: dict[str, Any] = {
+    "gradient_split_groups": [7, 23],
+    "device_number": 1,
+    "fn_flag": False,
+    "gc_flag": False,
+    "param_groups": 3,
+    "freeze_type": 0,
+    "freeze_p": 0.5,
+    "total_steps": 20,
+    "grad_accumulation_step": 4,
+    "rho": 0.3,
+    "gamma": 0.5,
+    "alpha": "lr",
+    "sigma": 0.2,
+    "n_components": 9,
+    "pca_mat_path": "p.npy",
+    "weight_load_dir": "w",
+    "timeout": 23,
+}
+BAD: dict[str, Any] = {
+    "gradient_split_groups": (1, 2),
+    "device_number": 0,
+    "fn_flag": 1,
+    "gc_flag": "yes",
+    "param_groups": 2.5,
+    "freeze_type": True,
+    "freeze_p": 1.2,
+    "total_steps": "many",
+    "grad_accumulation_step": 0,
+    "rho": -0.1,
+    "gamma": None,
+    "alpha": "fast",
+    "sigma": 2,
+    "n_components": 0,
+    "pca_mat_path": 3,
+    "weight_load_dir": 4,
+    "timeout": -1,
+}
+ALL_ON = {"mode": "manual", **dict.fromkeys(FLAGS, True)}
+
+
+def sgd(net: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+@pytest.mark.parametrize(("level", "row"), ROWS.items())
+def test_levels(level: str, row: set[str]) -> None:
+    boost = AutoBoost(level)
+    assert {flag for flag, on in boost.flags.items() if on} == row
+    assert boost.hyper == DEFAULTS
+    assert boost.mode == "auto"
+    assert level in str(boost)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
+    section = KEYS[name].section
+    config = {"boost": ALL_ON, section: {name: OTHER[name]}}
+    assert AutoBoost("O0", config).hyper == {**DEFAULTS, name: OTHER[name]}
+    with pytest.raises(ValueError, match=f"{name} of section {section} must be"):
+        AutoBoost("O0", {"boost": ALL_ON, section: {name: BAD[name]}})
+    wrong = "less_bn" if section != "less_bn" else "grad_freeze"
+    with pytest.raises(ValueError, match=f"it belongs to section '{section}'"):
+        AutoBoost("O0", {wrong: {name: OTHER[name]}})
+
+
+def test_an_int_is_one_split_point() -> None:
+    boost = AutoBoost("O0", {"common": {"gradient_split_groups": 5}})
+    assert boost.hyper["gradient_split_groups"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("O7",), r"no level 'O7'; did you mean 'O.'\? Valid: O0, O1, O2"),
+        ((None,), "no level None. Valid"),
+        (("O1", {"boost": {"mode": "AUTO"}}), "no mode of section boost 'AUTO'; did you mean 'auto'"),
+        (("O1", {"bost": {}}), "no section 'bost'; did you mean 'boost'"),
+        (("O1", {"less_bn": {"fnflag": True}}), "no key 'fnflag'; did you mean 'fn_flag'"),
+        (("O1", {"boost": {"lessbn": True}}), "no key 'lessbn'; did you mean 'less_bn'"),
+        (("O1", {"boost": {"mode": "manual", "less_bn": "on"}}), "less_bn of section boost must be True or False"),
+    ],
+)
+def test_unknown_names_and_values_are_refused_with_the_nearest_valid_one(args: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoBoost(*args)
+
+
+@pytest.mark.parametrize("config", [3, ["boost"], {"boost": None}])
+def test_a_configuration_is_a_dict_of_dicts(config: Any) -> None:
+    with pytest.raises(TypeError, match="dict"):
+        AutoBoost("O1", config)
+
+
+def test_a_json_file_is_the_same_as_its_dict(tmp_path: Path) -> None:
+    config = {"boost": {"mode": "manual", "adasum": True}, "dim_reduce": {"pca_mat_path": None}}
+    path = tmp_path / "boost_config.json"
+    path.write_text(json.dumps(config))
+    want = AutoBoost("O1", config)
+    for boost in (AutoBoost.from_json(path, "O1"), AutoBoost("O1", path), AutoBoost("O1", str(path))):
+        assert (boost.flags, boost.hyper) == (want.flags, want.hyper)
+
+
+def test_instances_are_ordinary_and_the_level_table_cannot_change() -> None:
+    first = AutoBoost("O1", {"boost": {"mode": "manual", "less_bn": False}})
+    second = AutoBoost("O2")
+    assert first is not second
+    assert second.flags["less_bn"]
+    assert not first.flags["less_bn"]
+    assert LEVELS["O1"] == ROWS["O1"]
+    with pytest.raises(TypeError):
+        LEVELS["O1"] = frozenset()  # type: ignore[index]
+
+
+# what runs and what does not
+
+
+def reasons(boost: AutoBoost) -> dict[str, str]:
+    return {item.what: item.reason for item in boost.inactive}
+
+
+def test_dim_reduce_excludes_and_says_so() -> None:
+    boost = AutoBoost("O0", {"boost": {"mode": "enable_all"}})
+    assert boost.active == ("dim_reduce", "loss_scale_group")
+    assert reasons(boost).keys() == {"less_bn", "grad_freeze", "adasum", "grad_accumulation"}
+    assert "dim_reduce replaces the update" in reasons(boost)["adasum"]
+    assert "inactive: less_bn (dim_reduce" in str(boost)
+
+
+def test_what_has_no_effect_is_listed_with_the_reason() -> None:
+    assert "= 0 groups" in reasons(AutoBoost("O2"))["adasum"]
+    one = AutoBoost("O1", {"grad_freeze": {"freeze_p": 1}})
+    assert reasons(one)["grad_freeze"] == "freeze_p is 1: no step is ever frozen"
+    assert one.active == ("less_bn",)
+    quiet = AutoBoost("O0", {"boost": {"less_bn": True}, "grad_freeze": {"param_groups": 3}})
+    assert reasons(quiet)["boost.less_bn"] == "mode 'auto' does not read flags; use 'manual'"
+    assert reasons(quiet)["section grad_freeze"] == "grad_freeze is off at level O0 in mode 'auto'"
+    assert reasons(AutoBoost("O1")) == {}
+
+
+def test_the_original_never_runs_adasum_while_freezing_and_mpkit_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpkit.boost.auto._distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
+    assert "adasum" in AutoBoost("O2").active
+    assert "freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 24)
+    assert "= 3 groups" in reasons(AutoBoost("O2"))["adasum"]
+
+
+def test_tuned_is_a_mode_of_its_own() -> None:
+    assert "tuned" in MODES
+    boost = AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": {"total_steps": 10}})
+    assert boost.hyper == {**DEFAULTS, **TUNED, "total_steps": 10}
+    assert AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": {"freeze_p": 0.9}}).hyper["freeze_p"] == 0.9
+    with pytest.raises(ValueError, match="tuned"):
+        AutoBoost("O1", {"boost": {"mode": "tuned"}}, faithful=True)
+
+
+# rewriting
+
+
+def test_nothing_on_changes_nothing() -> None:
+    net = networks.resnet18(width=4)
+    optimizer = sgd(net)
+    groups = optimizer.param_groups
+    assert AutoBoost("O0").network_auto_process_train(net, optimizer) == (net, optimizer)
+    assert optimizer.param_groups is groups
+    assert AutoBoost("O0").network_auto_process_eval(net) is net
+
+
+def test_o1_removes_norms_normalises_centralizes_and_freezes() -> None:
+    net = networks.resnet18(width=4)
+    inner = sgd(net, weight_decay=0.01)
+    boost = AutoBoost("O1", {"grad_freeze": {"total_steps": 40}})
+
+    network, optimizer = boost.network_auto_process_train(net, inner)
+
+    assert isinstance(network, LessBN)
+    assert len(network.report.removed) == 11
+    assert isinstance(net.fc, NormalizedLinear)
+    assert isinstance(optimizer, FreezeOpt)
+    assert optimizer.optimizer is inner
+    assert len(optimizer.strategy) == 40
+    assert len(optimizer.groups) == 10
+    held = {id(p) for group in inner.param_groups for p in group["params"]}
+    assert held == {id(p) for p in network.parameters()}  # the multiplier came, what was removed went
+    centralized = [p for g in inner.param_groups if g.get("grad_centralization") for p in g["params"]]
+    assert len(centralized) == 20  # every convolution; not the normalised layer
+    assert {p.ndim for p in centralized} == {4}
+    assert {g["weight_decay"] for g in inner.param_groups} == {0.01}
+
+
+def test_evaluation_is_processed_like_training() -> None:
+    """A separate eval network takes the trained weights and gives the same outputs."""
+    boost = AutoBoost("O1")
+    net = networks.resnet18(width=4)
+    trained, _ = boost.network_auto_process_train(net, sgd(net))
+    separate = boost.network_auto_process_eval(networks.resnet18(width=4))
+    separate.load_state_dict(trained.state_dict())
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(separate.eval()(x), trained.eval()(x))
+    assert boost.network_auto_process_eval(trained).network is net
+
+
+def test_the_default_number_of_groups_fits_small_networks_and_a_given_one_is_not_changed_silently() -> None:
+    net = networks.LeNet5()
+    _, optimizer = AutoBoost("O1").network_auto_process_train(net, sgd(net))
+    assert len(optimizer.groups) == 5  # type: ignore[attr-defined]
+    net = networks.LeNet5()
+    with pytest.warns(UserWarning, match="9 freeze groups"):
+        AutoBoost("O1", {"grad_freeze": {"param_groups": 9}}).network_auto_process_train(net, sgd(net))
+
+
+def test_user_groups_with_their_own_options_survive_freezing() -> None:
+    net = networks.resnet18(width=4)
+    decayed = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim == 1]
+    optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.5}], lr=0.1)
+    AutoBoost("O1").network_auto_process_train(net, optimizer)
+    by_options = {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups}
+    assert by_options == {(0.1, 0.1), (0.5, 0)}
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(net.parameters()))
+
+
+def test_adasum_and_the_wrong_kinds() -> None:
+    net = networks.LeNet5()
+    manual = {"boost": {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": True}}
+    optimizer = sgd(net)
+    assert AutoBoost("O0", manual).network_auto_process_train(net, optimizer) == (net, optimizer)
+    assert optimizer.adasum is True  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="network must be"):
+        AutoBoost("O1").network_auto_process_train(optimizer, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer must be"):
+        AutoBoost("O1").network_auto_process_train(net, net)  # type: ignore[arg-type]

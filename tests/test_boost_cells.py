@@ -1,0 +1,359 @@
+"""The boost train cells: what they return, what they combine, and that levels reach them from above."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit import networks, optimizers
+from mpkit.boost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    FreezeOpt,
+    GroupLossScaleManager,
+    LessBN,
+)
+from mpkit.boost.dim_reduce import WeightSnapshots
+from mpkit.model import Model
+from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaleUpdateCell
+from mpkit.step import StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, build_train_network
+
+MANUAL_OFF = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": False}
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def loss_net(net: nn.Module | None = None) -> WithLossCell:
+    return WithLossCell(net or mlp(), nn.MSELoss())
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return optimizers.Momentum(net.parameters(), 0.05, 0.9)
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor], **tolerance: float) -> None:
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, **tolerance)
+
+
+@pytest.mark.parametrize("sens", [None, 1.0, 4.0])
+def test_without_boost_the_cell_is_the_plain_one_and_returns_three_values(sens: float | None) -> None:
+    net, plain = loss_net(), loss_net()
+    cell = BoostTrainOneStepCell(net, momentum(net), sens)
+    reference = TrainOneStepCell(plain, momentum(plain), sens)
+    for step in range(3):
+        outcome = cell(*batch(step))
+        assert isinstance(outcome, StepOutcome)
+        assert torch.equal(outcome.loss, reference(*batch(step)))
+        assert outcome.overflow.dtype == torch.bool
+        assert not outcome.overflow
+        assert outcome.scale == (sens or 1.0)
+    assert_same(weights(net), weights(plain), rtol=0, atol=0)
+
+
+def test_bad_arguments_are_refused_at_construction() -> None:
+    net = loss_net()
+    with pytest.raises(TypeError, match="sens must be a number"):
+        BoostTrainOneStepCell(net, momentum(net), "1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="boost must be an AutoBoost, got str"):
+        BoostTrainOneStepCell(net, momentum(net), boost="O1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scale_sense must be"):
+        BoostTrainOneStepWithLossScaleCell(net, momentum(net), 8.0)
+    with pytest.raises(ValueError, match="shape"):
+        BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.ones(2))
+
+
+def test_the_named_methods_say_when_they_do_not_apply() -> None:
+    net = loss_net()
+    cell = BoostTrainOneStepCell(net, momentum(net))
+    assert not cell.check_adasum_enable()
+    assert not cell.check_dim_reduce_enable()
+    loss = torch.tensor(0.0)
+    with pytest.raises(TypeError, match="gradient_freeze_process needs a FreezeOpt, got Momentum"):
+        cell.gradient_freeze_process(*batch())
+    with pytest.raises(RuntimeError, match="accumulation is off"):
+        cell.gradient_accumulation_process(loss, [], loss, *batch())
+    with pytest.raises(RuntimeError, match="AdaSum is off"):
+        cell.adasum_process(loss, [])
+
+
+def accumulating(steps: int, freezing: bool = False) -> AutoBoost:
+    config: dict[str, Any] = {
+        "boost": {**MANUAL_OFF, "grad_accumulation": True, "grad_freeze": freezing},
+        "grad_accumulation": {"grad_accumulation_step": steps},
+        "grad_freeze": {"param_groups": 3, "freeze_type": 0, "freeze_p": 0.5, "total_steps": 8},
+    }
+    return AutoBoost("O0", config)
+
+
+def test_accumulated_micro_batches_are_one_batch() -> None:
+    net, whole = loss_net(), loss_net()
+    cell = BoostTrainOneStepCell(net, momentum(net), boost=accumulating(3))
+    reference = TrainOneStepCell(whole, momentum(whole))
+    x, y = batch()
+    for _ in range(2):
+        before = weights(net)
+        for i in range(3):
+            assert_same(weights(net), before, rtol=0, atol=0)
+            cell(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2])
+        reference(x, y)
+    assert_same(weights(net), weights(whole))
+
+
+def test_the_accumulation_method_takes_gradients_from_outside() -> None:
+    net = loss_net()
+    cell = BoostTrainOneStepCell(net, torch.optim.SGD(net.parameters(), lr=1.0), boost=accumulating(2))
+    before, loss = weights(net), torch.tensor(3.0)
+    for factor in (1.0, 3.0):
+        grads = [torch.full_like(p, factor) for p in net.parameters()]
+        assert cell.gradient_accumulation_process(loss, grads, torch.tensor(1.0), *batch()) is loss
+    assert_same(weights(net), [p - 2.0 for p in before])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_freezing_goes_with_accumulation_and_loss_scaling(accumulate: int, scaled: bool) -> None:
+    """Against a loop by hand: the index holds for a whole update, frozen weights stand still."""
+    net, by_hand = loss_net(), loss_net()
+    boost = accumulating(accumulate, freezing=True)
+    network, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert isinstance(optimizer, FreezeOpt)
+    assert optimizer.strategy[:4] == [0, 0, 1, 2]
+    cell: Any
+    if scaled:
+        cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, torch.tensor(256.0), boost=boost)
+    else:
+        cell = BoostTrainOneStepCell(network, optimizer, boost=boost)
+    for update in range(5):
+        index = [0, 0, 1, 2][update % 4]
+        assert optimizer.index == index
+        total = [torch.zeros_like(p) for p in by_hand.parameters()]
+        for micro in range(accumulate):
+            cell(*batch(10 * update + micro))
+            grads = torch.autograd.grad(by_hand(*batch(10 * update + micro)), list(by_hand.parameters()))
+            total = [t + g / accumulate for t, g in zip(total, grads)]
+        with torch.no_grad():
+            for i, (p, g) in enumerate(zip(by_hand.parameters(), total)):
+                p.sub_(0.1 * g if i >= 2 * index else 0.0)
+        assert_same(weights(net), weights(by_hand))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_update_lowers_the_scale_and_uses_up_the_freeze_index(fused: bool) -> None:
+    net = loss_net()
+    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused), None, None)
+    optimizer = FreezeOpt(optimizer.optimizer, [optimizer.groups[0]] * 2, [0, 1, 1])
+    cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, DynamicLossScaleUpdateCell(2.0**16, 2, 1000))
+    before = weights(net)
+    x, y = batch()
+    outcome = cell(x * float("inf"), y)
+    assert outcome.overflow
+    assert outcome.scale == 2.0**15
+    assert_same(weights(net), before, rtol=0, atol=0)
+    assert optimizer.step_index == 1
+    outcome = cell(x, y)
+    assert not outcome.overflow
+    assert any(not torch.equal(a, b) for a, b in zip(weights(net), before))
+
+
+def test_an_overflowing_micro_step_is_not_counted() -> None:
+    net = loss_net()
+    boost = accumulating(2)
+    cell = BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.tensor(4.0), boost=boost)
+    x, y = batch()
+    before = weights(net)
+    cell(x, y)
+    assert cell(x * float("nan"), y).overflow
+    assert_same(weights(net), before, rtol=0, atol=0)
+    cell(x, y)
+    assert any(not torch.equal(a, b) for a, b in zip(weights(net), before))
+
+
+def test_the_scale_can_be_set_and_divides_out() -> None:
+    net, plain = loss_net(), loss_net()
+    cell = BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.tensor([8.0]))
+    cell.set_sense_scale(torch.tensor([1024.0]))
+    outcome = cell(*batch())
+    assert outcome.scale.tolist() == [1024.0]
+    TrainOneStepCell(plain, momentum(plain))(*batch())
+    assert_same(weights(net), weights(plain))
+
+
+def test_a_stopped_run_goes_on_where_it_was() -> None:
+    runs = []
+    for stop in (False, True):
+        net = loss_net()
+        boost = accumulating(2, freezing=True)
+        network, optimizer = boost.network_auto_process_train(net, momentum(net))
+        cell = BoostTrainOneStepCell(network, optimizer, boost=boost)
+        for step in range(9):
+            if stop and step == 5:  # between two micro-steps, in the middle of the strategy
+                saved = cell.state_dict()
+                net = loss_net(nn.Sequential(*(type(m)(*args) for m, args in _parts())))
+                network, optimizer = boost.network_auto_process_train(net, momentum(net))
+                cell = BoostTrainOneStepCell(network, optimizer, boost=boost)
+                cell.load_state_dict(saved)
+            cell(*batch(step))
+        runs.append(weights(net))
+    assert_same(*runs, rtol=0, atol=0)
+
+
+def _parts() -> list[tuple[nn.Module, tuple[int, ...]]]:
+    return [(m, (m.in_features, m.out_features) if isinstance(m, nn.Linear) else ()) for m in mlp()]  # type: ignore[attr-defined]
+
+
+# group loss scale
+
+
+class Marked(nn.Module):
+    """Two layers with the markers of two groups."""
+
+    def __init__(self, manager: GroupLossScaleManager) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.manager = nn.Linear(4, 5), nn.Linear(5, 2), manager
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.manager(self.first(self.manager(x, 0, 1)), 1, 2)
+        return self.manager(self.second(torch.tanh(x)), 2, 3)
+
+
+def test_group_scales_leave_the_training_as_it_is_and_grow() -> None:
+    manager = GroupLossScaleManager(64.0, [])
+    net = Marked(manager)
+    manager.loss_scale_groups = [list(net.first.parameters()), list(net.second.parameters())]
+    manager.set_loss_scale_status(2, [64.0, 512.0])
+    plain = Marked(GroupLossScaleManager(1.0, []))
+    plain.manager.loss_scale_groups = [list(plain.first.parameters()), list(plain.second.parameters())]
+    boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "loss_scale_group": True}})
+    cell = BoostTrainOneStepWithLossScaleCell(loss_net(net), momentum(net), manager, boost=boost)
+    reference = TrainOneStepCell(loss_net(plain), momentum(plain))
+    for step in range(3):
+        outcome = cell(*batch(step))
+        reference(*batch(step))
+        assert not outcome.overflow
+    assert outcome.scale == manager.scales[0]
+    torch.testing.assert_close(manager.scales, torch.tensor([64.0, 512.0]) * 2 ** (3 / 1000))
+    assert_same(weights(net), weights(plain))
+
+    x, y = batch()
+    before = weights(net)
+    outcome = cell(x, y * float("inf"))
+    assert outcome.overflow
+    assert cell.group_overflow is not None
+    assert cell.group_overflow.tolist() == [True, True]
+    assert_same(weights(net), before, rtol=0, atol=0)
+
+
+def test_the_flag_needs_a_manager_and_every_parameter_a_group() -> None:
+    boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "loss_scale_group": True}})
+    net = loss_net()
+    with pytest.raises(TypeError, match="scale_sense must be a GroupLossScaleManager, got Tensor"):
+        BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.tensor(1.0), boost=boost)
+    manager = GroupLossScaleManager(64.0, [list(net.parameters())[:1]])
+    with pytest.raises(ValueError, match="stand in no loss scale group"):
+        BoostTrainOneStepWithLossScaleCell(net, momentum(net), manager, boost=boost)
+
+
+# dim_reduce
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("alpha", [0.001, "lr"])
+def test_dim_reduce_replaces_the_update_at_any_loss_scale(tmp_path: Path, scaled: bool, alpha: float | str) -> None:
+    bare = mlp()
+    net = loss_net(bare)
+    plain = TrainOneStepCell(net, momentum(net), hooks=[WeightSnapshots(bare, tmp_path, every=1)])
+    for _ in range(6):
+        plain(*batch(0))
+    settings = {"n_components": 3, "weight_load_dir": str(tmp_path), "alpha": alpha, "timeout": 5}
+    boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "dim_reduce": True}, "dim_reduce": settings})
+    same, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.02))
+    assert same is bare
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    cell: Any = BoostTrainOneStepCell(net, optimizer, boost=boost)
+    if scaled:
+        cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, torch.tensor(1024.0), boost=boost)
+    assert cell.check_dim_reduce_enable()
+    assert cell.dim_reduce.alpha == (0.02 if alpha == "lr" else 0.001)
+    losses = [cell(*batch(0)).loss.item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert cell.dim_reduce.search is not None
+    if scaled:
+        before = weights(net)
+        x, y = batch()
+        assert cell(x, y * float("inf")).overflow
+        assert_same(weights(net), before, rtol=0, atol=0)
+
+
+def test_a_mark_without_autoboost_is_refused() -> None:
+    net = loss_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer.dim_reduce = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="comes from AutoBoost"):
+        BoostTrainOneStepCell(net, optimizer)
+
+
+# reach
+
+
+@pytest.mark.parametrize(("level", "cell_kind"), [("O0", TrainOneStepCell), ("O1", BoostTrainOneStepCell)])
+def test_build_train_network_reaches_boost(level: str, cell_kind: type) -> None:
+    net = networks.resnet18(width=4)
+    config = {"grad_freeze": {"total_steps": 12}}
+    extra = {} if level == "O0" else {"boost_config_dict": config}
+    cell = build_train_network(net, momentum(net), nn.CrossEntropyLoss(), boost_level=level, **extra)
+    assert type(cell) is cell_kind
+    if level == "O1":
+        assert isinstance(cell, BoostTrainOneStepCell)
+        assert isinstance(cell.network.backbone, LessBN)  # type: ignore[union-attr]
+        assert isinstance(cell.optimizer, FreezeOpt)
+        assert len(cell.optimizer.strategy) == 12
+        assert isinstance(cell(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])), StepOutcome)
+
+
+@pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(2.0**8)])
+def test_a_model_trains_and_evaluates_with_boost(manager: Any) -> None:
+    torch.manual_seed(0)
+    net = networks.resnet18(width=4, classes=2, in_channels=1)
+    eval_network = networks.resnet18(width=4, classes=2, in_channels=1)
+    config = {
+        "boost": {"mode": "manual", "grad_accumulation": True},
+        "grad_accumulation": {"grad_accumulation_step": 2},
+    }
+    options = {} if manager is None else {"loss_scale_manager": manager}
+    model = Model(
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        metrics={"acc"},
+        boost_level="O1",
+        boost_config_dict=config,
+        **options,
+    )
+    kind = BoostTrainOneStepCell if manager is None else BoostTrainOneStepWithLossScaleCell
+    assert type(model.train_network) is kind
+    labels = torch.arange(8) % 2
+    images = torch.randn(8, 1, 8, 8) + labels.view(-1, 1, 1, 1).float() * 2
+    model.train(30, [(images, labels)])
+    assert model.eval([(images, labels)])["acc"] > 0.8
+    boost = model.train_network.boost
+    assert isinstance(boost.network_auto_process_eval(eval_network), LessBN)
+    assert issubclass(BoostTrainOneStepWithLossScaleCell, TrainOneStepWithLossScaleCell)
