@@ -75,6 +75,7 @@ class Picture:
         """Register artists that change; returns the artist (or the tuple)."""
         for artist in artists:
             artist.set_animated(True)
+            artist.set_in_layout(False)  # or the first data shown would decide about the margins for good
             self._moving.append(artist)
         return artists[0] if len(artists) == 1 else artists
 

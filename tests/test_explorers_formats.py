@@ -1,0 +1,263 @@
+"""The models and views of lesson 01, without a browser."""
+
+import math
+import threading
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.explorers.formats import (
+    NAMES,
+    BitsExplorer,
+    GradientsExplorer,
+    RangesExplorer,
+    bits_kept,
+    format_rows,
+    neighbour,
+    read_number,
+    recorded,
+    value_of,
+)
+from mpkit.formats import FP16, get_format
+from mpkit.plots.base import still
+from mpkit.plots.formats import precision
+from mpkit.widgets.formats import bits_view, gradients_view, ranges_view
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.1", 0.1),
+        ("1e-5", 1e-5),
+        ("1/3", 1 / 3),
+        ("2^-14", 2.0**-14),
+        ("-2**10", -1024.0),
+        ("-0", -0.0),
+        ("inf", math.inf),
+    ],
+)
+def test_numbers_are_read_as_readers_type_them(text, value):
+    assert read_number(text) == value
+    assert math.copysign(1, read_number(text)) == math.copysign(1, value)
+
+
+@pytest.mark.parametrize("text", ["", "one", "1/0", "2^", "2^99999", "0x10", "9^9999", "1_0/3x"])
+def test_anything_else_is_refused_with_examples(text):
+    with pytest.raises(ValueError, match="write a number such as"):
+        read_number(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neighbours_walk_through_all_values_in_order(name):
+    fmt = get_format(name)
+    if fmt.bits > 8:
+        fmt = get_format("e3m2")
+    pattern, seen = int(fmt.encode(-fmt.max)), []
+    while pattern is not None:
+        seen.append(value_of(pattern, fmt))
+        pattern = neighbour(pattern, fmt, up=True)
+    finite = [v for v in seen if math.isfinite(v)]
+    assert finite == fmt.values().tolist()
+    assert seen == finite + [math.inf] * fmt.has_inf
+    assert neighbour(int(fmt.encode(fmt.max)), fmt, up=True) == (int(fmt.encode(math.inf)) if fmt.has_inf else None)
+
+
+def test_the_bits_of_a_tenth():
+    model = BitsExplorer()
+    assert np.float16(0.1).view(np.uint16) == model.pattern == 0x2E66
+    assert (model.below, model.above) == tuple(float(np.nextafter(np.float16(0.1), np.float16(s))) for s in (0, 1))
+    assert model.gap == float(np.spacing(np.float16(0.1)))
+    assert model.bit_string() == "0 01011 1001100110"
+    assert model.formula() == "+ 2^-4 × (1 + 614/1024)"
+    assert "0.0999755859375 (off by -2.44e-05), a normal number" in model.summary()
+
+
+@pytest.mark.parametrize("index", range(16))
+def test_each_of_the_16_bits_toggles_back_and_forth(index):
+    view = bits_view()
+    first = view.png(), view.explorer.pattern
+    button = view.bit_buttons.bits[index]
+    button.value = not button.value
+    assert view.explorer.pattern == first[1] ^ 1 << index
+    assert button.description == str(view.explorer.bit(index))
+    assert view.png() != first[0]
+    button.value = not button.value
+    assert view.explorer.pattern == first[1]
+    assert view.summary().startswith("0.0999755859375 in fp16 is")
+
+
+def test_any_pattern_can_be_reached_by_bits_and_keeps_its_kind():
+    view = bits_view(number="0")
+    for pattern in (0x7C00, 0x7C01, 0xFE00, 0x0001, 0x8000, 0x7BFF, 0x0400):
+        for index in range(16):
+            view.bit_buttons.bits[index].value = bool(pattern >> index & 1)
+        assert view.explorer.pattern == pattern
+        assert view.explorer.fields == FP16.fields(pattern)
+        shown = sum(button.value << i for i, button in enumerate(view.bit_buttons.bits[:16]))
+        assert shown == pattern
+
+
+def test_the_same_number_in_every_format():
+    model = BitsExplorer(number="0.3")
+    errors = {}
+    for name in NAMES:
+        model.fmt = name
+        fmt = get_format(name)
+        assert model.format is fmt
+        assert Fraction(model.value) == fmt.fields(model.pattern).value
+        errors[name] = abs(model.value - 0.3)
+        assert errors[name] <= model.gap / 2
+    assert errors["fp32"] < errors["tf32"] <= errors["fp16"] < errors["bf16"]
+    rows = {row["format"]: row for row in model.table()}
+    assert rows["bf16"]["pattern"] == "0x3e9a"
+    assert rows["e4m3fn"]["value"] == "0.3125"
+
+
+def test_up_down_and_sign_buttons_and_what_they_say_at_the_ends():
+    view = bits_view(number="65504")
+    view.buttons["Next value up"].click()
+    assert view.explorer.fields.kind == "inf"
+    view.buttons["Next value up"].click()
+    assert "there is no larger value in fp16" in view.status.value
+    view.buttons["Next value down"].click()
+    view.buttons["Change sign"].click()
+    assert view.explorer.value == -65504.0
+    view.explorer.set(number="nan")
+    view.buttons["Next value up"].click()
+    assert "there is no larger value" in view.explorer.message
+
+
+def test_nan_keeps_its_payload_and_is_refused_where_there_is_none():
+    model = BitsExplorer(number="nan(0x7c01)")
+    assert model.pattern == 0x7C01
+    model.fmt = "e4m3fn"  # has one NaN per sign
+    assert model.pattern == 0x7F
+    with pytest.raises(ValueError, match="e2m1 has no NaN"):
+        model.fmt = "e2m1"
+    assert model.fmt == "e4m3fn"
+    assert {row["value"] for row in model.table() if row["format"] in ("e3m2", "e2m1")} == {"no NaN"}
+    with pytest.raises(ValueError, match="bits 0 to 7, got 8"):
+        model.toggle(8)
+
+
+def test_typing_nonsense_leaves_the_number_and_says_why():
+    view = bits_view()
+    before = view.png()
+    view.controls["number"].value = "a lot"
+    assert view.png() == before
+    assert view.controls["number"].value == "0.1"
+    assert "write a number such as" in view.status.value
+
+
+def test_the_buttons_follow_the_format():
+    view = bits_view()
+    for name, bits in (("fp32", 32), ("e2m1", 4), ("bf16", 16)):
+        view.controls["fmt"].value = name
+        assert len(view.bit_buttons.children) == bits
+        assert view.bit_buttons.children[0].tooltip == f"bit {bits - 1}, sign"
+    assert [b.button_style for b in view.bit_buttons.children] == ["danger"] + ["success"] * 8 + ["info"] * 7
+
+
+def test_bits_kept_count_the_values_in_each_binade():
+    for name in ("fp16", "e5m2", "e4m3fn", "e2m3"):
+        fmt = get_format(name)
+        grid = fmt.values().double()
+        for exponent in range(fmt.min_exponent - fmt.fraction_bits - 2, fmt.max_exponent + 2):
+            inside = int(((grid >= 2.0**exponent) & (grid < 2.0 ** (exponent + 1))).sum())
+            kept = bits_kept(fmt, exponent)
+            if exponent < fmt.max_exponent:
+                assert inside == (2 ** (kept - 1) if kept else 0)
+            assert (kept == -1) == (exponent > fmt.max_exponent)
+
+
+@pytest.mark.parametrize("exponent", [-152, -25, -24, -14, 0, 15, 16, 127, 128, 130])
+def test_ranges_tell_the_fate_of_a_magnitude(exponent):
+    view = ranges_view(exponent=exponent)
+    with np.errstate(over="ignore"):
+        stored = float(np.float16(2.0**exponent))
+    fate = view.explorer.fate("fp16")
+    assert (fate == "becomes 0") == (stored == 0)
+    assert (fate == "overflows to inf") == math.isinf(stored)
+    assert f"fp16 {fate}" in view.summary()
+    assert len(view.data()) == len(NAMES)
+
+
+def test_the_recorded_gradients_are_real_and_add_up():
+    trace, model = recorded(), GradientsExplorer()
+    assert len(trace) == 400
+    assert "784-512-512-10" in trace.meta["what"]
+    assert model.share.sum() == pytest.approx(1)
+    assert model.lost + model.subnormal + model.normal + model.over == pytest.approx(1)
+    low = GradientsExplorer(scale_exponent=0).lost
+    assert GradientsExplorer(scale_exponent=12).lost < low / 10
+    assert GradientsExplorer(fmt="bf16").lost == 0
+    assert GradientsExplorer(scale_exponent=30).over > 0.5
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings"),
+    [
+        (bits_view, {"fmt": ["fp32", "e2m1", "fp16"], "number": ["0", "-inf", "1e300", "2^-24", "nan(0x7e01)"]}),
+        (ranges_view, {"exponent": [-152, 130, 0]}),
+        (gradients_view, {"fmt": ["bf16", "e4m3fn"], "scale_exponent": [0, 30], "step": [0, 399]}),
+    ],
+    ids=["bits", "ranges", "gradients"],
+)
+def test_same_settings_same_picture_other_settings_other_picture(factory, settings):
+    view = factory()
+    first, seen = view.png(), {}
+    for name, values in settings.items():
+        for value in values:
+            view.explorer.set(**{name: value})
+            key = tuple(view.explorer.state().items())
+            assert view.png() == seen.setdefault(key, view.png())
+            assert view.data()
+    assert len(set(seen.values())) >= len(seen) - 1
+    for key, png in seen.items():
+        assert factory(**dict(key)).png() == png
+    view.buttons["Reset"].click()
+    assert view.png() == first
+
+
+@pytest.mark.parametrize(
+    ("model", "bad", "reason"),
+    [
+        (RangesExplorer, {"exponent": -153}, "between -152 and 130"),
+        (GradientsExplorer, {"fmt": "fp8"}, "one of fp16, bf16"),
+        (GradientsExplorer, {"step": 400}, "between 0 and 399"),
+        (BitsExplorer, {"fmt": "fp64"}, "one of fp32"),
+    ],
+)
+def test_invalid_settings_are_refused(model, bad, reason):
+    with pytest.raises(ValueError, match=reason):
+        model(**bad)
+
+
+def test_two_threads_leave_a_view_whole():
+    view = bits_view()
+    alone = {name: bits_view(fmt=name).png() for name in ("fp16", "bf16")}
+    errors = []
+
+    def drive(name):
+        try:
+            for _ in range(6):
+                view.explorer.set(fmt=name)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=drive, args=(name,)) for name in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert view.png() == alone[view.explorer.fmt]
+
+
+def test_tables_and_still_figures():
+    rows = {row["format"]: row for row in format_rows()}
+    assert rows["fp16"]["largest"] == f"{torch.finfo(torch.float16).max:.6g}"
+    assert rows["fp32"]["smallest subnormal"] == "1.401e-45"
+    assert still(precision(), "5 formats").png == still(precision(), "5 formats").png
