@@ -90,6 +90,9 @@ class TrainOneStepCell(nn.Module):
         self.accumulation_steps = accumulation_steps
         self.index = 0
         self.pending = 0
+        # Parameters that the optimizer does not update receive gradients too, and would go on summing them.
+        updated = {id(p) for p in parameters_of(optimizer)}
+        self._others: list[Tensor] = [p for p in network.parameters() if id(p) not in updated]
         self._replica = distributed.averaging_wrapper(network)
         self.register_buffer("sens", scale_tensor(sens, device_of(network.parameters()), "sens"))
 
@@ -169,8 +172,7 @@ class TrainOneStepCell(nn.Module):
                 p.grad = None if grad is None else grad.to(p.device, copy=True)
 
     def _clear_gradients(self) -> None:
-        # The network's parameters too: those that the optimizer does not update would go on summing.
-        for p in chain[Tensor](self.network.parameters(), parameters_of(self.optimizer)):
+        for p in chain(parameters_of(self.optimizer), self._others):
             p.grad = None
 
     def _quiet(self, last: bool) -> AbstractContextManager[Any]:
@@ -242,7 +244,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         ctx.found_inf = check_and_unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
         if distributed.several_processes():
             distributed.agree_(ctx.found_inf)
-        ctx.overflow = overflow = ctx.found_inf.reshape(()) != 0
+        ctx.overflow = overflow = ctx.found_inf.to(torch.bool)
         call(self.hooks, "after_unscale", ctx)
         self._clip()
         return overflow

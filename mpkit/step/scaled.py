@@ -101,7 +101,7 @@ class ScaledStep:
                 distributed.average_(parameters_of(optimizer))
             found = check_and_unscale_(gradients_of(parameters_of(optimizer)), self.scale)
             self._found.append(distributed.agree_(found) if distributed.several_processes() else found)
-        return self._any().reshape(()) != 0
+        return self._any().to(torch.bool)
 
     def clip_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Clip the joint L2 norm of the true gradients (of one optimizer, if named); returns the norm before."""
@@ -118,7 +118,7 @@ class ScaledStep:
         if not self._found:
             self.unscale_()
         anywhere = self._any()
-        overflow = anywhere.reshape(()) != 0
+        overflow = anywhere.to(torch.bool)
         for optimizer, found in zip(self.optimizers, self._found):
             apply_(optimizer, anywhere if self.skip == "all" else found)
         if self.adjust is not None:
