@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import MethodWrapperType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +30,8 @@ class CastMode(TorchFunctionMode):
         self.ledger: Ledger | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if type(func) is MethodWrapperType:  # x.shape, x.grad = ...: an attribute of a tensor, no operation
-            return func(*args)
         rule = self.rule
-        handler = rule.handlers.get(func, rule.default)
+        handler = rule.handlers.get(func.__name__, rule.default)
         if self.ledger is not None:
             return self.ledger.run(self, handler, func, args, kwargs or {})
         if handler is None:

@@ -98,8 +98,8 @@ IN_PLACE = (
 
 _REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
-OUT_OF_PLACE: dict[Function, Function] = {
-    function: new
+OUT_OF_PLACE: dict[str, Function] = {
+    name: new
     for function in IN_PLACE
     if (name := function.__name__) and (base := _REFLECTED.get(name, name.rstrip("_"))) not in ("fill", "zero")
     if callable(new := getattr(Tensor, base, None) or getattr(F, base, None))
@@ -116,7 +116,8 @@ LEFT_ALONE = _methods(
     __array__ __deepcopy__ __reduce_ex__ __iter__ new_empty new_zeros new_ones new_full new_tensor new"""
     )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
-LEFT_ALONE |= frozenset(function for name, function in vars(torch.nn.init).items() if callable(function))
+LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if isinstance(function, FunctionType))
+LEFT_ALONE |= {Tensor.shape.__get__, Tensor.grad.__set__, Tensor.grad.__delete__}  # x.shape and all other attributes
 
 CONVERSIONS = _methods(words("to float half bfloat16 double type type_as"))
 
@@ -129,6 +130,8 @@ EXACT = spellings(
     adaptive_max_pool2d maximum minimum amax amin zeros_like ones_like tril triu stack"""
     )
 ) | _methods(("__getitem__", "__neg__", "__abs__", "view_as", "reshape_as"))
+
+EXACT_NAMES = frozenset(function.__name__ for function in EXACT)
 
 CONVOLUTIONS = spellings("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 LINEAR = spellings("linear")

@@ -33,13 +33,13 @@ class Rule:
     """How the operations in one module's forward compute.
 
     Args:
-        handlers: what to do for a torch function.
+        handlers: what to do for a torch function of this name.
         default:  what to do for any other; None calls it as it is.
         entry:    float arguments of the module are cast to this first; None leaves them.
         recipe:   (factory, arguments) that builds this rule again: rules are pickled by recipe, never copied.
     """
 
-    handlers: Mapping[ops.Function, Handler] = field(default_factory=dict)
+    handlers: Mapping[str, Handler] = field(default_factory=dict)
     default: Handler | None = None
     entry: Target | None = None
     recipe: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
@@ -74,7 +74,7 @@ def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: d
     (target,) = inputs
     if not isinstance(target, Emulated):
         return out
-    if func in ops.EXACT:
+    if func.__name__ in ops.EXACT_NAMES:
         return map_tensors(lambda x: marked(x, target), out)
     return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
 
@@ -129,8 +129,10 @@ def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: 
     args, kwargs = mode.cast_all(args[1:], target), mode.cast_all(kwargs, target)
     if not isinstance(target, Emulated):
         return func(into, *args, **kwargs)
-    if func in ops.OUT_OF_PLACE:  # rounding in place what an operation saved for backward would spoil the gradient
-        return into.copy_(mode.cast(ops.OUT_OF_PLACE[func](into.clone(), *args, **kwargs), target))
+    if (
+        func.__name__ in ops.OUT_OF_PLACE
+    ):  # rounding in place what an operation saved for backward would spoil the gradient
+        return into.copy_(mode.cast(ops.OUT_OF_PLACE[func.__name__](into.clone(), *args, **kwargs), target))
     out = func(into, *args, **kwargs)
     round_in_place_(into)
     return out
@@ -264,9 +266,9 @@ PLAIN = Rule()
 CASTING = Rule()  # as PLAIN, while arguments or results of a module are cast
 
 
-def _table(*parts: tuple[Iterable[Any], Handler]) -> dict[ops.Function, Handler]:
-    """Later parts win."""
-    return {func: handler for functions, handler in parts for func in functions}
+def _table(*parts: tuple[Iterable[ops.Function], Handler]) -> dict[str, Handler]:
+    """Handlers by the name of the function: one operator has one name in all its homes. Later parts win."""
+    return {func.__name__: handler for functions, handler in parts for func in functions}
 
 
 def _composed() -> list[tuple[Iterable[Any], Handler]]:
