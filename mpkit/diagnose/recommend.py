@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, replay
 
-_STATIC_QUANTILE = 0.02  # a static scale may overflow in this share of the steps
+_CLOSE = 0.002  # scales that lose hardly more than the best: the largest of them is taken
 _LOST_TOO_MUCH = 0.05
 
 
@@ -21,7 +20,7 @@ class Recommendation:
     """What to train with.
 
     dtype:   "fp16" or "bf16".
-    static:  a fixed power-of-two scale that overflows in at most 2 % of the recorded steps; None with bf16.
+    static:  the fixed power-of-two scale that loses least, to skipped steps and to zeros; None with bf16.
     policy:  a dynamic policy; None with bf16, which needs no scale.
     reasons: one sentence each, with the numbers behind it.
     """
@@ -55,9 +54,7 @@ def recommend(trace: Trace) -> Recommendation:
     if forward:
         return Recommendation("bf16", None, None, (*forward, _bf16_sentence(trace)))
     tops = ceilings(trace, FP16)
-    static = _static(tops)
-    rows = np.full((len(trace.gradients.step), 1), static)
-    lost = float(flushed(trace, rows, FP16).mean())
+    static, lost = _static(trace, tops)
     spread = f"a static scale of {static:g} overflows in {np.mean(tops < static):.1%} of the steps"
     if lost > _LOST_TOO_MUCH:
         reason = f"{spread} and still loses {lost:.1%} of the gradient values: they span more than float16 holds"
@@ -80,7 +77,7 @@ def _forward_reasons(trace: Trace) -> list[str]:
     if lost.any():
         reasons.append(
             f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the "
-            "forward pass overflowed, which no loss scale repairs (if bfloat16 does it too, the model is at fault: diagnose)"
+            "forward pass overflowed, which no loss scale repairs (if bfloat16 does so too, the model is at fault)"
         )
     seen = trace.activations
     if seen is not None:
@@ -95,11 +92,14 @@ def _bf16_sentence(trace: Trace) -> str:
     return f"bfloat16 at scale 1 would lose {low:.1%} of them: its range is that of float32, its price three bits less"
 
 
-def _static(tops: np.ndarray) -> float:
-    """The largest power of two that stays below the ceiling in all but 2 % of the steps."""
-    usable = tops[tops > 0]
-    top = float(np.quantile(usable, _STATIC_QUANTILE)) if len(usable) else 1.0
-    return 2.0 ** math.floor(min(math.log2(top), 24.0)) if top > 0 else 1.0
+def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
+    """The largest power of two among the best, and the mean share of gradient values that it loses to zero."""
+    scales = 2.0 ** np.arange(-14, 25)
+    skipped = (tops[:, None] < scales).mean(axis=0)
+    zeroed = flushed(trace, np.broadcast_to(scales, (len(trace.gradients.step), len(scales))), FP16).mean(axis=0)
+    lost = 1 - (1 - skipped) * (1 - zeroed)
+    best = np.flatnonzero(lost <= lost.min() + _CLOSE)[-1]
+    return float(scales[best]), float(zeroed[best])
 
 
 def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:

@@ -60,18 +60,19 @@ def simulate(
     """Step every policy through the run: a step is skipped when its scale lies above the step's ceiling.
 
     Args:
-        ceilings: (N,) largest scale with finite gradients in each step; inf: any works, negative: none works.
+        ceilings: (N,) largest scale with finite gradients in each step, or (N, P) for runs of their own; inf: any
+                  scale works, negative: none works.
         policies: a vector of policies, see `policies.stack`; a single one counts as a vector of one.
         sample:   ascending indices of the steps whose scales to return; None: all (8 bytes per policy and step).
         compiled: use torch.compile, 16 steps per call; None: when the work is large and a compiler is there.
     Edges:   a policy that raises skips that step and does nothing after it.
-    Raises:  ValueError for ceilings that are NaN or not a vector.
+    Raises:  ValueError for ceilings that are NaN or of another shape.
     """
     tops = np.asarray(ceilings, dtype=np.float64)
-    if tops.ndim != 1 or np.isnan(tops).any():
-        raise ValueError(f"ceilings must be a vector without NaN, one entry per step, got shape {tops.shape}")
     if not policies.shape:
         policies = stack([policies])
+    if tops.shape[1:] not in ((), policies.shape) or not tops.ndim or np.isnan(tops).any():
+        raise ValueError(f"ceilings must be (steps,) or (steps, {policies.shape[0]}) without NaN, got {tops.shape}")
     if compiled is None:
         compiled = len(tops) * policies.shape[0] >= _WORTH_COMPILING and can_compile()
     steps = list(range(len(tops))) if sample is None else [int(i) for i in sample]

@@ -1,0 +1,47 @@
+"""Every committed trace loads, is documented, and is reproduced by a replay of the policy that was really used."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpkit.policies import ScalePolicy
+from mpkit.record import Trace
+from mpkit.replay import replay
+
+FOLDER = Path(__file__).resolve().parent.parent / "data" / "traces"
+FILES = sorted(FOLDER.glob("*.npz"))
+
+
+def test_there_are_traces_and_each_is_documented():
+    assert len(FILES) >= 6
+    text = (FOLDER / "README.md").read_text()
+    maker = (FOLDER / "make_traces.py").read_text()
+    for path in FILES:
+        assert f"`{path.name}`" in text, f"{path.name} has no line in data/traces/README.md"
+        assert f"def {path.stem}(" in maker, f"nothing in make_traces.py makes {path.name}"
+        assert path.stat().st_size < 400_000
+    assert sum(path.stat().st_size for path in FILES) < 2_000_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_policy_really_used_gives_the_recorded_scale_and_skips(path):
+    trace = Trace.load(path)
+    policy = ScalePolicy(**(trace.meta["policy"] | {"layers": ()}))
+    row = replay(trace, policy, scales=True).iloc[0]
+    np.testing.assert_array_equal(row["scale"], trace.scale)
+    assert row["skipped"] == trace.overflow.sum()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_trace_is_whole_and_says_what_made_it(path):
+    trace = Trace.load(path)
+    assert len(trace) >= 200
+    assert json.loads(json.dumps(trace.meta))["what"]
+    assert trace.meta["made_by"] == "data/traces/make_traces.py"
+    part = trace.gradients
+    total = part.counts.sum(axis=2) + part.zeros + part.nonfinite
+    assert ((total == part.size) | (total == 0)).all()
+    finite = part.nonfinite.sum(axis=1) == 0
+    assert (finite == ~trace.overflow[trace.rows]).all()
