@@ -117,7 +117,8 @@ LEFT_ALONE = _methods(
     )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
 LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if isinstance(function, FunctionType))
-LEFT_ALONE |= {Tensor.shape.__get__, Tensor.grad.__set__, Tensor.grad.__delete__}  # x.shape and all other attributes
+_GRAD: Any = Tensor.grad
+LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
 
 CONVERSIONS = _methods(words("to float half bfloat16 double type type_as"))
 

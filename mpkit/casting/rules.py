@@ -129,10 +129,9 @@ def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: 
     args, kwargs = mode.cast_all(args[1:], target), mode.cast_all(kwargs, target)
     if not isinstance(target, Emulated):
         return func(into, *args, **kwargs)
-    if (
-        func.__name__ in ops.OUT_OF_PLACE
-    ):  # rounding in place what an operation saved for backward would spoil the gradient
-        return into.copy_(mode.cast(ops.OUT_OF_PLACE[func.__name__](into.clone(), *args, **kwargs), target))
+    compute = ops.OUT_OF_PLACE.get(func.__name__)
+    if compute is not None:  # rounding in place what an operation saved for backward would spoil the gradient
+        return into.copy_(mode.cast(compute(into.clone(), *args, **kwargs), target))
     out = func(into, *args, **kwargs)
     round_in_place_(into)
     return out
@@ -266,7 +265,7 @@ PLAIN = Rule()
 CASTING = Rule()  # as PLAIN, while arguments or results of a module are cast
 
 
-def _table(*parts: tuple[Iterable[ops.Function], Handler]) -> dict[str, Handler]:
+def _table(*parts: tuple[Iterable[Any], Handler]) -> dict[str, Handler]:
     """Handlers by the name of the function: one operator has one name in all its homes. Later parts win."""
     return {func.__name__: handler for functions, handler in parts for func in functions}
 
