@@ -1,0 +1,257 @@
+"""Learning-rate schedules side by side, Adam with a narrow state, and a static loss scale, divided out or not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traitlets import Bool, Enum, Float, Int
+
+from mpkit.data import digits
+from mpkit.explorers.base import Explorer
+from mpkit.formats import BF16, FP16, FP32, FloatFormat
+from mpkit.optimizers import SGD, Adam, AdamWeightDecay, Momentum
+from mpkit.rounding import round_to
+from mpkit.schedules import (
+    CosineDecayLR,
+    ExponentialDecayLR,
+    InverseDecayLR,
+    LearningRateSchedule,
+    NaturalExpDecayLR,
+    PolynomialDecayLR,
+    WarmUpLR,
+)
+from mpkit.step import TrainOneStepCell, WithLossCell
+
+STEPS = 200
+FORMATS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
+
+
+# --- schedules
+
+
+class SchedulesExplorer(Explorer):
+    """Five schedules with the same numbers, after a common warm-up."""
+
+    controls = ("learning_rate", "decay_rate", "decay_steps", "power", "is_stair", "warmup_steps", "step")
+    learning_rate = Float(0.1, min=1e-4, max=1.0).tag(label="learning_rate", scale="log10", step=0.25)
+    decay_rate = Float(0.5, min=0.05, max=1.5).tag(label="decay_rate", step=0.05)
+    decay_steps = Int(60, min=1, max=STEPS).tag(label="decay_steps", unit="steps")
+    power = Float(0.5, min=0.25, max=4.0).tag(label="power", step=0.25)
+    is_stair = Bool(False).tag(label="is_stair: change only every decay_steps")
+    warmup_steps = Int(0, min=0, max=100).tag(label="warm-up", unit="steps")
+    step = Int(60, min=0, max=STEPS - 1).tag(label="marked step", animate=80)
+
+    def schedules(self) -> dict[str, LearningRateSchedule]:
+        """The five schedules of the present settings, by a short name."""
+        lr, rate, span = float(self.learning_rate), float(self.decay_rate), self.decay_steps
+        decays: dict[str, LearningRateSchedule] = {
+            "exponential": ExponentialDecayLR(lr, rate, span, self.is_stair),
+            "natural exp": NaturalExpDecayLR(lr, rate, span, self.is_stair),
+            "inverse": InverseDecayLR(lr, rate, span, self.is_stair),
+            "cosine": CosineDecayLR(0.0, lr, span),
+            "polynomial": PolynomialDecayLR(lr, 0.0, span, float(self.power)),
+        }
+        if not self.warmup_steps:
+            return decays
+        warm = WarmUpLR(lr, self.warmup_steps)
+        return {name: warm.then(decay, at=self.warmup_steps) for name, decay in decays.items()}
+
+    def compute(self) -> None:
+        steps = torch.arange(STEPS)
+        self.curves = {name: schedule(steps).tolist() for name, schedule in self.schedules().items()}
+
+    def summary(self) -> str:
+        shown = ", ".join(f"{name} {rates[self.step]:.3g}" for name, rates in self.curves.items())
+        return f"Learning rate at step {self.step}, from {self.learning_rate:.3g}: {shown}."
+
+    def table(self) -> list[dict[str, Any]]:
+        steps = sorted({0, self.step, *range(0, STEPS, 40)})
+        return [{"step": k, **{name: float(f"{r[k]:.3g}") for name, r in self.curves.items()}} for k in steps]
+
+
+# --- Adam with a narrow state
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What one first Adam update computes for gradients of given sizes, every intermediate result in one format.
+
+    Args:
+        moment2:  (1 - beta2) g^2 as stored.
+        eps:      as stored.
+        size:     the step in units of the learning rate; 1 in exact arithmetic when g is far above eps.
+    """
+
+    moment2: Tensor
+    eps: float
+    size: Tensor
+
+
+def first_adam_step(gradient: Tensor, eps: float, fmt: FloatFormat) -> AdamStep:
+    """The first update of Adam with beta1 0.9, beta2 0.999, each operation rounded to `fmt`.
+
+    Shapes:  gradient (*) float32 >= 0 -> fields of the same shape.
+    Source:  `mpkit.optimizers.Adam` at t = 1, rounded as a float16 optimizer would.
+    """
+
+    def held(x: Tensor) -> Tensor:
+        return round_to(x, fmt)
+
+    g = held(gradient)
+    moment1 = held(g * 0.1)
+    moment2 = held(held(g * g) * 0.001)
+    tiny = held(torch.tensor(eps))
+    correction = held(torch.tensor(math.sqrt(0.001) / 0.1))
+    ratio = held(held(moment1 * correction) / held(held(moment2.sqrt()) + tiny))
+    return AdamStep(moment2, float(tiny), ratio)
+
+
+class AdamStateExplorer(Explorer):
+    """The size of Adam's first step over the size of the gradient, when state and eps are kept in a narrow format."""
+
+    controls = ("state_format", "eps_exponent", "gradient_exponent")
+    state_format = Enum(list(FORMATS), "float16").tag(label="state kept in")
+    eps_exponent = Int(-8, min=-12, max=-1).tag(label="eps, 10 to the")
+    gradient_exponent = Int(-10, min=-26, max=16).tag(label="gradient, 2 to the")
+
+    def compute(self) -> None:
+        self.eps = 10.0**self.eps_exponent
+        exponents = torch.arange(-26 * 4, 16 * 4 + 1) / 4
+        self.gradients = torch.exp2(exponents)
+        self.narrow = first_adam_step(self.gradients, self.eps, FORMATS[self.state_format])
+        self.wide = first_adam_step(self.gradients, self.eps, FP32)
+        self.marked = int((exponents == self.gradient_exponent).nonzero())
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Gradient, stored second moment, and step sizes at one position of the curve."""
+        return {
+            "gradient": float(f"{self.gradients[index]:.3g}"),
+            "v as stored": float(f"{self.narrow.moment2[index]:.3g}"),
+            "step, learning rates": float(f"{self.narrow.size[index]:.3g}"),
+            "the same in float32": float(f"{self.wide.size[index]:.3g}"),
+        }
+
+    def summary(self) -> str:
+        gradient, moment2, size, exact = self.row(self.marked).values()
+        return (
+            f"Gradient 2^{self.gradient_exponent} = {gradient:g}: in {self.state_format} v is {moment2:g}, "
+            f"eps 1e{self.eps_exponent} becomes {self.narrow.eps:.3g} and the step {size:g} times the learning rate; "
+            f"in float32 it is {exact:g} times."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [self.row(i) for i in range(0, len(self.gradients), 8)]
+
+
+@cache
+def _pixels(split: str) -> tuple[Tensor, Tensor]:
+    images, labels = digits(split, size=8)
+    return images.flatten(1), labels
+
+
+def small_network(seed: int = 0) -> nn.Module:
+    """64 pixels, 64 hidden units, 10 digits; the same start for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str, Any]:
+    """Train on the 8x8 digits with Adam whose moments and eps are rounded to `fmt` after every step.
+
+    Weights, gradients and arithmetic stay in float32, so that the state alone makes the difference.
+    """
+    network = small_network()
+    optimizer = Adam(network.parameters(), 0.01, eps=eps)
+    optimizer.param_groups[0]["eps"] = float(round_to(torch.tensor(eps), fmt))
+    images, labels = _pixels("train")
+    for step in range(steps):
+        batch = torch.arange(step * 64, step * 64 + 64) % len(images)
+        loss = F.cross_entropy(network(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for moments in optimizer.state.values():
+            for moment in moments.values():
+                round_to(moment, fmt, out=moment)
+    tests, truth = _pixels("test")
+    right = (network(tests).argmax(1) == truth).float().mean()
+    stored = optimizer.param_groups[0]["eps"]
+    return {
+        "state": fmt.name,
+        "eps": eps,
+        "stored eps": stored,
+        "last loss": loss.item(),
+        "accuracy": float(right),
+    }
+
+
+def decayed_weights(size: float, steps: int = 200) -> dict[str, float]:
+    """Where a weight of 1 ends when its gradients alternate, +size and -size, with weight decay 0.1 and lr 0.01."""
+    ends = {}
+    for name, make in (("SGD", SGD), ("Adam", Adam), ("AdamWeightDecay", AdamWeightDecay)):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = make([weight], 0.01, weight_decay=0.1)
+        for step in range(steps):
+            weight.grad = torch.tensor([size if step % 2 else -size])
+            optimizer.step()
+        ends[name] = float(weight.detach())
+    return ends
+
+
+# --- the static loss scale, multiplied and divided in two places
+
+MAKERS: dict[str, Any] = {
+    "SGD": lambda p, scale, decay: SGD(p, 0.5, weight_decay=decay, loss_scale=scale),
+    "Momentum": lambda p, scale, decay: Momentum(p, 0.05, 0.9, decay, scale),
+    "Adam": lambda p, scale, decay: Adam(p, 0.01, weight_decay=decay, loss_scale=scale),
+}
+
+
+def train_scaled(kind: str, sens: float, loss_scale: float, weight_decay: float = 0.0, steps: int = 40) -> list[float]:
+    """Loss of each step when the backward pass starts from `sens` and the optimizer divides by `loss_scale`.
+
+    This is the pair that a FixedLossScaleManager with drop_overflow_update=False builds.
+    """
+    network = small_network()
+    optimizer = MAKERS[kind](network.parameters(), float(loss_scale), float(weight_decay))
+    cell = TrainOneStepCell(WithLossCell(network, nn.CrossEntropyLoss()), optimizer, sens=float(sens))
+    images, labels = _pixels("train")
+    batches = [torch.arange(step * 64, step * 64 + 64) % len(images) for step in range(steps)]
+    return torch.stack([cell(images[batch], labels[batch]) for batch in batches]).tolist()
+
+
+class LossScaleExplorer(Explorer):
+    """A static loss scale in two places: the cell multiplies by 2^sens, the optimizer divides by 2^loss_scale."""
+
+    controls = ("optimizer", "sens_exponent", "scale_exponent", "weight_decay")
+    optimizer = Enum(list(MAKERS), "SGD").tag(label="optimizer")
+    sens_exponent = Int(10, min=0, max=16).tag(label="sens (train cell), 2 to the", costly=True)
+    scale_exponent = Int(10, min=0, max=16).tag(label="loss_scale (optimizer), 2 to the", costly=True)
+    weight_decay = Float(0.0, min=0.0, max=0.1).tag(label="weight_decay", step=0.01, costly=True)
+
+    def compute(self) -> None:
+        sens, scale = 2.0**self.sens_exponent, 2.0**self.scale_exponent
+        self.losses = train_scaled(self.optimizer, sens, scale, self.weight_decay)
+        self.agreed = train_scaled(self.optimizer, 1.0, 1.0, self.weight_decay)
+
+    def summary(self) -> str:
+        ratio = 2.0 ** (self.sens_exponent - self.scale_exponent)
+        return (
+            f"{self.optimizer}, sens 2^{self.sens_exponent}, loss_scale 2^{self.scale_exponent}: gradients arrive "
+            f"{ratio:g} times their size; loss after {len(self.losses)} steps {_round(self.losses[-1])}, "
+            f"with agreeing scales {_round(self.agreed[-1])}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        steps = range(0, len(self.losses), 5)
+        return [{"step": k, "these": _round(self.losses[k]), "agreeing": _round(self.agreed[k])} for k in steps]
+
+
+def _round(loss: float) -> float:
+    return float(f"{loss:.2g}")

@@ -1,0 +1,24 @@
+"""The widgets of the lesson on optimizers and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.explorers.optimizers import AdamStateExplorer, LossScaleExplorer, SchedulesExplorer
+from mpkit.plots.optimizers import AdamStatePicture, LossScalePicture, SchedulesPicture
+from mpkit.widgets.base import View
+
+
+def schedules_view(**params: Any) -> View:
+    """Five schedules side by side with a common warm-up; parameters as `SchedulesExplorer`."""
+    return View(SchedulesExplorer(**params), SchedulesPicture())
+
+
+def adam_state_view(**params: Any) -> View:
+    """Adam's first step with its state in a narrow format; parameters as `AdamStateExplorer`."""
+    return View(AdamStateExplorer(**params), AdamStatePicture())
+
+
+def loss_scale_view(**params: Any) -> View:
+    """A static loss scale multiplied in the cell and divided in the optimizer; parameters as `LossScaleExplorer`."""
+    return View(LossScaleExplorer(**params), LossScalePicture())
