@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_every_layer_computes_what_the_framework_computed(golden: dict[str, Any]
     given: dict[str, Tensor] = {"conv": x}
     names = golden["layers"]
     wanted = {name: array(case["layer_outputs"][name]) for name in names}
-    given |= {name: torch.tensor(wanted[before]) for before, name in zip(names, names[1:])}
+    given |= {name: torch.tensor(wanted[before]) for before, name in pairwise(names)}
     for name in names:  # each layer is fed with the framework's own input, so one layer's difference stays its own
         layer = getattr(network, name)
         layer.register_forward_pre_hook(lambda _m, _args, name=name: (given[name],))

@@ -116,7 +116,7 @@ LEFT_ALONE = _methods(
     __array__ __deepcopy__ __reduce_ex__ __iter__ new_empty new_zeros new_ones new_full new_tensor new"""
     )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
-LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if isinstance(function, FunctionType))
+LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if callable(function))
 _GRAD: Any = Tensor.grad
 LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
 

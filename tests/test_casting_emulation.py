@@ -1,0 +1,155 @@
+"""Levels in emulated formats: FP16 and BF16 emulated equal the native dtypes; gradients round to their own format."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_casting import CASTING_LEVELS, NETWORKS, made, tensors
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, to_float
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16, FP32, FloatFormat, get_format
+from mpkit.rounding import round_to
+
+EXACT_KERNELS = ["functions", "convolutional", "attention", "transformer", "shared", "transposed"]
+
+
+def gradients(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    out = network(*args, **kwargs)
+    floats = [x.float() for x in tensors(out) if x.is_floating_point()]
+    torch.manual_seed(5)  # random weights: the square of a normalized output is constant, its gradient only noise
+    torch.stack([(x * torch.randn_like(x)).sum() for x in floats]).sum().backward()
+    found = [p.grad for p in network.parameters() if p.grad is not None]
+    return [x.detach().float() for x in tensors(out) if x.is_floating_point()], found
+
+
+@pytest.mark.parametrize("name", EXACT_KERNELS)
+@pytest.mark.parametrize(("fmt", "native"), [(FP16, torch.float16), (BF16, torch.bfloat16)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_an_emulated_native_format_computes_as_the_native_one(
+    level: str, fmt: FloatFormat, native: torch.dtype, name: str
+) -> None:
+    """Forward within 2 roundings (kernels keep a few sums unrounded that emulation rounds, or the reverse)."""
+    network, args, kwargs = made(name)
+    twin = copy.deepcopy(network)
+    got, got_grads = gradients(auto_mixed_precision(network, level, fmt), args, kwargs)
+    want, want_grads = gradients(auto_mixed_precision(twin, level, native), args, kwargs)
+
+    for a, b in zip(got, want):
+        assert (a - b).abs().max() <= 8 * fmt.eps * max(1.0, float(b.abs().max()))
+    for a, b in zip(got_grads, want_grads):
+        assert (a - b).abs().max() <= 64 * fmt.eps * max(0.1, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_a_multilayer_network_is_bit_equal(level: str) -> None:
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    twin = copy.deepcopy(network)
+    x = torch.randn(6, 12)
+    got = auto_mixed_precision(network, level, BF16)(x)
+    want = auto_mixed_precision(twin, level, torch.bfloat16)(x)
+    assert torch.equal(got, want.float())
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2, get_format("e4m7")], ids=str)
+def test_all_values_between_layers_are_values_of_the_format(fmt: FloatFormat) -> None:
+    network, args, _ = made("convolutional")
+    auto_mixed_precision(network, "O2", fmt)
+    seen: list[Tensor] = []
+    for layer in network:
+        layer.register_forward_hook(lambda _m, _a, out: seen.append(out.detach().clone()))
+    network(*args)
+    assert len(seen) == 8
+    for x in seen:
+        assert x.dtype is torch.float32
+        assert torch.equal(round_to(x, fmt), x)
+
+
+def test_forward_and_gradient_formats_may_differ() -> None:
+    """y = w * x with w = 1.0625 (a tie of E4M3FN) and an incoming gradient that E5M2 must round."""
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.1)
+    to_float(layer, E4M3FN, grad_dtype=E5M2)
+    x = torch.tensor([[3.3]], requires_grad=True)
+    y = layer(x)
+    y.backward(torch.tensor([[0.7]]))
+    w16, x16 = (round_to(torch.tensor(v), E4M3FN) for v in (1.1, 3.3))
+    assert y.item() == round_to(w16 * x16, E4M3FN).item()
+    g = round_to(torch.tensor(0.7), E5M2)
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    assert layer.weight.grad.item() == round_to(g * x16, E5M2).item()
+    assert x.grad.item() == round_to(g * w16, E5M2).item()
+
+
+def test_gradients_round_to_the_format_itself_unless_told() -> None:
+    layer = to_float(nn.Linear(1, 1, bias=False), E4M3FN)
+    layer(torch.tensor([[1.0]])).backward(torch.tensor([[2.0**-12]]))  # below half of E4M3FN's smallest, 2**-9
+    assert layer.weight.grad.item() == 0.0  # type: ignore[union-attr]
+    layer.weight.grad = None
+    to_float(layer, E4M3FN, grad_dtype=E5M2)
+    layer(torch.tensor([[1.0]])).backward(torch.tensor([[2.0**-12]]))
+    assert layer.weight.grad.item() == 2.0**-12  # type: ignore[union-attr]
+
+
+def test_float32_emulated_changes_nothing() -> None:
+    for name in NETWORKS:
+        network, args, kwargs = made(name)
+        want = tensors(copy.deepcopy(network)(*args, **kwargs))
+        got = tensors(auto_mixed_precision(network, "O3", FP32)(*args, **kwargs))
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_in_place_results_are_rounded_and_their_gradients_are_right() -> None:
+    class Steps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 1.0
+            y += 0.3
+            y.tanh_()
+            y = y * 1
+            y[0] = 0.123
+            y.clamp_(max=0.9)
+            return F.leaky_relu_(y * 1, 0.3)
+
+    x = torch.linspace(-2, 2, 9, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    got = auto_mixed_precision(Steps(), "O3", FP16)(x)
+    want = auto_mixed_precision(Steps(), "O3", torch.float16)(twin)
+    assert torch.equal(got, want)
+    got.sum().backward()
+    want.sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad, rtol=2**-9, atol=2**-12)
+
+
+def test_overflow_follows_the_format() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 1.0)
+    big = torch.tensor([[500.0]])  # beyond E4M3FN's 448, far within E5M2's 57344
+    assert auto_mixed_precision(copy.deepcopy(layer), "O3", E4M3FN)(big).isnan().all()
+    assert auto_mixed_precision(copy.deepcopy(layer), "O3", E5M2)(big).item() == 512.0
+    assert auto_mixed_precision(layer, "O3", E5M2)(big * 200).item() == torch.inf
+
+
+def test_the_result_of_a_level_is_no_longer_bound_to_the_format() -> None:
+    network = auto_mixed_precision(nn.Linear(2, 2), "O2", E4M3FN)
+    out = network(torch.ones(1, 2))
+    out = out.detach() + 0.01
+    follower = auto_mixed_precision(nn.Identity(), "auto", E4M3FN)
+    assert torch.equal(follower(out), out)
+
+
+def test_auto_follows_emulated_inputs() -> None:
+    class Middle(nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(x @ w), torch.tanh(x)  # in the format; in float32
+
+    x = torch.randn(3, 3)
+    rounded, wide = auto_mixed_precision(Middle(), "auto", E4M3FN)(x, x)
+    assert torch.equal(round_to(rounded, E4M3FN), rounded)
+    assert torch.equal(wide, torch.tanh(x))

@@ -1,0 +1,288 @@
+"""Own lists, and the lists themselves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.casting import (
+    auto_mixed_precision,
+    custom_mixed_precision,
+    get_black_list,
+    get_white_list,
+    ledger,
+    to_float,
+)
+from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST
+from mpkit.casting.operations import operator_of, spellings
+from mpkit.casting.presets import APEX_TO_WIDE, PRESETS, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, preset_table
+from mpkit.formats import E4M3FN
+
+X = torch.tensor([[0.5, 1.25], [2.0, 0.75]])
+
+
+def computes(network: nn.Module, x: Tensor) -> list[tuple[str, str]]:
+    with ledger(network) as book:
+        network(x)
+    return [(row.operation, row.compute) for row in book.rows]
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.LayerNorm(4))
+
+
+def test_the_lists_are_fresh_copies() -> None:
+    for get in (get_white_list, get_black_list):
+        get().clear()
+        assert get()
+    assert get_black_list() == [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm]
+    white = get_white_list()
+    assert {nn.Conv3d, nn.ConvTranspose1d, nn.Linear, nn.GRUCell, F.relu, F.prelu, F.conv2d, torch.matmul} <= set(white)
+    assert nn.LSTM not in white
+    assert nn.ReLU not in white
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
+def test_the_built_in_lists_give_o1_and_o2(dtype: Any) -> None:
+    x = torch.randn(3, 4)
+    for level, lists in (("O1", {"white_list": get_white_list()}), ("O2", {"black_list": get_black_list()})):
+        torch.manual_seed(0)
+        want = auto_mixed_precision(small(), level, dtype)(x)
+        torch.manual_seed(0)
+        network = small()
+        assert custom_mixed_precision(network, dtype=dtype, **lists) is network  # type: ignore[arg-type]
+        assert torch.equal(network(x), want)
+
+
+def test_empty_lists_are_nothing_and_everything(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(3, 4)
+    white = custom_mixed_precision(small(), white_list=[])
+    assert {compute for _, compute in computes(white, x)} == {"float32"}
+    with caplog.at_level(logging.WARNING):
+        black = custom_mixed_precision(small(), black_list=[])
+    assert {compute for _, compute in computes(black, x)} == {"float16"}
+    missing = [record.getMessage().split()[0] for record in caplog.records]
+    assert missing == ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LayerNorm"]
+    assert black(x).dtype is torch.float32
+
+
+def test_own_lists_decide() -> None:
+    x = torch.randn(3, 4)
+    white = custom_mixed_precision(small(), white_list=[nn.ReLU])
+    black = custom_mixed_precision(small(), black_list=[*get_black_list(), nn.ReLU])
+    assert [compute for _, compute in computes(white, x)] == ["float32", "float32", "float16", "float32"]
+    assert [compute for _, compute in computes(black, x)] == ["float16", "float32", "float32", "float32"]
+
+
+def test_an_operator_on_the_white_list_stands_for_all_its_spellings() -> None:
+    class Spelled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.matmul(x, x) + (x @ x) + x.matmul(x) + F.linear(x, x) + torch.einsum("ij,jk->ik", x, x)
+
+    got = computes(custom_mixed_precision(Spelled(), white_list=[torch.matmul]), X)
+    assert [compute for name, compute in got if "add" not in name] == ["float16"] * 5
+    assert {compute for name, compute in got if "add" in name} == {"float32"}
+
+
+def test_custom_lists_record_no_level_and_respect_to_float_like_o1() -> None:
+    from mpkit.casting import amp_level
+
+    network = small()
+    to_float(network[0], torch.float32)
+    custom_mixed_precision(network, white_list=[nn.Linear])
+    assert amp_level(network) == ""
+    assert computes(network, torch.randn(3, 4))[0] == ("linear", "float32")
+
+
+BAD = [
+    ({"network": 3, "white_list": []}, TypeError, r"nn\.Module"),
+    ({}, ValueError, "neither"),
+    ({"white_list": [], "black_list": []}, ValueError, "both"),
+    ({"white_list": [], "dtype": torch.float32}, ValueError, "dtype"),
+    ({"black_list": [], "dtype": "float16"}, ValueError, "dtype"),
+    ({"white_list": (nn.Linear,)}, TypeError, "list"),
+    ({"black_list": (nn.Linear,)}, TypeError, "list"),
+    ({"white_list": {nn.Linear}}, TypeError, "list"),
+    ({"white_list": ["Linear"]}, TypeError, "'Linear'"),
+    ({"white_list": [nn.Linear(2, 2)]}, TypeError, "Linear"),
+    ({"white_list": [int]}, TypeError, "int"),
+    ({"white_list": [print]}, TypeError, "print"),
+    ({"black_list": [int]}, TypeError, "int"),
+    ({"black_list": ["LayerNorm"]}, TypeError, "LayerNorm"),
+    ({"black_list": [torch.matmul]}, TypeError, "cannot be kept"),
+    # the order of checks: network, one list, dtype, elements
+    ({"network": 3, "white_list": (), "black_list": ()}, TypeError, r"nn\.Module"),
+    ({"white_list": (), "black_list": (), "dtype": 3}, ValueError, "both"),
+    ({"white_list": (), "dtype": 3}, ValueError, "dtype"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "match"), BAD)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        custom_mixed_precision(**({"network": small()} | arguments))
+
+
+def test_lists_are_keyword_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        custom_mixed_precision(small(), [])  # type: ignore[misc]
+
+
+# --- the operator lists of auto and of the presets --------------------------------------------------------------------
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+WIDE_CALLS = {
+    "pow": (lambda x: x**2),
+    "rpow": (lambda x: 2**x),
+    "exp": torch.exp,
+    "log": Tensor.log,
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "softmax": lambda x: x.softmax(-1),
+    "sum": lambda x: x.sum(),
+    "prod": torch.prod,
+    "cumsum": lambda x: x.cumsum(0),
+    "norm": lambda x: x.norm(),
+    "layer_norm": lambda x: F.layer_norm(x, (2,)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "mse_loss": lambda x: F.mse_loss(x, x * 0),
+    "l1_loss": lambda x: F.l1_loss(x, x * 0),
+    "softplus": F.softplus,
+    "rsqrt": torch.rsqrt,
+}
+LOW_CALLS = {
+    "matmul": lambda x: x @ x,
+    "mv": lambda x: torch.mv(x, x[0]),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "addmm": lambda x: torch.addmm(x, x, x),
+    "linear": lambda x: F.linear(x, x),
+    "prelu": lambda x: F.prelu(x, x[0, :1]),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+}
+FOLLOWING_CALLS = {"mean": torch.mean, "relu": F.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "gelu": F.gelu}
+
+
+@pytest.mark.parametrize("name", WIDE_CALLS)
+def test_auto_computes_its_wide_list_in_float32(name: str) -> None:
+    network = auto_mixed_precision(Apply(WIDE_CALLS[name]), "auto")
+    assert network(X.half()).dtype is torch.float32
+    assert torch.equal(network(X.half()), WIDE_CALLS[name](X.half().float()))
+
+
+@pytest.mark.parametrize("name", LOW_CALLS)
+def test_auto_computes_its_low_list_in_low(name: str) -> None:
+    network = auto_mixed_precision(Apply(LOW_CALLS[name]), "auto")
+    assert network(X).dtype is torch.float16
+    assert torch.equal(network(X), LOW_CALLS[name](X.half()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FOLLOWING_CALLS)
+def test_auto_leaves_the_others_in_the_dtype_of_their_inputs(name: str, dtype: torch.dtype) -> None:
+    assert auto_mixed_precision(Apply(FOLLOWING_CALLS[name]), "auto")(X.to(dtype)).dtype is dtype
+
+
+def test_auto_promotes_to_the_widest_input() -> None:
+    def both(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [torch.cat([a, b]), torch.addcmul(a, a, b), torch.dot(a[0], b[0])]
+
+    network = auto_mixed_precision(Apply(both), "auto")
+    assert {x.dtype for x in network(X.half(), X)} == {torch.float32}
+    assert {x.dtype for x in network(X.half(), X.half())} == {torch.float16}
+
+
+def test_auto_returns_float32_from_a_layer_with_bias_and_low_without() -> None:
+    for bias, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        for layer, x in ((nn.Linear(2, 2, bias=bias), X), (nn.Conv1d(2, 2, 1, bias=bias), X[None])):
+            assert auto_mixed_precision(layer, "auto", torch.bfloat16)(x).dtype is dtype
+
+
+def test_a_module_set_by_to_float_wins_over_auto() -> None:
+    network = nn.Sequential(to_float(Apply(torch.exp), torch.float16))
+    assert auto_mixed_precision(network, "auto")(X).dtype is torch.float16
+
+
+def test_every_listed_operator_exists_in_torch() -> None:
+    for names in (AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, APEX_TO_WIDE):
+        assert spellings(*names)
+    with pytest.raises(ValueError, match="no function named"):
+        spellings("matmull")
+
+
+def test_operators_are_found_from_any_spelling() -> None:
+    for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+        assert operator_of(function) == "matmul"
+    for stranger in (print, nn.Linear, "matmul", None, 3, len):
+        assert operator_of(stranger) is None
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+def test_torch_autocast_on_cuda_is_reproduced_where_the_cpu_lists_agree() -> None:
+    """torch's own autocast is the oracle for what its CPU lists share with the CUDA lists."""
+    from mpkit.casting import cast_like
+
+    def shared(x: Tensor) -> list[Tensor]:
+        y = x @ x
+        return [
+            y,
+            F.linear(x, x, x[0]),
+            F.mse_loss(y, y * 2),
+            torch.cat([y, x]),
+            F.relu(y),
+            y + x,
+            torch.bmm(x[None], x[None]),
+        ]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        want = shared(X)
+    got = cast_like(Apply(shared), "torch_autocast", torch.bfloat16)(X)
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_torch_autocast_preset_has_the_cuda_lists_that_the_cpu_lacks() -> None:
+    from mpkit.casting import cast_like
+
+    for name in ("softmax", "sum", "exp", "layer_norm"):
+        with torch.autocast("cpu", torch.float16):
+            assert WIDE_CALLS[name](X.half()).dtype is torch.float16
+        assert cast_like(Apply(WIDE_CALLS[name]), "torch_autocast")(X.half()).dtype is torch.float32
+
+
+def test_apex_o2_keeps_affine_batch_norms_only() -> None:
+    from mpkit.casting import cast_like
+
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.LayerNorm(2))
+    got = computes(cast_like(network, "apex_O2"), X)
+    assert [compute for _, compute in got] == ["float32", "float16", "float16"]
+
+
+def test_keras_gives_low_results_even_from_a_final_softmax() -> None:
+    from mpkit.casting import cast_like
+
+    assert cast_like(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), "keras_mixed_float16")(X).dtype is torch.float16
+
+
+def test_one_table_compares_them() -> None:
+    table = preset_table()
+    assert {row["preset"] for row in table} == {
+        *PRESETS,
+        *(f"mindspore {level}" for level in ("O1", "O2", "O3", "auto")),
+    }
+    assert all(set(row) == set(table[0]) for row in table)
