@@ -69,6 +69,8 @@ class Report:
         return lines + [f"    {operand}" for operand in self.operands]
 
     def _scales(self) -> list[str]:
+        if self.verdict in ("bad_data", "weights_non_finite", "model_non_finite"):
+            return []
         largest = "no loss scale works" if self.max_scale is None else f"largest that works {power(self.max_scale)}"
         lines = [f"  level {self.level}, {self.dtype}; scale asked about {power(self.scale)}, {largest}"]
         if not math.isnan(self.lost):
@@ -118,7 +120,9 @@ def _advice(report: Report) -> list[str]:
             "a skip now and then is how a dynamic scaler finds the ceiling, and no fault",
         ]
     elif report.verdict == "forward_overflow":
-        advice = [keep, bf16, "lowering the loss scale will not help: the forward pass does not see it"]
+        hidden = "the loss stays finite only because the inf is divided away; what it stood for is lost"
+        seen = "lowering the loss scale will not help: the forward pass does not see it"
+        advice = [keep, bf16, hidden if math.isfinite(report.low_loss) else seen]
     elif report.verdict == "gradient_overflow":
         down = report.max_scale is not None
         advice = [

@@ -61,7 +61,7 @@ def diagnose(
             return _report(_blame_model(full), full, full, None, scale, level, dtype)
         low = _run(_low_copy(network, level, dtype), batch, loss_fn, scale)
     largest = None if not math.isfinite(low.loss) else low.largest_scale()
-    return _report(_blame_precision(low, largest), full, low, largest, scale, level, dtype)
+    return _report(_blame_precision(full, low, largest), full, low, largest, scale, level, dtype)
 
 
 @dataclass
@@ -177,9 +177,10 @@ def _blame_model(full: _Run) -> tuple[str, Event | None, tuple[str, ...]]:
     return ("weights_non_finite", None, tuple(inside)) if inside else ("bad_data", None, leaves)
 
 
-def _blame_precision(low: _Run, largest: float | None) -> tuple[str, Event | None, tuple[str, ...]]:
+def _blame_precision(full: _Run, low: _Run, largest: float | None) -> tuple[str, Event | None, tuple[str, ...]]:
     if low.finite:
-        return "healthy", None, ()
+        hidden = low.watch.hidden() if full.watch.hidden() is None else None
+        return ("healthy", None, ()) if hidden is None else ("forward_overflow", hidden, ())
     event, leaves = low.born()
     if not math.isfinite(low.loss) or (event is not None and event.phase == "forward"):
         return "forward_overflow", event, leaves
@@ -207,7 +208,7 @@ def _report(
         **fields,  # type: ignore[arg-type]
         max_scale=largest,
         lost=at_one,
-        lost_at_scale=_lost(full, low.gradients) if verdict == "healthy" else math.nan,
+        lost_at_scale=_lost(full, low.gradients) if low.finite and full is not low else math.nan,
         loss=full.loss,
         low_loss=low.loss,
         scale=scale,

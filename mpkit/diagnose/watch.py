@@ -66,7 +66,8 @@ class Watch(TorchDispatchMode):
     def __init__(self, network: nn.Module, leaves: dict[str, Tensor]) -> None:
         super().__init__()
         self.network = network
-        self.leaves = {_storage(t): (name, t) for name, t in leaves.items() if _checkable(t)}
+        bad = {name: t for name, t in leaves.items() if _checkable(t) and not bool(t.isfinite().all())}
+        self.leaves = {_storage(t): (name, t) for name, t in bad.items()}  # as they were before anything ran
         self.events: list[Event] = []
         self.backward = False
         self._path: list[str] = []
@@ -126,6 +127,14 @@ class Watch(TorchDispatchMode):
         if leaves:
             return None, tuple(dict.fromkeys(leaves))
         return (self.events[min(births)] if births else None), ()
+
+    def hidden(self) -> Event | None:
+        """The first operation of the forward pass that made +inf or NaN out of finite numbers, whatever came of it.
+
+        A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
+        """
+        fresh = (e for e in self.events if e.phase == "forward" and not e.parents and not e.leaves and not e.meant)
+        return next((e for e in fresh if e.kinds - {"-inf"}), None)
 
     def _sources(self, inputs: list[Tensor]) -> tuple[tuple[Operand, ...], list[int], list[str], bool]:
         """Describe the inputs: -> operands, events they come from, leaves they are, whether a leaf is only a mask."""

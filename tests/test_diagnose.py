@@ -1,0 +1,504 @@
+# ruff: noqa: E501  (one fault per line reads best)
+"""The diagnosis is right about planted faults in every kind of network, and silent on healthy ones."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.diagnose import VERDICTS, diagnose, preflight, recommend
+from mpkit.formats import E4M3FN, E5M2, FP16
+from mpkit.networks import LeNet5, Network, ResidualBlock, TinyGPT
+from mpkit.policies import ScalePolicy
+from mpkit.record import Recorder
+from mpkit.replay import replay
+from mpkit.scalers import PolicyLossScaler
+from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
+
+
+class Op(nn.Module):
+    """A function as a module, so that a fault has a path."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def chain(*parts: Any) -> nn.Module:
+    """Linear(8, 8) called "first", then the parts called "fault" or "part1", ..., then Linear(8, 3) called "last"."""
+    torch.manual_seed(0)
+    middle = [(f"part{i}" if i else "fault", p if isinstance(p, nn.Module) else Op(p)) for i, p in enumerate(parts)]
+    network = nn.Sequential()
+    for name, module in [("first", nn.Linear(8, 8)), *middle, ("last", nn.Linear(8, 3))]:
+        network.add_module(name, module)
+    return network
+
+
+def rows(n: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(n, 8, generator=generator), torch.arange(n) % 3
+
+
+def with_weight(module: nn.Module, path: str, change: Callable[[Tensor], Any]) -> nn.Module:
+    with torch.no_grad():
+        change(dict(module.state_dict(keep_vars=True))[path])
+    return module
+
+
+def touched(batch: tuple[Tensor, Tensor], value: float, which: int = 0) -> tuple[Tensor, Tensor]:
+    parts = [t.clone() for t in batch]
+    parts[which].view(-1)[1] = value
+    return parts[0], parts[1]
+
+
+class Attention(nn.Module):
+    """One head, written out; `mask` is added to the scores."""
+
+    def __init__(self, gain: float = 1.0, mask: Tensor | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.softmax, self.scores = nn.Softmax(-1), Op(lambda qk: qk[0] @ qk[1].transpose(-1, -2) * gain)
+        if mask is not None:
+            self.register_buffer("mask", mask)
+        self.masked = mask is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores((self.query(x), self.key(x)))
+        if self.masked:
+            scores = scores + self.mask
+        return self.softmax(scores) @ self.value(x)
+
+
+class Last(nn.Module):
+    """The last output of a recurrent network."""
+
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0][:, -1]
+
+
+def growing_rnn() -> nn.Module:
+    torch.manual_seed(2)
+    rnn = nn.RNN(8, 8, nonlinearity="relu", batch_first=True)
+    with torch.no_grad():
+        rnn.weight_hh_l0.copy_(3 * torch.eye(8))
+        rnn.weight_ih_l0.fill_(1.0)
+    return Last(rnn)
+
+
+def convolution(gain: float = 1.0) -> nn.Module:
+    torch.manual_seed(4)
+    network = nn.Sequential()
+    network.add_module("conv", nn.Conv2d(1, 4, 3, padding=1))
+    network.add_module("norm", nn.BatchNorm2d(4))
+    network.add_module("pool", nn.AdaptiveAvgPool2d(1))
+    network.add_module("flat", nn.Flatten())
+    network.add_module("last", nn.Linear(4, 3))
+    return with_weight(network, "conv.weight", lambda w: w.mul_(gain))
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.rand(4, 1, 6, 6, generator=torch.Generator().manual_seed(5)) + 0.5, torch.arange(4) % 3
+
+
+def sequences(steps: int = 20) -> Tensor:
+    return torch.rand(2, steps, 8, generator=torch.Generator().manual_seed(6)) + 0.1
+
+
+def embedded(row: Callable[[Tensor], Any]) -> nn.Module:
+    torch.manual_seed(7)
+    network = nn.Sequential()
+    network.add_module("table", nn.Embedding(10, 8))
+    network.add_module("last", nn.Linear(8, 3))
+    return with_weight(network, "table.weight", row)
+
+
+def mean(out: Tensor) -> Tensor:
+    return out.mean()
+
+
+def causal(size: int, all_of_row: int | None = None) -> Tensor:
+    mask = torch.full((size, size), -math.inf).triu(1)
+    if all_of_row is not None:
+        mask[all_of_row] = -math.inf
+    return mask
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault and what the report must say; `operation` is a word in the operation's name."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    verdict: str
+    phase: str = ""
+    module: str = ""
+    operation: str = ""
+    loss: Callable[..., Tensor] = F.cross_entropy
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+FAULTS = [
+    Fault("log of zero", lambda: chain(F.relu, lambda x: torch.log(x * 0)), rows, "model_non_finite", "forward", "part1", "log"),
+    Fault("exp of 100", lambda: chain(lambda x: torch.exp(x * 0 + 100)), rows, "model_non_finite", "forward", "fault", "exp"),
+    Fault("0/0 of a norm", lambda: chain(lambda x: x * 0 / (x * 0).norm()), rows, "model_non_finite", "forward", "fault", "div"),
+    Fault("slope of a root at 0", lambda: chain(lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "fault", "div"),
+    Fault("slope of acos at 1", lambda: chain(lambda x: torch.acos(x * 0 + 1)), rows, "model_non_finite", "backward", "fault", ""),
+    Fault("0 times log 0", lambda: chain(lambda x: torch.where(x > 9, x, -math.inf) * 0), rows, "model_non_finite", "forward", "fault", "mul"),
+    Fault("square of 300", lambda: chain(lambda x: (x * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
+    Fault("sum of 70,000 ones", lambda: chain(lambda x: x + torch.ones(70_000).to(x).sum() * 1e-6), rows, "forward_overflow", "forward", "fault", "sum"),
+    Fault("weights of 1e4", lambda: with_weight(chain(nn.ReLU()), "last.weight", lambda w: w.fill_(1e5 / 2)), rows, "forward_overflow", "forward", "last", "mm"),
+    Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt"),
+    Fault("cumprod of threes", lambda: chain(lambda x: (x[:, :1] * 0 + 3).expand(-1, 60).cumprod(1)[:, -8:] * 1e-25), rows, "forward_overflow", "forward", "fault", "cumprod"),
+    Fault("softmax over large logits", lambda: nn.Sequential(Attention(1e5), nn.Linear(8, 3)), rows, "forward_overflow", "forward", "0.scores", "mul"),
+    Fault("fully masked row", lambda: nn.Sequential(Attention(1.0, causal(4, 2)), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
+    Fault("own root-mean-square norm", lambda: chain(lambda x: x / (400 * x / x).pow(2).mean(-1, keepdim=True).sqrt()), rows, "forward_overflow", "forward", "fault", "pow"),
+    Fault("inf in the data", lambda: chain(nn.ReLU()), lambda: touched(rows(), math.inf), "bad_data", "", "batch[0]"),
+    Fault("NaN in the data", lambda: convolution(), lambda: touched(images(), math.nan), "bad_data", "", "batch[0]"),
+    Fault("inf in the target", lambda: chain(), lambda: touched((rows()[0], torch.zeros(4, 3)), math.inf, 1), "bad_data", "", "batch[1]", loss=F.mse_loss),
+    Fault("NaN weight", lambda: with_weight(chain(nn.ReLU()), "first.weight", lambda w: w[2].fill_(math.nan)), rows, "weights_non_finite", "", "parameter first.weight"),
+    Fault("inf bias of a convolution", lambda: with_weight(convolution(), "conv.bias", lambda b: b[0].fill_(math.inf)), images, "weights_non_finite", "", "parameter conv.bias"),
+    Fault("NaN running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(math.nan)), images, "weights_non_finite", "", "buffer norm.running_var"),
+    Fault("NaN row of an embedding", lambda: embedded(lambda w: w[3].fill_(math.nan)), lambda: (torch.tensor([3, 1]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter table.weight"),
+    Fault("embedding beyond float16", lambda: embedded(lambda w: w.fill_(1e5)), lambda: (torch.tensor([3, 1]), torch.tensor([0, 1])), "forward_overflow", "forward", "table", "cast to float16"),
+    Fault("convolution with weights of 1e5", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", ""),
+    Fault("the same, emulated", lambda: convolution(1e6), images, "forward_overflow", "forward", "conv", "round to", options=(("dtype", FP16),)),
+    Fault("300 in E4M3", lambda: chain(lambda x: (x * 0 + 30) ** 2), rows, "forward_overflow", "forward", "fault", "round to", options=(("dtype", E4M3FN),)),
+    Fault("recurrent growth", growing_rnn, sequences, "forward_overflow", "forward", "rnn", "", loss=mean),
+    Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
+    Fault("loss scale 2^40, GRU", lambda: Last(nn.GRU(8, 4, batch_first=True)), sequences, "scale_too_high", "backward", "", "", loss=mean, options=(("scale", 2.0**40),)),
+    Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
+    Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "", "cast to float16", loss=lambda o, y: F.cross_entropy(o, y) * 1e7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+def test_a_planted_fault_is_named(fault):
+    network = fault.network()
+    before = {key: value.clone() for key, value in network.state_dict().items()}
+    options = {"scale": 2.0**8} | dict(fault.options)
+
+    report = diagnose(network, fault.batch(), fault.loss, **options)
+
+    assert report.verdict == fault.verdict, str(report)
+    if fault.phase:
+        assert report.phase == fault.phase, str(report)
+        assert fault.operation in report.operation, str(report)
+        assert report.operands
+    if fault.module:
+        assert report.module == fault.module, str(report)
+    works = report.max_scale
+    if fault.verdict == "scale_too_high":
+        assert 1 <= works < options["scale"]
+    elif fault.verdict == "gradient_overflow":
+        assert works < 1
+    elif fault.name != "own root-mean-square norm":  # there the inf is divided away, and the gradients are finite
+        assert works is None
+    assert report.advice
+    assert VERDICTS[fault.verdict] in str(report)
+    for key, value in network.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
+    assert all(p.grad is None for p in network.parameters())
+
+
+def test_there_are_enough_faults_of_every_kind():
+    assert len(FAULTS) >= 20
+    assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy"}
+
+
+class BooleanMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.project(x)[None, None]
+        allowed = torch.ones(4, 4, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(h, h, h, attn_mask=allowed)[0, 0]
+
+
+class GivenMask(Attention):
+    """The mask comes with the batch."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.softmax(self.scores((self.query(x), self.key(x))) + mask) @ self.value(x)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    t = torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(9))
+    return t[:, :-1], t[:, 1:].reshape(-1)
+
+
+def next_token(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target)
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(10)
+    return TinyGPT(vocabulary=16, context=8, width=16, heads=2, layers=1)
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(11)
+        return make()
+
+    return build
+
+
+digits = (torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(12)), torch.arange(4))
+HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
+    *[(f"perceptron {level}", seeded(lambda: Network(hidden=32)), digits, F.cross_entropy, {"level": level}) for level in ("O0", "O1", "O2", "O3", "auto")],
+    ("perceptron bf16", seeded(lambda: Network(hidden=32)), digits, F.cross_entropy, {"dtype": torch.bfloat16}),
+    ("perceptron E5M2", seeded(lambda: Network(hidden=32)), digits, F.cross_entropy, {"dtype": E5M2}),
+    ("LeNet emulated", seeded(LeNet5), digits, F.cross_entropy, {"dtype": FP16}),
+    ("convolution and batch norm", convolution, images(), F.cross_entropy, {}),
+    ("residual block", seeded(lambda: ResidualBlock(1, 4)), images(), lambda o, y: o.mean(), {"dtype": FP16}),
+    ("GPT", small_gpt, tokens(), next_token, {}),
+    ("GPT auto", small_gpt, tokens(), next_token, {"level": "auto"}),
+    ("GRU", seeded(lambda: Last(nn.GRU(8, 4, batch_first=True))), sequences(), mean, {}),
+    ("LSTM", seeded(lambda: Last(nn.LSTM(8, 4, batch_first=True))), sequences(), mean, {}),
+    ("causal mask of -inf", lambda: nn.Sequential(Attention(1.0, causal(4)), nn.Linear(8, 3)), rows(), F.cross_entropy, {}),
+    ("boolean mask", BooleanMask, rows(), lambda o, y: o.mean(), {}),
+    ("a mask of -inf in the batch", GivenMask, ((rows()[0], causal(4)), rows()[1]), F.cross_entropy, {}),
+    ("an embedding never used", lambda: embedded(lambda w: w[9].fill_(5.0)), (torch.tensor([3, 1]), torch.tensor([0, 1])), F.cross_entropy, {}),
+    ("layer norm of constant rows", lambda: chain(lambda x: x * 0 + 2, nn.LayerNorm(8)), rows(), F.cross_entropy, {}),
+    ("dropout", lambda: chain(nn.Dropout(0.5)), rows(), F.cross_entropy, {}),
+    ("max pooling of padding", seeded(lambda: nn.Sequential(nn.MaxPool2d(3, padding=1), nn.Flatten(), nn.Linear(4, 3))), images(), F.cross_entropy, {}),
+    ("sigmoid of large values", lambda: chain(lambda x: torch.sigmoid(x * 1000)), rows(), F.cross_entropy, {}),
+    ("logits near the end of float16", lambda: chain(lambda x: x.clamp(-1, 1) * 30000), rows(), lambda o, y: F.cross_entropy(o / 30000, y), {}),
+    ("a loss of zero slope", lambda: chain(), rows(), lambda o, y: (o * 0).sum(), {}),
+    ("frozen parameters", lambda: chain(nn.ReLU()).requires_grad_(True), rows(), F.cross_entropy, {}),
+    ("loss from the network itself", lambda: WithLossCell(chain(nn.ReLU()), nn.CrossEntropyLoss()), rows(), None, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "batch", "loss", "options"), HEALTHY, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_no_false_alarm(name, make, batch, loss, options):
+    report = diagnose(make(), batch, loss, **({"scale": 2.0**6} | options))
+    assert report.verdict == "healthy", str(report)
+    assert report.max_scale >= 2.0**6
+    assert (report.module, report.operation) == ("", "")
+    assert 0 <= report.lost <= 1
+
+
+def test_the_largest_scale_is_the_largest():
+    network, batch = chain(nn.ReLU()), rows()
+    top = diagnose(network, batch, F.cross_entropy, scale=1.0).max_scale
+    assert diagnose(network, batch, F.cross_entropy, scale=top).verdict == "healthy"
+    assert diagnose(network, batch, F.cross_entropy, scale=2 * top).verdict == "scale_too_high"
+
+
+def test_the_lost_share_counts_gradients_that_float16_flushes():
+    network, (x, y) = chain(nn.ReLU()), rows()
+
+    def small(out, target):
+        return F.cross_entropy(out, target) * 2.0**-22
+
+    report = diagnose(network, (x, y), small, scale=2.0**20)
+    wide = torch.autograd.grad(small(network(x), y), list(network.parameters()))
+    auto_mixed_precision(network, "O2")
+    low = torch.autograd.grad(small(network(x), y), list(network.parameters()))
+    gone = sum(int(((a != 0) & (b == 0)).sum()) for a, b in zip(wide, low))
+    assert report.lost == gone / sum(int((a != 0).sum()) for a in wide)
+    assert report.lost > 0.3
+    assert report.lost_at_scale < 0.05
+
+
+def test_the_level_that_the_network_has_is_kept_with_level_none():
+    network = auto_mixed_precision(chain(lambda x: (x * 0 + 300) ** 2), "O2")
+    assert diagnose(network, rows(), F.cross_entropy, level=None).verdict == "forward_overflow"
+    assert diagnose(network, rows(), F.cross_entropy, level="O0").verdict == "healthy"
+    half = chain(lambda x: (x * 0 + 300) ** 2).half()
+    x, y = rows()
+    assert (
+        diagnose(half, (x.half(), y), lambda o, t: F.cross_entropy(o.float(), t), level=None).verdict
+        == "forward_overflow"
+    )
+    with torch.autocast("cpu", torch.float16):
+        report = diagnose(
+            with_weight(chain(), "last.weight", lambda w: w.fill_(6e4)), rows(), F.cross_entropy, level=None
+        )
+    assert (report.verdict, report.module) == ("forward_overflow", "last")
+
+
+def test_nothing_is_left_behind():
+    network, batch = convolution(), images()
+    network.train()
+    twin = copy.deepcopy(network)
+    torch.manual_seed(13)
+    state = torch.get_rng_state()
+    diagnose(network, batch, F.cross_entropy)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), (_, b) in zip(network.state_dict().items(), twin.state_dict().items()):
+        assert torch.equal(a, b), name  # running statistics too
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in network.modules())
+
+
+def test_the_report_reads_like_an_answer():
+    text = str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy))
+    for words in ("module fault", "operation pow", "[300, 300]", "float32", "bfloat16"):
+        assert words in text
+
+
+def test_wrong_arguments_say_what_is_needed():
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        diagnose(lambda x: x, rows(), F.cross_entropy)
+    with pytest.raises(ValueError, match="scale"):
+        diagnose(chain(), rows(), F.cross_entropy, scale=0)
+    with pytest.raises(ValueError, match=r"loss\.mean"):
+        diagnose(chain(), rows(), lambda o, y: o)
+    with pytest.raises(TypeError, match="batch must be"):
+        diagnose(chain(), {"x": 1}, F.cross_entropy)
+
+
+# recommend
+
+
+class Huge(nn.Module):
+    """Squares values that grow with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(14)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer((self.inner(x) * 200) ** 2 * 1e-4)
+
+
+def recorded(make, loss, steps=60, dtype=torch.float16, policy=None, factor=lambda i: 1.0, scale_free=False):
+    network = auto_mixed_precision(make(), "O2", dtype)
+    scaler = PolicyLossScaler(policy or ScalePolicy(2.0**16, growth_interval=2000))
+    recorder = Recorder(network, scaler=scaler)
+    step = TrainOneStepWithLossScaleCell(
+        WithLossCell(network, loss),
+        torch.optim.SGD(network.parameters(), 0.01),
+        scaler,
+        hooks=[recorder],
+        clip_norm=1.0,
+    )
+    for i in range(steps):
+        x, y = rows()
+        step(x * factor(i), y)
+    return recorder.trace()
+
+
+def test_recommend_ends_a_planted_collapse_of_the_forward_pass():
+    trace = recorded(Huge, nn.CrossEntropyLoss(), factor=lambda i: 1.0 if i < 20 else 3.0)
+    assert replay(trace, ScalePolicy(2.0**16))["collapsed"][0]
+    advice = recommend(trace)
+    assert (advice.dtype, advice.policy) == ("bf16", None)
+    assert "no loss scale repairs" in str(advice)
+    cured = recorded(Huge, nn.CrossEntropyLoss(), dtype=torch.bfloat16, factor=lambda i: 1.0 if i < 20 else 3.0,
+                     policy=ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0))  # fmt: skip
+    assert not cured.overflow.any()
+
+
+class Outlier(nn.Module):
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.calls = every, 0
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**40 if self.calls % self.every == 0 else 1)
+
+
+def test_recommend_ends_a_planted_collapse_of_the_policy():
+    def run(policy):
+        return recorded(lambda: chain(nn.ReLU()), Outlier(6), steps=240, policy=policy)
+
+    sunk = run(ScalePolicy(2.0**16, growth_interval=2000))
+    assert sunk.scale[-1] < 2.0**-16
+    advice = recommend(sunk)
+    assert advice.dtype == "fp16"
+    cured = run(advice.policy)
+    assert cured.scale[-1] >= 2.0**-3
+    assert not replay(cured, advice.policy)["collapsed"][0]
+    assert replay(sunk, {"old": ScalePolicy(2.0**16), "new": advice.policy})["policy"][0] == "new"
+
+
+def test_a_healthy_run_is_told_a_scale_that_does_not_overflow():
+    trace = recorded(lambda: chain(nn.ReLU()), nn.CrossEntropyLoss())
+    advice = recommend(trace)
+    fixed = ScalePolicy(advice.static, backoff_factor=1.0, growth_interval=0)
+    row = replay(trace, fixed).iloc[0]
+    assert (row["skipped"], advice.dtype) == (0, "fp16")
+    assert row["flushed"] < 0.01
+
+
+# preflight
+
+
+def words(findings) -> str:
+    return "\n".join(map(str, findings))
+
+
+def test_preflight_is_silent_on_a_sound_set_up():
+    network = chain(nn.ReLU())
+    x, y = rows()
+    F.cross_entropy(network(x), y).backward()
+    assert preflight(network, torch.optim.Adam(network.parameters(), 1e-3), "O2", loop=sound_loop) == []
+
+
+def sound_loop(scaler, optimizer, network, loss):
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clip_too_early(scaler, optimizer, network, loss):
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_preflight_finds_what_mixed_precision_does_not_forgive():
+    network = chain(nn.ReLU())
+    half = copy.deepcopy(network).half()
+    assert "stored in float16" in words(preflight(half, torch.optim.SGD(half.parameters(), 0.1), "O2"))
+    adam = torch.optim.Adam(half.parameters(), 1e-3, eps=1e-8)
+    assert "eps=1e-08 is zero in fp16" in words(preflight(half, adam, "O2"))
+    other = torch.optim.SGD(copy.deepcopy(network).parameters(), 0.1)
+    assert "not in this network" in words(preflight(network, other, "O2"))
+    part = torch.optim.SGD([network.first.weight], 0.1)
+    assert "in no group" in words(preflight(network, part, "O2"))
+    fine = torch.optim.SGD(network.parameters(), 0.1)
+    assert "line 3 of the loop: clip_grad_norm_" in words(preflight(network, fine, "O2", loop=clip_too_early))
+    with pytest.raises(ValueError, match="O0, O1"):
+        preflight(network, fine, "O9")
+
+
+def test_preflight_counts_updates_below_half_an_ulp():
+    weight = nn.Linear(4, 4, bias=False).half()
+    with torch.no_grad():
+        weight.weight.fill_(1.0)
+    weight.weight.grad = torch.full((4, 4), 1e-3).half()
+    lost = preflight(weight, torch.optim.SGD(weight.parameters(), 0.1), "O0")  # 1e-4 < 2**-11 = half an ulp of 1
+    assert "100% of the updates" in words(lost)
+    after = weight.weight - (0.1 * weight.weight.grad)
+    assert (after == 1).all()  # and so it is
+    weight.weight.grad.fill_(1.0)
+    assert "updates" not in words(preflight(weight, torch.optim.SGD(weight.parameters(), 0.1), "O0"))
