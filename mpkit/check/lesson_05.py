@@ -1,0 +1,46 @@
+"""Questions of lesson 05, the dynamic loss scale."""
+
+from mpkit.check import Question
+from mpkit.policies import preset, run
+
+
+def _after(finite: list[bool]) -> float:
+    policy = preset("mindspore_scaler", scale_value=1024.0, scale_factor=2, scale_window=3)
+    return float(run(policy, finite).scale[-1])
+
+
+def _halvings() -> int:
+    policy = preset("mindspore_scaler", scale_value=2.0**24, scale_factor=2, scale_window=2000)
+    return int((~(run(policy, [False] * 40).scale > 2.0**10)).argmax()) + 1
+
+
+QUESTIONS = {
+    "sequence": Question(
+        "A scaler starts at 1024, factor 2, window 3. Finite, finite, overflow, finite, finite: what is its scale?",
+        lambda: _after([True, True, False, True, True]),
+        "{truth:g}: the overflow halves at once and starts the count again, and two finite steps are not yet three.",
+        "Go through it step by step: what does an overflow do to the scale, and what to the count of finite steps?",
+        (
+            (1024, "You counted the finite steps across the overflow. The count starts again there."),
+            (2048, "That would need three finite steps in a row, and no overflow."),
+        ),
+    ),
+    "descent": Question(
+        "The scale starts at 2**24, the ceiling is just above 2**10, the factor 2. How many steps are skipped first?",
+        _halvings,
+        "{truth}: one per halving. A start that is too high costs a few steps, once.",
+        "Each skipped step halves the scale once. How many halvings from 2**24 to 2**10?",
+    ),
+    "window": Question(
+        "Over a steady ceiling, does a smaller scale_window skip 'more' or 'fewer' steps?",
+        lambda: "more",
+        "The scale probes the ceiling after every window, and each probe that fails costs a step.",
+        "Move the window slider from 50 to 5 and count the crosses.",
+    ),
+    "floor": Question(
+        "Every step overflows, even at scale 1. Where is the cause: in the 'scale' or in the 'model'?",
+        lambda: "model",
+        "A scale of 1 changes nothing, so the overflow is there without any scaling.",
+        "What does multiplying the loss by 1 do to its gradients?",
+    ),
+}

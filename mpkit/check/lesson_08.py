@@ -1,0 +1,71 @@
+"""Questions of lesson 08, the scaler zoo."""
+
+import math
+
+from mpkit.check import Question
+from mpkit.explorers.scaling import ZooExplorer
+from mpkit.policies import naive_loss_ratio, preset, run
+
+
+def _deepspeed_first_growth() -> int:
+    return int((run(preset("deepspeed", scale_window=1000), [True] * 1100).scale > 2.0**16).argmax()) + 1
+
+
+def _torch_to_zero() -> int:
+    return int((run(preset("torch"), [False] * 200).scale == 0).argmax()) + 1
+
+
+def _keras_at_infinity() -> float:
+    grown = run(preset("keras3", dynamic_growth_steps=1), [True] * 120 + [False] * 100)
+    return float(grown.scale[-1])
+
+
+def _naive_steps() -> int:
+    scale, steps = 1.0, 0
+    while scale > 2.0**-24:
+        scale, steps = naive_loss_ratio(scale, 2.3), steps + 1
+    return steps
+
+
+def _who_raises() -> list[str]:
+    model = ZooExplorer(situation="model")
+    return sorted(name for i, name in enumerate(model.names) if model.done.raised_at[i] >= 0)
+
+
+QUESTIONS = {
+    "deepspeed": Question(
+        "With scale_window=1000, after how many finite steps does DeepSpeed's scale grow for the first time?",
+        _deepspeed_first_growth,
+        "{truth}: its window is counted from the step after the last overflow, and the start counts as one.",
+        "It is off by one. Run `preset('deepspeed')` over finite steps and look for the first change.",
+        ((1000, "That is torch's answer. DeepSpeed needs one step more after the start and after an overflow."),),
+    ),
+    "zero": Question(
+        "torch's GradScaler starts at 65536 and every step overflows. After how many steps is the scale exactly 0?",
+        _torch_to_zero,
+        "{truth}, and nothing is said: there is no floor.",
+        "The smallest positive float32 is 2**-149. How many halvings from 2**16 to below it?",
+        ((165, "At that step it is 2**-149, the smallest float32 above 0: one more."),),
+    ),
+    "infinity": Question(
+        "Keras 3's scale has grown to inf. What is it after 100 overflows?",
+        _keras_at_infinity,
+        "inf / 2 is inf: it never comes back.",
+        "What is half of infinity?",
+        ((0.0, "A hundred halvings of a finite number might; half of inf is something else."),),
+    ),
+    "raises": Question(
+        "Which of the rules raise an error when the model itself is broken? A sorted list of names.",
+        _who_raises,
+        "{truth}: the others go on skipping for ever, most of them silently.",
+        "Choose 'the model is broken' in the zoo view and look for black dots.",
+        ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at the whole grid."),),
+    ),
+    "naive": Question(
+        "The naive rule starts at 1 with a loss of 2.3. After how many steps is its scale below the smallest float16?",
+        _naive_steps,
+        "{truth} steps of x 0.9, and every gradient scaled by it is gone.",
+        "Each step multiplies by 0.9 while the loss is above the scale. When is 0.9**n below 2**-24?",
+        ((lambda v: isinstance(v, int | float) and v == math.inf, "It does get there: 0.9**n goes to 0."),),
+    ),
+}

@@ -1,0 +1,413 @@
+"""How a loss scale moves: over a recorded run, in a live training, over a grid of settings, in every framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from traitlets import Bool, Enum, Float, Int
+
+from mpkit.data import data_dir
+from mpkit.explorers.base import Explorer
+from mpkit.explorers.start import STEPS as LIVE_STEPS
+from mpkit.explorers.start import Run, training
+from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, naive_loss_ratio, preset, stack
+from mpkit.record import Trace
+from mpkit.replay import ceilings, flushed, simulate
+from mpkit.scalers import LossScaler
+
+RUNS = {
+    "mlp_digits": "perceptron on digits, healthy",
+    "gpt_sums": "small GPT on sums, healthy",
+    "rare_outliers": "one huge batch in 16",
+    "growing_activations": "the model itself overflows from step 145 on",
+}
+SHOWN = 400  # steps of each recorded run
+
+
+@cache
+def recorded(run: str) -> tuple[Trace, np.ndarray]:
+    """A trace from `data/traces` and the largest scale that each of its steps can bear (negative: none)."""
+    trace = Trace.load(data_dir() / "traces" / f"{run}.npz")
+    return trace, ceilings(trace)[:SHOWN]
+
+
+def exponent(value: float) -> str:
+    """2^n for tables and sentences: exponent(1024.0) is '2^10', exponent(1000.0) is '2^9.97', and 0, inf as they are.
+
+    >>> exponent(1024.0), exponent(1000.0), exponent(0.0)
+    ('2^10', '2^9.97', '0')
+    """
+    if value <= 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"2^{math.log2(value):.4g}"
+
+
+def stepped(policy: ScalePolicy, tops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`."""
+    done = simulate(tops, policy)
+    used, last = done.sampled[:, 0], done.final[0]
+    finite = used <= tops
+    return used, finite, explain(policy, used, np.append(used[1:], last), finite)
+
+
+class DynamicsExplorer(Explorer):
+    """A `DynamicLossScaler` with any settings on a recorded run, step by step.
+
+    After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `lost` (share of non-zero gradient values that float16
+    flushes to zero at that scale), all (400,), and `headroom` = log2(ceiling / scale) in bits.
+    """
+
+    controls = ("run", "init_exponent", "scale_factor", "scale_window", "floor_exponent", "step")
+    run = Enum(list(RUNS), "gpt_sums").tag(label="recorded run", names=RUNS)
+    init_exponent = Int(24, min=0, max=32).tag(label="initial scale, 2 to the")
+    scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", unit="times", scale="log2", step=0.25)
+    scale_window = Int(50, min=1, max=400).tag(label="scale_window", unit="finite steps")
+    floor_exponent = Int(0, min=-24, max=10).tag(label="floor, 2 to the")
+    step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown", animate=80)
+
+    def __init__(self, **params: Any) -> None:
+        self._key: Any = None
+        super().__init__(**params)
+
+    def policy(self) -> ScalePolicy:
+        """MindSpore's rule with a floor that can be moved."""
+        factor, floor = self.scale_factor, 2.0**self.floor_exponent
+        return ScalePolicy(
+            2.0**self.init_exponent, factor, 1.0, self.scale_window, floor, backoff_divisor=factor, name="dynamic"
+        )
+
+    def compute(self) -> None:
+        key = tuple(self.state().values())[:-1]
+        if key == self._key:  # only the step moved: the trajectory stays
+            return
+        if self.floor_exponent > self.init_exponent:
+            raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
+        trace, self.ceiling = recorded(self.run)
+        self.scale, self.finite, self.reasons = stepped(self.policy(), self.ceiling)
+        rows = trace.rows[trace.gradients.step < SHOWN]
+        at = np.interp(np.arange(len(trace)), np.arange(SHOWN), self.scale)[trace.rows]
+        share = flushed(trace, at[:, None])[: len(rows), 0]
+        self.lost = np.interp(np.arange(SHOWN), rows, share)
+        with np.errstate(invalid="ignore"):
+            self.headroom = np.log2(np.maximum(self.ceiling, 2.0**-60) / self.scale)
+        self._key = key
+
+    @property
+    def skipped(self) -> np.ndarray:
+        """Indices of the skipped steps up to the one shown."""
+        return np.flatnonzero(~self.finite[: self.step + 1])
+
+    def summary(self) -> str:
+        i = self.step
+        top = self.ceiling[i]
+        if top < 0:
+            room = "no scale works here: the loss itself is not finite"
+        else:
+            room = f"the ceiling {exponent(top)}, the headroom {self.headroom[i]:.1f} bits"
+        return (
+            f"Step {i} of {RUNS[self.run]}: the scale is {exponent(self.scale[i])}, {room}; decision: "
+            f"{self.reasons[i]}. Up to here {len(self.skipped)} of {i + 1} steps were skipped, and "
+            f"{100 * self.lost[i]:.1f} % of this step's gradient values are flushed to zero."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        events = [i for i in range(self.step + 1) if self.reasons[i] not in ("held", "tolerated", "at cap")]
+        return [
+            {
+                "step": i,
+                "scale": exponent(self.scale[i]),
+                "ceiling": exponent(self.ceiling[i]) if self.ceiling[i] > 0 else "none",
+                "skipped": "yes" if not self.finite[i] else "",
+                "decision": str(self.reasons[i]),
+            }
+            for i in events
+        ]
+
+
+class SweepExplorer(Explorer):
+    """Every pair of factor and window on one recorded run: `grid` (factors, windows) of the chosen figure."""
+
+    controls = ("run", "init_exponent", "figure")
+    FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+    WINDOWS = (2, 5, 10, 20, 50, 100, 200)
+    FIGURES = {
+        "skipped": "skipped steps of 400",
+        "headroom": "mean headroom, bits",
+        "lost": "gradient values flushed to zero, %",
+    }
+    run = Enum(list(RUNS)[:3], "gpt_sums").tag(label="recorded run", names=RUNS)
+    init_exponent = Int(16, min=0, max=32).tag(label="initial scale, 2 to the", costly=True)
+    figure = Enum(list(FIGURES), "skipped").tag(label="figure", names=FIGURES)
+
+    def compute(self) -> None:
+        trace, tops = recorded(self.run)
+        pairs = [(f, w) for f in self.FACTORS for w in self.WINDOWS]
+        start = 2.0**self.init_exponent
+        policies = [ScalePolicy(start, f, 1.0, w, 1.0, backoff_divisor=f) for f, w in pairs]
+        done = simulate(tops, stack(policies))
+        good = done.sampled <= tops[:, None]
+        bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
+        rows = trace.rows[trace.gradients.step < SHOWN]
+        padded = np.ones((len(trace), len(pairs)))
+        padded[:SHOWN] = done.sampled
+        lost = flushed(trace, padded[trace.rows])[: len(rows)]
+        columns = {
+            "skipped": done.skipped.astype(float),
+            "headroom": bits.sum(0) / np.maximum(good.sum(0), 1),
+            "lost": 100 * lost.mean(0),
+        }
+        self.grids = {name: c.reshape(len(self.FACTORS), len(self.WINDOWS)) for name, c in columns.items()}
+        self.grid = self.grids[self.figure]
+        row, column = np.unravel_index(self.grid.argmin(), self.grid.shape)
+        self.best = int(row), int(column)
+
+    def summary(self) -> str:
+        row, column = self.best
+        value = self.grid[row, column]
+        return (
+            f"{RUNS[self.run]}, from 2^{self.init_exponent}: fewest {self.FIGURES[self.figure]} with factor "
+            f"{self.FACTORS[row]:g} and window {self.WINDOWS[column]}: {value:.4g}; most {self.grid.max():.4g}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"factor": f, **{f"window {w}": round(float(v), 2) for w, v in zip(self.WINDOWS, values)}}
+            for f, values in zip(self.FACTORS, self.grid)
+        ]
+
+
+class SteeredScaler(LossScaler):
+    """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""
+
+    def __init__(self, policy: Callable[[], ScalePolicy]) -> None:
+        self._policy = policy
+        self._state: ScaleState = initial(policy())
+        self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the policy as it is now."""
+        self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
+        return self.put(self._state.scale)
+
+    def put(self, scale: float) -> bool:
+        """Set the scale by hand."""
+        self._state = self._state._replace(scale=scale, decided=scale, good=0)
+        self.scale_value.fill_(scale)
+        return True
+
+
+class LiveExplorer(Explorer):
+    """A real training on the digits at O2 in float16 whose scale can be steered while it runs."""
+
+    controls = ("scale_factor", "scale_window", "floor_exponent")
+    actions = {"Train": "train", "Stop": "stop", "Scale x 2^10": "kick_up", "Scale / 2^10": "kick_down"}
+    scale_factor = Int(2, min=2, max=16).tag(label="scale_factor", unit="times")
+    scale_window = Int(20, min=1, max=240).tag(label="scale_window", unit="finite steps")
+    floor_exponent = Int(0, min=-14, max=10).tag(label="floor, 2 to the")
+
+    def __init__(self, **params: Any) -> None:
+        self.run: Run | None = None
+        self.steps = LIVE_STEPS
+        super().__init__(**params)
+        self._scaler = SteeredScaler(self.policy)
+
+    def policy(self) -> ScalePolicy:
+        """The policy of the sliders now; it starts at 2^16."""
+        factor = float(self.scale_factor)
+        floor = 2.0**self.floor_exponent
+        return ScalePolicy(2.0**16, factor, 1.0, self.scale_window, floor, backoff_divisor=factor)
+
+    def train(self) -> None:
+        """Train in the background."""
+        self.start(self._training)
+
+    def kick_up(self) -> None:
+        """Multiply the scale by 2^10 at once."""
+        self._kick(2.0**10)
+
+    def kick_down(self) -> None:
+        """Divide the scale by 2^10 at once."""
+        self._kick(2.0**-10)
+
+    def _kick(self, factor: float) -> None:
+        scale = float(self._scaler.scale_value) * factor
+        self._scaler.put(min(2.0**100, max(2.0**-40, scale)))
+        self.touch()
+
+    def _training(self) -> Iterator[float]:
+        with self.lock:
+            self._scaler = SteeredScaler(self.policy)
+        for run in training("O2", self._scaler, steps=self.steps):
+            self.run = run
+            yield len(run.losses) / self.steps
+
+    def summary(self) -> str:
+        settings = f"factor {self.scale_factor}, window {self.scale_window}, floor 2^{self.floor_exponent}"
+        if self.run is None or not self.run.losses:
+            return f"Set to {settings}: press Train, and move the sliders while it trains."
+        return (
+            f"Set to {settings}; after {len(self.run.losses)} steps: loss {self.run.losses[-1]:.2f}, scale "
+            f"{exponent(self.run.scales[-1])}, {len(self.run.skipped)} steps skipped."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [self.run.row()] if self.run and self.run.losses else []
+
+
+# --- every framework ------------------------------------------------------------------------------------------------
+
+STEPS = 200
+SITUATIONS = {
+    "drop": "the ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120",
+    "outliers": "a ceiling of 2^18, and one bad batch in 20 steps",
+    "fixed": "a ceiling of 2^13 from the start",
+    "model": "every gradient is NaN from step 60 on: the model is broken",
+    "free": "nothing ever overflows",
+}
+_OWN_NAMES = {  # the framework's own names of growth interval and start
+    "torch": ("growth_interval", "init_scale"),
+    "keras3": ("dynamic_growth_steps", "initial_scale"),
+    "tf_keras": ("dynamic_growth_steps", "initial_scale"),
+    "tf_v1": ("increment_period", "initial_loss_scale"),
+    "apex": ("scale_window", "init_scale"),
+    "deepspeed": ("scale_window", "init_scale"),
+    "megatron": ("growth_interval", "initial_scale"),
+    "colossalai": ("growth_interval", "initial_scale"),
+    "fairseq": ("scale_window", "init_scale"),
+    "jmp": ("period", "loss_scale"),
+    "flax": ("growth_interval", "scale"),
+    "paddle": ("incr_every_n_steps", "init_loss_scaling"),
+    "paddle_static": ("incr_every_n_steps", "init_loss_scaling"),
+    "mxnet": ("_scale_seq_len", "_loss_scale"),
+    "mindspore_scaler": ("scale_window", "scale_value"),
+    "mindspore_cell": ("scale_window", "loss_scale_value"),
+    "mindspore_manager": ("scale_window", "init_loss_scale"),
+    "mpkit": ("growth_interval", "init_scale"),
+}
+_FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
+ZOO = tuple(_OWN_NAMES)
+
+
+def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
+    """A framework's policy with this growth interval and, if given, this start; all else is its default."""
+    own_interval, own_start = _OWN_NAMES[framework]
+    parameters: dict[str, Any] = {own_interval: interval}
+    if start is not None or framework in ("jmp", *_FACTOR_NEEDED):
+        parameters[own_start] = 2.0**16 if start is None else start
+    if framework in _FACTOR_NEEDED:
+        parameters["scale_factor"] = 2
+    return preset(framework, **parameters)
+
+
+def situation(name: str, steps: int = STEPS) -> np.ndarray:
+    """The largest scale that each step can bear, (steps,); negative where none works."""
+    i = np.arange(steps)
+    return {
+        "drop": np.where((i >= 60) & (i < 120), 2.0**3, 2.0**20),
+        "outliers": np.where(i % 20 == 19, 2.0**2, 2.0**18),
+        "fixed": np.full(steps, 2.0**13),
+        "model": np.where(i >= 60, -1.0, 2.0**20),
+        "free": np.full(steps, math.inf),
+    }[name]
+
+
+class ZooExplorer(Explorer):
+    """All frameworks on one sequence of overflows: `scales` (steps, frameworks), `ceiling`, `done`."""
+
+    controls = ("situation", "interval", "same_start", "start_exponent")
+    situation = Enum(list(SITUATIONS), "drop").tag(label="what happens", names=SITUATIONS)
+    interval = Int(20, min=2, max=200).tag(label="growth interval of all", unit="steps")
+    same_start = Bool(True).tag(label="all start at the same scale")
+    start_exponent = Int(16, min=4, max=24).tag(label="that scale, 2 to the")
+
+    def compute(self) -> None:
+        start = 2.0**self.start_exponent if self.same_start else None
+        self.names = ZOO
+        self.ceiling = situation(self.situation)
+        self.policies = stack(zoo_policy(name, self.interval, start) for name in ZOO)
+        self.done = simulate(self.ceiling, self.policies)
+        self.scales = self.done.sampled
+        with np.errstate(invalid="ignore"):
+            self.finite = self.scales <= self.ceiling[:, None]
+
+    def ending(self, i: int) -> str:
+        """How framework i ends, in a word or two."""
+        if self.done.raised_at[i] >= 0:
+            return f"stops at step {self.done.raised_at[i]}"
+        final = self.done.final[i]
+        if not math.isfinite(final) or final == 0:
+            return "inf" if final > 0 else "0"
+        return exponent(final)
+
+    def summary(self) -> str:
+        skipped = self.done.skipped
+        stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
+        raised = f" {', '.join(stops)} raise." if stops else ""
+        return (
+            f"{len(self.names)} rules, growth interval {self.interval}; {SITUATIONS[self.situation]}: between "
+            f"{skipped.min()} ({self.names[skipped.argmin()]}) and {skipped.max()} "
+            f"({self.names[skipped.argmax()]}) of {STEPS} steps are skipped.{raised}"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "framework": name,
+                "skipped": int(self.done.skipped[i]),
+                "lowest": exponent(float(self.done.lowest[i])),
+                "ends at": self.ending(i),
+            }
+            for i, name in enumerate(self.names)
+        ]
+
+
+class NaiveExplorer(Explorer):
+    """The rule that compares the loss with the scale, beside torch's: `naive` and `torch` (300,) scales used.
+
+    `ceiling` is the largest scale whose gradients are finite; the naive rule does not look at them, so its steps above
+    the ceiling (`poisoned`) go into the weights.
+    """
+
+    controls = ("start_exponent", "loss", "ceiling_exponent")
+    STEPS = 300
+    start_exponent = Int(0, min=-8, max=16).tag(label="start, 2 to the")
+    loss = Float(2.3, min=0.01, max=1000.0).tag(label="loss", unit="nats", scale="log10", step=0.05)
+    ceiling_exponent = Int(18, min=4, max=24).tag(label="ceiling of the gradients, 2 to the")
+
+    def compute(self) -> None:
+        ceiling, scale = 2.0**self.ceiling_exponent, 2.0**self.start_exponent
+        naive = []
+        for _ in range(self.STEPS):
+            naive.append(scale)
+            scale = naive_loss_ratio(scale, self.loss)
+        self.naive = np.array(naive)
+        policy = preset("torch", init_scale=2.0**self.start_exponent, growth_interval=20)
+        self.torch, _, _ = stepped(policy, np.full(self.STEPS, ceiling))
+        self.ceiling = ceiling
+        self.poisoned = np.flatnonzero(self.naive > ceiling)
+
+    def summary(self) -> str:
+        end = self.naive[-1]
+        if len(self.poisoned):
+            fate = f"from step {self.poisoned[0]} on inf goes into the weights"
+        elif end < self.naive[0]:
+            fate = "the gradients sink below what float16 can hold"
+        else:
+            fate = "it rests only because it happens to lie between the loss and twice the loss"
+        return (
+            f"From 2^{self.start_exponent} with a loss of {self.loss:.3g}: the naive rule is at {exponent(end)} after "
+            f"{self.STEPS} steps ({fate}); torch's rule is at {exponent(self.torch[-1])}, the ceiling at "
+            f"2^{self.ceiling_exponent}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"step": i, "naive rule": exponent(self.naive[i]), "torch": exponent(self.torch[i])}
+            for i in range(0, self.STEPS, 30)
+        ]

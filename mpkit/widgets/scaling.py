@@ -1,0 +1,34 @@
+"""The widgets of the lessons about dynamic loss scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, NaiveExplorer, SweepExplorer, ZooExplorer
+from mpkit.plots.scaling import DynamicsPicture, LivePicture, NaivePicture, SweepPicture, ZooPicture
+from mpkit.widgets.base import View
+
+
+def dynamics_view(**params: Any) -> View:
+    """A recorded run under any dynamic scale, animated; parameters as `DynamicsExplorer`."""
+    return View(DynamicsExplorer(**params), DynamicsPicture())
+
+
+def sweep_view(**params: Any) -> View:
+    """Factor x window on a recorded run; parameters as `SweepExplorer`."""
+    return View(SweepExplorer(**params), SweepPicture())
+
+
+def live_view(**params: Any) -> View:
+    """A training that is steered while it runs; parameters as `LiveExplorer`."""
+    return View(LiveExplorer(**params), LivePicture())
+
+
+def zoo_view(**params: Any) -> View:
+    """Every framework on one sequence of overflows; parameters as `ZooExplorer`."""
+    return View(ZooExplorer(**params), ZooPicture())
+
+
+def naive_view(**params: Any) -> View:
+    """The rule that compares loss and scale; parameters as `NaiveExplorer`."""
+    return View(NaiveExplorer(**params), NaivePicture())

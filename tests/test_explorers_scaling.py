@@ -1,0 +1,221 @@
+"""The models and views of the loss-scaling lessons, without a browser."""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.check import verdict
+from mpkit.explorers.scaling import (
+    RUNS,
+    SITUATIONS,
+    ZOO,
+    DynamicsExplorer,
+    LiveExplorer,
+    NaiveExplorer,
+    SteeredScaler,
+    SweepExplorer,
+    ZooExplorer,
+    exponent,
+    recorded,
+    zoo_policy,
+)
+from mpkit.policies import ScalePolicy, preset
+from mpkit.record import Trace
+from mpkit.scalers import DynamicLossScaler
+from mpkit.widgets.scaling import dynamics_view, live_view, naive_view, sweep_view, zoo_view
+
+VIEWS = {"dynamics": dynamics_view, "sweep": sweep_view, "zoo": zoo_view, "naive": naive_view, "live": live_view}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_policy_on_a_recorded_run_equals_the_scaler_class(run):
+    model = DynamicsExplorer(run=run, init_exponent=24, scale_factor=3.0, scale_window=7, floor_exponent=0)
+    scaler, seen, finite = DynamicLossScaler(2.0**24, 3, 7), [], []
+    for top in model.ceiling:
+        seen.append(float(scaler.scale_value))
+        finite.append(seen[-1] <= top)
+        scaler.adjust(torch.tensor(finite[-1]))
+    assert model.scale.tolist() == seen
+    assert model.finite.tolist() == finite
+    assert model.skipped.tolist() == [i for i, ok in enumerate(finite) if not ok]
+
+
+def test_replaying_the_recorded_policy_gives_the_recorded_run():
+    """The trace is the oracle: its scales and skipped steps came from a real training."""
+    trace, _ = recorded("mlp_digits")
+    model = DynamicsExplorer(run="mlp_digits", init_exponent=16, scale_window=50, floor_exponent=-24)
+    assert isinstance(trace, Trace)
+    assert model.scale.tolist() == trace.scale.tolist()
+    assert model.finite.tolist() == (~trace.overflow).tolist()
+
+
+def test_the_step_only_moves_along_the_trajectory():
+    model = DynamicsExplorer()
+    scale = model.scale
+    model.step = 6
+    assert model.scale is scale
+    assert len(model.skipped) == 7  # from 2^24 down to the ceiling of about 2^18
+    assert "Step 6" in model.summary()
+    assert [row["step"] for row in model.table()] == [0, 1, 2, 3, 4, 5, 6]
+    model.step = 0
+    assert len(model.table()) == 1
+
+
+def test_a_broken_model_keeps_the_scale_at_its_floor():
+    model = DynamicsExplorer(run="growing_activations", floor_exponent=4)
+    assert model.scale[-1] == 2.0**4
+    assert not model.finite[145:].any()
+    assert "no scale works here" in model.summary()
+    assert "at floor" in model.summary()
+
+
+def test_sweep_agrees_with_one_policy_at_a_time():
+    sweep = SweepExplorer(run="mlp_digits", init_exponent=20)
+    for row, column in ((0, 0), (2, 4), (6, 6)):
+        one = DynamicsExplorer(
+            run="mlp_digits",
+            init_exponent=20,
+            scale_factor=sweep.FACTORS[row],
+            scale_window=sweep.WINDOWS[column],
+        )
+        assert sweep.grids["skipped"][row, column] == (~one.finite).sum()
+        assert sweep.grids["headroom"][row, column] == pytest.approx(one.headroom[one.finite].mean())
+        assert sweep.grids["lost"][row, column] == pytest.approx(100 * one.lost.mean(), abs=1e-6)
+    assert sweep.grid[sweep.best] == sweep.grid.min()
+
+
+def test_zoo_uses_every_framework_and_its_own_defaults():
+    model = ZooExplorer(same_start=False, situation="free")
+    assert model.scales[0, ZOO.index("megatron")] == 2.0**32
+    assert model.scales[0, ZOO.index("torch")] == 2.0**16
+    assert set(model.done.skipped) == {0}
+    broken = ZooExplorer(situation="model")
+    raised = {ZOO[i] for i in np.flatnonzero(broken.done.raised_at >= 0)}
+    assert raised == {"deepspeed", "fairseq", "mpkit"}
+    assert broken.ending(ZOO.index("deepspeed")) == "stops at step 79"
+    assert zoo_policy("deepspeed", 7) == preset("deepspeed", scale_window=7)
+
+
+def test_naive_rule_overflows_from_above_and_sinks_from_below():
+    up, down = NaiveExplorer(start_exponent=16), NaiveExplorer(start_exponent=0)
+    assert up.poisoned[0] == math.ceil(math.log(4, 1.1))  # from 2^16 over 2^18, a tenth a step
+    assert down.naive[-1] < 2.0**-24
+    assert (up.torch <= 2 * up.ceiling).all()
+
+
+def test_steered_scaler_obeys_the_policy_of_the_moment():
+    policy = [ScalePolicy(16.0, growth_interval=1)]
+    scaler = SteeredScaler(lambda: policy[0])
+    scaler.adjust(torch.tensor(True))
+    assert scaler.scale_value == 32
+    policy[0] = ScalePolicy(16.0, growth_interval=1, growth_factor=4.0)
+    scaler.adjust(torch.tensor(True))
+    assert scaler.scale_value == 128
+    scaler.put(2.0)
+    scaler.adjust(torch.tensor(False))
+    assert scaler.scale_value == 1
+
+
+def test_live_training_reacts_to_a_kick_and_to_stop():
+    view = live_view()
+    model = view.explorer
+    model.steps = 30
+    view.buttons["Train"].click()
+    model.wait(60)
+    assert len(model.run.losses) == 30
+    first = view.png()
+    view.buttons["Scale x 2^10"].click()
+    assert float(model._scaler.scale_value) == 2.0**10 * model.run.scales[-1] * (
+        2 if len(model.run.scales) == 20 else 1
+    )
+    view.buttons["Scale / 2^10"].click()
+    model.set(floor_exponent=8)
+    assert view.png() != first
+    assert "after 30 steps" in view.summary()
+    view.buttons["Train"].click()
+    view.buttons["Stop"].click()
+    model.wait(60)
+    assert not model.busy
+
+
+def test_a_kick_is_answered_by_backing_off():
+    model = LiveExplorer(scale_window=240)
+    model.steps = 12
+    model._scaler.put(2.0**16)
+    work = model._training()
+    next(work)
+    model.kick_up()
+    for _ in work:
+        pass
+    assert model.run.scales[1] == 2.0**26
+    assert model.run.skipped[:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_control_at_its_ends_and_back(name):
+    view = VIEWS[name]()
+    model, first = view.explorer, view.png()
+    pictures = {first}
+    for control in model.controls:
+        trait = model.traits()[control]
+        values = getattr(trait, "values", None) or (
+            [True, False] if not hasattr(trait, "min") else [trait.min, trait.max]
+        )
+        for value in values:
+            with suppress(ValueError):  # a floor above the start is refused, and changes nothing
+                model.set(**{control: value})
+            assert view.png()[:4] == b"\x89PNG"
+            assert view.summary() == model.summary()
+            assert isinstance(view.data(), list)
+            pictures.add(view.png())
+        before = model.state()
+        with pytest.raises(ValueError, match=control):
+            model.set(**{control: "no such value"})
+        assert model.state() == before
+        model.reset()
+        assert view.png() == first
+    assert len(pictures) >= 3
+    view.buttons["Show as table"].click()
+
+
+def test_two_threads_leave_a_picture_of_the_last_settings():
+    view = dynamics_view()
+
+    def drag(values: range) -> None:
+        for value in values:
+            view.explorer.set(scale_window=value)
+
+    threads = [threading.Thread(target=drag, args=(r,)) for r in (range(20, 60, 4), range(100, 140, 4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert view.png() == dynamics_view(**view.explorer.state()).png()
+
+
+def test_exponents_in_words():
+    assert [exponent(v) for v in (1024.0, 1000.0, 0.0, math.inf, 2.0**-14)] == ["2^10", "2^9.966", "0", "inf", "2^-14"]
+    assert set(SITUATIONS) == {"drop", "outliers", "fixed", "model", "free"}
+
+
+@pytest.mark.parametrize("lesson", ["05", "08"])
+def test_questions_know_their_answers(lesson):
+    from importlib import import_module
+
+    questions = import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS
+    assert len(questions) >= 3
+    for name, question in questions.items():
+        truth = question.truth()
+        assert verdict(lesson, name, truth)[0] is True
+        assert "{" not in verdict(lesson, name, truth)[1]
+        assert verdict(lesson, name, "nothing of the kind")[0] is False
+        for wrong, _ in question.hints:
+            if not callable(wrong):
+                assert verdict(lesson, name, wrong)[0] is False
+        assert verdict(lesson, name)[1].startswith("Question: ")
