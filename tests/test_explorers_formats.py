@@ -111,7 +111,7 @@ def test_the_same_number_in_every_format():
         assert errors[name] <= model.gap / 2
     assert errors["fp32"] < errors["tf32"] <= errors["fp16"] < errors["bf16"]
     rows = {row["format"]: row for row in model.table()}
-    assert rows["bf16"]["pattern"] == "0x3e9a"
+    assert rows["bf16"]["pattern, hex"] == "3e9a"
     assert rows["e4m3fn"]["value"] == "0.3125"
 
 

@@ -161,7 +161,9 @@ class BitsExplorer(Explorer):
         rows = []
         for fmt in (get_format(name) for name in NAMES):
             if math.isnan(self.wanted) and not fmt.has_nan:
-                rows.append({"format": fmt.name, "value": "no NaN", "pattern": "", "kind": "", "relative error": ""})
+                rows.append(
+                    {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
+                )
                 continue
             pattern = store(self.wanted, fmt)
             value = value_of(pattern, fmt)
@@ -170,7 +172,7 @@ class BitsExplorer(Explorer):
                 {
                     "format": fmt.name,
                     "value": f"{value:.9g}",
-                    "pattern": f"0x{pattern:0{-(-fmt.bits // 4)}x}",
+                    "pattern, hex": f"{pattern:0{-(-fmt.bits // 4)}x}",
                     "kind": fmt.fields(pattern).kind,
                     "relative error": f"{error:.2g}" if math.isfinite(error) else "",
                 }

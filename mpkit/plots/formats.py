@@ -131,7 +131,7 @@ class RangesPicture(Picture):
     def layout(self, figure: Figure, data: Any) -> None:
         axes = figure.subplots()
         names = list(data.kept)
-        log2_axis(axes, "x", -152, 206, 24)
+        log2_axis(axes, "x", -152, 226, 24)
         axes.set_xticks([2.0**e for e in range(-144, 129, 24)])
         axes.grid(axis="y", visible=False)
         _range_bars(axes, names)
