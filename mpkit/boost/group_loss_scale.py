@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.scalers import all_finite, check_and_unscale_
+from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
 GROWTH = 2.0 ** (1 / 1000)  # a thousand clean steps double it
@@ -34,7 +34,7 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None, None
 
 
-class GroupLossScaleManager(nn.Module):
+class GroupLossScaleManager(nn.Module, LossScaleManager):
     """A dynamic loss scale for each group of layers: S[1..N], with S[0] = S[N+1] = 1 outside.
 
     The author of a network places markers: `x = manager(x, i, j)` between the layers of group i and those of group j
@@ -148,9 +148,16 @@ class GroupLossScaleManager(nn.Module):
             self.scales[layer].mul_(update_ratio).clamp_(self.min_scale, self.max_scale)
         return self.scales[layer].clone()
 
-    def get_loss_scale(self) -> float | Sequence[float]:
+    def get_loss_scale(self) -> Any:
         """The initial scale, as it was given."""
         return self._init
+
+    def get_drop_overflow_update(self) -> bool:
+        """True: a step in which a group overflows is skipped."""
+        return True
+
+    def update_loss_scale(self, overflow: bool) -> None:
+        """Nothing: the scales have moved with the step itself."""
 
     def get_update_cell(self) -> GroupLossScaleManager:
         """This object: it keeps the scales and updates them."""
