@@ -287,6 +287,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
     moves = exactly_in(low) if isinstance(low, Emulated) and result is None else computed_in(low, result)
     handlers = _table(
         (ops.EXACT, moves),
+        *_composed(),
         (ops.IN_PLACE, in_place),
         (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),

@@ -1,0 +1,104 @@
+"""torch.compile(fullgraph=True): no graph break at any level, and the numbers of the eager level."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_casting import CASTING_LEVELS, made, tensors
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.formats import E4M3FN, FloatFormat
+
+GRAPHS = ["convolutional", "functions", "attention", "shared"]  # torch's compiler does not take RNN layers at all
+
+
+def eps(dtype: Any) -> float:
+    return dtype.eps if isinstance(dtype, FloatFormat) else torch.finfo(dtype).eps
+
+
+def run(network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    out = network(*args, **kwargs)
+    floats = [x for x in tensors(out) if x.is_floating_point()]
+    torch.manual_seed(7)
+    torch.stack([(x.float() * torch.randn(x.shape)).sum() for x in floats]).sum().backward()
+    return floats
+
+
+def compare(level: str, dtype: Any, name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    network, args, kwargs = made(name)
+    if name == "convolutional":
+        network[2] = nn.ReLU()
+    if level == "torch_autocast":
+        cast_like(network, level, dtype)
+    else:
+        auto_mixed_precision(network, level, dtype)
+    twin = copy.deepcopy(network)
+    want = run(network, args, kwargs)
+    graphs = torch._dynamo.utils.counters["graph_break"]
+    got = run(torch.compile(twin, fullgraph=True, backend=backend), args, kwargs)
+
+    assert not graphs
+    assert [x.dtype for x in got] == [x.dtype for x in want]
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=eps(dtype), atol=eps(dtype))
+    # the gradient of a parameter used twice is added up in float32 here, in the low dtype in eager mode
+    for p, q in zip(network.parameters(), twin.parameters()):
+        if p.grad is not None:
+            assert q.grad is not None
+            assert (p.grad - q.grad).abs().max() <= 2 * eps(dtype) * p.grad.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, "torch_autocast"])
+def test_a_level_compiles_without_a_graph_break_and_equals_eager(level: str, name: str) -> None:
+    compare(level, torch.bfloat16, name, "aot_eager")
+
+
+def test_an_emulated_level_compiles_too() -> None:
+    compare("O2", E4M3FN, "shared", "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_level_compiles_with_inductor(level: str) -> None:
+    compare(level, torch.bfloat16, "convolutional", "inductor")
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_whole_training_step_compiles(level: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), level, torch.bfloat16)
+    twin = copy.deepcopy(network)
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+
+    def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(x).float(), y) * 1024.0
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    for net, loss in ((network, loss_of), (twin, compiled)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / 1024)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(net, x, y).backward()
+            optimizer.step()
+    for p, q in zip(network.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=2**-7, atol=2**-9)
+
+
+def test_changing_the_level_of_a_compiled_network_compiles_it_again() -> None:
+    torch._dynamo.reset()
+    network = auto_mixed_precision(nn.Linear(4, 4), "O2", torch.bfloat16)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 4)
+    first = compiled(x)
+    with pytest.warns(UserWarning, match="changes to 'O3'"):
+        auto_mixed_precision(network, "O3", torch.float16)
+    second = compiled(x)
+    assert torch.equal(second, network(x))
+    assert not torch.equal(first, second)

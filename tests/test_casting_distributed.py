@@ -1,0 +1,55 @@
+"""DistributedDataParallel over two gloo processes at every level."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpkit.casting import LEVELS, auto_mixed_precision
+from mpkit.formats import E5M2
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batches() -> Tensor:
+    return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    results = {}
+    for level in LEVELS:
+        for dtype in (torch.bfloat16, E5M2):
+            net = auto_mixed_precision(network(), level, dtype)
+            parallel = DistributedDataParallel(net)
+            parallel(batches()[rank]).float().square().sum().backward()
+            results[level, str(dtype)] = [p.grad for p in net.parameters()]
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for level in LEVELS:
+        for dtype in (torch.bfloat16, E5M2):
+            alone = []
+            for batch in batches():
+                net = copy.deepcopy(auto_mixed_precision(network(), level, dtype))
+                net(batch).float().square().sum().backward()
+                alone.append([p.grad for p in net.parameters()])
+            for a, b, x, y in zip(first[level, str(dtype)], second[level, str(dtype)], *alone):
+                assert a.dtype is torch.float32
+                assert torch.equal(a, b)
+                torch.testing.assert_close(a, (x + y) / 2, rtol=1e-6, atol=1e-6)
