@@ -244,14 +244,17 @@ class LossScaleExplorer(Explorer):
         ratio = 2.0 ** (self.sens_exponent - self.scale_exponent)
         return (
             f"{self.optimizer}, sens 2^{self.sens_exponent}, loss_scale 2^{self.scale_exponent}: gradients arrive "
-            f"{ratio:g} times their size; loss after {len(self.losses)} steps {_round(self.losses[-1])}, "
-            f"with agreeing scales {_round(self.agreed[-1])}."
+            f"{ratio:g} times their size; loss after {len(self.losses)} steps {told(self.losses[-1])}, "
+            f"with agreeing scales {told(self.agreed[-1])} (guessing costs 2.3)."
         )
 
     def table(self) -> list[dict[str, Any]]:
         steps = range(0, len(self.losses), 5)
-        return [{"step": k, "these": _round(self.losses[k]), "agreeing": _round(self.agreed[k])} for k in steps]
+        return [{"step": k, "these": told(self.losses[k]), "agreeing": told(self.agreed[k])} for k in steps]
 
 
-def _round(loss: float) -> float:
-    return float(f"{loss:.2g}")
+def told(loss: float) -> str:
+    """A loss in words that do not depend on the machine: a training thrown off ends anywhere above 2."""
+    if not math.isfinite(loss):
+        return "inf or NaN"
+    return f"{loss:.1f}" if loss < 2 else "above 2"
