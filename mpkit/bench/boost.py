@@ -100,9 +100,8 @@ def _speedups(setting: Setting, device: torch.device, rounds: int) -> list[Row]:
     }
     for name, (net, kind, full) in strategies.items():
         odds = [full, *((1 - full) * p for p in index_probabilities(GROUPS, kind))]
-        means[name] = [sum(p * times[f"{net} {v}"][r] for v, p in enumerate(odds)) for r in range(rounds)]
-    for name in [n for n in times if n.startswith("plain ") and n != "plain 0"]:
-        means["freeze index " + name.split()[1]] = times[name]
+        means[name] = [sum(p * times[f"{net} index {v}"][r] for v, p in enumerate(odds)) for r in range(rounds)]
+    means |= {name: times[name] for name in times if " index " in name}
     rows = [_speedup_row(setting, name, base, own, device) for name, own in means.items()]
     o1 = next(row for row in rows if row.contender == "O1")
     note = "one process: adasum has nothing to merge, so O2 runs what O1 runs"
@@ -128,7 +127,7 @@ def _speedup_row(setting: Setting, name: str, base: list[float], own: list[float
 
 
 def _calls(setting: Setting, device: torch.device) -> dict[str, Call]:
-    """One training step per contender; "plain 3" is the network without other boosts at freeze index 3."""
+    """One training step per contender; "plain index 3" is the network without other boosts, frozen at index 3."""
     x = torch.randn(setting.batch, device=device)
     y = torch.arange(setting.batch[0], device=device) % 10
     if device.type == "cuda":
@@ -179,7 +178,7 @@ def _indexed(name: str, optimizer: FreezeOpt, step: Call) -> dict[str, Call]:
 
         return call
 
-    return {f"{name} {v}": at(place) for v, place in enumerate(places)}
+    return {f"{name} index {v}": at(place) for v, place in enumerate(places)}
 
 
 def _normalised(net: nn.Module) -> nn.Module:
@@ -234,7 +233,7 @@ class Study:
     train: int = 1500
     test: int = 297
     width: int = 8
-    epochs: int = 10
+    epochs: int = 20
     batch: int = 32
 
     def data(self, device: torch.device) -> tuple[Tensor, ...]:
@@ -301,7 +300,7 @@ def main() -> None:
     rows = run(quick=False, device=device)
     print(*(f"{r.contender:28} {r.ratio:.3f} {r.quartiles}" for r in rows), sep="\n", flush=True)
     found: list[dict[str, Any]] = []
-    for study in (Study(), Study("mnist", 28, 2000, 1000, 8, 2)):
+    for study in (Study(), Study("mnist", 28, 2000, 1000, 8, 3)):
         try:
             found += accuracies(study, range(options.seeds), device)
         except FileNotFoundError as error:

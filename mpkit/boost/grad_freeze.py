@@ -7,11 +7,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from mpkit.boost.grad_accumulation import GradientAccumulation
@@ -515,6 +517,37 @@ def expected_saving(stage_costs: Sequence[float], groups: int, freeze_type: int,
     stride, total = len(stage_costs) // groups, sum(stage_costs)
     shares = (sum(stage_costs[: v * stride]) / total for v in range(1, groups))
     return (1 - full_step_fraction) * sum(p * s for p, s in zip(index_probabilities(groups, freeze_type), shares))
+
+
+def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
+    """Multiply-adds that freezing each stage saves in a backward pass: for `expected_saving`.
+
+    A layer costs its multiply-adds once for the gradient of its weight and once for that of its input, which the
+    first layer does not need. Freezing stage k also spares the input gradient of the layer after it, so that one is
+    counted there. Only Linear and convolution layers count.
+
+    Args:
+        inputs:  one forward pass is run on them, without gradients.
+    """
+    stages = stages_by_module(net)
+    place = {id(p): i for i, stage in enumerate(stages) for p in stage}
+    work = [0.0] * (len(stages) + 1)
+
+    def count(module: Any, _inputs: Any, output: Tensor) -> None:
+        outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
+        work[place[id(module.weight)]] += outputs * module.weight.numel()
+
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | _ConvNd) and id(m.weight) in place]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    training = net.training
+    try:
+        with torch.no_grad():
+            net.eval()(*inputs)
+    finally:
+        net.train(training)
+        for handle in handles:
+            handle.remove()
+    return [weight + after for weight, after in pairwise(work)]
 
 
 def _checked_groups(groups: Any, opt: Optimizer) -> list[list[Tensor]]:
