@@ -1,0 +1,14 @@
+"""The widget of the lesson on group loss scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.explorers.group_scale import GroupScaleExplorer
+from mpkit.plots.group_scale import GroupScalePicture
+from mpkit.widgets.base import View
+
+
+def group_scale_view(**params: Any) -> View:
+    """One loss scale against one per group, step by step; parameters as `GroupScaleExplorer`."""
+    return View(GroupScaleExplorer(**params), GroupScalePicture())
