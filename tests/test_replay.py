@@ -132,6 +132,7 @@ def test_a_ceiling_between_two_float32_numbers_is_not_rounded_up():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch.compile warns of is not ours
 def test_compiled_equals_eager():
     if not can_compile():
         pytest.skip("torch.compile cannot build kernels on this machine")

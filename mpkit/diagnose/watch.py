@@ -54,6 +54,11 @@ class Event:
     leaves: tuple[str, ...]
     meant: bool
 
+    @property
+    def emulated(self) -> bool:
+        """Whether this is a step inside mpkit's rounding, which makes infinities on its way to a finite result."""
+        return self.operation.startswith("round to")
+
 
 class Watch(TorchDispatchMode):
     """While entered, remembers every operation with a non-finite result and where it came from.
@@ -133,8 +138,14 @@ class Watch(TorchDispatchMode):
 
         A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         """
-        fresh = (e for e in self.events if e.phase == "forward" and not e.parents and not e.leaves and not e.meant)
-        return next((e for e in fresh if e.kinds - {"-inf"}), None)
+        used = {i for e in self.events if not e.emulated for i in e.parents}
+        for event in reversed(self.events):  # from the operations that used a rounded value back to where it was made
+            used.update(event.parents if event.index in used else ())
+        for event in self.events:
+            born = event.phase == "forward" and not event.parents and not event.leaves and not event.meant
+            if born and event.kinds - {"-inf"} and (event.index in used or not event.emulated):
+                return event
+        return None
 
     def _sources(self, inputs: list[Tensor]) -> tuple[tuple[Operand, ...], list[int], list[str], bool]:
         """Describe the inputs: -> operands, events they come from, leaves they are, whether a leaf is only a mask."""

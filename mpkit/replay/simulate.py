@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -143,7 +144,9 @@ def _compiled_block(keep: bool) -> Any:
 def can_compile() -> bool:
     """Whether torch.compile can build a kernel on this machine."""
     try:
-        torch.compile(lambda x: x + 1)(torch.zeros(16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(lambda x: x + 1)(torch.zeros(16))
     except Exception:  # no compiler, an unsupported Python: whatever the reason, the eager path is the way out
         return False
     return True
