@@ -17,6 +17,7 @@ from mpkit.explorers.base import Explorer
 from mpkit.explorers.start import STEPS as LIVE_STEPS
 from mpkit.explorers.start import Run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, naive_loss_ratio, preset, stack
+from mpkit.policies.rule import FLOAT32_MAX
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
 from mpkit.scalers import LossScaler
@@ -45,6 +46,8 @@ def exponent(value: float) -> str:
     """
     if value <= 0 or not math.isfinite(value):
         return f"{value:g}"
+    if value == FLOAT32_MAX:
+        return "float32 max"
     return f"2^{math.log2(value):.4g}"
 
 
@@ -193,13 +196,13 @@ class SteeredScaler(LossScaler):
     def adjust(self, grads_finite: Tensor) -> bool:
         """One step of the policy as it is now."""
         self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
-        return self.put(self._state.scale)
+        self.scale_value.fill_(self._state.scale)
+        return True
 
-    def put(self, scale: float) -> bool:
-        """Set the scale by hand."""
+    def put(self, scale: float) -> None:
+        """Set the scale by hand; the count of finite steps starts again."""
         self._state = self._state._replace(scale=scale, decided=scale, good=0)
         self.scale_value.fill_(scale)
-        return True
 
 
 class LiveExplorer(Explorer):
