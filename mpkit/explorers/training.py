@@ -1,0 +1,359 @@
+"""Why a loss is scaled, what happens in one step, and in which order: three models on real gradients of real digits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traitlets import Bool, Enum, Float, Int
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.data import digits
+from mpkit.explorers.base import Explorer
+from mpkit.formats import FloatFormat, get_format
+from mpkit.networks import Network
+from mpkit.rounding import round_to
+from mpkit.scalers import DynamicLossScaler, all_finite
+from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
+
+MOMENTS = (0, 60, 240, 720)
+KINDS = ("activations", "weights")
+FORMATS = ("fp16", "bf16", "e5m2", "e4m3")
+EXPONENTS = range(-8, 31)
+BINS = range(-70, 31)
+
+
+@cache
+def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
+    """Magnitudes of the non-zero gradients of a float32 training on the digits, ascending, at four moments.
+
+    The perceptron 784-512-512-10, batch 64, SGD with rate 0.1; "activations" are the gradients that flow back between
+    the layers, "weights" those of the parameters. About two seconds of training, once per process.
+    """
+    torch.manual_seed(0)
+    network = Network()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    images, labels = digits("train")
+    draw = torch.Generator().manual_seed(0)
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for step in range(MOMENTS[-1] + 1):
+        if step in MOMENTS:
+            found |= {(step, kind): v for kind, v in zip(KINDS, _gradients(network, images[:64], labels[:64]))}
+        batch = torch.randint(len(images), (64,), generator=draw)
+        optimizer.zero_grad()
+        F.cross_entropy(network(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    return found
+
+
+def _gradients(network: Network, images: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(activation gradients, weight gradients) of one batch."""
+    between = []
+    x = network.flatten(images)
+    for layer in network.dense_relu_sequential:
+        x = layer(x)
+        x.retain_grad()
+        between.append(x)
+    network.zero_grad()
+    F.cross_entropy(x, labels).backward()
+    tensors = ([t.grad for t in between if t.grad is not None], [p.grad for p in network.parameters()])
+    first, second = (torch.cat([t.flatten() for t in group if t is not None]).abs() for group in tensors)
+    return _ascending(first), _ascending(second)
+
+
+def _ascending(magnitudes: Tensor) -> np.ndarray:
+    return np.sort(magnitudes[magnitudes > 0].numpy())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a format loses values, exactly.
+
+    lost:     the largest magnitude that rounds to 0.
+    normal:   the smallest magnitude that rounds to a normal number.
+    overflow: the smallest magnitude that does not fit.
+    """
+
+    lost: float
+    normal: float
+    overflow: float
+
+
+@cache
+def limits_of(fmt: FloatFormat) -> Limits:
+    """Half the smallest subnormal, half a gap below the smallest normal, half a gap above the largest number."""
+    half_gap = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.fraction_bits - 1)
+    edge = np.float32(min(fmt.max + half_gap, float(np.finfo(np.float32).max)))
+    fits = round_to(torch.tensor(edge), fmt).isfinite().item()  # the tie itself goes to the even neighbour
+    overflow = float(np.nextafter(edge, np.float32(np.inf))) if fits else float(edge)
+    return Limits(fmt.min_subnormal / 2, fmt.min_normal - fmt.min_subnormal / 2, overflow)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What becomes of gradient values at one scale (shares of the non-zero values, 0 to 1)."""
+
+    lost: float
+    subnormal: float
+    normal: float
+    overflow: float
+
+
+def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
+    """What becomes of ascending magnitudes, multiplied by a power of two and rounded to `fmt`."""
+    limits = limits_of(fmt)
+    below = np.searchsorted(magnitudes, limits.lost / scale, side="right")
+    subnormal = max(below, np.searchsorted(magnitudes, limits.normal / scale, side="left"))
+    fitting = max(subnormal, np.searchsorted(magnitudes, limits.overflow / scale, side="left"))
+    n = len(magnitudes)
+    return Shares(*(count / n for count in (below, subnormal - below, fitting - subnormal, n - fitting)))
+
+
+def recommended_exponent(magnitudes: np.ndarray, fmt: FloatFormat) -> int:
+    """The largest power of two that leaves the largest gradient one power of two of room below overflow.
+
+    0, no scaling, where less than one value in a million is flushed without.
+    """
+    if shares_at(magnitudes, 1.0, fmt).lost < 1e-6:
+        return 0
+    return math.floor(math.log2(limits_of(fmt).overflow) - math.log2(magnitudes[-1])) - 1
+
+
+class UnderflowExplorer(Explorer):
+    """A histogram of real gradients against the range of a format, moved by a static loss scale."""
+
+    controls = ("moment", "kind", "format", "exponent")
+    actions = {"Take the recommended scale": "take"}
+    moment = Enum(list(MOMENTS), 720).tag(label="after training steps")
+    kind = Enum(list(KINDS), "activations").tag(label="gradients of")
+    format = Enum(list(FORMATS), "fp16").tag(label="format")
+    exponent = Int(0, min=EXPONENTS[0], max=EXPONENTS[-1]).tag(label="static scale, 2 to the")
+
+    def compute(self) -> None:
+        """Shares at this scale, their course over all scales, and the histogram of the scaled magnitudes."""
+        values, fmt = gradients_of_digits()[self.moment, self.kind], get_format(self.format)
+        self.fmt, self.limits = fmt, limits_of(fmt)
+        self.shares = shares_at(values, 2.0**self.exponent, fmt)
+        self.course = [shares_at(values, 2.0**e, fmt) for e in EXPONENTS]
+        self.best = recommended_exponent(values, fmt)
+        self.best_shares = shares_at(values, 2.0**self.best, fmt)
+        binned = np.clip(np.frexp(values)[1] - 1 + self.exponent, BINS[0], BINS[-1])
+        self.heights = np.bincount(binned - BINS[0], minlength=len(BINS)) / len(values)
+
+    def take(self) -> None:
+        """Set the recommended scale, as far as the slider goes."""
+        self.set(exponent=min(max(self.best, EXPONENTS[0]), EXPONENTS[-1]))
+
+    def summary(self) -> str:
+        s = self.shares
+        return (
+            f"After {self.moment} steps, gradients of {self.kind} in {self.format} at a static scale of "
+            f"2^{self.exponent}: {s.lost:.1%} flushed to zero, {s.subnormal:.1%} subnormal, {s.overflow:.2%} overflow. "
+            f"This histogram recommends 2^{self.best}, which flushes {self.best_shares.lost:.1%}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = ((f"2^{self.exponent}", self.shares), (f"2^{self.best} (recommended)", self.best_shares))
+        return [{"scale": scale, **{key: f"{value:.2%}" for key, value in vars(s).items()}} for scale, s in rows]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step: what is done, the line that does it, and the number seen there."""
+
+    name: str
+    code: str
+    seen: str
+
+
+class StepExplorer(Explorer):
+    """One training step at O2 in float16, phase by phase, on 64 digits."""
+
+    controls = ("phase", "exponent", "bad")
+    phase = Int(0, min=0, max=7).tag(label="phase", animate=900)
+    exponent = Int(16, min=0, max=30).tag(label="loss scale, 2 to the")
+    bad = Bool(False).tag(label="put an inf into the batch")
+
+    def compute(self) -> None:
+        """Run the step once per setting; the phase only says where to look."""
+        if (self.exponent, self.bad) != getattr(self, "_ran", None):
+            self.phases, self.skipped, self.change = one_step(self.exponent, self.bad)
+            self._ran = (self.exponent, self.bad)
+
+    def summary(self) -> str:
+        now = self.phases[self.phase]
+        end = "the update is skipped" if self.skipped else f"the weights move by {self.change:.3g}"
+        return f"Phase {self.phase + 1} of 8, {now.name}: {now.seen}. In this step {end}."
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"phase": i, "name": p.name, "code": p.code, "seen": p.seen} for i, p in enumerate(self.phases, 1)]
+
+
+def one_step(exponent: int, bad: bool) -> tuple[list[Phase], bool, float]:
+    """(the eight phases, was the update skipped, largest change of a weight) of a step at a scale of 2^exponent."""
+    network, images, labels = _small()
+    auto_mixed_precision(network, "O2")
+    if bad:
+        images = images.clone()
+        images[0, 0, 0, 0] = torch.inf
+    optimizer, parameters = torch.optim.SGD(network.parameters(), 0.1), list(network.parameters())
+    scaler = DynamicLossScaler(2.0**exponent, 2, 50)
+    inside: list[Tensor] = []
+    handle = network[1].register_forward_hook(lambda *call: inside.append(call[2]))
+    before = [p.detach().clone() for p in parameters]
+    loss = F.cross_entropy(network(images), labels)
+    handle.remove()
+    inside[0].retain_grad()
+    scaled = scaler.scale(loss)
+    scaled.backward()
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flowing = inside[0].grad
+    assert flowing is not None
+    true = scaler.unscale(grads)
+    finite = all_finite(true)
+    if finite:
+        for p, grad in zip(parameters, true):
+            p.grad = grad
+        optimizer.step()
+    change = max(float((p.detach() - old).abs().max()) for p, old in zip(parameters, before))
+    scaler.adjust(finite)
+    phases = [
+        Phase("keep weights in float32", "parameters", f"largest weight {_largest(before)} in {_kind(before[0])}"),
+        Phase("forward in float16", "network(x)", f"first layer gives {_kind(inside[0])}, largest {_largest(inside)}"),
+        Phase("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}"),
+        Phase("multiply and go back", "scale(loss).backward()", f"in {_kind(flowing)}, largest {_largest([flowing])}"),
+        Phase("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}"),
+        Phase("divide by the scale", "unscale(grads)", f"largest {_largest(true)}"),
+        Phase("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped"),
+        Phase("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):g}"),
+    ]
+    return phases, not finite, change
+
+
+def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A perceptron 64-32-10 with fixed weights, and the first 64 digits, 8x8 pixels each."""
+    torch.manual_seed(0)
+    images, labels = digits("train", 8)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    return network, images[:64], labels[:64]
+
+
+def _largest(tensors: list[Tensor]) -> str:
+    return f"{float(torch.stack([t.detach().abs().float().max() for t in tensors]).max()):.3g}"  # NaN wins
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+ORDERS = ("unscale, clip", "clip, unscale", "unscale each micro-batch")
+
+
+class OrderExplorer(Explorer):
+    """What reaches the optimizer when clipping and unscaling change places, over all scales."""
+
+    controls = ("exponent", "max_norm", "parts")
+    exponent = Int(10, min=0, max=20).tag(label="loss scale, 2 to the")
+    max_norm = Float(0.25, min=2.0**-6, max=4.0).tag(label="clip to the norm", scale="log2", step=0.5)
+    parts = Int(4, min=1, max=8).tag(label="micro-batches")
+
+    def compute(self) -> None:
+        """The gradient that each order hands to the optimizer, at every scale."""
+        micro = micro_gradients(self.parts)
+        self.true_norm = float(micro.mean(0).norm())
+        self.right = clipped(micro.mean(0), self.max_norm)
+        self.norms = {
+            order: [float(handed_over(micro, 2.0**e, self.max_norm, order).norm()) for e in range(21)]
+            for order in ORDERS
+        }
+        now = {order: handed_over(micro, 2.0**self.exponent, self.max_norm, order) for order in ORDERS}
+        self.cosines = {order: float(F.cosine_similarity(g, self.right, dim=0)) for order, g in now.items()}
+
+    def summary(self) -> str:
+        right, early, each = (self.norms[order][self.exponent] for order in ORDERS)
+        return (
+            f"At a scale of 2^{self.exponent}, clipping to {self.max_norm:.3g}, {self.parts} micro-batches: the "
+            f"right order hands a gradient of norm {right:.3g} to the optimizer, clipping first {early:.3g}, "
+            f"unscaling after each micro-batch {each:.3g} (cosine {self.cosines[ORDERS[2]]:.2f} with the right one)."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"order": o, "norm": f"{self.norms[o][self.exponent]:.3g}", "cosine with the right one": f"{c:.2f}"}
+            for o, c in self.cosines.items()
+        ]
+
+
+@cache
+def micro_gradients(parts: int) -> Tensor:
+    """(parts, parameters) float32: the gradient of each of `parts` micro-batches of 64 digits."""
+    network, images, labels = _small()
+    rows = []
+    for x, y in zip(images.tensor_split(parts), labels.tensor_split(parts)):
+        network.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        rows.append(torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]))
+    return torch.stack(rows)
+
+
+def clipped(gradient: Tensor, max_norm: float) -> Tensor:
+    """`gradient`, shortened to `max_norm` if it is longer."""
+    return gradient * min(1.0, max_norm / float(gradient.norm()))
+
+
+def handed_over(micro: Tensor, scale: float, max_norm: float, order: str) -> Tensor:
+    """The gradient that the optimizer sees when micro-batch gradients are summed at `scale` in one of `ORDERS`."""
+    parts = len(micro)
+    if order == "unscale each micro-batch":
+        total = torch.zeros_like(micro[0])
+        for g in micro:
+            total = (total + g * scale / parts) / scale  # what was there is divided again
+        return clipped(total, max_norm)
+    total = (micro * scale / parts).sum(0)
+    if order == "clip, unscale":
+        return clipped(total, max_norm) / scale
+    return clipped(total / scale, max_norm)
+
+
+def trained_with(
+    level: str, weight: float, scale: float, steps: int = 120, rate: float = 0.1
+) -> dict[str, float | str | int]:
+    """Train on the digits with the loss multiplied by a small `weight` (and the rate divided by it): one table row.
+
+    In exact arithmetic the weight changes nothing. In float16 it makes the gradients small.
+    """
+    torch.manual_seed(0)
+    network = auto_mixed_precision(Network(), level)
+    optimizer = torch.optim.SGD(network.parameters(), rate / weight, fused=True)
+    cell = TrainOneStepWithLossScaleCell(WithLossCell(network, WeightedLoss(weight)), optimizer, torch.tensor(scale))
+    images, labels = digits("train")
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        batch = torch.randint(len(images), (64,), generator=draw)
+        outcome = cell(images[batch], labels[batch])
+    test, truth = digits("test")
+    with torch.no_grad():
+        right = (network(test).argmax(1) == truth).float().mean().item()
+    return {
+        "level": level,
+        "scale": f"2^{math.log2(scale):g}",
+        "loss": round(float(outcome.loss) / weight, 2),
+        "accuracy": round(right, 2),
+    }
+
+
+class WeightedLoss(nn.Module):
+    """Cross-entropy times a weight, as one term of a larger loss has it."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels) * self.weight

@@ -1,0 +1,204 @@
+"""The models and views of the lessons on loss scaling and the training step, without a browser."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.check import verdict
+from mpkit.explorers.training import (
+    EXPONENTS,
+    FORMATS,
+    KINDS,
+    MOMENTS,
+    ORDERS,
+    OrderExplorer,
+    StepExplorer,
+    UnderflowExplorer,
+    gradients_of_digits,
+    handed_over,
+    limits_of,
+    micro_gradients,
+    one_step,
+    recommended_exponent,
+    shares_at,
+)
+from mpkit.formats import get_format
+from mpkit.rounding import round_to
+from mpkit.widgets.training import order_view, step_view, underflow_view
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("exponent", [-8, 0, 13, 30])
+def test_shares_are_those_of_rounding_every_value(name, exponent):
+    fmt = get_format(name)
+    values = gradients_of_digits()[720, "activations"]
+    rounded = round_to(torch.from_numpy(values) * 2.0**exponent, fmt)
+    expected = [
+        (rounded == 0).double().mean().item(),
+        ((rounded != 0) & (rounded < fmt.min_normal)).double().mean().item(),
+        (rounded.isfinite() & (rounded >= fmt.min_normal)).double().mean().item(),
+        (~rounded.isfinite()).double().mean().item(),
+    ]
+    assert list(vars(shares_at(values, 2.0**exponent, fmt)).values()) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_limits_are_tight_on_both_sides(name):
+    fmt, limits = get_format(name), limits_of(get_format(name))
+
+    def rounded(value, toward=None):
+        number = np.float32(value) if toward is None else np.nextafter(np.float32(value), np.float32(toward))
+        return round_to(torch.tensor(number), fmt).item()
+
+    assert rounded(limits.lost) == 0.0 < rounded(limits.lost, np.inf)
+    assert rounded(limits.normal) == fmt.min_normal > rounded(limits.normal, 0)
+    if name != "bf16":  # beside bf16's limit there is no float32 left
+        assert not np.isfinite(rounded(limits.overflow))
+    assert rounded(limits.overflow, 0) == fmt.max
+
+
+def test_the_recommended_scale_leaves_one_power_of_two():
+    fmt = get_format("fp16")
+    for (moment, kind), values in gradients_of_digits().items():
+        best = recommended_exponent(values, fmt)
+        assert shares_at(values, 2.0 ** (best + 1), fmt).overflow == 0, (moment, kind)
+        assert shares_at(values, 2.0 ** (best + 2), fmt).overflow > 0, (moment, kind)
+    assert recommended_exponent(values, get_format("bf16")) == 0
+
+
+def test_gradients_shrink_while_the_network_learns():
+    medians = [np.median(gradients_of_digits()[moment, "activations"]) for moment in MOMENTS]
+    assert medians[-1] < medians[0] / 50
+    assert all((values[1:] >= values[:-1]).all() for values in gradients_of_digits().values())
+
+
+def test_one_step_updates_or_skips():
+    phases, skipped, change = one_step(16, False)
+    assert not skipped
+    assert change > 0
+    assert "float16" in phases[1].seen
+    assert "float32" in phases[2].seen
+    phases, skipped, change = one_step(16, True)
+    assert skipped
+    assert change == 0.0
+    assert phases[-1].seen == "next scale 32768"
+    assert one_step(30, False)[1]  # 2^30 is too much for float16 gradients
+
+
+def test_only_the_right_order_is_independent_of_the_scale():
+    micro = micro_gradients(4)
+    right = [handed_over(micro, 2.0**e, 0.25, ORDERS[0]) for e in (0, 10, 20)]
+    for other in right[1:]:
+        torch.testing.assert_close(other, right[0], rtol=0, atol=1e-7)
+    early = handed_over(micro, 1024.0, 0.25, ORDERS[1])
+    assert early.norm().item() == pytest.approx(0.25 / 1024, rel=1e-4)
+    each = handed_over(micro, 1024.0, 100.0, ORDERS[2])
+    torch.testing.assert_close(each, micro[-1] / 4, rtol=0.01, atol=1e-3)  # only the last micro-batch counts
+    single = micro_gradients(1)
+    torch.testing.assert_close(handed_over(single, 64.0, 0.25, ORDERS[2]), handed_over(single, 64.0, 0.25, ORDERS[0]))
+
+
+VIEWS = {
+    underflow_view: {
+        "moment": MOMENTS,
+        "kind": KINDS,
+        "format": FORMATS,
+        "exponent": (EXPONENTS[0], EXPONENTS[-1], 0),
+    },
+    step_view: {"phase": (0, 7, 3), "exponent": (0, 30, 16), "bad": (True, False)},
+    order_view: {"exponent": (0, 20, 10), "max_norm": (2.0**-6, 4.0, 0.25), "parts": (1, 8, 4)},
+}
+WRONG = {
+    underflow_view: {"moment": 5, "kind": "losses", "format": "fp12", "exponent": 31},
+    step_view: {"phase": 8, "exponent": -1, "bad": "yes"},
+    order_view: {"exponent": 21, "max_norm": 0.0, "parts": 0},
+}
+
+
+@pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
+def test_every_control_over_its_range(make):
+    view = make()
+    first, start = view.png(), view.explorer.state()
+    pictures = {}
+    for name, values in VIEWS[make].items():
+        for value in values:
+            control = view.boxes.get(name, view.controls[name])
+            control.value = value
+            assert getattr(view.explorer, name) == value
+            assert view.explorer.message == ""
+            assert view.summary() in view.status.value.replace("&gt;", ">").replace("&#x27;", "'")
+            state = tuple(view.explorer.state().items())
+            assert pictures.setdefault(state, view.png()) == view.png()
+            assert view.data()
+    assert len(set(pictures.values())) > len(VIEWS[make])
+    view.buttons["Reset"].click()
+    assert view.explorer.state() == start
+    assert view.png() == first
+
+
+@pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
+def test_wrong_settings_are_refused_and_change_nothing(make):
+    view = make()
+    before, state = view.png(), view.explorer.state()
+    for name, value in WRONG[make].items():
+        with pytest.raises(ValueError, match=name):
+            view.explorer.set(**{name: value})
+        assert view.explorer.state() == state
+        assert view.png() == before
+
+
+@pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
+def test_two_threads_leave_a_picture_of_the_last_settings(make):
+    view = make()
+    name, values = next((n, v) for n, v in VIEWS[make].items() if isinstance(v[0], int))
+
+    def drag():
+        for value in values * 2:
+            view.explorer.set(**{name: value})
+
+    threads = [threading.Thread(target=drag) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fresh = make(**view.explorer.state())
+    assert view.png() == fresh.png()
+    assert view.summary() == fresh.summary()
+
+
+def test_buttons_step_play_and_take():
+    view = step_view()
+    view.buttons["Step"].click()
+    assert view.explorer.phase == 1
+    view.buttons["Back to start"].click()
+    assert view.explorer.phase == 0
+    view = underflow_view()
+    view.buttons["Take the recommended scale"].click()
+    assert view.explorer.exponent == view.explorer.best
+    assert view.explorer.shares == view.explorer.best_shares
+
+
+@pytest.mark.parametrize(
+    ("explorer", "words"),
+    [(UnderflowExplorer, "flushed to zero"), (StepExplorer, "Phase 1 of 8"), (OrderExplorer, "the right order")],
+)
+def test_summaries_hold_the_numbers(explorer, words):
+    assert words in explorer().summary()
+
+
+RIGHT = {
+    "04": {"edge": -25, "shift": 10, "recommended": 21, "forward": False},
+    "06": {"scale": 32768, "weights": 0, "clip": 0.25 / 1024, "divisions": 1},
+}
+
+
+@pytest.mark.parametrize(("lesson", "name"), [(lesson, name) for lesson, names in RIGHT.items() for name in names])
+def test_questions_know_right_from_wrong(lesson, name):
+    assert verdict(lesson, name, RIGHT[lesson][name])[0] is True
+    wrong = True if isinstance(RIGHT[lesson][name], bool) else 12345
+    assert verdict(lesson, name, wrong)[0] is False
+    assert verdict(lesson, name)[0] is None
