@@ -231,8 +231,8 @@ class LossScaleExplorer(Explorer):
 
     controls = ("optimizer", "sens_exponent", "scale_exponent", "weight_decay")
     optimizer = Enum(list(MAKERS), "SGD").tag(label="optimizer")
-    sens_exponent = Int(10, min=0, max=16).tag(label="sens (train cell), 2 to the", costly=True)
-    scale_exponent = Int(10, min=0, max=16).tag(label="loss_scale (optimizer), 2 to the", costly=True)
+    sens_exponent = Int(10, min=0, max=16).tag(label="sens, 2 to the", costly=True)
+    scale_exponent = Int(10, min=0, max=16).tag(label="loss_scale, 2 to the", costly=True)
     weight_decay = Float(0.0, min=0.0, max=0.1).tag(label="weight_decay", step=0.01, costly=True)
 
     def compute(self) -> None:

@@ -87,7 +87,8 @@ class LossScalePicture(Picture):
 
     def layout(self, figure: Figure, data: Any) -> None:
         axes = figure.subplots()
-        axes.set(xlabel="step", ylabel="loss, nats", xlim=(0, len(data.losses) - 1), yscale="log", ylim=(0.1, self.top))
+        axes.set(xlabel="step", ylabel="loss, nats", xlim=(0, len(data.losses) - 1))
+        axes.set(yscale="log", ylim=(0.1, 2 * self.top))
         axes.set_title("loss, × = not finite", loc="left")
         (agreed,) = axes.plot([], [], color=GREY, ls="--", lw=2, label="sens = loss_scale")
         (losses,) = axes.plot([], [], color=BLUE, lw=2, label="chosen")
