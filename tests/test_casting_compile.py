@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.formats import E4M3FN, FloatFormat
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
 GRAPHS = ["convolutional", "functions", "attention", "shared"]  # torch's compiler does not take RNN layers at all
 
 
@@ -53,12 +54,22 @@ def compare(level: str, dtype: Any, name: str, backend: str) -> None:
             assert (p.grad - q.grad).abs().max() <= 2 * eps(dtype) * p.grad.abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("level", [*CASTING_LEVELS, "torch_autocast"])
+QUICK = {("O1", "functions"), ("O2", "functions"), ("auto", "attention"), ("O3", "convolutional")}
+
+
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        pytest.param(level, name, marks=() if (level, name) in QUICK else pytest.mark.slow)
+        for level in (*CASTING_LEVELS, "torch_autocast")
+        for name in GRAPHS
+    ],
+)
 def test_a_level_compiles_without_a_graph_break_and_equals_eager(level: str, name: str) -> None:
     compare(level, torch.bfloat16, name, "aot_eager")
 
 
+@pytest.mark.slow
 def test_an_emulated_level_compiles_too() -> None:
     compare("O2", E4M3FN, "shared", "aot_eager")
 

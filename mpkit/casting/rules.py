@@ -232,6 +232,19 @@ def layer_norm_of_input(mode: CastMode, func: ops.Function, args: tuple[Any, ...
     return func(args[0], *mode.cast_all(args[1:], low), **mode.cast_all(kwargs, low))
 
 
+def gathered(low: Target, result: Target | None) -> Handler:
+    """Rows of a table, cast after they were picked: the same values, without a cast of the whole table.
+
+    The gradient of a row that was picked several times is so added up in float32; `max_norm` finds the table itself.
+    """
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = mode.cast_all(func(*args, **kwargs), low)
+        return out if result is None else mode.cast_all(out, result)
+
+    return computing(low, handle)
+
+
 def looks_inside(inner: ops.Function) -> Handler:
     """A composed function: run it so that the rule sees its inner operations."""
 
@@ -292,6 +305,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
+        (ops.spellings("embedding"), gathered(low, result)),
     )
     return Rule(handlers, computed_in(low, result), entry, (everything, (low, result, entry)))
 

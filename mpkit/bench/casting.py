@@ -1,0 +1,106 @@
+"""Casting: a training step at every level against torch.autocast in the same run, eager and compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mpkit.bench._measure import Row, interleaved
+from mpkit.casting import auto_mixed_precision
+from mpkit.networks import Network, TinyGPT, resnet50
+
+LEVELS = ("O1", "O2", "O3", "auto")
+CPU_GOALS = {"O1": 1.10}
+GPU_GOALS = {"auto": 1.03, "O2": 1.00, "O3": 1.00}
+COMPILED_GOALS = {"auto": 1.00, "O2": 1.00, "O3": 1.00}
+
+Step = Callable[[], object]
+
+
+def run(*, quick: bool, device: torch.device) -> list[Row]:
+    """The 784-512-512-10 network on the CPU; ResNet-50 and a GPT-2-124M shape on a GPU."""
+    cpu = torch.device("cpu")
+    rounds = 30 if quick else 120
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16):
+        images, labels = torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,))
+        case = f"784-512-512-10 b64 {str(dtype)[6:]} cpu"
+        goals = CPU_GOALS if dtype is torch.bfloat16 else {}
+        rows += _levels(case, Network(), images, labels, dtype, rounds, cpu, goals)
+        if not quick:
+            rows += _levels(f"{case} compiled", Network(), images, labels, dtype, rounds, cpu, COMPILED_GOALS, True)
+    return rows + (_gpu(quick, device) if device.type == "cuda" else _without_gpu())
+
+
+def _without_gpu() -> list[Row]:
+    reason = "not measured on a GPU: this machine has none"
+    return [Row("casting", case, "all levels", skipped=reason) for case in ("resnet50 b256", "GPT-2 124M b16 x 1024")]
+
+
+def _gpu(quick: bool, device: torch.device) -> list[Row]:
+    rows = []
+    rounds = 10 if quick else 30
+    batch = 64 if quick else 256
+    images = torch.rand(batch, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+    network: nn.Module = resnet50(classes=1000, small_input=False).to(device)
+    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    labels = torch.randint(0, 1000, (batch,), device=device)
+    tokens = torch.randint(0, 50257, (4 if quick else 16, 1024), device=device)
+    for compiled in (False,) if quick else (False, True):
+        goals = COMPILED_GOALS if compiled else GPU_GOALS
+        tail = " compiled" if compiled else ""
+        low = torch.float16
+        rows += _levels(f"resnet50 b{batch}{tail}", network, images, labels, low, rounds, device, goals, compiled)
+        gpt = TinyGPT.gpt2_124m().to(device)
+        rows += _levels(f"GPT-2 124M{tail}", gpt, tokens, tokens, low, rounds, device, goals, compiled)
+    return rows
+
+
+def _levels(
+    case: str,
+    network: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    rounds: int,
+    device: torch.device,
+    goals: dict[str, float],
+    compiled: bool = False,
+) -> list[Row]:
+    """One step (forward, loss, backward, SGD with momentum) per contender; autocast is the baseline."""
+    contenders: dict[str, Step] = {
+        "torch.autocast": step(copy.deepcopy(network), inputs, labels, autocast=dtype, compiled=compiled),
+        "float32": step(copy.deepcopy(network), inputs, labels, compiled=compiled),
+    }
+    for level in LEVELS:
+        cast = auto_mixed_precision(copy.deepcopy(network), level, dtype)
+        contenders[level] = step(cast, inputs, labels, compiled=compiled)
+    notes = {"O1": "every intermediate float32"}
+    return interleaved("casting", case, contenders, rounds=rounds, warmup=5, device=device, goals=goals, notes=notes)
+
+
+def step(
+    network: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    autocast: torch.dtype | None = None,
+    compiled: bool = False,
+) -> Step:
+    """A training step as a callable without arguments."""
+    optimizer = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9, fused=True)
+    forward = torch.compile(network, fullgraph=True) if compiled else network
+
+    def once() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(inputs.device.type, autocast) if autocast is not None else nullcontext():
+            loss = cross_entropy(forward(inputs).flatten(0, -2).float(), labels.flatten())
+        (loss * 1024.0).backward()
+        optimizer.step()
+
+    return once
