@@ -277,8 +277,8 @@ class AutoBoost:
         if adasum_enabled(world, self.hyper["device_number"]):
             return None
         return (
-            f"{world} processes / device_number {self.hyper['device_number']} = {groups} groups, and it needs a power "
-            "of two above 1; set device_number in section common"
+            f"{world} / device_number {self.hyper['device_number']} = {groups} groups of processes, and it needs a "
+            "power of two above 1; set device_number in section common"
         )
 
     # rewriting

@@ -1,0 +1,355 @@
+"""Boost levels beside each other, the freeze timeline, less batch norm on a network, and centralized gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traitlets import Bool, Enum, Float, Int
+
+from mpkit import networks
+from mpkit.boost import AutoBoost, GradientFreeze, LessBN
+from mpkit.boost.auto import LEVELS, MODES
+from mpkit.boost.grad_centralization import is_centralized
+from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stage_costs, stages_by_module
+from mpkit.data import data_dir, digits
+from mpkit.explorers.base import Explorer
+from mpkit.optimizers import centralized
+
+COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
+SWITCHES = ("less_bn", "grad_freeze", "adasum", "grad_accumulation")
+
+
+# boost levels
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    """The stored benchmark: `speed` and `accuracy` rows, and `meta` with the device and the versions."""
+    return json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
+
+
+def seconds(contender: str) -> float:
+    """Measured time of one step of a contender of the benchmark, seconds."""
+    return next(row["seconds"] for row in measured()["speed"] if row["contender"] == contender)
+
+
+def accuracy(configuration: str) -> dict[str, Any] | None:
+    """The accuracy row of a measured configuration on the digits, None when it was not trained."""
+    rows = (row for row in measured()["accuracy"] if row["data"].startswith("digits"))
+    return next((row for row in rows if row["configuration"] == configuration), None)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a configuration does to a ResNet-18.
+
+    Args:
+        active, inactive: algorithms that run; (what, reason) of what was asked for and does not.
+        removed, norms:   BatchNorms that go, of so many.
+        odds:             share of the steps at each freeze index 0..9.
+        step:             measured time of a step as a share of the step without boost (dimensionless).
+        trained:          the configuration of the benchmark whose accuracy applies, "" for none.
+    """
+
+    active: tuple[str, ...]
+    inactive: tuple[tuple[str, str], ...]
+    removed: int
+    norms: int
+    odds: tuple[float, ...]
+    step: float
+    trained: str
+
+    @property
+    def speedup(self) -> float:
+        """Steps in the time of one without boost."""
+        return 1 / self.step
+
+
+def effect(boost: AutoBoost, trained: str = "") -> Effect:
+    """What a configuration does, with times from the stored benchmark."""
+    report = _report() if "less_bn" in boost.active else None
+    odds = [1.0, *[0.0] * 9]
+    if "grad_freeze" in boost.active:
+        full = boost.hyper["freeze_p"]
+        odds = [full, *((1 - full) * p for p in index_probabilities(10, boost.hyper["freeze_type"]))]
+    network = "O1" if report else "plain"
+    step = sum(p * seconds(f"{network} index {v}") for v, p in enumerate(odds)) / seconds("plain index 0")
+    inactive = tuple((item.what, item.reason) for item in boost.inactive)
+    removed, norms = (len(report.removed), len(report.removed) + len(report.kept)) if report else (0, 20)
+    return Effect(boost.active, inactive, removed, norms, tuple(odds), step, trained)
+
+
+@cache
+def _report() -> Any:
+    return LessBN(networks.resnet18(width=4)).report
+
+
+@cache
+def _stages() -> tuple[tuple[str, bool], ...]:
+    """Name of each stage of the ResNet-18, and whether LessBN removes its BatchNorm."""
+    net = networks.resnet18(width=4)
+    names = {id(p): name.rpartition(".")[0] for name, p in net.named_parameters()}
+    removed = set(_report().removed)
+    stages = []
+    for stage in stages_by_module(net):
+        modules = list(dict.fromkeys(names[id(p)] for p in stage))
+        stages.append((modules[0], bool(removed & set(modules))))
+    return tuple(stages)
+
+
+def preset(name: str) -> AutoBoost:
+    """The AutoBoost of a configuration that was measured."""
+    off = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": False}
+    if name == "O1 tuned":
+        return AutoBoost("O1", {"boost": {"mode": "tuned"}})
+    if name in ("less_bn", "freezing"):
+        return AutoBoost("O0", {"boost": {**off, "grad_freeze" if name == "freezing" else name: True}})
+    return AutoBoost("O1" if name == "O1" else "O0")
+
+
+class BoostExplorer(Explorer):
+    """A boost configuration of your own beside one that was measured, on the ResNet-18 of the benchmark."""
+
+    controls = ("level", "mode", *SWITCHES, "full_step_fraction", "freeze_type", "compare")
+    level = Enum(tuple(LEVELS), "O1").tag(label="boost_level")
+    mode = Enum(MODES, "auto").tag(label="mode")
+    less_bn = Bool(False).tag(label="less_bn (read in mode manual)")
+    grad_freeze = Bool(False).tag(label="grad_freeze (read in mode manual)")
+    adasum = Bool(False).tag(label="adasum (read in mode manual)")
+    grad_accumulation = Bool(False).tag(label="grad_accumulation (read in mode manual)")
+    full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
+    freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
+    compare = Enum(COMPARED, "none").tag(label="compare with")
+
+    def compute(self) -> None:
+        """Both configurations, resolved."""
+        self.boost = AutoBoost(self.level, self._config())
+        self.this = effect(self.boost, self._measured_name())
+        self.other = effect(preset(self.compare), self.compare)
+        self.stages = _stages()
+
+    def _config(self) -> dict[str, Any]:
+        flags = {name: getattr(self, name) for name in SWITCHES} if self.mode == "manual" else {}
+        config: dict[str, Any] = {"boost": {"mode": self.mode, **flags}}
+        changed = self.full_step_fraction != 0.7 or self.freeze_type != 1
+        probe = AutoBoost(self.level, config)
+        if probe.flags["grad_freeze"] and changed:
+            config["grad_freeze"] = {"freeze_p": self.full_step_fraction, "freeze_type": self.freeze_type}
+        return config
+
+    def _measured_name(self) -> str:
+        own = self.boost
+        for name in COMPARED:
+            known = preset(name)
+            same = own.active == known.active and not set(own.active) - {"less_bn", "grad_freeze"}
+            if same and all(own.hyper[key] == known.hyper[key] for key in ("freeze_p", "freeze_type")):
+                return name
+        return ""
+
+    def frozen_share(self, effect: Effect) -> list[float]:
+        """Share of the steps in which each stage stands still."""
+        stride = len(self.stages) // 10
+        return [sum(p for v, p in enumerate(effect.odds) if v * stride > s) for s in range(len(self.stages))]
+
+    def summary(self) -> str:
+        this, other = self.this, self.other
+        runs = ", ".join(this.active) or "nothing"
+        text = (
+            f"boost_level {self.level} in mode {self.mode} runs {runs}: {this.removed} of {this.norms} BatchNorms "
+            f"removed, {1 - this.odds[0]:.0%} of the steps frozen, measured speed-up {this.speedup:.2f} "
+            f"({self.compare}: {other.speedup:.2f}). {self._accuracy_text()}"
+        )
+        return text + "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
+
+    def _accuracy_text(self) -> str:
+        row = accuracy(self.this.trained) if self.this.trained else None
+        if row is None:
+            return "Its accuracy was not measured."
+        seeds = len(row["accuracy_percent"])
+        return (
+            f"Accuracy on the digits {row['mean']:.1f} ± {row['spread']:.1f} %, {row['difference']:+.1f} points "
+            f"against no boost (mean of {seeds} seeds)."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = []
+        for name, one in (("this", self.this), (self.compare, self.other)):
+            row = accuracy(one.trained) if one.trained else None
+            rows.append(
+                {
+                    "configuration": name,
+                    "active": ", ".join(one.active) or "nothing",
+                    "BatchNorms removed": one.removed,
+                    "steps frozen": f"{1 - one.odds[0]:.0%}",
+                    "speed-up": round(one.speedup, 2),
+                    "accuracy, %": "not measured" if row is None else row["mean"],
+                }
+            )
+        return rows
+
+
+# freezing
+
+
+FREEZE_STEPS = 120
+
+
+@cache
+def _freeze_network() -> tuple[list[str], list[float]]:
+    """Stage names and backward costs of a ResNet-18 on 32x32 images."""
+    with torch.device("meta"):
+        net = networks.resnet18(width=32)
+        costs = stage_costs(net, torch.zeros(1, 3, 32, 32))
+    return [name for name, _ in _stages()], costs
+
+
+class FreezeExplorer(Explorer):
+    """Which stages of a ResNet-18 are trained on which of 120 steps, and how much backward work that saves."""
+
+    controls = ("groups", "freeze_type", "full_step_fraction", "seed", "step")
+    groups = Int(10, min=1, max=21).tag(label="param_groups")
+    freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
+    full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
+    seed = Int(0, min=0, max=99).tag(label="seed")
+    step = Int(0, min=0, max=FREEZE_STEPS - 1).tag(label="step", animate=100)
+
+    def compute(self) -> None:
+        """The index of every step, the trained stages, and the saving: counted and from the formula."""
+        self.names, self.costs = _freeze_network()
+        args = self.groups, self.freeze_type, self.full_step_fraction, FREEZE_STEPS
+        self.sequence = GradientFreeze(*args, seed=self.seed).generate_freeze_index_sequence(*args)
+        self.stride = len(self.names) // self.groups
+        total = sum(self.costs)
+        self.saved = [sum(self.costs[: v * self.stride]) / total for v in self.sequence]
+        self.formula = expected_saving(self.costs, self.groups, self.freeze_type, self.full_step_fraction)
+
+    @property
+    def frozen_now(self) -> int:
+        """How many stages stand still on the current step."""
+        return self.sequence[self.step] * self.stride
+
+    def summary(self) -> str:
+        frozen = sum(v > 0 for v in self.sequence) / len(self.sequence)
+        return (
+            f"Step {self.step}: index {self.sequence[self.step]} freezes the first {self.frozen_now} of "
+            f"{len(self.names)} stages and saves {self.saved[self.step]:.0%} of the backward work. Over "
+            f"{FREEZE_STEPS} steps {frozen:.0%} of them are frozen and {mean(self.saved):.1%} is saved; "
+            f"the formula says {self.formula:.1%}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"step": i, "index": v, "frozen stages": v * self.stride, "backward work saved": f"{self.saved[i]:.1%}"}
+            for i, v in enumerate(self.sequence)
+        ]
+
+
+# less batch norm on the network
+
+
+NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
+    "ResNet-18": lambda: networks.resnet18(width=4),
+    "ResNet-34": lambda: networks.resnet34(width=4),
+    "ResNet-50": lambda: networks.resnet50(width=4),
+    "MobileNetV2": lambda: networks.MobileNetV2(),
+    "DenseNet": lambda: networks.DenseNet(),
+    "LeNet-5": lambda: networks.LeNet5(),
+}
+
+
+class LessBNExplorer(Explorer):
+    """The layers of a network in definition order, and which BatchNorms LessBN takes away."""
+
+    controls = ("network", "fn_flag", "strict")
+    network = Enum(tuple(NETWORKS), "ResNet-18").tag(label="network")
+    fn_flag = Bool(False).tag(label="fn_flag: normalise the last FC")
+    strict = Bool(False).tag(label="strict: the original's patterns")
+
+    def compute(self) -> None:
+        """(name, kind) of every layer; kind is conv, linear, normalised, kept or removed."""
+        net = NETWORKS[self.network]()
+        order = [(name, m) for name, m in net.named_modules() if isinstance(m, _DRAWN)]
+        self.report = LessBN(net, self.fn_flag, strict=self.strict).report
+        self.layers = [(name, self._kind(name, module)) for name, module in order]
+
+    def _kind(self, name: str, module: nn.Module) -> str:
+        if isinstance(module, nn.BatchNorm2d):
+            return "removed" if name in self.report.removed else "kept"
+        if isinstance(module, nn.Linear):
+            return "normalised" if name in self.report.normalized else "linear"
+        return "conv"
+
+    def summary(self) -> str:
+        norms = len(self.report.removed) + len(self.report.kept)
+        last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
+        return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms go.{last}"
+
+    def table(self) -> list[dict[str, Any]]:
+        reasons = self.report.removed
+        return [{"layer": name, "kind": kind, "why": reasons.get(name, "")} for name, kind in self.layers]
+
+
+_DRAWN = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
+
+
+# centralized gradients
+
+
+@cache
+def _gradients() -> dict[str, Tensor]:
+    """Gradients of a LeNet-5 on 64 real digits at its first weights, by parameter name; those that are centralized."""
+    torch.manual_seed(0)
+    net = networks.LeNet5()
+    images, labels = digits("train")
+    F.cross_entropy(net(images[:64]), labels[:64]).backward()
+    owners = {id(p): m for m in net.modules() for p in m.parameters(recurse=False)}
+    named = {n: p for n, p in net.named_parameters() if is_centralized(owners[id(p)], p)}
+    return {name: p.grad.flatten(1) for name, p in named.items() if p.grad is not None}
+
+
+LAYERS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "fc3.weight")
+
+
+class CentralizeExplorer(Explorer):
+    """One output's gradient in a LeNet-5 on real digits, before and after its mean is taken away."""
+
+    controls = ("layer", "output", "centralize")
+    layer = Enum(LAYERS, "conv1.weight").tag(label="layer")
+    output = Int(0, min=0, max=119).tag(label="output (row of the gradient)")
+    centralize = Bool(True).tag(label="take the mean away")
+
+    def compute(self) -> None:
+        """The gradient rows as they are and as the optimizer would see them."""
+        grad = _gradients()[self.layer]
+        if self.output >= len(grad):
+            raise ValueError(f"{self.layer} has {len(grad)} outputs, 0 to {len(grad) - 1}, got {self.output}")
+        self.grad = grad
+        self.used = centralized(grad) if self.centralize else grad
+        self.row, self.row_used = grad[self.output], self.used[self.output]
+
+    @property
+    def norm_ratio(self) -> float:
+        """Length of the used gradient of the layer as a share of the original."""
+        return float(self.used.norm() / self.grad.norm())
+
+    def summary(self) -> str:
+        taken = "is taken away from" if self.centralize else "stays in"
+        return (
+            f"{self.layer}, output {self.output}: the mean {float(self.row.mean()):+.1e} {taken} its {len(self.row)} "
+            f"entries; the layer's gradient keeps {self.norm_ratio:.0%} of its length."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"output": i, "mean before": f"{float(g.mean()):+.2e}", "length before": f"{float(g.norm()):.2e}"}
+            | {"length after": f"{float(u.norm()):.2e}"}
+            for i, (g, u) in enumerate(zip(self.grad, self.used))
+        ]
