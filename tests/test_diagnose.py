@@ -420,7 +420,7 @@ class Outlier(nn.Module):
 
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
-        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**40 if self.calls % self.every == 0 else 1)
+        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**30 if self.calls % self.every == 0 else 1)
 
 
 def test_recommend_ends_a_planted_collapse_of_the_policy():
@@ -428,11 +428,11 @@ def test_recommend_ends_a_planted_collapse_of_the_policy():
         return recorded(lambda: chain(nn.ReLU()), Outlier(6), steps=240, policy=policy)
 
     sunk = run(ScalePolicy(2.0**16, growth_interval=2000))
-    assert sunk.scale[-1] < 2.0**-10
+    assert sunk.scale[-1] < 2.0**0
     advice = recommend(sunk)
     assert advice.dtype == "fp16"
     cured = run(advice.policy)
-    assert cured.scale[-1] >= 2.0**-6
+    assert cured.scale[-1] >= 2**4 * sunk.scale[-1]
     assert not replay(cured, advice.policy)["collapsed"][0]
     assert replay(sunk, {"old": ScalePolicy(2.0**16), "new": advice.policy})["policy"][0] == "new"
 

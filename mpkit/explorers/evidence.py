@@ -1,0 +1,368 @@
+"""Broken trainings to look into, recorded runs step by step, and what other policies would have done on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from traitlets import Enum, Float, Int, Unicode
+
+from mpkit.data import data_dir, digits
+from mpkit.diagnose import Report, diagnose
+from mpkit.diagnose.report import power
+from mpkit.explorers.base import Explorer
+from mpkit.formats import BF16, FP16
+from mpkit.policies import ScalePolicy, naive_loss_ratio
+from mpkit.record import Recorder, Trace
+from mpkit.replay import ceilings, replay, simulate, sweep, swept
+
+TRACES = ("mlp_digits", "gpt_sums", "mnist_lenet", "resnet_digits", "growing_activations", "rare_outliers")
+FORMATS = {"float16": FP16, "bfloat16": BF16}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+# four broken trainings
+
+
+class Layer(nn.Module):
+    """A function as a module, so that the detective can name it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _network(**middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    network = nn.Sequential()
+    parts = {"flat": nn.Flatten(), "hidden": nn.Linear(784, 32), "relu": nn.ReLU(), **middle, "out": nn.Linear(32, 10)}
+    for name, module in parts.items():
+        network.add_module(name, module)
+    return network
+
+
+@dataclass(frozen=True)
+class Case:
+    """A broken training: the network and one batch with which its step went bad."""
+
+    network: nn.Module
+    batch: tuple[Tensor, Tensor]
+    scale: float
+
+
+def _healthy_batch() -> tuple[Tensor, Tensor]:
+    images, labels = digits("train")
+    return images[:32], labels[:32]
+
+
+def _dead_pixel() -> Case:
+    images, labels = _healthy_batch()
+    images = images.clone()
+    images[7, 0, 14, 14] = math.nan
+    return Case(_network(), (images, labels), 2.0**12)
+
+
+@lru_cache(maxsize=8)
+def case(name: str) -> Case:
+    """One of the four cases "A" to "D"."""
+    makers: dict[str, Callable[[], Case]] = {
+        "A": lambda: Case(_network(), _healthy_batch(), 2.0**24),
+        "B": lambda: Case(
+            _network(gain=Layer(lambda x: x * 400), square=Layer(lambda x: x**2), shrink=Layer(lambda x: x * 1e-5)),
+            _healthy_batch(),
+            2.0**12,
+        ),
+        "C": _dead_pixel,
+        "D": lambda: Case(_network(entropy=Layer(lambda x: torch.log(x))), _healthy_batch(), 2.0**12),
+    }
+    return makers[name]()
+
+
+CASES = ("A", "B", "C", "D")
+
+
+@lru_cache(maxsize=256)
+def investigated(name: str, exponent: int, dtype: str, level: str = "O2") -> Report:
+    """The diagnosis of a case at a loss scale of 2**exponent."""
+    found = case(name)
+    return diagnose(found.network, found.batch, F.cross_entropy, level=level, scale=2.0**exponent, dtype=DTYPES[dtype])
+
+
+@lru_cache(maxsize=8)
+def ranges(name: str) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...], np.ndarray]:
+    """What the case's values need in float32: modules and (M, 2) largest and smallest magnitudes of their outputs, the
+    same for the gradients of the parameters; NaN or inf where the values are."""
+    found = case(name)
+    recorder = Recorder(found.network, activations=True, format="fp32")
+    loss = F.cross_entropy(found.network(found.batch[0]), found.batch[1])
+    found.network.zero_grad()
+    loss.backward()
+    recorder.record(loss)
+    recorder.close()
+    found.network.zero_grad()
+    trace = recorder.trace()
+    assert trace.activations is not None
+    return (trace.activations.names, _extremes(trace.activations), trace.gradients.names, _extremes(trace.gradients))
+
+
+def _extremes(part: Any) -> np.ndarray:
+    counts = part.counts[0] > 0
+    low = np.exp2(np.where(counts.any(axis=1), part.exponents[counts.argmax(axis=1)], -126).astype(float))
+    return np.stack([part.largest[0].astype(float), low], axis=1)
+
+
+class DetectiveExplorer(Explorer):
+    """One of four broken trainings, asked about at a loss scale and in a format of the reader's choice."""
+
+    controls = ("name", "exponent", "dtype")
+    name = Enum(CASES, "A").tag(label="training")
+    exponent = Int(24, min=-8, max=30).tag(label="loss scale 2^", costly=True)
+    dtype = Enum(tuple(DTYPES), "float16").tag(label="format")
+
+    def compute(self) -> None:
+        """The report, and bars (label, smallest, largest, is gradient) in the order of the network."""
+        self.report = investigated(self.name, self.exponent, self.dtype)
+        names, outputs, parameters, gradients = ranges(self.name)
+        scale = 2.0**self.exponent
+        self.bars = [(n, row[1], row[0], False) for n, row in zip(names, outputs) if n not in ("flat", "relu")]
+        self.bars += [
+            (n, row[1] * scale, row[0] * scale, True) for n, row in zip(parameters, gradients) if n.endswith("weight")
+        ]
+        self.fmt = FORMATS[self.dtype]
+
+    def summary(self) -> str:
+        r = self.report
+        where = f" Born in {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
+        where = where or (f" It sits in {r.module}." if r.module else "")
+        works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
+        return f"Training {self.name} at scale 2^{self.exponent} in {self.dtype}: {r.verdict}.{where} {works}."
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "values": f"gradient of {name} x scale" if gradient else f"output of {name}",
+                "smallest": f"{low:.2g}",
+                "largest": f"{high:.3g}",
+                "fits": bool(math.isfinite(high) and high <= self.fmt.max),
+            }
+            for name, low, high, gradient in self.bars
+        ]
+
+
+# recorded runs
+
+
+@lru_cache(maxsize=16)
+def load_run(name: str) -> Trace:
+    """A trace by the name of a file in data/traces, or by path.
+
+    Raises:  ValueError that says what is wrong with the path or the file.
+    """
+    path = data_dir() / "traces" / f"{name}.npz" if name in TRACES else Path(name).expanduser()
+    try:
+        return Trace.load(path)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"{error}; write one of {', '.join(TRACES)} or the path of a trace of your own") from None
+
+
+@lru_cache(maxsize=16)
+def ceilings_of(name: str) -> np.ndarray:
+    return ceilings(load_run(name), FP16)
+
+
+class RunExplorer(Explorer):
+    """A recorded run: its loss scale over the steps, and the gradients of one step inside float16."""
+
+    controls = ("run", "step")
+    run = Enum(TRACES, "growing_activations").tag(label="recorded run")
+    step = Int(130, min=0, max=499).tag(label="step", animate=120)
+
+    def compute(self) -> None:
+        """Histogram (exponents, counts) of the scaled gradients of the last recorded step up to `step`."""
+        self.trace = load_run(self.run)
+        self.tops = ceilings_of(self.run)
+        self.at = min(self.step, len(self.trace) - 1)
+        part = self.trace.gradients
+        row = max(0, int(np.searchsorted(part.step, self.at, side="right")) - 1)
+        self.row = row
+        self.scale = float(self.trace.scale[self.at])
+        self.counts = part.total()[row]
+        self.shift = math.log2(self.scale) if self.scale > 0 else -200.0
+        self.exponents = part.exponents + self.shift
+        self.zeros, self.nonfinite = int(part.zeros[row].sum()), int(part.nonfinite[row].sum())
+        self.values = int(part.size.sum())
+
+    def summary(self) -> str:
+        t, i = self.trace, self.at
+        outcome = "skipped" if t.overflow[i] else "applied"
+        loss = f"{t.loss[i]:.4g}" if np.isfinite(t.loss[i]) else "not finite"
+        return (
+            f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {self.scale:.4g}. Of {self.values} "
+            f"gradient values {self.zeros / self.values:.1%} are zero and {self.nonfinite} not finite. "
+            f"Skipped so far: {int(t.overflow[: i + 1].sum())}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        around = range(max(0, self.at - 5), min(len(self.trace), self.at + 6))
+        t = self.trace
+        return [
+            {"step": i, "loss": f"{t.loss[i]:.4g}", "scale": f"{t.scale[i]:.4g}", "skipped": bool(t.overflow[i])}
+            for i in around
+        ]
+
+
+class WhatIfExplorer(Explorer):
+    """A recorded run replayed with another start, factor and window."""
+
+    controls = ("run", "init", "factor", "window")
+    run = Unicode("mlp_digits").tag(label="recorded run, or path")
+    init = Int(16, min=0, max=32).tag(label="start at 2^")
+    factor = Float(2.0, min=1.1, max=8.0).tag(label="scale_factor", step=0.1)
+    window = Int(50, min=1, max=1024).tag(label="scale_window", unit="steps", scale="log2", step=1)
+
+    def compute(self) -> None:
+        """The replayed policy, and the recorded one as it was."""
+        self.trace = load_run(self.run)
+        self.tops = ceilings_of(self.run)
+        self.row = replay(
+            self.trace, swept(2.0**self.init, self.factor, self.window), fmt=FP16, scales=True, compiled=False
+        ).iloc[0]
+        self.scale = np.asarray(self.row["scale"])
+        self.skipped = np.flatnonzero(~(self.scale <= self.tops))
+        self.recorded = int(self.trace.overflow.sum())
+
+    def summary(self) -> str:
+        r = self.row
+        end = f" It collapses: {r['why']}." if r["collapsed"] else ""
+        room = "no step was applied" if math.isnan(r["headroom"]) else f"{r['headroom']:.1f} bits below the ceiling"
+        lost = 0.0 if math.isnan(r["flushed"]) else r["flushed"]
+        return (
+            f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
+            f"{len(self.trace)} steps skipped (recorded: {self.recorded}), {room}, {lost:.2%} of the gradient values "
+            f"flushed to zero.{end}"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        every = max(1, len(self.trace) // 20)
+        return [
+            {
+                "step": i,
+                "scale": f"{self.scale[i]:.4g}",
+                "ceiling": f"{self.tops[i]:.4g}",
+                "recorded scale": f"{self.trace.scale[i]:.4g}",
+            }
+            for i in range(0, len(self.trace), every)
+        ]
+
+
+FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
+WINDOWS = (5, 10, 20, 50, 100, 200, 500)
+
+
+@lru_cache(maxsize=16)
+def swept_grid(run: str, init: int) -> np.ndarray:
+    """(factors, windows) share of the training signal lost to skipped steps and zeros."""
+    frame = sweep(load_run(run), init=2.0**init, factor=FACTORS, window=WINDOWS, fmt=FP16, compiled=False)
+    return frame.pivot(index="factor", columns="window", values="lost").to_numpy()
+
+
+class SweepExplorer(Explorer):
+    """Every combination of factor and window on a recorded run, and the run of one of them."""
+
+    controls = ("run", "init", "factor", "window")
+    run = Unicode("gpt_sums").tag(label="recorded run, or path")
+    init = Int(24, min=0, max=32).tag(label="start at 2^", costly=True)
+    factor = Enum(FACTORS, 2.0).tag(label="scale_factor")
+    window = Enum(WINDOWS, 100).tag(label="scale_window")
+
+    def compute(self) -> None:
+        """The grid of lost shares, and the scale over the steps in the chosen cell."""
+        load_run(self.run)
+        self.grid = swept_grid(self.run, self.init)
+        self.chosen = WhatIfExplorer(run=self.run, init=self.init, factor=self.factor, window=self.window)
+
+    def pick(self, factor: float, window: int) -> None:
+        """Show the run of one cell."""
+        self.set(factor=factor, window=window)
+
+    def lost(self, factor: float, window: int) -> float:
+        return float(self.grid[FACTORS.index(factor), WINDOWS.index(window)])
+
+    def best(self) -> tuple[float, int]:
+        """The factor and window that lose least."""
+        row, column = np.unravel_index(self.grid.argmin(), self.grid.shape)
+        return FACTORS[row], WINDOWS[column]
+
+    def summary(self) -> str:
+        factor, window = self.best()
+        return (
+            f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
+            f"{self.lost(self.factor, self.window):.2%} of the training signal lost, {self.chosen.row['skipped']} "
+            f"steps skipped. Best of {self.grid.size}: factor {factor:g}, window {window} with "
+            f"{self.lost(factor, window):.2%}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"factor": f, **{f"window {w}": f"{self.lost(f, w):.2%}" for w in WINDOWS}} for f in FACTORS]
+
+
+# a wrong rule
+
+
+class NaiveRuleExplorer(Explorer):
+    """The rule that compares the loss with the scale, beside a rule that looks at the gradients."""
+
+    controls = ("exponent", "loss", "decay")
+    exponent = Int(0, min=-10, max=20).tag(label="start at 2^")
+    loss = Float(2.3, min=0.1, max=10.0).tag(label="first loss", step=0.1)
+    decay = Float(0.005, min=0.0, max=0.05).tag(label="loss falls per step by", step=0.001)
+    steps = 1000
+    ceiling = 2.0**17
+
+    def compute(self) -> None:
+        """`naive` and `dynamic`: scale over the steps; the dynamic rule sees overflow above a fixed ceiling."""
+        self.losses = self.loss * np.exp(-self.decay * np.arange(self.steps))
+        naive = [2.0**self.exponent]
+        for loss in self.losses[:-1]:
+            naive.append(naive_loss_ratio(naive[-1], float(loss)))
+        self.naive = np.array(naive)
+        policy = ScalePolicy(2.0**self.exponent, growth_interval=50)
+        self.dynamic = simulate(np.full(self.steps, self.ceiling), policy).sampled[:, 0]
+
+    def end_of_learning(self) -> tuple[str, int]:
+        """What ends the training under the naive rule, and when; step 1000 if nothing does."""
+        low = np.flatnonzero(self.naive < FP16.min_subnormal)
+        high = np.flatnonzero(self.naive > self.ceiling)
+        first = {"every gradient is zero": low, "the gradients overflow, and no step is skipped": high}
+        found = {why: int(steps[0]) for why, steps in first.items() if len(steps)}
+        return min(found.items(), key=lambda kv: kv[1]) if found else ("nothing ends it", self.steps)
+
+    def summary(self) -> str:
+        why, step = self.end_of_learning()
+        end = f"at step {step} {why}" if step < self.steps else f"after {step} steps nothing has ended it"
+        return (
+            f"Start 2^{self.exponent}, loss from {self.loss:.1f}: under the loss rule the scale is {self.naive[100]:.3g} at "
+            f"step 100 and {self.naive[-1]:.3g} at step 999; {end}. The dynamic rule ends at {self.dynamic[-1]:.0f}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "step": i,
+                "loss": f"{self.losses[i]:.3g}",
+                "loss rule": f"{self.naive[i]:.3g}",
+                "dynamic rule": f"{self.dynamic[i]:.6g}",
+            }
+            for i in range(0, self.steps, 50)
+        ]
