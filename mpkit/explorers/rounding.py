@@ -14,7 +14,7 @@ from traitlets import Bool, Enum, Float, Int, Unicode
 from mpkit.explorers.base import Explorer
 from mpkit.explorers.formats import neighbour, read_number, short, store, value_of
 from mpkit.formats import FloatFormat, get_format
-from mpkit.rounding import MODES, Mode, round_to, ulp
+from mpkit.rounding import MODES, round_to, ulp
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
 
@@ -109,35 +109,36 @@ SCHEMES = ("nearest", "master", "kahan", "stochastic")
 STEPS = 2000
 
 
-def kahan_add(total: Tensor, lost: Tensor, x: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
-    """Add x to a total that is kept in `fmt`, carrying in `lost` what the rounding of the sum took away.
+def kahan_add(total: Tensor, lost: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Add x to a total, carrying in `lost` what the rounding of the sum took away.
 
-    Shapes:  all (*) float32 with values of `fmt` -> (new total, new lost), both values of `fmt`.
+    Shapes:  all (*) of one float dtype, in which every operation rounds -> (new total, new lost), same dtype.
     Source:  W. Kahan, "Further remarks on reducing truncation errors", CACM 8 (1965) 40.
     """
-    corrected = round_to(x - lost, fmt)
-    new = round_to(total + corrected, fmt)
-    return new, round_to(round_to(new - total, fmt) - corrected, fmt)
+    corrected = x - lost
+    new = total + corrected
+    return new, (new - total) - corrected
 
 
 @lru_cache(maxsize=64)
 def updates(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> dict[str, np.ndarray]:
     """A weight that starts at 1 and receives `steps` equal updates, in four schemes and exactly.
 
-    Returns:  (steps + 1,) float64 weights for each of `SCHEMES` and "exact". The update itself is a value of the
-              format everywhere but in "master", where weight and update are float32 and only the copy that a network
-              would compute with is rounded.
+    "nearest" and "kahan" are torch's own 16-bit arithmetic, "stochastic" is emulated; "master" keeps weight and update
+    in float32 and rounds only the copy that a network would compute with. The update is rounded first elsewhere too.
+
+    Returns:  (steps + 1,) float64 weights for each of `SCHEMES` and "exact".
     """
     fmt = get_format(fmt_name)
     generator = torch.Generator().manual_seed(seed)
-    small = round_to(torch.tensor([update]), fmt)
-    nearest = kahan = noisy = torch.ones(1)
-    lost = torch.zeros(1)
+    small = torch.tensor(update).to(fmt.torch_dtype)
+    nearest = kahan = torch.ones_like(small)
+    lost, noisy, wide = torch.zeros_like(small), torch.ones(()), small.float()
     rows = [(1.0, 1.0, 1.0)]
     for _ in range(steps):
-        nearest = round_to(nearest + small, fmt)
-        kahan, lost = kahan_add(kahan, lost, small, fmt)
-        noisy = round_to(noisy + small, fmt, "stochastic", generator=generator)
+        nearest = nearest + small
+        kahan, lost = kahan_add(kahan, lost, small)
+        noisy = round_to(noisy + wide, fmt, "stochastic", generator=generator)
         rows.append((nearest.item(), kahan.item(), noisy.item()))
     columns = np.array(rows)
     master = np.cumsum(np.array([1.0] + [update] * steps, dtype=np.float32), dtype=np.float32)
@@ -156,7 +157,7 @@ class UpdatesExplorer(Explorer):
     controls = ("fmt", "update", "progress")
     fmt = Enum(["fp16", "bf16"], "fp16").tag(label="format")
     update = Float(1e-4, min=1e-6, max=1e-2).tag(label="update lr·g", scale="log10", step=0.25, costly=True)
-    progress = Int(100, min=0, max=100).tag(label="shown, hundredths of 2,000 steps", animate=80)
+    progress = Int(100, min=0, max=100).tag(label="shown, % of the run", animate=80)
 
     def compute(self) -> None:
         self.paths = updates(self.fmt, self.update)
@@ -182,11 +183,11 @@ class UpdatesExplorer(Explorer):
         ]
 
 
-def running_sum(values: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> Tensor:
-    """Sum one by one, rounding the total to `fmt` after every addition; (N,) -> (N,) float64 totals."""
-    total, totals = torch.zeros((), dtype=torch.float64), []
-    for value in values.double():
-        total = round_to(total + value, fmt, mode)
+def running_sum(values: Tensor) -> Tensor:
+    """Sum one by one, each total rounded to the dtype of the values; (N,) -> (N,) totals of the same dtype."""
+    total, totals = torch.zeros((), dtype=values.dtype), []
+    for value in values:
+        total = total + value
         totals.append(total)
     return torch.stack(totals)
 

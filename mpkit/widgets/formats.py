@@ -14,13 +14,16 @@ _STYLE = {"sign": "danger", "exponent": "success", "fraction": "info"}
 
 
 class BitButtons(w.HBox):
-    """One toggle button per bit of the present format, most significant first; Tab and Space or Enter work."""
+    """One toggle button per bit of the present format, most significant first; Tab and Space or Enter work.
+
+    `bits[i]` is the button of bit i; those that the format does not have are disabled.
+    """
 
     def __init__(self, explorer: BitsExplorer) -> None:
         self.explorer = explorer
         self._syncing = False
         self.bits = [self._button(index) for index in range(32)]
-        super().__init__(layout=w.Layout(flex_flow="row wrap"))
+        super().__init__(list(reversed(self.bits)), layout=w.Layout(flex_flow="row wrap"))
         explorer.observe(lambda _: self._sync(), "revision")
         self._sync()
 
@@ -39,16 +42,21 @@ class BitButtons(w.HBox):
         with self.explorer.lock:
             self._syncing = True
             try:
-                fmt = self.explorer.format
-                for index, button in enumerate(self.bits[: fmt.bits]):
-                    name = field_of(index, fmt)
-                    button.value = bool(self.explorer.bit(index))
-                    button.description = str(self.explorer.bit(index))
-                    button.tooltip = f"bit {index}, {name}"
-                    button.button_style = _STYLE[name]
-                self.children = tuple(reversed(self.bits[: fmt.bits]))
+                for index, button in enumerate(self.bits):
+                    self._show(button, index)
             finally:
                 self._syncing = False
+
+    def _show(self, button: w.ToggleButton, index: int) -> None:
+        fmt = self.explorer.format
+        used = index < fmt.bits
+        bit = self.explorer.bit(index) if used else 0
+        button.disabled = not used
+        button.value = bool(bit)
+        button.description = str(bit) if used else "·"
+        button.tooltip = f"bit {index}, {field_of(index, fmt)}" if used else f"{fmt.name} has no bit {index}"
+        button.button_style = _STYLE[field_of(index, fmt)] if used else ""
+        button.layout.display = None if used or index < 16 else "none"  # 16 stay, so that the row does not jump
 
 
 class BitsView(View):
