@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from traitlets import Enum, Float, Int
 
 from mpkit import check
 from mpkit.explorers.adasum import RULES, PairExplorer, WorkersExplorer, trained_with
+from mpkit.explorers.dim_reduce import STEPS as DESCENTS
+from mpkit.explorers.dim_reduce import DimReduceExplorer, components, earlier_path, on_plane, reduced_path
 from mpkit.explorers.group_scale import (
     FORMATS,
     STEPS,
@@ -27,9 +30,10 @@ from mpkit.plots.adasum import training_curves
 from mpkit.plots.base import still
 from mpkit.widgets.adasum import adasum_view, workers_view
 from mpkit.widgets.base import View
+from mpkit.widgets.dim_reduce import dim_reduce_view
 from mpkit.widgets.group_scale import group_scale_view
 
-VIEWS: list[Callable[[], View]] = [adasum_view, workers_view, group_scale_view]
+VIEWS: list[Callable[[], View]] = [adasum_view, workers_view, group_scale_view, dim_reduce_view]
 
 
 def extremes(trait: Any) -> list[Any]:
@@ -91,7 +95,7 @@ def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], 
     assert view.png() == left
 
 
-@pytest.mark.parametrize("lesson", ["12", "13"])
+@pytest.mark.parametrize("lesson", ["11", "12", "13"])
 def test_questions_accept_the_truth_and_give_a_hint_otherwise(lesson: str) -> None:
     for name, question in check._questions(lesson).items():
         assert check.verdict(lesson, name, question.truth())[0] is True
@@ -176,3 +180,32 @@ def test_surviving_values_of_a_real_step_are_at_most_those_of_the_replay() -> No
 def test_true_gradients_fall_from_group_to_group() -> None:
     largest = gradient_trace(3).largest
     assert (largest[:, 1:] > 16 * largest[:, :-1]).all()
+
+
+# DimReduce
+
+
+def test_the_plane_holds_most_of_the_path_and_starts_at_the_origin() -> None:
+    path = earlier_path().weights
+    steps = np.linalg.norm(path[1:] - path[0], axis=1)
+    assert np.allclose(on_plane(path[0]), 0)
+    assert (np.linalg.norm(on_plane(path[1:]), axis=1) > 0.75 * steps).all()
+    assert np.allclose(components() @ components().T, np.eye(len(components())))
+
+
+def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> None:
+    assert reduced_path(8).losses[-1] < 0.2 * earlier_path().losses[-1]
+    stuck = DimReduceExplorer(components=2, step=DESCENTS - 1)
+    assert not stuck.path.searches[-1].accepted
+    assert stuck.path.losses[-1] > earlier_path().losses[-1]
+    assert "accepts neither step" in stuck.summary()
+    assert len(stuck.trials) == 2
+
+
+def test_accepted_trials_are_where_the_path_goes_on() -> None:
+    model = DimReduceExplorer(alpha=0.0)
+    for step, search in enumerate(model.path.searches):
+        model.set(step=step)
+        landed = model.points["DimReduce"][step + 1]
+        wanted = model.trials[-1] if search.accepted else model.points["DimReduce"][step]
+        assert landed == pytest.approx(wanted, abs=1e-9)

@@ -1,0 +1,53 @@
+"""Questions of lesson 11."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from mpkit.boost.dim_reduce import pca_matrix
+from mpkit.check import Question
+from mpkit.explorers.dim_reduce import reduced_path
+
+
+def _most_trials() -> int:
+    return max(len(search.losses) for search in reduced_path(8).searches)
+
+
+def _limit() -> float:
+    projection = np.array([0.3, 0.4])
+    direction = -np.eye(2) @ projection
+    return round(1.0 + 0.4 * 1.0 * float(projection @ direction), 9)
+
+
+def _meaningful() -> int:
+    """How many components of 5 random samples belong to a singular value that is not rounding noise."""
+    data = np.random.default_rng(0).normal(size=(5, 40))
+    components = pca_matrix(data, 4, method="full")
+    lengths = np.linalg.norm((data - data.mean(axis=0)) @ components.T, axis=0)
+    assert all(a > b for a, b in pairwise(lengths))
+    return int(np.sum(np.linalg.svd(data - data.mean(axis=0))[1] > 1e-9))
+
+
+QUESTIONS = {
+    "passes": Question(
+        "How many forward passes can one line search cost at most?",
+        _most_trials,
+        "Step size 1, then rho, then it gives up.",
+        "Which step sizes are tried? Look at the column `trials` of the table.",
+        ((1, "That is the cost when the first trial is accepted."),),
+    ),
+    "limit": Question(
+        "Loss 1.0, q = (0.3, 0.4), H the identity, sigma 0.4, step size 1. Below which loss is the trial accepted?",
+        _limit,
+        "d = -q, so q·d = -0.25, and 1 - 0.4 * 0.25 = {truth:g}.",
+        "Compute d = -H q, then q·d, and put it into loss + sigma * step * q·d.",
+        ((0.75, "You left out sigma."), (1.1, "Mind the sign: d = -H q points downhill, so q·d is negative.")),
+    ),
+    "samples": Question(
+        "You recorded 5 snapshots. How many principal components do they have that are more than rounding noise?",
+        _meaningful,
+        "Taking off the mean costs one dimension; `pca_matrix` warns when you ask for as many as there are snapshots.",
+        "Two points span a line: one direction, not two.",
+        ((5, "Two points span a line, three a plane: the mean takes one away."),),
+    ),
+}
