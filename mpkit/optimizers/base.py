@@ -383,17 +383,15 @@ class Optimizer(torch.optim.Optimizer):
         before = self.param_groups
         step = int(state_dict["global_step"])
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        params = [p for group in self.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for p, key in zip(params, keys):  # torch has cast the state to the parameter's dtype: take the float32 again
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[p][name] = value.detach().to(p.device, copy=True)
         for old, new in zip(before, self.param_groups):
             for key in ("lr", "weight_decay"):
                 new.setdefault(key, old[key])
         self._global_step = self._calls = step
-
-    @staticmethod
-    def _process_value_according_to_param_policy(
-        param: Tensor, value: Tensor, param_id: int, param_groups: list[dict[Any, Any]], key: Any = None
-    ) -> Tensor:
-        """torch casts loaded state to the parameter's dtype, which would throw away the float32 master and moments."""
-        return value.to(device=param.device)
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_global_step", "_calls")
