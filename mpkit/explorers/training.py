@@ -115,6 +115,11 @@ def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
     return Shares(*(float(count / n) for count in (below, subnormal - below, fitting - subnormal, n - fitting)))
 
 
+def percent(share: float) -> str:
+    """A share in whole percents, so that every machine prints the same; small ones are told from none."""
+    return "0 %" if share == 0 else "below 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+
+
 def recommended_exponent(magnitudes: np.ndarray, fmt: FloatFormat) -> int:
     """The largest power of two that leaves the largest gradient one power of two of room below overflow.
 
@@ -155,13 +160,14 @@ class UnderflowExplorer(Explorer):
         s = self.shares
         return (
             f"After {self.moment} steps, gradients of {self.kind} in {self.format} at a static scale of "
-            f"2^{self.exponent}: {s.lost:.1%} flushed to zero, {s.subnormal:.1%} subnormal, {s.overflow:.2%} overflow. "
-            f"This histogram recommends 2^{self.best}, which flushes {self.best_shares.lost:.1%}."
+            f"2^{self.exponent}: {percent(s.lost)} flushed to zero, {percent(s.subnormal)} subnormal, "
+            f"{percent(s.overflow)} overflow. This histogram recommends 2^{self.best}, which flushes "
+            f"{percent(self.best_shares.lost)}."
         )
 
     def table(self) -> list[dict[str, Any]]:
         rows = ((f"2^{self.exponent}", self.shares), (f"2^{self.best} (recommended)", self.best_shares))
-        return [{"scale": scale, **{key: f"{value:.2%}" for key, value in vars(s).items()}} for scale, s in rows]
+        return [{"scale": scale, **{key: percent(value) for key, value in vars(s).items()}} for scale, s in rows]
 
 
 @dataclass(frozen=True)
@@ -232,7 +238,7 @@ def one_step(exponent: int, bad: bool) -> tuple[list[Phase], bool, float]:
         Phase("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}"),
         Phase("divide by the scale", "unscale(grads)", f"largest {_largest(true)}"),
         Phase("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped"),
-        Phase("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):g}"),
+        Phase("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):.0f}"),
     ]
     return phases, not finite, change
 
