@@ -352,8 +352,9 @@ class NaiveRuleExplorer(Explorer):
         why, step = self.end_of_learning()
         end = f"at step {step} {why}" if step < self.steps else f"after {step} steps nothing has ended it"
         return (
-            f"Start 2^{self.exponent}, loss from {self.loss:.1f}: under the loss rule the scale is {self.naive[100]:.3g} at "
-            f"step 100 and {self.naive[-1]:.3g} at step 999; {end}. The dynamic rule ends at {self.dynamic[-1]:.0f}."
+            f"Start 2^{self.exponent}, loss from {self.loss:.1f}: under the loss rule the scale is "
+            f"{self.naive[100]:.3g} at step 100 and {self.naive[-1]:.3g} at step 999; {end}. "
+            f"The dynamic rule ends at {self.dynamic[-1]:.0f}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ class NaiveRulePicture(Picture):
         (self.dynamic,) = axes.plot([], [], color=BLUE, lw=2, label="dynamic rule: gradients finite?")
         (self.loss,) = axes.plot([], [], color=GREY, lw=1.2, ls=":", label="loss")
         axes.set(xlim=(0, data.steps), xlabel="step", ylabel="loss scale; loss")
-        axes.legend(loc="lower left")
+        axes.legend(loc="upper left")
         axes.set_title("a rule must look at gradients", loc="left")
         self.moving(self.naive, self.dynamic, self.loss)
 

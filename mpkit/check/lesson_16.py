@@ -1,0 +1,60 @@
+"""Questions of lesson 16."""
+
+import numpy as np
+import torch
+
+from mpkit.check import Question
+from mpkit.formats import FP32
+from mpkit.optimizers import SGD
+from mpkit.policies import naive_loss_ratio
+
+
+def _steps_to_zero() -> int:
+    scale, steps = 1.0, 0
+    while scale >= 2.0**-24:
+        scale, steps = naive_loss_ratio(scale, 10.0), steps + 1
+    return steps
+
+
+def _dampening() -> float:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    return float(SGD([parameter], 0.1, 0.9, 1e-4).param_groups[0]["dampening"])
+
+
+QUESTIONS = {
+    "max": Question(
+        "What is the largest finite float32? (four digits are enough)",
+        lambda: FP32.max,
+        "{truth:.8g} = (2 - 2^-23) * 2^127.",
+        "The exponent goes up to 127, and the fraction almost doubles it.",
+        (
+            (
+                lambda v: isinstance(v, float) and abs(v / 2.0**127 - 1) < 0.01,
+                "That is 2^127: half of it, without the fraction.",
+            ),
+        ),
+        rel=1e-3,
+    ),
+    "half": Question(
+        "Which float16 is nearest to 0.00006666666? (five digits)",
+        lambda: float(np.float16(0.00006666666)),
+        "{truth:.6g}: it is rounded, as nearly every number is. Nothing overflows.",
+        "Ask numpy or torch: float16 has steps of 2^-24 there.",
+        ((0.000067, "Decimal rounding to two digits is not what binary does."),),
+        rel=1e-5,
+    ),
+    "position": Question(
+        "SGD(params, 0.1, 0.9, 1e-4): what is the dampening of this optimizer?",
+        _dampening,
+        "The third number is the dampening, and weight decay stays 0. Name your arguments.",
+        "Read the signature: learning_rate, momentum, dampening, weight_decay.",
+        ((0.0, "It would be, if the fourth argument had been named weight_decay."),),
+    ),
+    "steps": Question(
+        "Under the rule 'loss > scale: scale *= 0.9', from scale 1 with a loss of 10: after how many steps is the "
+        "scale below the smallest float16, 2^-24?",
+        _steps_to_zero,
+        "{truth} steps; a dynamic rule needs 24 overflows for that, and then something else is wrong.",
+        "Solve 0.9^n < 2^-24.",
+    ),
+}

@@ -1,0 +1,157 @@
+"""Models and views of the lessons on evidence, without a browser."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from traitlets import Enum, Float, Int
+
+from mpkit import check
+from mpkit.explorers.evidence import (
+    CASES,
+    TRACES,
+    DetectiveExplorer,
+    NaiveRuleExplorer,
+    RunExplorer,
+    SweepExplorer,
+    WhatIfExplorer,
+    load_run,
+)
+from mpkit.widgets.base import View
+from mpkit.widgets.evidence import detective_view, naive_rule_view, run_view, sweep_view, what_if_view
+
+VIEWS: list[Callable[[], View]] = [detective_view, run_view, what_if_view, sweep_view, naive_rule_view]
+
+
+def extremes(trait: Any) -> list[Any]:
+    if isinstance(trait, Enum):
+        return list(trait.values)
+    if isinstance(trait, Int | Float):
+        return [trait.min, trait.max]
+    return ["rare_outliers", "resnet_digits"]
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_every_control_over_its_range_draws_and_tells_something_and_reset_restores(make: Callable[[], View]) -> None:
+    view = make()
+    first, sentence = view.png(), view.summary()
+    for name in view.explorer.controls:
+        seen = {view.png()}
+        for value in extremes(view.explorer.traits()[name]):
+            view.explorer.set(**{name: value})
+            assert any(c.isdigit() for c in view.summary())
+            assert view.data()
+            seen.add(view.png())
+        assert len(seen) > 1, f"{name} changes nothing on screen"
+        view.buttons["Reset"].click()
+        assert view.png() == first, f"{name} does not come back"
+        assert view.summary() == sentence
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_refused_values_leave_everything_as_it_was(make: Callable[[], View]) -> None:
+    view = make()
+    before = view.png(), view.explorer.state()
+    for name in view.explorer.controls:
+        trait = view.explorer.traits()[name]
+        bad = trait.max + 1 if isinstance(trait, Int | Float) else "nonsense"
+        with pytest.raises(ValueError, match=r"must be|no trace at"):
+            view.explorer.set(**{name: bad})
+    assert (view.png(), view.explorer.state()) == before
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], View]) -> None:
+    view = make()
+    name = next(n for n in view.explorer.controls if isinstance(view.explorer.traits()[n], Int))
+    trait = view.explorer.traits()[name]
+
+    def drag() -> None:
+        for value in (trait.min, trait.max, (trait.min + trait.max) // 2):
+            view.explorer.set(**{name: value})
+
+    threads = [threading.Thread(target=drag) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    left = view.png()
+    view.redraw()
+    assert view.png() == left
+
+
+@pytest.mark.parametrize("lesson", ["14", "15", "16"])
+def test_questions_accept_the_truth_and_give_a_hint_otherwise(lesson: str) -> None:
+    for name, question in check._questions(lesson).items():
+        truth = question.truth()
+        assert check.verdict(lesson, name, truth)[0] is True
+        assert check.verdict(lesson, name, "no such answer")[0] is False
+        for wrong, sentence in question.hints:
+            if not callable(wrong):
+                assert check.verdict(lesson, name, wrong) == (False, "Not yet. " + sentence)
+
+
+def test_the_four_cases_have_four_verdicts() -> None:
+    want = {"A": "scale_too_high", "B": "forward_overflow", "C": "bad_data", "D": "model_non_finite"}
+    assert {name: DetectiveExplorer(name=name).report.verdict for name in CASES} == want
+
+
+def test_the_detective_changes_its_mind_with_scale_and_format() -> None:
+    model = DetectiveExplorer(name="A")
+    model.exponent = 12
+    assert model.report.verdict == "healthy"
+    model.set(name="B", dtype="bfloat16")
+    assert model.report.verdict == "healthy"
+    assert all(row["fits"] for row in model.table())
+
+
+@pytest.mark.parametrize("run", TRACES)
+def test_a_recorded_run_is_shown_at_its_own_scale(run: str) -> None:
+    model = RunExplorer(run=run, step=17)
+    trace = load_run(run)
+    assert model.scale == trace.scale[17]
+    assert model.counts.sum() + model.zeros + model.nonfinite == model.values
+    finite = trace.gradients.step[model.row] <= 17
+    assert finite
+
+
+def test_the_recorded_policy_gives_the_recorded_scale() -> None:
+    model = WhatIfExplorer(run="mlp_digits", init=16, factor=2.0, window=50)
+    np.testing.assert_array_equal(model.scale, model.trace.scale)
+    np.testing.assert_array_equal(model.skipped, np.flatnonzero(model.trace.overflow))
+
+
+def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path) -> None:
+    load_run("mlp_digits").before(50).save(tmp_path / "mine.npz")
+    model = WhatIfExplorer(run=str(tmp_path / "mine.npz"))
+    assert len(model.scale) == 50
+    (tmp_path / "broken.npz").write_bytes(b"no trace")
+    with pytest.raises(ValueError, match="damaged"):
+        model.set(run=str(tmp_path / "broken.npz"))
+    assert len(model.scale) == 50
+
+
+def test_a_click_on_a_cell_shows_its_run_and_the_grid_follows() -> None:
+    view = sweep_view()
+    model = view.explorer
+    assert isinstance(model, SweepExplorer)
+    before = view.png()
+    view.buttons["8 x 5"].click()
+    assert (model.factor, model.window) == (8.0, 5)
+    assert view.png() != before
+    assert view.buttons["8 x 5"].style.font_weight == "bold"
+    alone = WhatIfExplorer(run=model.run, init=model.init, factor=8.0, window=5)
+    assert model.lost(8.0, 5) == pytest.approx(alone.row["lost"])
+    assert model.lost(*model.best()) == model.grid.min()
+
+
+def test_the_loss_rule_runs_away_as_computed() -> None:
+    model = NaiveRuleExplorer(exponent=0, loss=10.0, decay=0.0)
+    assert model.end_of_learning() == ("every gradient is zero", 158)  # 0.9**158 < 2**-24 <= 0.9**157
+    model.set(exponent=16, loss=1.0)
+    assert "overflow" in model.end_of_learning()[0]
+    assert model.dynamic[-1] <= model.ceiling
