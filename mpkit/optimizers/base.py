@@ -267,10 +267,7 @@ class Optimizer(torch.optim.Optimizer):
             for chosen in _alike(group["params"], together):
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)
-        if keep is None or self.count_skipped:
-            self._global_step = self._global_step + 1
-        else:
-            self._global_step += keep.to(torch.int64)
+        self._global_step += 1 if keep is None or self.count_skipped else keep.to(torch.int64)
         self._calls += 1
         return loss
 
