@@ -67,6 +67,16 @@ def test_the_step_only_moves_along_the_trajectory():
     assert len(model.table()) == 1
 
 
+def test_a_scale_that_sinks_shows_in_the_share_of_zeros():
+    """At the recorded policy's own scales nothing more is lost: the zeros are those of the recording."""
+    trace, _ = recorded("rare_outliers")
+    own = DynamicsExplorer(run="rare_outliers", init_exponent=16, scale_window=400, floor_exponent=-24)
+    assert own.scale.tolist() == trace.scale[:400].tolist()
+    recorded_zeros = trace.gradients.zeros.sum(1) / trace.gradients.size.sum()
+    np.testing.assert_allclose(own.zeros[trace.rows[trace.rows < 400]], recorded_zeros[trace.rows < 400], atol=2e-3)
+    assert own.zeros[-20:].mean() > 0.9 > 0.6 > own.zeros[:20].mean()
+
+
 def test_a_broken_model_keeps_the_scale_at_its_floor():
     model = DynamicsExplorer(run="growing_activations", floor_exponent=4)
     assert model.scale[-1] == 2.0**4
@@ -86,7 +96,7 @@ def test_sweep_agrees_with_one_policy_at_a_time():
         )
         assert sweep.grids["skipped"][row, column] == (~one.finite).sum()
         assert sweep.grids["headroom"][row, column] == pytest.approx(one.headroom[one.finite].mean())
-        assert sweep.grids["lost"][row, column] == pytest.approx(100 * one.lost.mean(), abs=1e-6)
+        assert sweep.grids["zeros"][row, column] == pytest.approx(100 * one.zeros.mean(), abs=1e-6)
     assert sweep.grid[sweep.best] == sweep.grid.min()
 
 

@@ -51,6 +51,18 @@ def exponent(value: float) -> str:
     return f"2^{math.log2(value):.4g}"
 
 
+def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
+    """Share of gradient values that are zero, already in the recording or once float16 has them at these scales.
+
+    Shapes:  scales (N, P), one row per step -> (SHOWN, P); between recorded histograms interpolated.
+    """
+    part = trace.gradients
+    lost = flushed(trace, scales[trace.rows])
+    nonzero = part.total().sum(axis=1)[:, None]
+    share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
+    return np.stack([np.interp(np.arange(SHOWN), trace.rows, column) for column in share.T], axis=1)
+
+
 def stepped(policy: ScalePolicy, tops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`."""
     done = simulate(tops, policy)
@@ -62,8 +74,8 @@ def stepped(policy: ScalePolicy, tops: np.ndarray) -> tuple[np.ndarray, np.ndarr
 class DynamicsExplorer(Explorer):
     """A `DynamicLossScaler` with any settings on a recorded run, step by step.
 
-    After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `lost` (share of non-zero gradient values that float16
-    flushes to zero at that scale), all (400,), and `headroom` = log2(ceiling / scale) in bits.
+    After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `zeros` (share of the gradient values that are zero at
+    that scale), all (400,), and `headroom` = log2(ceiling / scale) in bits.
     """
 
     controls = ("run", "init_exponent", "scale_factor", "scale_window", "floor_exponent", "step")
@@ -93,10 +105,7 @@ class DynamicsExplorer(Explorer):
             raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
         trace, self.ceiling = recorded(self.run)
         self.scale, self.finite, self.reasons = stepped(self.policy(), self.ceiling)
-        rows = trace.rows[trace.gradients.step < SHOWN]
-        at = np.interp(np.arange(len(trace)), np.arange(SHOWN), self.scale)[trace.rows]
-        share = flushed(trace, at[:, None])[: len(rows), 0]
-        self.lost = np.interp(np.arange(SHOWN), rows, share)
+        self.zeros = zero_share(trace, np.append(self.scale, np.ones(len(trace) - SHOWN))[:, None])[:, 0]
         with np.errstate(invalid="ignore"):
             self.headroom = np.log2(np.maximum(self.ceiling, 2.0**-60) / self.scale)
         self._key = key
@@ -116,7 +125,7 @@ class DynamicsExplorer(Explorer):
         return (
             f"Step {i} of {RUNS[self.run]}: the scale is {exponent(self.scale[i])}, {room}; decision: "
             f"{self.reasons[i]}. Up to here {len(self.skipped)} of {i + 1} steps were skipped, and "
-            f"{100 * self.lost[i]:.1f} % of this step's gradient values are flushed to zero."
+            f"{100 * self.zeros[i]:.0f} % of the gradient values of this step are zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -142,7 +151,7 @@ class SweepExplorer(Explorer):
     FIGURES = {
         "skipped": "skipped steps of 400",
         "headroom": "mean headroom, bits",
-        "lost": "gradient values flushed to zero, %",
+        "zeros": "gradient values that are zero, %",
     }
     run = Enum(list(RUNS)[:3], "gpt_sums").tag(label="recorded run", names=RUNS)
     init_exponent = Int(16, min=0, max=32).tag(label="initial scale, 2 to the", costly=True)
@@ -156,14 +165,12 @@ class SweepExplorer(Explorer):
         done = simulate(tops, stack(policies))
         good = done.sampled <= tops[:, None]
         bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
-        rows = trace.rows[trace.gradients.step < SHOWN]
         padded = np.ones((len(trace), len(pairs)))
         padded[:SHOWN] = done.sampled
-        lost = flushed(trace, padded[trace.rows])[: len(rows)]
         columns = {
             "skipped": done.skipped.astype(float),
             "headroom": bits.sum(0) / np.maximum(good.sum(0), 1),
-            "lost": 100 * lost.mean(0),
+            "zeros": 100 * zero_share(trace, padded).mean(0),
         }
         self.grids = {name: c.reshape(len(self.FACTORS), len(self.WINDOWS)) for name, c in columns.items()}
         self.grid = self.grids[self.figure]
@@ -405,7 +412,7 @@ class NaiveExplorer(Explorer):
             fate = "it rests only because it happens to lie between the loss and twice the loss"
         return (
             f"From 2^{self.start_exponent} with a loss of {self.loss:.3g}: the naive rule is at {exponent(end)} after "
-            f"{self.STEPS} steps ({fate}); torch's rule is at {exponent(self.torch[-1])}, the ceiling at "
+            f"{self.STEPS} steps ({fate}); the rule of torch is at {exponent(self.torch[-1])}, the ceiling at "
             f"2^{self.ceiling_exponent}."
         )
 

@@ -28,7 +28,7 @@ def _scale_axis(axes: Axes, steps: int, low: int = LOW, high: int = HIGH, every:
 
 
 class DynamicsPicture(Picture):
-    """Scale and ceiling up to the step shown, skipped steps as crosses; below, what is flushed to zero."""
+    """Scale and ceiling up to the step shown, skipped steps as crosses; below, how many gradient values are zero."""
 
     size = (8.4, 4.4)
 
@@ -38,14 +38,14 @@ class DynamicsPicture(Picture):
         _scale_axis(top, n)
         top.set_ylabel("loss scale")
         top.set_title("the scale climbs until it meets the ceiling; blue: it would overflow here", loc="left")
-        bottom.set(xlabel="step", ylabel="flushed\nto zero, %", ylim=(-5, 105), xlim=(-0.5, n - 0.5))
+        bottom.set(xlabel="step", ylabel="gradients that\nare zero, %", ylim=(-5, 105), xlim=(-0.5, n - 0.5))
         self.above = self.moving(top.fill_between([0, 1], 1, 2, color=SKY, alpha=0.35, lw=0))
         (self.ceiling,) = top.plot([], [], color=GREY, lw=1.2, label="ceiling: largest scale without overflow")
         (self.scale,) = top.plot([], [], color=BLUE, lw=2, drawstyle="steps-mid", label="loss scale")
         (self.skips,) = top.plot([], [], "x", color=VERMILION, ms=8, mew=2, label="skipped step")
         (self.now,) = top.plot([], [], "o", color=BLACK, ms=7, mfc="white", mew=1.5)
-        (self.lost,) = bottom.plot([], [], color=BLUE, lw=1.8)
-        self.moving(self.ceiling, self.scale, self.skips, self.now, self.lost)
+        (self.zeros,) = bottom.plot([], [], color=BLUE, lw=1.8)
+        self.moving(self.ceiling, self.scale, self.skips, self.now, self.zeros)
         handles = [self.scale, self.ceiling, self.skips]
         figure.legend(handles=handles, loc="outside upper right", ncols=3)
 
@@ -59,7 +59,7 @@ class DynamicsPicture(Picture):
         self.scale.set_data(steps[shown], scale[shown])
         self.skips.set_data(data.skipped, scale[data.skipped])
         self.now.set_data([data.step], [scale[data.step]])
-        self.lost.set_data(steps[shown], 100 * data.lost[shown])
+        self.zeros.set_data(steps[shown], 100 * data.zeros[shown])
 
 
 class SweepPicture(Picture):
