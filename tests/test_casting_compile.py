@@ -47,11 +47,13 @@ def compare(level: str, dtype: Any, name: str, backend: str) -> None:
     assert [x.dtype for x in got] == [x.dtype for x in want]
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=eps(dtype), atol=eps(dtype))
-    # the gradient of a parameter used twice is added up in float32 here, in the low dtype in eager mode
+    # the gradient of a parameter used twice is added up in float32 here, in the low dtype in eager mode; that of a bias
+    # before a norm is zero but for noise, so errors are measured against the largest gradient too
+    largest = max(float(p.grad.abs().max()) for p in network.parameters() if p.grad is not None)
     for p, q in zip(network.parameters(), twin.parameters()):
         if p.grad is not None:
             assert q.grad is not None
-            assert (p.grad - q.grad).abs().max() <= 2 * eps(dtype) * p.grad.abs().max() + 1e-6
+            assert (p.grad - q.grad).abs().max() <= 4 * eps(dtype) * max(float(p.grad.abs().max()), 0.1 * largest)
 
 
 QUICK = {("O1", "functions"), ("O2", "functions"), ("auto", "attention"), ("O3", "convolutional")}

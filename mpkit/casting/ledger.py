@@ -81,12 +81,14 @@ class ModuleSummary:
 class Ledger:
     """Records every operation of `network`'s forward passes inside a `with` block; see `ledger`."""
 
-    def __init__(self, network: nn.Module, *, count: bool = False) -> None:
+    def __init__(self, network: nn.Module, *, count: bool = False, keep: bool = False) -> None:
         if not isinstance(network, nn.Module):
             raise TypeError(f"a ledger watches an nn.Module, got {network!r}; pass the network object itself")
         self.network = network
         self.count = count
+        self.keep = keep
         self.rows: list[Operation] = []
+        self.results: list[Tensor] = []
         self.casts: list[Cast] = []
         self.measured_bytes = 0
         self._path: list[str] = []
@@ -155,6 +157,8 @@ class Ledger:
                     overflowed=call.overflowed + sum(cast.overflowed or 0 for cast in made),
                 )
             self.rows.append(row)
+            if self.keep:
+                self.results.append(results[0].detach().clone())
         return out
 
     def note_cast(self, x: Tensor, y: Tensor) -> None:
@@ -223,7 +227,7 @@ class Ledger:
         return lines
 
 
-def ledger(network: nn.Module, *, count: bool = False) -> Ledger:
+def ledger(network: nn.Module, *, count: bool = False, keep: bool = False) -> Ledger:
     """Watch `network`: inside the `with` block every operation of its forward passes becomes a row.
 
     Works at every level and on a network without one. Casts are made as always; nothing else changes.
@@ -231,6 +235,7 @@ def ledger(network: nn.Module, *, count: bool = False) -> Ledger:
     Args:
         count: also count values that were flushed to zero or overflowed; each operation is then computed again in
                float64, so it takes several times longer.
+        keep:  also keep a copy of each operation's first result, in `results`.
     Returns: a context manager with `rows`, `casts`, `summary()`, `to_frame()`, `predicted_bytes`, `measured_bytes`
              (activations kept for the backward pass, by table and as autograd stored them).
     Raises:  TypeError if `network` is no module.
@@ -242,7 +247,7 @@ def ledger(network: nn.Module, *, count: bool = False) -> Ledger:
     >>> book.rows[0].inputs, book.rows[0].compute, book.rows[0].output
     (('float32', 'float32', 'float32'), 'bfloat16', ('float32',))
     """
-    return Ledger(network, count=count)
+    return Ledger(network, count=count, keep=keep)
 
 
 def name_of(target: Target) -> str:

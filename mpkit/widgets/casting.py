@@ -1,0 +1,19 @@
+"""The widgets of lesson 03."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
+from mpkit.plots.casting import CastingPicture, LogSoftmaxPicture
+from mpkit.widgets.base import View
+
+
+def casting_view(**params: Any) -> View:
+    """A network at a level, operation by operation; parameters as `CastingExplorer`."""
+    return View(CastingExplorer(**params), CastingPicture())
+
+
+def log_softmax_view(**params: Any) -> View:
+    """Why softmax and log want float32; parameters as `LogSoftmaxExplorer`."""
+    return View(LogSoftmaxExplorer(**params), LogSoftmaxPicture())
