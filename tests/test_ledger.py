@@ -25,6 +25,7 @@ def test_rows_come_in_order_with_paths_and_precisions() -> None:
         ("0.1", "tanh", (wide,), wide, (wide,), (5, 3), 60, 0),
         ("1", "linear", (wide,) * 2, "bfloat16", (wide,), (5, 2), 40, 3),
     ]
+    assert {c.operation for c in book.casts} == {"linear"}
     assert [(c.module, c.tensor, c.source, c.target, c.elements) for c in book.casts[:3]] == [
         ("0.0", "activation", wide, "bfloat16", 20),
         ("0.0", "0.0.weight", wide, "bfloat16", 12),
@@ -78,7 +79,7 @@ def test_counts_of_flushed_and_overflowed_values() -> None:
     with ledger(network, count=True) as book:
         network(x)
     (entry, *_), (row,) = book.casts, book.rows
-    assert (entry.flushed, entry.overflowed) == (1, 1)
+    assert (entry.operation, entry.flushed, entry.overflowed) == ("", 1, 1)
     assert (row.flushed, row.overflowed) == (1, 1)
 
     with ledger(auto_mixed_precision(Scale(), "O3", FP16), count=True) as emulated:

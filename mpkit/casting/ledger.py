@@ -51,9 +51,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class Cast:
-    """One tensor that was cast: where, what (name of a parameter, or "activation"), from and to which precision."""
+    """One tensor that was cast: where, what (name of a parameter, or "activation"), from and to which precision.
+
+    `operation` is the one it was cast for, "" at the border of a module (its arguments, its result).
+    """
 
     module: str
+    operation: str
     tensor: str
     source: str
     target: str
@@ -92,6 +96,7 @@ class Ledger:
         self.casts: list[Cast] = []
         self.measured_bytes = 0
         self._path: list[str] = []
+        self._operation = ""
 
     def __enter__(self) -> Ledger:
         self._parameters = {id(p): name for name, p in self.network.named_parameters()}
@@ -116,6 +121,7 @@ class Ledger:
         for hook in self._hooks:
             hook.remove()
         self._path.clear()
+        self._operation = ""
         self._kept.clear()
         self._measured.clear()
 
@@ -134,7 +140,9 @@ class Ledger:
             return handler(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
         given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))
         call, before = _Call(func, self.count), len(self.casts)
+        self._operation = call.__name__
         out = handler(mode, call, args, kwargs) if handler is not None else call(*args, **kwargs)
+        self._operation = ""
         results = float_tensors(out)
         if results and func not in _NO_ROW:
             made = self.casts[before:]
@@ -168,7 +176,8 @@ class Ledger:
         lost = _lost(x, y) if self.count else (None, None)
         name = self._parameters.get(id(x), "activation")
         where = self._path[-1] if self._path else ""
-        self.casts.append(Cast(where, name, name_of(precision(x)), name_of(precision(y)), x.numel(), *lost))
+        source, target = name_of(precision(x)), name_of(precision(y))
+        self.casts.append(Cast(where, self._operation, name, source, target, x.numel(), *lost))
 
     def _note_saved(self, x: Tensor) -> Tensor:
         if self._path and _storage(x) not in self._weights and _storage(x) not in self._measured:

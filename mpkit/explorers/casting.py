@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -134,6 +134,10 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
         for row, got, want in zip(book.rows, book.results, reference.results)
         if row.operation not in EXACT_NAMES or row.operation in SHOWN_ANYWAY
     )
+    border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
+    flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
+    first = replace(steps[0], flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
+    steps = (first, *steps[1:])
     weights = sum(cast.tensor != "activation" for cast in book.casts)
     kept_bytes = book.predicted_bytes
     return Walk(steps, layers, kept_bytes, weights, len(book.casts) - weights, steps[-1].error)
