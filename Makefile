@@ -26,5 +26,8 @@ bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 notebooks:  ## run every notebook, store its outputs, show how the texts differ
 	$(RUN) python notebooks/execute.py $(ARGS)
 
+labs:  ## student versions of the labs into notebooks/labs/release
+	$(RUN) python notebooks/labs/labs.py release $(ARGS)
+
 clean:  ## remove the environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -20,6 +20,7 @@ BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST, NEWEST = (3, 11), (3, 13)
 PIP_OPTIONS = ("--disable-pip-version-check", "--progress-bar=on")
 QUIET = {"fetchNews": "false", "checkForUpdates": False}
+EXTRAS = {"lab": "lab", "test": "test,course"}
 FIRST_LESSON = os.path.join("notebooks", "00_start_here.ipynb")
 
 
@@ -99,7 +100,7 @@ def setup(extra):
     say(f"installing torch, jupyterlab and the rest ({extra}); the first time this downloads a few hundred MB ...")
     start = time.time()
     done = subprocess.call(
-        [python, "-m", "pip", "install", "--quiet", *PIP_OPTIONS, "-c", "constraints.txt", "-e", f".[{extra}]"],
+        [python, "-m", "pip", "install", "--quiet", *PIP_OPTIONS, "-c", "constraints.txt", "-e", f".[{EXTRAS[extra]}]"],
         cwd=ROOT,
     )
     if done != 0:

@@ -43,6 +43,7 @@ def execute(path: Path) -> tuple[Any, list[str], float]:
         notebook,
         timeout=300,
         kernel_name="python3",
+        coalesce_streams=True,
         store_widget_state=False,
         resources={"metadata": {"path": str(path.parent)}},
     )

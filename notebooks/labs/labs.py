@@ -1,0 +1,154 @@
+"""Release and grade the labs without a server: `python notebooks/labs/labs.py release|grade ...`.
+
+The sources beside this file carry nbgrader's cell metadata (schema 3), so nbgrader can run a course with them as they
+are. This script does the two steps that a small course needs, with nbformat and nbclient alone:
+
+    release [--to FOLDER]          student versions: no solutions, no hidden tests, no outputs
+    grade SUBMISSION [...] [--csv] points per question; the tests are taken from the source, never from the submission
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import sys
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).resolve().parent
+STUB = {"code": "# YOUR CODE HERE\nraise NotImplementedError()", "markdown": "YOUR ANSWER HERE"}
+_SOLUTION = re.compile(r"^([ \t]*)### BEGIN SOLUTION$.*?^[ \t]*### END SOLUTION$", re.M | re.S)
+_HIDDEN = re.compile(r"^[ \t]*### BEGIN HIDDEN TESTS$.*?^[ \t]*### END HIDDEN TESTS$\n?", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Points of one graded cell; `note` is the message of the failed check, or "by hand" for free text."""
+
+    grade_id: str
+    points: float | None
+    possible: float
+    note: str = ""
+
+
+def sources() -> list[Path]:
+    """The instructor's labs."""
+    return sorted(HERE.glob("lab[0-9][0-9]_*.ipynb"))
+
+
+def mark(cell: Any) -> dict[str, Any]:
+    """The nbgrader metadata of a cell, or an empty dict."""
+    return cell.metadata.get("nbgrader", {})
+
+
+def release(notebook: Any) -> Any:
+    """The student version of a source: solutions become stubs, hidden tests and outputs go, prompts are locked.
+
+    Raises:  ValueError if a solution or hidden-test region is not closed, or an answer cell has no region.
+    """
+    student = deepcopy(notebook)
+    for cell in student.cells:
+        if mark(cell).get("solution"):
+            if cell.cell_type == "markdown" and "### BEGIN SOLUTION" not in cell.source:
+                cell.source = STUB["markdown"]
+            elif not _SOLUTION.search(cell.source):
+                raise ValueError(f"{mark(cell)['grade_id']} needs ### BEGIN SOLUTION and ### END SOLUTION lines")
+            cell.source = _SOLUTION.sub(lambda m, c=cell: _indented(STUB[c.cell_type], m.group(1)), cell.source)
+        if mark(cell).get("grade") and not mark(cell).get("solution"):
+            cell.source = _HIDDEN.sub("", cell.source).rstrip("\n")
+        if mark(cell).get("locked"):
+            cell.metadata["editable"] = cell.metadata["deletable"] = False
+        if re.search(r"### (BEGIN|END) (SOLUTION|HIDDEN TESTS)", cell.source):
+            raise ValueError(f"{mark(cell).get('grade_id', cell.id)} has a BEGIN or END line without its partner")
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return student
+
+
+def _indented(text: str, indent: str) -> str:
+    return "\n".join(indent + line for line in text.splitlines())
+
+
+def grade(submission: Any, source: Any, timeout: int = 120) -> list[Score]:
+    """Run the submission's own cells with the source's tests, and score every graded cell.
+
+    A test cell is all or nothing. Tests and prompts that the student edited or deleted are restored from the source.
+
+    Raises:  ValueError if an answer cell of the source is missing in the submission.
+    """
+    answers = {mark(c)["grade_id"]: c.source for c in submission.cells if mark(c).get("solution")}
+    merged = deepcopy(source)
+    for cell in merged.cells:
+        if mark(cell).get("solution"):
+            name = mark(cell)["grade_id"]
+            if name not in answers:
+                raise ValueError(
+                    f"the submission has no cell {name}: it was deleted; copy it again from the released notebook"
+                )
+            cell.source = answers[name]
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(merged, timeout=timeout, allow_errors=True, resources={"metadata": {"path": str(HERE)}})
+    client.execute()
+    return [_scored(cell) for cell in merged.cells if mark(cell).get("grade")]
+
+
+def _scored(cell: Any) -> Score:
+    name, possible = mark(cell)["grade_id"], mark(cell)["points"]
+    if mark(cell).get("solution"):
+        return Score(name, None, possible, "by hand")
+    errors = [f"{o.ename}: {o.evalue}" for o in cell.outputs if o.output_type == "error"]
+    return Score(name, 0 if errors else possible, possible, errors[0].splitlines()[0] if errors else "")
+
+
+def source_of(submission: Path) -> Path:
+    """The source that a submission was released from: the file of the same name, or beginning with the same labNN."""
+    found = [s for s in sources() if s.stem[:5] in submission.stem]
+    if len(found) != 1:
+        names = ", ".join(s.stem for s in sources())
+        raise ValueError(f"{submission.name} must carry the name of one lab ({names}), as in lab01_formats_lin.ipynb")
+    return found[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_release = commands.add_parser("release", help="write the student versions")
+    to_release.add_argument("--to", type=Path, default=HERE / "release", help="folder for them (default: %(default)s)")
+    to_grade = commands.add_parser("grade", help="points of submissions")
+    to_grade.add_argument("submissions", nargs="+", type=Path)
+    to_grade.add_argument("--csv", action="store_true", help="one line per graded cell, for a spreadsheet")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.command == "release":
+        options.to.mkdir(parents=True, exist_ok=True)
+        for path in sources():
+            nbformat.write(release(nbformat.read(path, as_version=4)), options.to / path.name)
+            print(f"released {options.to.name}/{path.name}")
+        return 0
+    rows = csv.writer(sys.stdout)
+    for path in options.submissions:
+        source = nbformat.read(source_of(path), as_version=4)
+        scores = grade(nbformat.read(path, as_version=4), source)
+        for score in scores:
+            if options.csv:
+                rows.writerow([path.stem, score.grade_id, "" if score.points is None else score.points, score.possible])
+            elif score.note:
+                print(f"  {score.grade_id}: {score.points or 0:g} of {score.possible:g}  {score.note}")
+        automatic = [s for s in scores if s.points is not None]
+        total, possible = sum(s.points or 0 for s in automatic), sum(s.possible for s in automatic)
+        by_hand = sum(s.possible for s in scores if s.points is None)
+        if not options.csv:
+            print(f"{path.stem}: {total:g} of {possible:g} points, {by_hand:g} more to grade by hand")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The labs: solutions earn every point, releases tell nothing, and an error costs what it should."""
+
+import re
+
+import labs
+import nbformat
+import pytest
+
+SOURCES = {path.stem[:5]: path for path in labs.sources()}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request):
+    return nbformat.read(SOURCES[request.param], as_version=4)
+
+
+def graded(notebook):
+    return [c for c in notebook.cells if labs.mark(c).get("grade")]
+
+
+def test_there_are_four_labs():
+    assert list(SOURCES) == ["lab01", "lab02", "lab03", "lab04"]
+
+
+def test_every_question_has_a_prompt_an_answer_and_visible_and_hidden_tests(source):
+    ids = [labs.mark(c)["grade_id"] for c in source.cells if labs.mark(c)]
+    assert len(set(ids)) == len(ids)
+    questions = {re.fullmatch(r"lab\d\d_(q\d)_(prompt|answer|text|visible|hidden2?)", name).group(1) for name in ids}
+    lab = ids[0][:5]
+    for question in questions:
+        parts = {name.split("_")[2] for name in ids if f"_{question}_" in name}
+        assert parts == {"prompt", "text"} or {"prompt", "answer", "visible", "hidden"} <= parts, (lab, question)
+    assert all(labs.mark(c)["schema_version"] == 3 and labs.mark(c)["points"] > 0 for c in graded(source))
+
+
+def test_a_hidden_test_leaves_a_comment_that_names_what_is_checked(source):
+    for cell in labs.release(source).cells:
+        if labs.mark(cell).get("grade") and cell.cell_type == "code":
+            assert cell.source.strip(), labs.mark(cell)["grade_id"]
+            assert "assert" in cell.source or cell.source.startswith("# Checked here: ")
+            assert "all tests pass" not in cell.source
+
+
+def test_the_stored_source_earns_every_point(source):
+    scores = [labs._scored(cell) for cell in graded(source)]  # nbval proves that the stored outputs are true
+    assert all(s.points == s.possible for s in scores if s.points is not None)
+    assert 15 <= sum(s.possible for s in scores) <= 40
+
+
+def test_a_release_has_no_solution_no_hidden_test_and_no_output(source):
+    student = labs.release(source)
+    text = "\n".join(c.source for c in student.cells)
+    for cell in source.cells:
+        for region in re.findall(r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", cell.source, re.S):
+            secret = [line.strip() for line in region.splitlines() if len(line.strip()) > 25]
+            assert not any(line in text for line in secret), "a line of a solution or hidden test is in the release"
+    assert "BEGIN" not in text
+    assert all(not c.outputs and c.execution_count is None for c in student.cells if c.cell_type == "code")
+    assert sum("raise NotImplementedError" in c.source for c in student.cells) == sum(
+        labs.mark(c).get("grade_id", "").endswith("_answer") for c in source.cells
+    )
+
+
+def test_nbgrader_makes_the_same_release(source):
+    preprocessors = pytest.importorskip("nbgrader.preprocessors", reason="nbgrader is the extra `course`")
+    theirs = nbformat.from_dict(source)
+    for step in (preprocessors.LockCells(), preprocessors.ClearSolutions(), preprocessors.ClearHiddenTests()):
+        theirs, _ = step.preprocess(theirs, {})
+    ours = labs.release(source)
+    for a, b in zip(ours.cells, theirs.cells):
+        assert a.source.rstrip() == b.source.rstrip()
+
+
+def test_an_unclosed_region_is_refused(source):
+    for cell in source.cells:
+        cell.source = cell.source.replace("### END SOLUTION", "")
+    with pytest.raises(ValueError, match="needs ### BEGIN SOLUTION and ### END SOLUTION"):
+        labs.release(source)
+
+
+def test_nothing_is_earned_until_something_is_solved(source):
+    scores = labs.grade(labs.release(source), source)
+    assert [s.points for s in scores if s.points is not None] == [0] * len([s for s in scores if s.points is not None])
+
+
+# answer cell -> (what a student writes wrong, by replacing text of the solution; the cells that must then fail)
+WRONG = {
+    "lab01": {
+        "q1": (("fraction * 2.0**-24", "fraction * 2.0**-25"), {"hidden"}),  # subnormals have exponent -14, not -15
+        "q3": (("max(math.frexp(x)[1] - 1, -14)", "math.frexp(x)[1] - 1"), {"hidden2"}),  # gap shrinks for ever
+        "q2": (("2 ** (exponent_bits - 1) - 1", "2 ** (exponent_bits - 1)"), {"visible", "hidden"}),  # bias off by one
+    },
+    "lab02": {
+        "q2": (("max(1.0, scale / factor)", "scale / factor"), {"hidden", "hidden2"}),  # no floor
+        "q3": (("        return False\n", "        pass\n"), {"hidden"}),  # checks, and updates all the same
+        "q1": (("gradient[gradient != 0]", "gradient.flatten()"), {"visible", "hidden"}),  # zeros counted as lost
+    },
+    "lab03": {
+        "q1": (("nn.BatchNorm1d | nn.LayerNorm)", "nn.BatchNorm1d)"), {"hidden"}),  # forgets the layer norm
+        "q2": (
+            ("fl(fl(fl(x) @ fl(weight).T) + fl(bias))", "fl(fl(x) @ fl(weight).T + fl(bias))"),
+            {"visible", "hidden"},
+        ),
+        "q5": (("15 - (top + 1)", "14 - (top + 1)"), {"hidden"}),  # one power too small
+    },
+    "lab04": {
+        "q1": (("range(1, grad.ndim)", "range(0, grad.ndim)"), {"visible", "hidden"}),  # one mean for everything
+        "q3": (("range(1, groups)", "range(0, groups)"), {"visible", "hidden"}),  # the indices begin at 1
+        "q5": (("a.double(), b.double()", "a, b"), {"hidden2"}),  # inner products in the updates' own dtype
+    },
+}
+
+
+@pytest.mark.parametrize("lab", WRONG)
+def test_typical_mistakes_lose_exactly_their_points(lab):
+    source = nbformat.read(SOURCES[lab], as_version=4)
+    submission = nbformat.from_dict(source)
+    expected = set()
+    for question, ((right, wrong), failing) in WRONG[lab].items():
+        cell = next(c for c in submission.cells if labs.mark(c).get("grade_id") == f"{lab}_{question}_answer")
+        assert right in cell.source
+        cell.source = cell.source.replace(right, wrong)
+        expected |= {f"{lab}_{question}_{part}" for part in failing}
+    # edited or deleted tests do not help: the tests of the source are run
+    submission.cells = [c for c in submission.cells if not labs.mark(c).get("grade_id", "").endswith("_hidden")]
+    scores = labs.grade(submission, source)
+    assert {s.grade_id for s in scores if s.points == 0} == expected
+    assert all(s.note for s in scores if s.points == 0)
+
+
+def test_a_deleted_answer_is_named(source):
+    submission = labs.release(source)
+    submission.cells = [c for c in submission.cells if not labs.mark(c).get("grade_id", "").endswith("_q2_answer")]
+    with pytest.raises(ValueError, match=r"no cell lab\d\d_q2_answer"):
+        labs.grade(submission, source)
+
+
+def test_the_commands_release_and_grade(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["labs.py", "release", "--to", str(tmp_path)])
+    assert labs.main() == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == [p.name for p in labs.sources()]
+    monkeypatch.setattr(labs, "grade", lambda submission, source: [labs.Score("lab01_q1_visible", 0, 2, "no")])
+    monkeypatch.setattr("sys.argv", ["labs.py", "grade", str(tmp_path / "lab01_formats.ipynb")])
+    assert labs.main() == 0
+    assert "lab01_formats: 0 of 2 points, 0 more to grade by hand" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="must carry the name of one lab"):
+        labs.source_of(tmp_path / "homework.ipynb")
