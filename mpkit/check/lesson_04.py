@@ -32,7 +32,7 @@ QUESTIONS = {
         "Activation gradients after 720 steps: which n does the histogram recommend for a scale of 2^n in fp16?",
         _recommended,
         "The largest gradient then stands one power of two below overflow, and nearly nothing is flushed.",
-        "Set the view to 720, activations, fp16 and press 'Take the recommended scale'.",
+        "Set the view to 720, activations, fp16 and press 'Recommended'.",
     ),
     "forward": Question(
         "Can a loss scale repair an overflow in the forward pass (True or False)?",

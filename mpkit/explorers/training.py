@@ -135,7 +135,7 @@ class UnderflowExplorer(Explorer):
     """A histogram of real gradients against the range of a format, moved by a static loss scale."""
 
     controls = ("moment", "kind", "format", "exponent")
-    actions = {"Take the recommended scale": "take"}
+    actions = {"Recommended": "take"}
     moment = Enum(list(MOMENTS), 720).tag(label="after training steps")
     kind = Enum(list(KINDS), "activations").tag(label="gradients of")
     format = Enum(list(FORMATS), "fp16").tag(label="format")
@@ -183,7 +183,7 @@ class StepExplorer(Explorer):
     """One training step at O2 in float16, phase by phase, on 64 digits."""
 
     controls = ("phase", "exponent", "bad")
-    phase = Int(0, min=0, max=7).tag(label="phase", animate=900)
+    phase = Int(1, min=1, max=8).tag(label="phase", animate=900)
     exponent = Int(16, min=0, max=30).tag(label="loss scale, 2 to the")
     bad = Bool(False).tag(label="put an inf into the batch")
 
@@ -194,9 +194,9 @@ class StepExplorer(Explorer):
             self._ran = (self.exponent, self.bad)
 
     def summary(self) -> str:
-        now = self.phases[self.phase]
+        now = self.phases[self.phase - 1]
         end = "the update is skipped" if self.skipped else f"the weights move by {self.change:.3g}"
-        return f"Phase {self.phase + 1} of 8, {now.name}: {now.seen}. In this step {end}."
+        return f"Phase {self.phase} of 8, {now.name}: {now.seen}. In this step {end}."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"phase": i, "name": p.name, "code": p.code, "seen": p.seen} for i, p in enumerate(self.phases, 1)]

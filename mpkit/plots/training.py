@@ -113,7 +113,7 @@ class StepPicture(Picture):
 
     def update(self, data: Any) -> None:
         for number, (box, text, phase) in enumerate(zip(self.boxes, self.texts, data.phases)):
-            here, failed = number == data.phase, data.skipped and number == 6
+            here, failed = number == data.phase - 1, data.skipped and number == 6
             box.set_facecolor(BLUE if here else "#F8DDCC" if failed else "#F4F7FA")
             box.set_edgecolor(VERMILION if failed else BLUE)
             box.set_linestyle("--" if failed else "-")
