@@ -79,6 +79,21 @@ def test_own_lists_decide() -> None:
     assert [compute for _, compute in computes(black, x)] == ["float16", "float32", "float32", "float32"]
 
 
+def test_norms_inside_a_black_listed_block_stay_float32_until_the_block_ends() -> None:
+    class Block(nn.Sequential):
+        pass
+
+    network = nn.Sequential(nn.Linear(4, 4), Block(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4)), nn.Tanh())
+    custom_mixed_precision(network, black_list=[*get_black_list(), Block], dtype=torch.bfloat16)
+    with ledger(network) as book:
+        network(torch.randn(3, 4))
+    assert [(row.compute, *row.output) for row in book.rows] == [
+        ("bfloat16", "bfloat16"),
+        *[("float32", "float32")] * 3,
+        ("bfloat16", "bfloat16"),
+    ]
+
+
 def test_an_operator_on_the_white_list_stands_for_all_its_spellings() -> None:
     class Spelled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

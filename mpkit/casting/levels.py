@@ -219,8 +219,9 @@ def protect_children(module: nn.Module, low: Target, protects: Callable[[nn.Modu
         if not protects(child):
             protect_children(child, low, protects)
             continue
-        for inner in child.modules():
-            mark(inner, protected(_entry_of_protected(inner)), result=low if inner is child else None)
+        for inner in child.modules():  # only the protected module itself hands over in `low`
+            result = low if inner is child else None
+            mark(inner, protected(result or torch.float32, _entry_of_protected(inner)), result=result)
 
 
 def _entry_of_protected(module: nn.Module) -> Target | None:

@@ -223,13 +223,20 @@ def norm_with_statistics(low: Target, result: Target | None) -> Handler:
     return computing(low, handle)
 
 
-def layer_norm_of_input(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Affine parameters are rounded to the precision of the input; the kernel computes in float32 and rounds once.
+def norm_of_low_input(low: Target) -> Handler:
+    """A protected norm: the kernel takes its input as it comes, computes in float32, rounds once to `low`.
 
-    Source:  measured on MindSpore 2.7, whose LayerNorm casts gamma and beta to its input's type at O2 too.
+    Batch and instance norm use their float32 parameters and statistics as they are. Layer norm rounds gamma and beta to
+    the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
     """
-    low = precision(args[0])
-    return func(args[0], *mode.cast_all(args[1:], low), **mode.cast_all(kwargs, low))
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.__name__ == "layer_norm":
+            given = precision(args[0])
+            args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
+        return mode.cast_all(func(*args, **kwargs), low)
+
+    return computing(torch.float32, handle)
 
 
 def gathered(low: Target, result: Target | None) -> Handler:
@@ -311,11 +318,11 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
 
 
 @cache
-def protected(entry: Target | None) -> Rule:
+def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
-    norms = _table((ops.WITH_STATISTICS, unchanged), (ops.LAYER_NORM, computing(torch.float32, layer_norm_of_input)))
-    return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (entry,)))
+    norms = _table((ops.WITH_STATISTICS | ops.LAYER_NORM, norm_of_low_input(low)))
+    return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (low, entry)))
 
 
 @cache
