@@ -182,12 +182,10 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
             pattern.bitwise_and_(1).add_(mask >> 1)
         pattern.add_(bits).bitwise_and_(~mask)
         torch.clamp(x, -finite, finite, out=b)
-        c.add_(
-            b, alpha=0
-        )  # 0 * NaN: the patterns of NaNs have lost their meaning, all others gain a zero of their sign
+        # 0 * NaN: the patterns of NaNs have lost their meaning; everything else gains a zero of its own sign
+        torch.add(c, b, alpha=0, out=out)
         if overflow != "inf":
-            _overflow_(c, b, fmt, overflow)
-        out.copy_(c)
+            _overflow_(out, b, fmt, overflow)
 
     return kernel
 
