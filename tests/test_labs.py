@@ -5,6 +5,8 @@ import re
 import labs
 import nbformat
 import pytest
+import yaml
+from support import ROOT
 
 SOURCES = {path.stem[:5]: path for path in labs.sources()}
 
@@ -145,3 +147,22 @@ def test_the_commands_release_and_grade(tmp_path, monkeypatch, capsys):
     assert "lab01_formats: 0 of 2 points, 0 more to grade by hand" in capsys.readouterr().out
     with pytest.raises(ValueError, match="must carry the name of one lab"):
         labs.source_of(tmp_path / "homework.ipynb")
+
+
+def test_the_example_workflow_runs_the_two_commands_of_the_readme():
+    steps = yaml.safe_load((ROOT / "notebooks" / "labs" / "course-ci.yml").read_text())["jobs"]["labs"]["steps"]
+    commands = "\n".join(step.get("run", "") for step in steps)
+    for command in ("make lab", "make test"):
+        assert command in commands
+        assert command in (ROOT / "README.md").read_text()
+
+
+def test_the_notes_state_the_points_of_every_lab(source):
+    possible = [labs._scored(cell) for cell in graded(source)]
+    machine = sum(s.possible for s in possible if s.points is not None)
+    hand = sum(s.possible for s in possible if s.points is None)
+    number = labs.mark(graded(source)[0])["grade_id"][3:5]
+    row = next(
+        line for line in (labs.HERE / "INSTRUCTOR.md").read_text().splitlines() if line.startswith(f"| {number} ")
+    )
+    assert f"| {machine} + {hand} |" in row
