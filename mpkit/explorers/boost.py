@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit import networks
-from mpkit.boost import AutoBoost, GradientFreeze, LessBN
+from mpkit.boost import AutoBoost, FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.auto import LEVELS, MODES
 from mpkit.boost.grad_centralization import is_centralized
 from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stage_costs, stages_by_module
@@ -205,9 +205,7 @@ FREEZE_STEPS = 120
 @cache
 def _freeze_network() -> tuple[list[str], list[float]]:
     """Stage names and backward costs of a ResNet-18 on 32x32 images."""
-    with torch.device("meta"):
-        net = networks.resnet18(width=32)
-        costs = stage_costs(net, torch.zeros(1, 3, 32, 32))
+    costs = stage_costs(networks.resnet18(width=32), torch.zeros(1, 3, 32, 32))
     return [name for name, _ in _stages()], costs
 
 
@@ -250,6 +248,30 @@ class FreezeExplorer(Explorer):
             {"step": i, "index": v, "frozen stages": v * self.stride, "backward work saved": f"{self.saved[i]:.1%}"}
             for i, v in enumerate(self.sequence)
         ]
+
+
+def blocks_reached(index: int) -> list[str]:
+    """Blocks of a small ResNet-18 whose output a gradient reached in one backward pass frozen at `index`."""
+    torch.manual_seed(0)
+    net = networks.resnet18(width=4, in_channels=1)
+    groups = GradientFreeze(10, 1, 0.7, 10).split_parameters_groups(net, 10)
+    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups, list(range(10)))
+    heard: set[str] = set()
+
+    def listen(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: heard.add(name))
+
+        return hook
+
+    for name, module in net.named_modules():
+        if isinstance(module, networks.ResidualBlock):
+            module.register_forward_hook(listen(name))
+    images, labels = digits("train", size=8)
+    with optimizer.frozen(index):
+        F.cross_entropy(net(images[:16]), labels[:16]).backward()
+    return sorted(heard)
 
 
 # less batch norm on the network

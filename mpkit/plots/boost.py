@@ -60,16 +60,11 @@ class FreezePicture(Picture):
 
     size = (8.6, 4.4)
 
-    def frame(self, data: Any) -> Any:
-        """The map is static; the marker of the step moves."""
-        return data.groups, tuple(data.sequence)
-
     def layout(self, figure: Figure, data: Any) -> None:
         timeline, saving = figure.subplots(1, 2, width_ratios=(2.2, 1))
         count, steps = len(data.names), len(data.sequence)
-        still = np.array([[v * data.stride > s for v in data.sequence] for s in range(count)])
-        colours = np.where(still[..., None], np.array([0x00, 0x72, 0xB2]), np.array([0xEE, 0xEE, 0xEE])) / 255
-        timeline.imshow(colours, aspect="auto", interpolation="nearest", extent=(-0.5, steps - 0.5, count - 0.5, -0.5))
+        extent = (-0.5, steps - 0.5, count - 0.5, -0.5)
+        self.map = timeline.imshow(_frozen_map(data), aspect="auto", interpolation="nearest", extent=extent)
         timeline.set(xlabel="step", ylabel="stage, input at the top")
         shown = range(0, count, 2)
         timeline.set_yticks(list(shown), [data.names[i].replace(".0", "") if i == 0 else data.names[i] for i in shown])
@@ -84,9 +79,10 @@ class FreezePicture(Picture):
         self.bars = saving.bar([0, 1, 2], [0, 0, 0], 0.6, color=[ORANGE, SKY, "white"], **EDGE)
         self.bars[2].set_hatch("//")
         self.labels = [saving.text(i, 0, "", ha="center", va="bottom", fontsize=10) for i in range(3)]
-        self.moving(self.now, self.place, *self.bars, *self.labels)
+        self.moving(self.map, self.now, self.place, *self.bars, *self.labels)
 
     def update(self, data: Any) -> None:
+        self.map.set_data(_frozen_map(data))
         self.now.set_xdata([data.step, data.step])
         self.place.set_data([data.step], [-1.0])
         values = data.saved[data.step], float(np.mean(data.saved)), data.formula
@@ -94,6 +90,12 @@ class FreezePicture(Picture):
             bar.set_height(value)
             label.set_text(f"{value:.0%}" if bar is self.bars[0] else f"{value:.1%}")
             label.set_y(value + 0.01)
+
+
+def _frozen_map(data: Any) -> np.ndarray:
+    """(stages, steps, 3) colours: blue where a stage stands still."""
+    still = np.array(data.sequence)[None, :] * data.stride > np.arange(len(data.names))[:, None]
+    return np.where(still[..., None], np.array([0x00, 0x72, 0xB2]), np.array([0xEE, 0xEE, 0xEE])) / 255
 
 
 KINDS: Mapping[str, tuple[str, str, str]] = {
@@ -151,20 +153,19 @@ class CentralizePicture(Picture):
     size = (8.4, 3.5)
 
     def frame(self, data: Any) -> Any:
-        """The axes depend on the layer and the row."""
-        return data.layer, data.output
+        """The axes depend on the layer."""
+        return data.layer
 
     def layout(self, figure: Figure, data: Any) -> None:
         entries, means = figure.subplots(1, 2)
-        row = data.row.numpy()
-        reach = 1.15 * max(float(np.abs(row).max()), float(np.abs(row - row.mean()).max()), 1e-12)
-        entries.set(xlim=(-1, len(row)), ylim=(-reach, reach), xlabel="entry", ylabel="gradient")
-        entries.set_title(f"output {data.output}: entries and mean", loc="left")
+        reach = 1.3 * float(data.grad.abs().max())
+        entries.set(xlim=(-1, data.grad.shape[1]), ylim=(-reach, reach), xlabel="entry", ylabel="gradient")
+        entries.set_title("chosen output: entries and mean", loc="left")
         entries.axhline(0, color=BLACK, lw=0.8)
-        entries.plot(row, ".", color=GREY, ms=5, label="before")
+        (self.before,) = entries.plot([], [], ".", color=GREY, ms=5, label="before")
         (self.after,) = entries.plot([], [], "o", color=BLUE, ms=4, markerfacecolor="none", label="used")
         (self.mean,) = entries.plot([], [], color=VERMILION, lw=2, ls="--", label="its mean")
-        entries.legend(loc="best", ncols=3, columnspacing=0.8, handletextpad=0.3)
+        entries.legend(loc="lower left", ncols=3, columnspacing=0.8, handletextpad=0.3)
         before = data.grad.mean(1).numpy()
         top = 1.2 * max(float(np.abs(before).max()), 1e-12)
         means.set(xlim=(-1, len(before)), ylim=(-top, top), xlabel="output", ylabel="mean of its gradient")
@@ -172,13 +173,15 @@ class CentralizePicture(Picture):
         means.axhline(0, color=BLACK, lw=0.8)
         means.plot(before, ".", color=GREY, ms=7)
         (self.means,) = means.plot([], [], "o", color=BLUE, ms=5, markerfacecolor="none")
-        (self.chosen,) = means.plot([data.output], [before[data.output]], "s", color=VERMILION, ms=9, mfc="none", mew=2)
+        (self.chosen,) = means.plot([], [], "s", color=VERMILION, ms=9, mfc="none", mew=2)
         for axes in (entries, means):
             axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        self.moving(self.after, self.mean, self.means, self.chosen)
+        self.moving(self.before, self.after, self.mean, self.means, self.chosen)
 
     def update(self, data: Any) -> None:
         used = data.row_used.numpy()
+        self.before.set_data(np.arange(len(used)), data.row.numpy())
+        self.chosen.set_data([data.output], [float(data.row.mean())])
         self.after.set_data(np.arange(len(used)), used)
         self.mean.set_data([-1, len(used)], [float(used.mean())] * 2)
         means = data.used.mean(1).numpy()

@@ -1,0 +1,51 @@
+"""Questions of lesson 10."""
+
+from mpkit.boost import GradientFreeze
+from mpkit.boost.grad_freeze import expected_saving
+from mpkit.check import Question
+
+
+def _frozen() -> int:
+    args = 10, 1, 0.7, 1000
+    return sum(v > 0 for v in GradientFreeze(*args).generate_freeze_index_sequence(*args))
+
+
+def _mean_after() -> float:
+    import torch
+
+    from mpkit.optimizers import centralized
+
+    return round(float(centralized(torch.tensor([[1.0, 5.0, 3.0]])).mean()), 6)
+
+
+QUESTIONS = {
+    "share": Question(
+        "GradientFreeze(10, 1, 0.7, 1000): on how many of the 1000 steps is something frozen?",
+        _frozen,
+        "freeze_p is the share of steps without freezing, whatever its name says.",
+        "Count the steps of a strategy whose index is not 0.",
+        ((700, "That is what the name freeze_p promises. Count the zeros of the strategy."),),
+    ),
+    "stages": Question(
+        "21 stages, 10 groups, index 3: how many stages stand still?",
+        lambda: 3 * (21 // 10),
+        "Each index adds one stride of 21 // 10 = 2 stages.",
+        "The stride is the number of stages divided by the number of groups, rounded down.",
+        ((3, "The index counts groups, not stages."),),
+    ),
+    "saving": Question(
+        "10 stages of equal cost, 10 groups, type 1, 70 % full steps: which share of the backward work is saved?",
+        lambda: expected_saving([1.0] * 10, 10, 1, 0.7),
+        "0.3 of the steps freeze, and on average (10 + 1) / (3 * 10) of the network.",
+        "On a frozen step the index is on average (G + 1) / 3; and how many steps are frozen?",
+        ((0.3, "That would be so if a frozen step saved everything."),),
+        rel=0.02,
+    ),
+    "mean": Question(
+        "An output's gradient is [1, 5, 3]. What is its mean after centralization?",
+        _mean_after,
+        "Every entry loses the mean of 3; what is left is [-2, 2, 0].",
+        "The mean is subtracted from every entry.",
+        ((3, "That is the mean before."),),
+    ),
+}

@@ -1,0 +1,194 @@
+"""The models and views of lessons 09 and 10, without a browser."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mpkit import check
+from mpkit.check import verdict
+from mpkit.explorers.boost import (
+    FREEZE_STEPS,
+    LAYERS,
+    NETWORKS,
+    BoostExplorer,
+    CentralizeExplorer,
+    FreezeExplorer,
+    LessBNExplorer,
+    blocks_reached,
+    measured,
+    seconds,
+)
+from mpkit.widgets.base import View
+from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
+
+SWEEPS: dict[Any, dict[str, list[Any]]] = {
+    boost_view: {
+        "level": ["O0", "O1", "O2"],
+        "mode": ["manual", "enable_all", "disable_all", "tuned", "auto"],
+        "full_step_fraction": [0.0, 1.0, 0.7],
+        "freeze_type": [0, 1],
+        "compare": ["O1 tuned", "none"],
+        "less_bn": [True, False],
+        "grad_freeze": [True, False],
+        "adasum": [True, False],
+        "grad_accumulation": [True, False],
+    },
+    freeze_view: {
+        "groups": [1, 21, 10],
+        "freeze_type": [0, 1],
+        "full_step_fraction": [0.0, 1.0, 0.7],
+        "seed": [0, 99],
+        "step": [0, FREEZE_STEPS - 1],
+    },
+    less_bn_view: {"network": list(NETWORKS)[::-1], "fn_flag": [True, False], "strict": [True, False]},
+    centralize_view: {"layer": list(LAYERS), "output": [9, 0], "centralize": [False, True]},
+}
+
+
+@pytest.mark.parametrize("make", SWEEPS, ids=lambda f: f.__name__)
+def test_every_control_over_its_range_draws_and_reset_restores(make: Any) -> None:
+    view: View = make()
+    first = view.png()
+    for name, values in SWEEPS[make].items():
+        for value in values:
+            view.explorer.set(**{name: value})
+            assert view.png().startswith(b"\x89PNG")
+            assert view.summary()
+            assert view.data()
+    view.buttons["Reset"].click()
+    assert view.png() == first
+    assert make().png() == first  # the same settings, the same bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (boost_view, {"mode": "tuned"}),
+        (boost_view, {"compare": "freezing"}),
+        (freeze_view, {"step": 50}),
+        (freeze_view, {"seed": 1}),
+        (less_bn_view, {"network": "ResNet-50"}),
+        (less_bn_view, {"fn_flag": True}),
+        (centralize_view, {"centralize": False}),
+        (centralize_view, {"output": 3}),
+    ],
+)
+def test_other_data_give_another_picture(make: Any, change: dict[str, Any]) -> None:
+    view: View = make()
+    before = view.png(), view.summary()
+    view.explorer.set(**change)
+    assert view.png() != before[0]
+    assert view.summary() != before[1]
+
+
+@pytest.mark.parametrize(
+    ("explorer", "bad"),
+    [
+        (BoostExplorer, {"level": "O7"}),
+        (BoostExplorer, {"full_step_fraction": 1.1}),
+        (FreezeExplorer, {"groups": 0}),
+        (FreezeExplorer, {"step": FREEZE_STEPS}),
+        (LessBNExplorer, {"network": "VGG"}),
+        (CentralizeExplorer, {"output": 6}),  # conv1 has six outputs, 0 to 5
+    ],
+)
+def test_refused_values_leave_everything_as_it_was(explorer: Any, bad: dict[str, Any]) -> None:
+    model = explorer()
+    state = model.state()
+    with pytest.raises(ValueError, match=next(iter(bad)) if "output" not in bad else "has 6 outputs"):
+        model.set(**bad)
+    assert model.state() == state
+    assert model.message
+
+
+def test_two_threads_never_tear_a_picture() -> None:
+    view = freeze_view()
+    wanted = {}
+    for step in range(4):
+        view.explorer.set(step=step)
+        wanted[step] = view.png()
+
+    def drag() -> None:
+        for i in range(20):
+            view.explorer.set(step=i % 4)
+
+    threads = [threading.Thread(target=drag) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert view.png() == wanted[view.explorer.step]
+
+
+# what the models say
+
+
+def test_levels_say_what_runs_and_what_does_not() -> None:
+    model = BoostExplorer(level="O2")
+    assert model.this.active == ("less_bn", "grad_freeze")
+    assert "Inactive: adasum" in model.summary()
+    assert BoostExplorer(level="O0").this.speedup == pytest.approx(1.0)
+    manual = BoostExplorer(level="O0", mode="manual", less_bn=True)
+    assert manual.this.active == ("less_bn",)
+    assert manual.this.removed == 11
+    assert "runs nothing" in BoostExplorer(mode="disable_all").summary()
+
+
+def test_the_step_is_the_measured_one_and_mixes_over_the_indices() -> None:
+    model = BoostExplorer(full_step_fraction=1.0)
+    assert model.this.step == pytest.approx(seconds("O1 index 0") / seconds("plain index 0"))
+    half = BoostExplorer(mode="manual", level="O0", grad_freeze=True, full_step_fraction=0.0, freeze_type=0)
+    every = sum(seconds(f"plain index {v}") for v in range(1, 10)) / 9
+    assert half.this.step == pytest.approx(every / seconds("plain index 0"))
+
+
+def test_accuracy_is_only_stated_where_it_was_measured() -> None:
+    assert "Accuracy on the digits" in BoostExplorer().summary()
+    assert "Accuracy on the digits" in BoostExplorer(mode="tuned").summary()
+    assert "was not measured" in BoostExplorer(full_step_fraction=0.45).summary()
+
+
+def test_the_stored_benchmark_names_its_device_and_versions() -> None:
+    meta = measured()["meta"]
+    assert meta["made_by"].startswith("python -m mpkit.bench")
+    assert any("torch" in key for key in meta)
+    assert all(row["ratio"] > 0 for row in measured()["speed"])
+    seeds = {len(row["accuracy_percent"]) for row in measured()["accuracy"]}
+    assert min(seeds) >= 5
+
+
+def test_the_timeline_counts_what_the_strategy_says() -> None:
+    model = FreezeExplorer(groups=10, full_step_fraction=0.5, freeze_type=0)
+    assert [row["index"] for row in model.table()] == model.sequence
+    model.set(step=model.sequence.index(9))
+    assert model.frozen_now == 18
+    assert model.saved[model.step] == pytest.approx(sum(model.costs[:18]) / sum(model.costs))
+    assert FreezeExplorer(groups=1).formula == 0
+    assert "0% of the backward work" in FreezeExplorer(full_step_fraction=1.0).summary()
+
+
+def test_a_frozen_prefix_hears_no_gradient() -> None:
+    assert len(blocks_reached(0)) == 8
+    assert blocks_reached(9) == ["layer4.1"]
+
+
+def test_centralization_takes_the_mean_and_keeps_the_rest() -> None:
+    model = CentralizeExplorer()
+    assert abs(float(model.used.mean(1).abs().max())) < 1e-8
+    assert model.norm_ratio < 1
+    model.set(centralize=False)
+    assert model.norm_ratio == 1
+
+
+@pytest.mark.parametrize("lesson", ["09", "10"])
+def test_questions_know_their_answers(lesson: str) -> None:
+    questions = check._questions(lesson)
+    assert len(questions) == 4
+    for name, question in questions.items():
+        assert verdict(lesson, name, question.truth())[0] is True
+        assert verdict(lesson, name, "nonsense")[0] is False
+        for wrong, sentence in question.hints:
+            assert verdict(lesson, name, wrong) == (False, "Not yet. " + sentence)
