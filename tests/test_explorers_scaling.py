@@ -13,18 +13,14 @@ import torch
 from mpkit.check import verdict
 from mpkit.explorers.scaling import (
     RUNS,
-    SITUATIONS,
-    ZOO,
     DynamicsExplorer,
     LiveExplorer,
-    NaiveExplorer,
     SteeredScaler,
     SweepExplorer,
-    ZooExplorer,
     exponent,
     recorded,
-    zoo_policy,
 )
+from mpkit.explorers.zoo import SITUATIONS, ZOO, NaiveExplorer, ZooExplorer, zoo_policy
 from mpkit.policies import ScalePolicy, preset
 from mpkit.record import Trace
 from mpkit.scalers import DynamicLossScaler
@@ -143,9 +139,7 @@ def test_live_training_reacts_to_a_kick_and_to_stop():
     assert len(model.run.losses) == 30
     first = view.png()
     view.buttons["Scale x 2^10"].click()
-    assert float(model._scaler.scale_value) == 2.0**10 * model.run.scales[-1] * (
-        2 if len(model.run.scales) == 20 else 1
-    )
+    assert "press Train first" in model.message
     view.buttons["Scale / 2^10"].click()
     model.set(floor_exponent=8)
     assert view.png() != first
@@ -162,6 +156,7 @@ def test_a_kick_is_answered_by_backing_off():
     model._scaler.put(2.0**16)
     work = model._training()
     next(work)
+    model.busy = True
     model.kick_up()
     for _ in work:
         pass

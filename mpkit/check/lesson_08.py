@@ -3,7 +3,7 @@
 import math
 
 from mpkit.check import Question
-from mpkit.explorers.scaling import ZooExplorer
+from mpkit.explorers.zoo import ZooExplorer
 from mpkit.policies import naive_loss_ratio, preset, run
 
 

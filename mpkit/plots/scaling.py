@@ -43,11 +43,12 @@ class DynamicsPicture(Picture):
         (self.ceiling,) = top.plot([], [], color=GREY, lw=1.2, label="ceiling: largest scale without overflow")
         (self.scale,) = top.plot([], [], color=BLUE, lw=2, drawstyle="steps-mid", label="loss scale")
         (self.skips,) = top.plot([], [], "x", color=VERMILION, ms=8, mew=2, label="skipped step")
+        (self.floor,) = top.plot([], [], color=GREY, lw=1.2, ls="--", label="floor")
         (self.now,) = top.plot([], [], "o", color=BLACK, ms=7, mfc="white", mew=1.5)
         (self.zeros,) = bottom.plot([], [], color=BLUE, lw=1.8)
-        self.moving(self.ceiling, self.scale, self.skips, self.now, self.zeros)
-        handles = [self.scale, self.ceiling, self.skips]
-        figure.legend(handles=handles, loc="outside upper right", ncols=3)
+        self.moving(self.ceiling, self.floor, self.scale, self.skips, self.now, self.zeros)
+        handles = [self.scale, self.ceiling, self.skips, self.floor]
+        figure.legend(handles=handles, loc="outside upper right", ncols=4)
 
     def update(self, data: Any) -> None:
         shown = slice(0, data.step + 1)
@@ -55,6 +56,7 @@ class DynamicsPicture(Picture):
         tops = _inside(data.ceiling)
         self.above.set_data(steps, tops, np.full(len(steps), 2.0**HIGH))
         self.ceiling.set_data(steps, tops)
+        self.floor.set_data(steps[[0, -1]], [2.0**data.floor_exponent] * 2)
         scale = _inside(data.scale)
         self.scale.set_data(steps[shown], scale[shown])
         self.skips.set_data(data.skipped, scale[data.skipped])
@@ -100,6 +102,10 @@ class LivePicture(Picture):
     """Loss and scale of the training so far."""
 
     size = (8.4, 3.4)
+
+    def frame(self, data: Any) -> Hashable:
+        """The number of steps."""
+        return data.steps
 
     def layout(self, figure: Figure, data: Any) -> None:
         loss, scale = figure.subplots(1, 2)

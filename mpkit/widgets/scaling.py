@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, NaiveExplorer, SweepExplorer, ZooExplorer
+from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplorer
+from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
 from mpkit.plots.scaling import DynamicsPicture, LivePicture, NaivePicture, SweepPicture, ZooPicture
 from mpkit.widgets.base import View
 

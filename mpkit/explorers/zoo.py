@@ -1,0 +1,164 @@
+"""The loss-scale rules of all frameworks on one sequence of overflows, and one rule that cannot work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from traitlets import Bool, Enum, Float, Int
+
+from mpkit.explorers.base import Explorer
+from mpkit.explorers.scaling import exponent, stepped
+from mpkit.policies import ScalePolicy, naive_loss_ratio, preset, stack
+from mpkit.replay import simulate
+
+STEPS = 200
+SITUATIONS = {
+    "drop": "the ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120",
+    "outliers": "a ceiling of 2^18, and one bad batch in 20 steps",
+    "fixed": "a ceiling of 2^13 from the start",
+    "model": "every gradient is NaN from step 60 on: the model is broken",
+    "free": "nothing ever overflows",
+}
+_OWN_NAMES = {  # the framework's own names of growth interval and start
+    "torch": ("growth_interval", "init_scale"),
+    "keras3": ("dynamic_growth_steps", "initial_scale"),
+    "tf_keras": ("dynamic_growth_steps", "initial_scale"),
+    "tf_v1": ("increment_period", "initial_loss_scale"),
+    "apex": ("scale_window", "init_scale"),
+    "deepspeed": ("scale_window", "init_scale"),
+    "megatron": ("growth_interval", "initial_scale"),
+    "colossalai": ("growth_interval", "initial_scale"),
+    "fairseq": ("scale_window", "init_scale"),
+    "jmp": ("period", "loss_scale"),
+    "flax": ("growth_interval", "scale"),
+    "paddle": ("incr_every_n_steps", "init_loss_scaling"),
+    "paddle_static": ("incr_every_n_steps", "init_loss_scaling"),
+    "mxnet": ("_scale_seq_len", "_loss_scale"),
+    "mindspore_scaler": ("scale_window", "scale_value"),
+    "mindspore_cell": ("scale_window", "loss_scale_value"),
+    "mindspore_manager": ("scale_window", "init_loss_scale"),
+    "mpkit": ("growth_interval", "init_scale"),
+}
+_FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
+ZOO = tuple(_OWN_NAMES)
+
+
+def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
+    """A framework's policy with this growth interval and, if given, this start; all else is its default."""
+    own_interval, own_start = _OWN_NAMES[framework]
+    parameters: dict[str, Any] = {own_interval: interval}
+    if start is not None or framework in ("jmp", *_FACTOR_NEEDED):
+        parameters[own_start] = 2.0**16 if start is None else start
+    if framework in _FACTOR_NEEDED:
+        parameters["scale_factor"] = 2
+    return preset(framework, **parameters)
+
+
+def situation(name: str, steps: int = STEPS) -> np.ndarray:
+    """The largest scale that each step can bear, (steps,); negative where none works."""
+    i = np.arange(steps)
+    return {
+        "drop": np.where((i >= 60) & (i < 120), 2.0**3, 2.0**20),
+        "outliers": np.where(i % 20 == 19, 2.0**2, 2.0**18),
+        "fixed": np.full(steps, 2.0**13),
+        "model": np.where(i >= 60, -1.0, 2.0**20),
+        "free": np.full(steps, math.inf),
+    }[name]
+
+
+class ZooExplorer(Explorer):
+    """All frameworks on one sequence of overflows: `scales` (steps, frameworks), `ceiling`, `done`."""
+
+    controls = ("situation", "interval", "same_start", "start_exponent")
+    situation = Enum(list(SITUATIONS), "drop").tag(label="what happens", names=SITUATIONS)
+    interval = Int(20, min=2, max=200).tag(label="growth interval", unit="steps")
+    same_start = Bool(True).tag(label="all start at the same scale")
+    start_exponent = Int(16, min=4, max=24).tag(label="that start, 2 to the")
+
+    def compute(self) -> None:
+        start = 2.0**self.start_exponent if self.same_start else None
+        self.names = ZOO
+        self.ceiling = situation(self.situation)
+        self.policies = stack(zoo_policy(name, self.interval, start) for name in ZOO)
+        self.done = simulate(self.ceiling, self.policies)
+        self.scales = self.done.sampled
+        with np.errstate(invalid="ignore"):
+            self.finite = self.scales <= self.ceiling[:, None]
+
+    def ending(self, i: int) -> str:
+        """How framework i ends, in a word or two."""
+        if self.done.raised_at[i] >= 0:
+            return f"stops at step {self.done.raised_at[i]}"
+        final = self.done.final[i]
+        if not math.isfinite(final) or final == 0:
+            return "inf" if final > 0 else "0"
+        return exponent(final)
+
+    def summary(self) -> str:
+        skipped = self.done.skipped
+        stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
+        raised = f" {', '.join(stops)} raise." if stops else ""
+        return (
+            f"{len(self.names)} rules, growth interval {self.interval}; {SITUATIONS[self.situation]}: between "
+            f"{skipped.min()} ({self.names[skipped.argmin()]}) and {skipped.max()} "
+            f"({self.names[skipped.argmax()]}) of {STEPS} steps are skipped.{raised}"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "framework": name,
+                "skipped": int(self.done.skipped[i]),
+                "lowest": exponent(float(self.done.lowest[i])),
+                "ends at": self.ending(i),
+            }
+            for i, name in enumerate(self.names)
+        ]
+
+
+class NaiveExplorer(Explorer):
+    """The rule that compares the loss with the scale, beside torch's: `naive` and `torch` (300,) scales used.
+
+    `ceiling` is the largest scale whose gradients are finite; the naive rule does not look at them, so its steps above
+    the ceiling (`poisoned`) go into the weights.
+    """
+
+    controls = ("start_exponent", "loss", "ceiling_exponent")
+    STEPS = 300
+    start_exponent = Int(0, min=-8, max=16).tag(label="start, 2 to the")
+    loss = Float(2.3, min=0.01, max=1000.0).tag(label="loss", unit="nats", scale="log10", step=0.05)
+    ceiling_exponent = Int(18, min=4, max=24).tag(label="ceiling of the gradients, 2 to the")
+
+    def compute(self) -> None:
+        ceiling, scale = 2.0**self.ceiling_exponent, 2.0**self.start_exponent
+        naive = []
+        for _ in range(self.STEPS):
+            naive.append(scale)
+            scale = naive_loss_ratio(scale, self.loss)
+        self.naive = np.array(naive)
+        policy = preset("torch", init_scale=2.0**self.start_exponent, growth_interval=20)
+        self.torch, _, _ = stepped(policy, np.full(self.STEPS, ceiling))
+        self.ceiling = ceiling
+        self.poisoned = np.flatnonzero(self.naive > ceiling)
+
+    def summary(self) -> str:
+        end = self.naive[-1]
+        if len(self.poisoned):
+            fate = f"from step {self.poisoned[0]} on inf goes into the weights"
+        elif end < self.naive[0]:
+            fate = "the gradients sink below what float16 can hold"
+        else:
+            fate = "it rests only because it happens to lie between the loss and twice the loss"
+        return (
+            f"From 2^{self.start_exponent} with a loss of {self.loss:.3g}: the naive rule is at {exponent(end)} after "
+            f"{self.STEPS} steps ({fate}); the rule of torch is at {exponent(self.torch[-1])}, the ceiling at "
+            f"2^{self.ceiling_exponent}."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"step": i, "naive rule": exponent(self.naive[i]), "torch": exponent(self.torch[i])}
+            for i in range(0, self.STEPS, 30)
+        ]
