@@ -33,7 +33,7 @@ class PairExplorer(Explorer):
     controls = ("length_a", "length_b", "angle")
     length_a = Float(2.0, min=0.0, max=3.0).tag(label="length of a", step=0.1)
     length_b = Float(1.5, min=0.0, max=3.0).tag(label="length of b", step=0.1)
-    angle = Int(60, min=0, max=180).tag(label="angle between them", unit="degrees", step=5)
+    angle = Int(60, min=0, max=180).tag(label="angle", unit="degrees", step=5)
 
     def compute(self) -> None:
         """The five vectors, the two coefficients, and the length of each result over all angles."""

@@ -159,8 +159,8 @@ class GroupScaleExplorer(Explorer):
     controls = ("format", "depth", "init_exponent", "window", "step")
     format = Enum(list(FORMATS), "E5M2").tag(label="gradient format")
     depth = Int(3, min=1, max=5).tag(label="layers per group", costly=True)
-    init_exponent = Int(12, min=0, max=30).tag(label="initial scale, 2 to the", costly=True)
-    window = Int(4, min=1, max=50).tag(label="clean steps that double", unit="steps", costly=True)
+    init_exponent = Int(12, min=0, max=30).tag(label="initial exponent", costly=True)
+    window = Int(4, min=1, max=50).tag(label="steps to double", costly=True)
     step = Int(STEPS - 1, min=0, max=STEPS - 1).tag(label="step", animate=100)
 
     def compute(self) -> None:

@@ -78,6 +78,7 @@ class WorkersPicture(Picture):
             r: cosines.plot([], [], lw=2, ms=7, label=names[r], **look)[0] for r, look in directions.items()
         }
         lengths.legend(loc="upper left")
+        self.cosines["mean"].set(markersize=12, markerfacecolor="none")  # the two often lie on one another
         cosines.legend(loc="lower right")
         self.moving(*self.at, *self.lengths.values(), *self.cosines.values())
 

@@ -16,7 +16,7 @@ LEVELS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 class DimReducePicture(Picture):
     """Left: the plane. Right: the losses of both ways, and the share of the gradient outside the subspace."""
 
-    size = (8.8, 4.4)
+    size = (8.4, 4.0)
 
     def layout(self, figure: Figure, data: Any) -> None:
         parts = figure.subplot_mosaic([["plane", "loss"], ["plane", "outside"]], width_ratios=(3, 2))
