@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -95,23 +94,23 @@ class FloatFormat:
         """Exponent of the largest finite number."""
         return 2**self.exponent_bits - 1 - self.bias - self.has_inf
 
-    @cached_property
+    @property
     def max(self) -> float:
         """The largest finite value."""
         missing = 2 if self.specials == "nan" else 1
         return (2.0 - missing * self.eps) * 2.0**self.max_exponent
 
-    @cached_property
+    @property
     def min_normal(self) -> float:
         """The smallest positive value with full precision."""
         return 2.0**self.min_exponent
 
-    @cached_property
+    @property
     def min_subnormal(self) -> float:
         """The smallest positive value, which is also the gap between subnormals."""
         return 2.0 ** (self.min_exponent - self.fraction_bits)
 
-    @cached_property
+    @property
     def eps(self) -> float:
         """Gap between 1 and the next larger value."""
         return 2.0**-self.fraction_bits
