@@ -153,3 +153,16 @@ def test_auto_follows_emulated_inputs() -> None:
     rounded, wide = auto_mixed_precision(Middle(), "auto", E4M3FN)(x, x)
     assert torch.equal(round_to(rounded, E4M3FN), rounded)
     assert torch.equal(wide, torch.tanh(x))
+
+
+def test_a_fresh_accumulator_stays_float32_as_natively() -> None:
+    class Accumulates(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            total = torch.zeros(())
+            for value in x.unbind():
+                total.add_(value)
+            return total
+
+    x = torch.full((300,), 0.1)
+    native = auto_mixed_precision(Accumulates(), "O3", torch.float16)(x)
+    assert auto_mixed_precision(Accumulates(), "O3", FP16)(x) == native == 300 * torch.tensor(0.1).half().float()

@@ -83,6 +83,8 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
     """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed)."""
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(low) is Emulated and not float_tensors((args, kwargs)):
+            return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
             return _finished(mode, func(*mode.cast_all(args, low)), low, result)
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
