@@ -877,3 +877,17 @@ class CrossEntropy(nn.Module):
 
     def forward(self, logits: Tensor) -> Tensor:
         return F.cross_entropy(logits, self.labels)
+
+
+# dim_reduce_pipeline: which optimizers survive being processed
+
+
+@pytest.mark.parametrize(("_content", "case"), cases("dim_reduce_pipeline", "optimizer_rebuild"))
+def test_no_optimizer_is_lost_when_it_is_processed(_content: Any, case: dict[str, Any]) -> None:
+    """The original builds a new one and fails for Adam and AdamWeightDecay; here it stays the same object."""
+    net = nn.Linear(2, 2)
+    momentum = [0.9] if case["optimizer"] == "Momentum" else []
+    optimizer = getattr(optimizers, case["optimizer"])(net.parameters(), 0.1, *momentum)
+    process = OptimizerProcess(optimizer)
+    process.add_grad_centralization(net)
+    assert type(process.generate_new_optimizer()).__name__ == case.get("result", case["optimizer"])

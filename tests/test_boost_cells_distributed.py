@@ -1,0 +1,134 @@
+"""The boost train cells in two processes over gloo, against the same training simulated in one.
+
+The test starts this file as a script, which forks the ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
+from mpkit.boost.adasum import adasum
+from mpkit.step import WithLossCell
+
+WORLD, STEPS = 2, 4
+SCENARIOS = ("mean", "adasum", "adasum scaled", "mean accumulated")
+
+
+def loss_net() -> WithLossCell:
+    torch.manual_seed(0)
+    return WithLossCell(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2)), nn.MSELoss())
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)
+
+
+def boost_of(scenario: str) -> AutoBoost:
+    flags = {"mode": "manual", "less_bn": False, "grad_freeze": True, "adasum": scenario.startswith("adasum")}
+    accumulate = {"grad_accumulation_step": 2} if scenario.endswith("accumulated") else {}
+    config: dict[str, Any] = {
+        "boost": {**flags, "grad_accumulation": bool(accumulate)},
+        "common": {"device_number": 1},
+        "grad_freeze": {"param_groups": 3, "freeze_type": 0, "freeze_p": 0.5, "total_steps": 4},
+        "grad_accumulation": accumulate,
+    }
+    return AutoBoost("O0", config)
+
+
+def processed(scenario: str) -> tuple[WithLossCell, FreezeOpt, AutoBoost]:
+    net, boost = loss_net(), boost_of(scenario)
+    _, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert isinstance(optimizer, FreezeOpt)
+    return net, optimizer, boost
+
+
+def rank_weights(rank: int, scenario: str) -> list[Tensor]:
+    """What one rank holds after training with the boost cell."""
+    net, optimizer, boost = processed(scenario)
+    cell: Any = BoostTrainOneStepCell(net, optimizer, boost=boost)
+    if scenario.endswith("scaled"):
+        cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, torch.tensor(256.0), boost=boost)
+    assert cell.check_adasum_enable() == scenario.startswith("adasum")
+    for step in range(STEPS):
+        cell(*batch(rank, step))
+    return [p.detach() for p in net.parameters()]
+
+
+def simulated(scenario: str) -> list[Tensor]:
+    """The same in one process: gradients averaged, or the workers' own steps merged."""
+    net, optimizer, _ = processed(scenario)
+    parameters = list(net.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for step in range(STEPS):
+        if scenario.startswith("adasum"):
+            old, deltas = [p.detach().clone() for p in parameters], []
+            for rank in range(WORLD):
+                with torch.no_grad():
+                    torch._foreach_copy_(parameters, old)
+                for p, g in zip(parameters, torch.autograd.grad(net(*batch(rank, step)), parameters)):
+                    p.grad = g
+                optimizer.step_group(optimizer.index)
+                deltas.append([o - p.detach() for o, p in zip(old, parameters)])
+            optimizer.advance()
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, [o - d for o, d in zip(old, adasum(deltas))])
+            continue
+        micro = 2 if scenario.endswith("accumulated") else 1
+        for rank in range(WORLD):
+            grads = torch.autograd.grad(net(*batch(rank, step)), parameters)
+            total = [t + g / WORLD / micro for t, g in zip(total, grads)]
+        if (step + 1) % micro == 0:
+            for p, t in zip(parameters, total):
+                p.grad = t
+            optimizer.step()
+            total = [torch.zeros_like(p) for p in parameters]
+    return [p.detach() for p in parameters]
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    torch.save({scenario: rank_weights(rank, scenario) for scenario in SCENARIOS}, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_processes_train_as_the_simulation_does(ranks: list[dict[str, list[Tensor]]], scenario: str) -> None:
+    for one, other, want in zip(*(r[scenario] for r in ranks), simulated(scenario), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    children = [
+        multiprocessing.get_context("fork").Process(target=run_rank, args=(r, Path(sys.argv[1]))) for r in range(WORLD)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(200)
+    sys.exit(max(1 if child.exitcode is None else abs(child.exitcode) for child in children))
