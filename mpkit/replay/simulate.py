@@ -15,6 +15,7 @@ from torch import Tensor
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial, stack
 
 _UNROLLED = 16  # steps per compiled call: the state stays in registers for that long
+_FEW = 16  # policies that are stepped faster one by one as Python numbers than together as tensors
 _WORTH_COMPILING = 1e9  # policy-steps; below that, compiling costs more than it saves
 
 
@@ -77,6 +78,8 @@ def simulate(
     if compiled is None:
         compiled = len(tops) * policies.shape[0] >= _WORTH_COMPILING and can_compile()
     steps = list(range(len(tops))) if sample is None else [int(i) for i in sample]
+    if not compiled and policies.shape[0] <= _FEW:
+        return _by_numbers(tops, policies, steps)
     policy, state = _narrowed(policies.to(device), initial(policies, device))
     tally = _empty_tally(state.scale)
     table = torch.tensor(tops, dtype=state.scale.dtype, device=device)
@@ -96,6 +99,36 @@ def simulate(
             rows[i] = _shown(state, tally)
         state, tally = _step(policy, state, tally, table[i], i)
     return _result(state, tally, [rows[i] for i in steps])
+
+
+def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Simulation:
+    """The same for a few policies, one after the other."""
+    count = policies.shape[0]
+    used = np.full((len(tops), count), math.nan)
+    columns = np.broadcast_to(tops.reshape(len(tops), -1), (len(tops), count))
+    final, raised_at, raised = np.zeros(count), np.full(count, -1), np.zeros(count, dtype=np.int64)
+    for lane in range(count):
+        policy = policies[lane]
+        state = initial(policy)
+        for i, top in enumerate(columns[:, lane].tolist()):
+            used[i, lane] = state.scale
+            after, code = advance(policy, state, state.scale <= top)
+            if code:
+                raised_at[lane], raised[lane] = i, code
+                break
+            state = after
+        final[lane] = state.scale
+    ran = ~np.isnan(used)
+    fits = ran & (used <= columns)
+    return Simulation(
+        sampled=used[steps],
+        final=final,
+        lowest=np.where(ran, used, math.inf).min(axis=0, initial=math.inf),
+        skipped=(ran & ~fits).sum(axis=0),
+        first_good=np.where(fits.any(axis=0), fits.argmax(axis=0) if len(tops) else 0, ran.sum(axis=0)),
+        raised_at=raised_at,
+        raised=raised,
+    )
 
 
 def _step(policy: ScalePolicy, state: ScaleState, tally: _Tally, top: Tensor, index: Any) -> tuple[ScaleState, _Tally]:
