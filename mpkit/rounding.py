@@ -143,7 +143,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     Stochastic: with h = (x + C) - C, x - h is exact and at most ulp / 2. Adding noise from [-ulp / 2, ulp / 2) to it,
     and the sum to h + C, rounds once more; the mean is x up to 2**-24 ulp, the grain of the 32-bit noise in float32.
     """
-    low, high = (_float_bits(2.0**e) for e in (fmt.min_exponent, fmt.max_exponent))
+    low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha = 1.5 * 2.0 ** (23 - fmt.fraction_bits)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
@@ -194,10 +194,6 @@ def _random_words(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """32 random bits per element of a block, int32; one draw of 64 bits serves two, which halves the cost."""
     draws = torch.empty((x.numel() + 1) // 2, dtype=torch.int64, device=x.device)
     return draws.random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
-
-
-def _float_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Overflow) -> None:
