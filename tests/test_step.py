@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit import optimizers
-from mpkit.policies import preset
+from mpkit.policies import FRAMEWORKS, preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -60,6 +60,9 @@ SENSES = {
     "deepspeed policy": lambda: PolicyLossScaler(preset("deepspeed", init_scale=1024.0, scale_window=3)),
 }
 
+WITHOUT_DEFAULTS = ("jmp", "fairscale_layerwise", "mindspore_scaler", "mindspore_cell")
+WITH_DEFAULTS = [framework for framework in FRAMEWORKS if framework not in WITHOUT_DEFAULTS]
+
 
 def network(seed=0):
     torch.manual_seed(seed)
@@ -77,9 +80,8 @@ def batches(count, bad=()):
 def cell_for(optimizer="torch SGD momentum", sense="dynamic cell", seed=0, **options):
     net = network(seed)
     make = (OPTIMIZERS | ON_HOST)[optimizer] if isinstance(optimizer, str) else optimizer
-    return TrainOneStepWithLossScaleCell(
-        WithLossCell(net, nn.MSELoss()), make(net.parameters()), SENSES[sense](), **options
-    )
+    sense = SENSES[sense]() if sense in SENSES else PolicyLossScaler(preset(sense))
+    return TrainOneStepWithLossScaleCell(WithLossCell(net, nn.MSELoss()), make(net.parameters()), sense, **options)
 
 
 def weights(module):
@@ -542,7 +544,7 @@ def through_a_file(state):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    sense=st.sampled_from(sorted(SENSES)),
+    sense=st.sampled_from([*SENSES, *WITH_DEFAULTS]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS | ON_HOST)),
     stop=st.integers(0, 12),
     bad=st.sets(st.integers(0, 11), max_size=5),
