@@ -285,6 +285,7 @@ class SweepExplorer(Explorer):
     init = Int(24, min=0, max=32).tag(label="start at 2^", costly=True)
     factor = Enum(FACTORS, 2.0).tag(label="scale_factor")
     window = Enum(WINDOWS, 100).tag(label="scale_window")
+    factors, windows = FACTORS, WINDOWS
 
     def compute(self) -> None:
         """The grid of lost shares, and the scale over the steps in the chosen cell."""

@@ -108,40 +108,67 @@ class WhatIfPicture(Picture):
 
     size = (8.4, 3.6)
 
-    def run_of(self, data: Any) -> Any:
-        """The explorer of the run that is drawn."""
-        return data
-
     def frame(self, data: Any) -> Hashable:
-        return self.run_of(data).run
+        return data.run
 
     def layout(self, figure: Figure, data: Any) -> None:
-        run = self.run_of(data)
-        axes = figure.subplots()
+        self.draw_run(figure.subplots(), data)
+
+    def update(self, data: Any) -> None:
+        self.move_run(data)
+
+    def draw_run(self, axes: Axes, run: Any) -> None:
+        """What stays while the policy changes."""
         t = run.trace
         _steps_axes(axes, len(t))
+        recorded = _shown(t.scale, BOTTOM, TOP)
         axes.plot(t.step, _shown(run.tops, BOTTOM, TOP), color=GREY, lw=1, label="ceiling")
-        axes.plot(
-            t.step, _shown(t.scale, BOTTOM, TOP), color=BLACK, lw=1.5, ls="--", drawstyle="steps-post", label="recorded"
-        )
+        axes.plot(t.step, recorded, color=BLACK, lw=1.5, ls="--", drawstyle="steps-post", label="recorded")
         (self.line,) = axes.plot([], [], color=BLUE, lw=2.2, drawstyle="steps-post", label="replayed")
-        (self.bad,) = axes.plot([], [], "x", color=VERMILION, ms=7, label="skipped in the replay")
-        axes.legend(loc="upper right", ncols=4)
+        (self.bad,) = axes.plot([], [], "x", color=VERMILION, ms=7, label="skipped")
+        axes.legend(loc="lower left", ncols=4, columnspacing=1.0, handlelength=1.5)
         axes.set_title("what this policy would have done", loc="left")
         self.moving(self.line, self.bad)
 
-    def update(self, data: Any) -> None:
-        run = self.run_of(data)
+    def move_run(self, run: Any) -> None:
+        """The replayed policy."""
         scale = _shown(np.nan_to_num(run.scale, nan=BOTTOM), BOTTOM, TOP)
         self.line.set_data(run.trace.step, scale)
         self.bad.set_data(run.trace.step[run.skipped], scale[run.skipped])
 
 
 class SweepPicture(WhatIfPicture):
-    """The run of the chosen cell of a sweep."""
+    """The heat map of a sweep with the chosen cell framed, and that cell's run."""
 
-    def run_of(self, data: Any) -> Any:
-        return data.chosen
+    size = (9.6, 3.8)
+
+    def frame(self, data: Any) -> Hashable:
+        return data.run, data.init
+
+    def layout(self, figure: Figure, data: Any) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=(5, 6))
+        worst = max(float(data.grid.max()), 1e-9)
+        left.imshow(data.grid, cmap="Blues", vmin=0, vmax=1.3 * worst, aspect="auto")
+        left.grid(visible=False)
+        left.set_xticks(range(len(data.windows)), [str(w) for w in data.windows])
+        left.set_yticks(range(len(data.factors)), [f"{f:g}" for f in data.factors])
+        left.set(xlabel="scale_window, steps", ylabel="scale_factor")
+        left.set_title("training signal lost", loc="left")
+        for (row, column), lost in np.ndenumerate(data.grid):
+            color = "white" if lost / worst > 0.75 else BLACK
+            left.text(
+                column, row, f"{lost:.0%}" if lost >= 0.1 else f"{lost:.1%}", ha="center", va="center", color=color
+            )
+        (self.box,) = left.plot([], [], color=VERMILION, lw=3)
+        self.moving(self.box)
+        self.draw_run(right, data.chosen)
+
+    def update(self, data: Any) -> None:
+        x, y = data.windows.index(data.window), data.factors.index(data.factor)
+        self.box.set_data(
+            [x - 0.46, x + 0.46, x + 0.46, x - 0.46, x - 0.46], [y - 0.46, y - 0.46, y + 0.46, y + 0.46, y - 0.46]
+        )
+        self.move_run(data.chosen)
 
 
 class NaiveRulePicture(Picture):

@@ -74,7 +74,9 @@ def _paint(model: SweepExplorer, cells: dict[tuple[float, int], w.Button]) -> No
             cell.tooltip = f"factor {factor:g}, window {window}: {lost:.2%} lost; click to see the run"
             cell.style.button_color = _shade(lost / worst)
             cell.style.text_color = "#FFFFFF" if lost / worst > 0.55 else "#000000"
-            cell.style.font_weight = "bold" if (factor, window) == (model.factor, model.window) else "normal"
+            chosen = (factor, window) == (model.factor, model.window)
+            cell.layout.border = "2px solid #D55E00" if chosen else "2px solid transparent"
+            cell.style.font_weight = "bold" if chosen else "normal"
 
 
 def _shade(share: float) -> str:
