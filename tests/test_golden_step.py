@@ -89,7 +89,7 @@ def test_train_cells_give_the_golden_losses_scales_and_weights(pair):
         for got, want in ((loss, [step["loss"]]), (net.weight, step["weight"]), (net.bias, step["bias"])):
             want = np.array([float(v) for v in want])
             size = max(1.0, np.abs(want[np.isfinite(want)]).max(initial=0.0))
-            atol = (1e-3 if half else ATOL) * size
+            atol = (5e-4 if half else ATOL) * size
             np.testing.assert_allclose(got.detach().double().numpy().ravel(), want, rtol=0, atol=atol)
 
 
@@ -144,7 +144,7 @@ def test_build_train_network_gives_the_golden_steps(pair):
     assert type(cell).__name__ == case["train_cell"]
     assert cell.training
     exact = case["steps"][0]["loss"] == next(c for _, c in BUILDS if c["level"] == "O0")["steps"][0]["loss"]
-    atol = ATOL if exact else 4e-3  # float16 sums are accumulated in another order than there: a few ulps of 2**-11
+    atol = ATOL if exact else 1e-3  # a float16 sum in another order may round to the neighbour, 2**-11 away
     for x, y, step in zip(data["x"], data["y"], case["steps"]):
         loss = cell(tensor(x), tensor(y))
         assert str(loss.dtype) == f"torch.{step['loss_dtype']}".lower()
