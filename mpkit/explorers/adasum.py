@@ -73,6 +73,7 @@ class PairExplorer(Explorer):
 class WorkersExplorer(Explorer):
     """Updates of 1 to 16 workers that share a direction to a chosen degree, each with noise of its own."""
 
+    counts = WORKERS
     controls = ("agreement", "dimension", "workers", "seed")
     agreement = Float(0.3, min=0.0, max=1.0).tag(label="shared part", step=0.05)
     dimension = Int(64, min=2, max=256).tag(label="dimensions", step=2)

@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from mpkit.explorers.adasum import RULES, WORKERS
 from mpkit.plots.base import BLACK, BLUE, GREEN, GREY, VERMILION, Picture, log2_axis, new_figure
 
 LOOK: Mapping[str, dict[str, Any]] = {
@@ -15,6 +14,8 @@ LOOK: Mapping[str, dict[str, Any]] = {
     "mean": {"color": GREEN, "ls": "-.", "marker": "^"},
     "AdaSum": {"color": BLUE, "ls": "-", "marker": "o"},
 }
+
+RULES = tuple(LOOK)
 
 
 class PairPicture(Picture):
@@ -69,7 +70,7 @@ class WorkersPicture(Picture):
         for axes in (lengths, cosines):
             log2_axis(axes, "x", 0, 4, 1)
             axes.set(xlabel="workers", xlim=(0.9, 18))
-            axes.set_xticks(WORKERS, [str(n) for n in WORKERS])
+            axes.set_xticks(data.counts, [str(n) for n in data.counts])
         self.at = [axes.axvline(1, color=GREY, lw=6, alpha=0.3) for axes in (lengths, cosines)]
         self.lengths = {rule: lengths.plot([], [], lw=2, ms=7, label=rule, **LOOK[rule])[0] for rule in RULES}
         directions = {rule: LOOK[rule] for rule in ("mean", "AdaSum")}
@@ -87,7 +88,7 @@ class WorkersPicture(Picture):
             line.set_xdata([data.workers, data.workers])
         for lines, values in ((self.lengths, data.lengths), (self.cosines, data.cosines)):
             for rule, line in lines.items():
-                line.set_data(WORKERS, values[rule])
+                line.set_data(data.counts, values[rule])
 
 
 def training_curves(losses: Mapping[str, Sequence[float]], top: float = 3.0) -> Figure:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from mpkit.explorers.dim_reduce import STEPS
 from mpkit.plots.base import BLACK, BLUE, GREY, VERMILION, Picture
 
 LEVELS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
@@ -35,11 +34,12 @@ class DimReducePicture(Picture):
         artists = (self.earlier, self.path, self.here, self.tried, self.taken)
         names = ("gradient descent", "DimReduce", "weights now", "refused trial", "accepted trial")
         plane.legend(artists, names, loc="lower right", framealpha=0.9, frameon=True, borderpad=0.3)
-        loss.set(ylabel="loss, nats", xlim=(0, STEPS), ylim=(0, 2.6))
+        steps = len(data.path.searches)
+        loss.set(ylabel="loss, nats", xlim=(0, steps), ylim=(0, 2.6))
         loss.set_title("loss", loc="left")
         (self.slow,) = loss.plot([], [], color=BLACK, ls=":", lw=2)
         (self.fast,) = loss.plot([], [], color=BLUE, lw=2)
-        outside.set(xlabel="step", ylabel="share, %", xlim=(0, STEPS), ylim=(0, 104))
+        outside.set(xlabel="step", ylabel="share, %", xlim=(0, steps), ylim=(0, 104))
         outside.set_title("gradient outside the subspace", loc="left")
         (self.share,) = outside.plot([], [], color=BLUE, lw=2)
         self.now = [axes.axvline(0, color=GREY, lw=1) for axes in (loss, outside)]
@@ -57,7 +57,7 @@ class DimReducePicture(Picture):
         for artist, wanted in ((self.taken, True), (self.tried, False)):
             points = np.array([p for p, t in zip(data.trials, taken) if t == wanted]).reshape(-1, 2)
             artist.set_data(*points.T)
-        steps = np.arange(STEPS + 1)
+        steps = np.arange(len(data.path.losses))
         self.slow.set_data(steps, data.earlier.losses)
         self.fast.set_data(steps, data.path.losses)
         self.share.set_data(steps[:-1], 100 * data.path.residual)

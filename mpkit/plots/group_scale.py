@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from mpkit.explorers.group_scale import GROUPS, STEPS, WAYS
 from mpkit.plots.base import BLACK, BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Picture, log2_axis
 
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE)
-TOP = 64
+GROUPS, TOP = len(COLOURS), 64
 
 
 class GroupScalePicture(Picture):
@@ -21,7 +20,7 @@ class GroupScalePicture(Picture):
 
     def layout(self, figure: Figure, data: Any) -> None:
         scales, shares = figure.subplots(1, 2, width_ratios=(3, 2))
-        scales.set(xlabel="step", ylabel="loss scale", xlim=(0, STEPS))
+        scales.set(xlabel="step", ylabel="loss scale", xlim=(0, len(data.runs["one scale"].scales)))
         log2_axis(scales, "y", 0, TOP, 8)
         scales.set_title("loss scale, × = an overflow began", loc="left")
         self.now = scales.axvline(0, color=GREY, lw=1)
@@ -41,14 +40,14 @@ class GroupScalePicture(Picture):
         looks: list[dict[str, Any]] = [{"color": ORANGE, "hatch": "//"}, {"color": SKY}]
         self.bars = {
             way: shares.barh(rows + shift, [0] * GROUPS, 0.36, edgecolor=BLACK, lw=0.8, label=way, **look)
-            for way, shift, look in zip(WAYS, (-0.2, 0.2), looks)
+            for way, shift, look in zip(data.runs, (-0.2, 0.2), looks)
         }
         shares.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
         self.moving(self.now, self.one, *self.lines, *self.marks, *(bar for bars in self.bars.values() for bar in bars))
 
     def update(self, data: Any) -> None:
-        one, own = (data.runs[way] for way in WAYS)
-        steps, shown = np.arange(STEPS), slice(data.step + 1)
+        one, own = data.runs.values()
+        steps, shown = np.arange(len(one.scales)), slice(data.step + 1)
         self.now.set_xdata([data.step, data.step])
         self.one.set_data(steps[shown], one.scales[shown, 0])
         for i, (line, mark) in enumerate(zip(self.lines, self.marks)):
