@@ -55,7 +55,7 @@ class TrainOneStepCell(nn.Module):
         clip_norm:    largest joint L2 norm of the gradients; needs `sens` 1, since gradients stay multiplied here.
         accumulation_steps:  calls per update. Every call adds the gradient of its loss / accumulation_steps, so k
                       micro-batches of equal size give the gradient of the whole batch.
-    Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`.
+    Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`; names are those in the network itself.
     Raises:   TypeError for another kind, ValueError for another range of an argument.
     Source:   MindSpore nn.TrainOneStepCell. `state_dict()` holds everything that a resumed training needs: weights,
               optimizer, counters, the states of hooks that have one, and the gradients of a begun accumulation.
@@ -101,9 +101,9 @@ class TrainOneStepCell(nn.Module):
         loss = self.compute_gradients(ctx)
         kept = self._named_gradients() if self.return_grad else None
         if not self.pending:
-            call(self.hooks, "before_update", ctx)
             self.reduce()
             self._clip()
+            call(self.hooks, "before_update", ctx)
             self.update(ctx)
         ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
         if not self.pending:
@@ -184,7 +184,8 @@ class TrainOneStepCell(nn.Module):
             clip_(parameters_of(self.optimizer), self.clip_norm)
 
     def _named_gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad.clone() for name, p in self.network.named_parameters() if p.grad is not None}
+        named = self.network.named_parameters()
+        return {name.removeprefix("backbone."): p.grad.clone() for name, p in named if p.grad is not None}
 
 
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
