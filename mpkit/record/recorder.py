@@ -187,7 +187,7 @@ class Recorder(Hook):
                 )
             norm: Any = float("nan")
             if self._due():
-                factor = None if unscaled else _reciprocal(scale, present[0].device)
+                factor = None if unscaled else _reciprocal(scale)
                 norm, found = self._record_gradients(factor)
                 overflow = found if overflow is None else overflow
             elif overflow is None:
@@ -208,7 +208,7 @@ class Recorder(Hook):
     def _due(self) -> bool:
         return self.index % self.every == 0
 
-    def _record_gradients(self, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _record_gradients(self, factor: float | Tensor | None) -> tuple[Tensor, Tensor]:
         """Histograms of all gradients times `factor`; -> () norm of all, () bool: something was not finite."""
         rows, squares = [], []
         for group in self._groups.values():
@@ -328,10 +328,11 @@ def _host(values: list[Any]) -> np.ndarray:
     return np.array([next(read) if isinstance(v, Tensor) else float(v) for v in values], dtype=np.float64)
 
 
-def _reciprocal(scale: float | Tensor, device: torch.device) -> Tensor | None:
+def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
+    """What unscales a gradient; None where nothing was scaled."""
     if isinstance(scale, Tensor):
         return scale.detach().float().reciprocal().reshape(())
-    return None if scale == 1 else torch.tensor(1.0 / scale, dtype=torch.float32, device=device)
+    return None if scale == 1 else 1.0 / scale
 
 
 def _lr_of(optimizer: Any) -> Any:
