@@ -277,6 +277,24 @@ def test_softmax_log_and_losses_are_not_protected_by_o2() -> None:
     assert auto_mixed_precision(Head(), "auto")(x)[0, 1] == pytest.approx(-30.0)
 
 
+def test_what_follows_a_child_runs_under_the_parents_rule_again() -> None:
+    class After(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return F.relu(y @ x)
+
+    network = nn.Sequential(After())
+    for level, expected in (("O1", ["float32", "float16", "float16"]), ("O2", ["float32", "float16", "float16"])):
+        with ledger(auto_mixed_precision(network, level)) as book:
+            network(torch.randn(4, 4))
+        assert [row.compute for row in book.rows] == expected
+        remove_mixed_precision(network)
+
+
 # --- to_float ---------------------------------------------------------------------------------------------------------
 
 
