@@ -330,3 +330,18 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         DimReduce(net, plain, weights, np.eye(2)[:1], 2, rank_size=2)
     with pytest.raises(ValueError, match="one gradient for each of 1 weights, got 0"):
         DimReduce(net, plain, weights, np.eye(2), 2)(torch.tensor(0.0), [], None, None)
+
+
+@pytest.mark.gpu
+def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> None:
+    one, two = Bowl([0.5, 1.0, 1.5]), Bowl([0.5, 1.0, 1.5]).cuda()
+    two.a = two.a.cuda()
+    descend(one, build(one, np.eye(3)[:2], alpha=0.1), 8)
+    descend(two, build(two, np.eye(3)[:2], alpha=0.1), 8)
+    torch.testing.assert_close(two.w.cpu(), one.w)
+    net, batch = Busy().cuda(), (torch.randn(16, 4).cuda(), torch.randn(16, 2).cuda())
+    reduce = build(net, torch.zeros(1, sum(p.numel() for p in net.parameters())), alpha=0.0)
+    loss = net(*batch)
+    loss.backward()
+    reduce(loss.detach(), [p.grad for p in net.parameters()], None, None, *batch)
+    assert reduce.search.losses == pytest.approx((loss.item(), loss.item()), rel=1e-5)

@@ -242,3 +242,16 @@ def test_bad_markers_groups_and_layers_are_refused() -> None:
         net.manager.loss_scale_groups = [[weight], [weight]]
     with pytest.raises(TypeError, match="loss_scale_number must be an int"):
         net.manager.set_loss_scale_status(2.0, 8.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_the_gpu_scales_like_the_cpu_and_follows_the_network_there() -> None:
+    net, x = chain(3, init=[16.0, 256.0, 4.0])
+    other, _ = chain(3, init=[16.0, 256.0, 4.0])
+    other.cuda()
+    gradients(net, x)
+    gradients(other, x.detach().cuda().requires_grad_())
+    other.layers[1].bias.grad[0] = net.layers[1].bias.grad[0] = math.nan
+    assert net.manager.unscale_and_update_().tolist() == other.manager.unscale_and_update_().tolist()
+    torch.testing.assert_close(other.manager.table.cpu(), net.manager.table)
+    torch.testing.assert_close(other.layers[0].weight.grad.cpu(), net.layers[0].weight.grad, rtol=1e-4, atol=1e-5)
