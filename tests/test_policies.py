@@ -271,6 +271,23 @@ def test_endings_at_the_floor():
     assert run(preset("jmp", loss_scale=2.0, min_loss_scale=0.5, jit=True), down).scale[-1] == 1.0  # floor lost
 
 
+def test_an_interval_of_zero_never_grows_or_always():
+    """torch compares for equality, the older TensorFlow rules for "at least" (scaler-zoo reference, section 1)."""
+    steps = [True] * 3
+    assert run(preset("torch", growth_interval=0), steps).scale.tolist() == [2.0**16] * 3
+    for policy in (preset("tf_keras", dynamic_growth_steps=0), preset("tf_v1", increment_period=0)):
+        assert run(policy, steps).scale.tolist() == [2.0**16, 2.0**17, 2.0**18]
+    assert run(of("mindspore_cell", scale_window=0), steps).scale.tolist() == [2.0**16, 2.0**17, 2.0**18]
+    assert run(preset("flax", growth_interval=0), steps).scale.tolist() == [2.0**17, 2.0**18, 2.0**19]
+
+
+def test_deepspeed_dies_at_infinity_even_when_hysteresis_would_let_the_overflow_pass():
+    history = run(preset("deepspeed", scale_window=1, delayed_shift=4), [True] * 1200 + [False])
+    assert (history.scale[-1], history.raised_at) == (math.inf, 1200)
+    assert "infinite" in history.raised
+    assert run(preset("deepspeed", scale_window=1, dtype=torch.bfloat16), [True] * 1200 + [False]).raised_at is None
+
+
 def test_naive_rule_runs_away_in_both_directions():
     scale, steps = 1.0, 0
     while scale > 2.0**-24:

@@ -230,6 +230,10 @@ def test_managers_and_their_cells():
     assert FixedLossScaleUpdateCell(64.0)(scale, overflow) is overflow
     assert scale == 64
     DynamicLossScaleUpdateCell(0.1, 0, 0)  # its arguments are not checked, as in MindSpore
+    eager, live = DynamicLossScaleUpdateCell(8, 2, 0), torch.tensor(8.0)
+    for _ in range(3):
+        eager(live, torch.tensor(False))
+    assert (live, eager.last_overflow_iter) == (64, 3)  # a window of 0 is always over
 
 
 # --- any policy as a scaler ------------------------------------------------------------------------------------------
