@@ -14,7 +14,7 @@ _EXPORTS: dict[str, str] = {  # module -> its names; functions named like their 
     "boost": "AdaSum AutoBoost BoostTrainOneStepCell BoostTrainOneStepWithLossScaleCell DimReduce FreezeOpt "
              "GradientAccumulation GradientFreeze GroupLossScaleManager LessBN OptimizerProcess ParameterProcess "
              "freeze_cell",
-    "casting": "auto_mixed_precision custom_mixed_precision get_black_list get_white_list ledger "
+    "casting": "amp_level auto_mixed_precision cast_like custom_mixed_precision get_black_list get_white_list ledger "
                "remove_mixed_precision to_float",
     "data": "digits mnist",
     "diagnose": "Report preflight recommend",
