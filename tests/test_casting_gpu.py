@@ -1,4 +1,4 @@
-"""Levels on a GPU: the CPU's numbers within the low dtype's precision, and torch.autocast's kernels where lists agree."""
+"""Levels on a GPU: the numbers of the CPU within the low precision, and those of torch.autocast where lists agree."""
 
 from __future__ import annotations
 
