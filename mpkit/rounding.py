@@ -140,23 +140,30 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     subtraction is exact. The 1.5 serves both signs. C is alpha times a power of two, so whether alpha is fused into
     the addition does not matter.
 
-    Stochastic: with h = (x + C) - C, x - h is exact and at most ulp / 2. Adding noise from [-ulp / 2, ulp / 2) to it,
-    and the sum to h + C, rounds once more; the mean is x up to 2**-24 ulp, the grain of the 32-bit noise in float32.
+    Stochastic: noise from [-ulp / 2, ulp / 2) is added before rounding. With few fraction bits it goes straight to x,
+    exact to 2**(m - 24) ulp. Else to x - h, where h = (x + C) - C: that difference is exact and at most ulp / 2, so the
+    sum with the noise is exact to 2**-24 ulp, and adding it to h + C rounds once more.
     """
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
-    alpha = 1.5 * 2.0 ** (23 - fmt.fraction_bits)
+    alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
+    draw = _random_words(generator)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         power = b.view(torch.int32)
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
         power.clamp_(low, high)
-        torch.add(x, b, alpha=alpha, out=out)
-        if mode == "stochastic":
-            torch.sub(out, b, alpha=alpha, out=c)
-            words = _random_words(x, generator)
+        if mode == "nearest_even":
+            torch.add(x, b, alpha=alpha, out=out)
+        else:
+            words = draw(x)
             noise = words.view(torch.float32).copy_(words)
-            c.sub_(x).nan_to_num_(0.0)  # inf - inf
-            out.sub_(c.addcmul_(noise, b, value=2.0 ** (-32 - fmt.fraction_bits)))
+            if fmt.fraction_bits <= 4:
+                torch.addcmul(x, noise, b, value=grain, out=out).add_(b, alpha=alpha)
+            else:
+                torch.add(x, b, alpha=alpha, out=out)
+                torch.sub(out, b, alpha=alpha, out=c)
+                c.sub_(x).nan_to_num_(0.0)  # inf - inf
+                out.sub_(c.addcmul_(noise, b, value=grain))
         out.sub_(b, alpha=alpha)
         _overflow_(out, b, fmt, overflow)
         out.copysign_(x)
@@ -172,11 +179,12 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     dropped = 23 - fmt.fraction_bits
     mask = 2**dropped - 1
     finite = torch.finfo(torch.float32).max
+    draw = _random_words(generator)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         bits, pattern = x.view(torch.int32), c.view(torch.int32)
         if mode == "stochastic":
-            torch.bitwise_and(_random_words(x, generator), mask, out=pattern)
+            torch.bitwise_and(draw(x), mask, out=pattern)
         else:
             torch.bitwise_right_shift(bits, dropped, out=pattern)
             pattern.bitwise_and_(1).add_(mask >> 1)
@@ -190,10 +198,21 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     return kernel
 
 
-def _random_words(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """32 random bits per element of a block, int32; one draw of 64 bits serves two, which halves the cost."""
-    draws = torch.empty((x.numel() + 1) // 2, dtype=torch.int64, device=x.device)
-    return draws.random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
+def _random_words(generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+    """A function: block -> 32 random bits per element, int32, in a buffer that the next block will use again.
+
+    One draw of 64 bits serves two elements, which halves the cost.
+    """
+    buffer = torch.empty(0, dtype=torch.int64)
+
+    def draw(x: Tensor) -> Tensor:
+        nonlocal buffer
+        count = (x.numel() + 1) // 2
+        if buffer.numel() < count:
+            buffer = torch.empty(count, dtype=torch.int64, device=x.device)
+        return buffer[:count].random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
+
+    return draw
 
 
 def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Overflow) -> None:
