@@ -357,3 +357,26 @@ def test_a_model_trains_and_evaluates_with_boost(manager: Any) -> None:
     boost = model.train_network.boost
     assert isinstance(boost.network_auto_process_eval(eval_network), LessBN)
     assert issubclass(BoostTrainOneStepWithLossScaleCell, TrainOneStepWithLossScaleCell)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [False, True])
+def test_o1_on_a_gpu_trains_as_on_the_cpu(scaled: bool) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        net = networks.resnet18(width=4, classes=4).to(device)
+        boost = AutoBoost("O1", {"grad_freeze": {"total_steps": 6}})
+        network, optimizer = boost.network_auto_process_train(net, momentum(net))
+        loss = WithLossCell(network, nn.CrossEntropyLoss())
+        cell: Any = BoostTrainOneStepCell(loss, optimizer, boost=boost)
+        if scaled:
+            sense = DynamicLossScaleUpdateCell(2.0**10, 2, 2)
+            cell = BoostTrainOneStepWithLossScaleCell(loss, optimizer, sense, boost=boost)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(8, 3, 16, 16, generator=generator).to(device)
+        y = (torch.arange(8) % 4).to(device)
+        losses = [cell(x, y).loss.item() for _ in range(6)]
+        results.append((losses, [p.cpu() for p in weights(network)]))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
+    assert_same(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
