@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mpkit.check import lesson_01, verdict
 from mpkit.explorers.formats import (
     NAMES,
     BitsExplorer,
@@ -264,3 +265,13 @@ def test_tables_and_still_figures():
     assert rows["fp16"]["largest"] == f"{torch.finfo(torch.float16).max:.6g}"
     assert rows["fp32"]["smallest subnormal"] == "1.401e-45"
     assert still(precision(), "5 formats").png == still(precision(), "5 formats").png
+
+
+@pytest.mark.parametrize("name", lesson_01.QUESTIONS)
+def test_the_truth_is_right_and_each_typical_mistake_gets_its_own_hint(name):
+    question = lesson_01.QUESTIONS[name]
+    truth = question.truth()
+    assert verdict("01", name, truth)[0] is True
+    for wrong, hint in question.hints:
+        assert verdict("01", name, wrong) == (False, f"Not yet. {hint}")
+    assert verdict("01", name, "something else") == (False, f"Not yet. {question.hint}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mpkit.check import lesson_02, verdict
 from mpkit.explorers.rounding import (
     SCHEMES,
     ModesExplorer,
@@ -191,3 +192,13 @@ def test_two_threads_leave_a_view_whole():
 def test_the_figure_of_sums():
     totals = {"fp16": running_sum(torch.ones(64).half()), "fp32": running_sum(torch.ones(64))}
     assert still(sums(totals, torch.arange(1, 65)), "64 terms").png[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("name", lesson_02.QUESTIONS)
+def test_the_truth_is_right_and_each_typical_mistake_gets_its_own_hint(name):
+    question = lesson_02.QUESTIONS[name]
+    truth = question.truth()
+    assert verdict("02", name, truth)[0] is True
+    for wrong, hint in question.hints:
+        assert verdict("02", name, wrong) == (False, f"Not yet. {hint}")
+    assert verdict("02", name, "something else") == (False, f"Not yet. {question.hint}")
