@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit import optimizers
+from mpkit.bench.step import HostReads
 from mpkit.policies import FRAMEWORKS, preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
@@ -110,16 +110,6 @@ def flat_state(optimizer):
 
     visit(optimizer.state_dict())
     return found
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for a tensor: `.item()`, `float(t)`, `bool(t)`, `if t:`."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 # --- what a step computes
