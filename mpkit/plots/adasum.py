@@ -98,6 +98,8 @@ def training_curves(losses: Mapping[str, Sequence[float]], top: float = 3.0) -> 
     for rule, values in losses.items():
         shown = [min(v, top) for v in values]
         axes.plot(shown, lw=2, label=rule, markevery=8, ms=6, **LOOK[rule.split(",")[0]])
-    axes.set(xlabel="step", ylabel="loss over the training digits, nats", xlim=(0, None), ylim=(0, top * 1.04))
-    axes.legend(loc="upper right")
+    axes.set(xlabel="step", ylabel="loss over the training digits, nats", xlim=(0, None), ylim=(0, top * 1.25))
+    axes.axhline(top, color=GREY, lw=0.8)
+    axes.text(0.3, top * 1.03, f"larger losses are drawn at {top:g}", color=GREY)
+    axes.legend(loc="upper right", ncols=3, frameon=False)
     return figure

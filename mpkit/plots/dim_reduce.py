@@ -33,7 +33,7 @@ class DimReducePicture(Picture):
         (self.here,) = plane.plot([], [], ls="none", marker="o", color="white", mec=BLACK, mew=2, ms=9)
         artists = (self.earlier, self.path, self.here, self.tried, self.taken)
         names = ("gradient descent", "DimReduce", "weights now", "refused trial", "accepted trial")
-        plane.legend(artists, names, loc="lower right", framealpha=0.9, frameon=True, borderpad=0.3)
+        plane.legend(artists, names, loc="upper left", framealpha=0.9, frameon=True, borderpad=0.3)
         steps = len(data.path.searches)
         loss.set(ylabel="loss, nats", xlim=(0, steps), ylim=(0, 2.6))
         loss.set_title("loss", loc="left")
