@@ -20,7 +20,7 @@ from mpkit.scalers import (
     DynamicLossScaleUpdateCell,
     LossScaleManager,
     LossScaler,
-    all_finite,
+    check_and_unscale_,
 )
 from mpkit.step import Hook, StepContext
 
@@ -28,14 +28,15 @@ _FIELDS = 256  # exponent fields of float32: 0 holds zeros and subnormals, 255 h
 _FLUSH = 512  # recorded rows kept on the device before they are copied to the host in one transfer
 _LANES = 8  # neighbours count in different places: a counter that many zeros hit in a row would wait for itself
 _BLOCK = 2**16
-_LANE = torch.arange(_BLOCK, dtype=torch.int16) % _LANES * _FIELDS
+_LANE = torch.arange(_BLOCK, dtype=torch.int16) % _LANES * 2 * _FIELDS + _FIELDS  # both signs have their own counters
 
 
-def exponent_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exponent_counts(x: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """How many values of `x` lie in each power of two, without a host read.
 
     Shapes:  x (*) floating -> (256,) int64 counts by exponent field (entry e + 127 counts 2**e <= |x| < 2**(e+1),
-             entry 255 inf and NaN, entry 0 nothing), () int64 zeros, () float32 largest magnitude.
+             entry 255 inf and NaN, entry 0 nothing), () int64 zeros, () float32 largest magnitude. `scratch`, int16 of
+             at least as many values on the same device, saves an allocation.
     Edges:   |x| < 2**-126, the subnormals of float32, count as zeros.
 
     >>> counts, zeros, largest = exponent_counts(torch.tensor([0.0, 1.0, 1.5, -3.0]))
@@ -43,18 +44,18 @@ def exponent_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ([2, 1, 0], 1, 3.0)
     """
     flat = x.detach().reshape(-1).to(torch.float32)
-    if not flat.numel():
+    size = flat.numel()
+    if not size:
         return x.new_zeros(_FIELDS, dtype=torch.int64), x.new_zeros((), dtype=torch.int64), flat.new_zeros(())
-    fields = flat.view(torch.int16)[1::2].clone()  # the upper halves: sign, eight bits of exponent, seven of fraction
-    fields >>= 7
-    fields &= _FIELDS - 1
+    upper = flat.view(torch.int16)[1::2]  # sign, eight bits of exponent, seven of fraction
+    fields = torch.bitwise_right_shift(upper, 7, out=None if scratch is None else scratch[:size])
     if flat.device.type == "cpu":
-        whole = flat.numel() // _BLOCK * _BLOCK
+        whole = size // _BLOCK * _BLOCK
         fields[:whole].view(-1, _BLOCK).add_(_LANE)
-        fields[whole:].add_(_LANE[: flat.numel() - whole])
-        counts = torch.bincount(fields, minlength=_LANES * _FIELDS).view(_LANES, _FIELDS).sum(0)
+        fields[whole:].add_(_LANE[: size - whole])
+        counts = torch.bincount(fields, minlength=2 * _LANES * _FIELDS).view(2 * _LANES, _FIELDS).sum(0)
     else:  # bincount would read the length of its result on the host
-        pieces = fields.float().split(2**24)  # histc counts in float32: exact up to 2**24
+        pieces = (fields & (_FIELDS - 1)).float().split(2**24)  # histc counts in float32: exact up to 2**24
         counts = torch.stack([torch.histc(p, _FIELDS, 0, _FIELDS).long() for p in pieces]).sum(0)
     zeros = counts[0].clone()
     counts[0] = 0
@@ -113,6 +114,7 @@ class Recorder(Hook):
         self._activations: _Rows | None = None
         self._handles: list[Any] = []
         self._seen: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
+        self._scratch: Tensor | None = None
         self._start = time.perf_counter()
         self._policy = _policy_of(scaler)
         if activations:
@@ -191,7 +193,9 @@ class Recorder(Hook):
                 norm, found = self._record_gradients(factor)
                 overflow = found if overflow is None else overflow
             elif overflow is None:
-                overflow = ~all_finite([_values(g) for g in present])
+                # the fused kernel is five times faster than any other check, and times 1 changes nothing
+                one = torch.ones((), device=present[0].device)
+                overflow = check_and_unscale_([_values(g) for g in present], one) != 0
             self._scalars.append(
                 {
                     "step": self.index,
@@ -218,7 +222,7 @@ class Recorder(Hook):
                     continue
                 values = _values(p.grad).reshape(-1).float()
                 values = values if factor is None else values * factor
-                counts, zeros, largest = exponent_counts(values)
+                counts, zeros, largest = exponent_counts(values, self._scratch_for(values))
                 parts.append((counts, zeros + (p.grad.numel() - values.numel()), largest, p.grad.numel()))
                 squares.append(torch.linalg.vector_norm(values))
             rows.append(_added(parts))
@@ -228,6 +232,12 @@ class Recorder(Hook):
             self._seen = {}
         nonfinite = torch.stack([row[0][_FIELDS - 1] for row in rows if row is not None])
         return torch.linalg.vector_norm(torch.stack(squares)), nonfinite.sum() > 0
+
+    def _scratch_for(self, values: Tensor) -> Tensor:
+        """Memory that is kept between steps: fresh memory would cost a page fault per 4 kB."""
+        if self._scratch is None or self._scratch.numel() < values.numel() or self._scratch.device != values.device:
+            self._scratch = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
+        return self._scratch
 
     def _watch_activations(self) -> None:
         leaves = {name: m for name, m in self.network.named_modules() if name and not any(True for _ in m.children())}
