@@ -255,8 +255,9 @@ def test_a_run_reads_the_host_once_in_100_steps(monkeypatch):
     ours, read = model(), []
     inner = TrainingLoop._read_flags
     monkeypatch.setattr(TrainingLoop, "_read_flags", lambda loop: (read.append(len(loop._flags)), inner(loop)))
+    batches = [tuple(batch) for batch in loader(10)] * 25  # the DataLoader itself reads its seed
     with HostReads() as reads:
-        ours.train(1, [tuple(batch) for batch in loader(10)] * 25)
+        ours.train(1, batches)
     assert reads.count == 0  # no single value; the flags come as one list
     assert read == [100, 100, 50]
 
