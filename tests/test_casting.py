@@ -166,8 +166,11 @@ def test_the_dtype_in_which_each_layer_computes(level: str, dtype: Any) -> None:
     assert out.dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [*LOWS, E5M2], ids=str)
-@pytest.mark.parametrize("level", [*CASTING_LEVELS, *PRESETS])
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [*[(level, dtype) for level in CASTING_LEVELS for dtype in (*LOWS, E5M2)], *[(p, torch.bfloat16) for p in PRESETS]],
+    ids=str,
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_runs_and_trains_at_every_level(name: str, level: str, dtype: Any) -> None:
     network, args, kwargs = made(name)

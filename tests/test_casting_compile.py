@@ -14,7 +14,6 @@ from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.formats import E4M3FN, FloatFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
-GRAPHS = ["convolutional", "functions", "attention", "shared"]  # torch's compiler does not take RNN layers at all
 
 
 def eps(dtype: Any) -> float:
@@ -56,17 +55,21 @@ def compare(level: str, dtype: Any, name: str, backend: str) -> None:
             assert (p.grad - q.grad).abs().max() <= 4 * eps(dtype) * max(float(p.grad.abs().max()), 0.1 * largest)
 
 
-QUICK = {("O1", "functions"), ("O2", "functions"), ("auto", "attention"), ("O3", "convolutional")}
+SLOW = pytest.mark.slow
+CASES = [
+    ("O1", "functions"),
+    ("O2", "functions"),
+    ("O3", "convolutional"),
+    ("auto", "attention"),
+    pytest.param("O1", "attention", marks=SLOW),
+    pytest.param("O2", "attention", marks=SLOW),
+    pytest.param("auto", "functions", marks=SLOW),
+    pytest.param("auto", "convolutional", marks=SLOW),
+    pytest.param("torch_autocast", "functions", marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    ("level", "name"),
-    [
-        pytest.param(level, name, marks=() if (level, name) in QUICK else pytest.mark.slow)
-        for level in (*CASTING_LEVELS, "torch_autocast")
-        for name in GRAPHS
-    ],
-)
+@pytest.mark.parametrize(("level", "name"), CASES)
 def test_a_level_compiles_without_a_graph_break_and_equals_eager(level: str, name: str) -> None:
     compare(level, torch.bfloat16, name, "aot_eager")
 
@@ -79,7 +82,7 @@ def test_an_emulated_level_compiles_too() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", CASTING_LEVELS)
 def test_a_level_compiles_with_inductor(level: str) -> None:
-    compare(level, torch.bfloat16, "convolutional", "inductor")
+    compare(level, torch.bfloat16, "shared", "inductor")
 
 
 @pytest.mark.parametrize("level", CASTING_LEVELS)
