@@ -281,6 +281,18 @@ def test_an_interval_of_zero_never_grows_or_always():
     assert run(preset("flax", growth_interval=0), steps).scale.tolist() == [2.0**17, 2.0**18, 2.0**19]
 
 
+def test_flax_without_a_floor_flushes_subnormal_scales_to_zero():
+    scale = run(preset("flax", scale=2.0**-125, minimum_scale=None), [False] * 3).scale
+    assert scale.tolist() == [2.0**-126, 0.0, 0.0]
+
+
+def test_fairscale_clamps_after_every_change():
+    above = preset("fairscale_layerwise", layer_scale_dict={"a": 2.0**30}, max_scale=2.0**20)
+    assert run(above, [False]).scale.tolist() == [[2.0**20]]
+    below = preset("fairscale_layerwise", layer_scale_dict={"a": 1.0}, min_scale=64.0, growth_interval=1)
+    assert run(below, [True]).scale.tolist() == [[64.0]]
+
+
 def test_deepspeed_dies_at_infinity_even_when_hysteresis_would_let_the_overflow_pass():
     history = run(preset("deepspeed", scale_window=1, delayed_shift=4), [True] * 1200 + [False])
     assert (history.scale[-1], history.raised_at) == (math.inf, 1200)

@@ -100,6 +100,8 @@ def test_a_reciprocal_that_is_not_finite_is_found():
     for scale, dtype in [(2.0**-128, torch.float32), (0.0, torch.float32), (2.0**-17, torch.float16)]:
         assert check_and_unscale_([torch.ones(3, dtype=dtype)], torch.tensor(scale)) == 1.0
     assert check_and_unscale_([torch.ones(3, dtype=torch.float16)], torch.tensor(2.0**-15)) == 0.0
+    assert check_and_unscale_([torch.ones(3), torch.ones(3).double()], torch.tensor(0.0)) == 1.0
+    assert check_and_unscale_([torch.ones(3), torch.ones(3).half()], torch.tensor(2.0**-17)) == 1.0
 
 
 def test_several_optimizers_add_to_one_verdict():
