@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -118,3 +119,14 @@ def test_changing_the_level_of_a_compiled_network_compiles_it_again() -> None:
     second = compiled(x)
     assert torch.equal(second, network(x))
     assert not torch.equal(first, second)
+
+
+def test_compiling_comes_before_any_eager_call_in_a_fresh_thread() -> None:
+    torch._dynamo.reset()
+    network = auto_mixed_precision(nn.Linear(4, 4), "O2", torch.bfloat16)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+    x, results = torch.randn(2, 4), []
+    thread = threading.Thread(target=lambda: results.append(compiled(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], network(x))

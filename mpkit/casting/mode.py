@@ -79,7 +79,8 @@ class CastMode(TorchFunctionMode):
 
 
 class _Local(threading.local):
-    mode: CastMode | None = None
+    def __init__(self) -> None:  # in every thread's own dict from the start, or the compiler's guard on it would fail
+        self.mode: CastMode | None = None
 
 
 _LOCAL = _Local()
