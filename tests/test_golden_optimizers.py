@@ -16,7 +16,7 @@ FILES = [(path, load(path)) for path in golden_files("mindspore-amp")]
 
 
 def cases(key: str, kind: str) -> list[Any]:
-    """One parameter set per case of every file that has a list `key` of `kind`s, skipping what the README leaves out."""
+    """One parameter set per case of every file with a list `key` of `kind`s, skipping what the README leaves out."""
     return [
         pytest.param(data, case, id=f"{path.stem}-{i}-{case[kind]}", marks=skips(case))
         for path, data in FILES
