@@ -35,6 +35,7 @@ def policies_for_tests() -> list[ScalePolicy]:
 def wandering_ceilings(steps: int = 300) -> np.ndarray:
     generator = np.random.default_rng(3)
     tops = np.exp2(14 + np.cumsum(generator.normal(0, 0.3, steps)) + generator.normal(0, 1, steps))
+    tops[::3] = np.exp2(np.round(np.log2(tops[::3])))  # a scale may lie exactly at the ceiling
     tops[generator.random(steps) < 0.02] = -1.0
     tops[generator.random(steps) < 0.02] = np.inf
     return tops
