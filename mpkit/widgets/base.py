@@ -14,8 +14,8 @@ from traitlets import Bool, CaselessStrEnum, Enum, Float, Int, TraitType
 from mpkit.explorers.base import Explorer
 from mpkit.plots.base import Picture, image_tag, static_bundle
 
-_LABEL = {"description_width": "150px"}
-_CHOICE = {"description_width": "150px", "button_width": "auto"}
+_LABEL = {"description_width": "220px"}
+_CHOICE = {"description_width": "220px", "button_width": "auto"}
 
 
 class View(w.VBox):
@@ -111,6 +111,7 @@ class View(w.VBox):
         kind, box_kind = (w.IntSlider, w.BoundedIntText) if whole else (w.FloatSlider, w.BoundedFloatText)
         limits: dict[str, Any] = {"min": trait.min, "max": trait.max}
         box = box_kind(value=value, description=label, style=_LABEL, step=tags.get("step", 1), **limits)
+        box.layout.width = "350px"
         options = {"readout": False, "continuous_update": not tags.get("costly", False), "layout": layout}
         base = {"log2": 2, "log10": 10}.get(tags.get("scale", "linear"))
         slider: Any
