@@ -28,8 +28,8 @@ LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 MODES = ("auto", "manual", "enable_all", "disable_all", "tuned")
-TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.3, "freeze_type": 0})
-"""What mode "tuned" sets where the configuration is silent: 70 % of the steps are frozen, with all indices in turn."""
+TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.5, "freeze_type": 0})
+"""What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
 
 
 class Key(NamedTuple):
