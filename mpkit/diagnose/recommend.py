@@ -13,6 +13,7 @@ from mpkit.replay import ceilings, flushed, replay
 
 _CLOSE = 0.002  # scales that lose hardly more than the best: the largest of them is taken
 _LOST_TOO_MUCH = 0.05
+_UNUSED = 20  # bits between scale and usual ceiling above which a scale is not considered
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def _bf16_sentence(trace: Trace) -> str:
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
     """The largest power of two among the best, and the mean share of gradient values that it loses to zero."""
     scales = 2.0 ** np.arange(-14, 25)
+    usual = np.median(tops[tops > 0]) if (tops > 0).any() else 1.0
+    scales = scales[scales >= min(usual / 2.0**_UNUSED, scales[-1])]  # lower, most of the format would lie idle
     skipped = (tops[:, None] < scales).mean(axis=0)
     zeroed = flushed(trace, np.broadcast_to(scales, (len(trace.gradients.step), len(scales))), FP16).mean(axis=0)
     lost = 1 - (1 - skipped) * (1 - zeroed)
