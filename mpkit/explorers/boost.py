@@ -36,9 +36,9 @@ def measured() -> Mapping[str, Any]:
     return json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
 
 
-def seconds(contender: str) -> float:
-    """Measured time of one step of a contender of the benchmark, seconds."""
-    return next(row["seconds"] for row in measured()["speed"] if row["contender"] == contender)
+def relative_time(contender: str) -> float:
+    """Measured time of one step of a contender of the benchmark as a share of the step without boost."""
+    return 1 / next(row["ratio"] for row in measured()["speed"] if row["contender"] == contender)
 
 
 def accuracy(configuration: str) -> dict[str, Any] | None:
@@ -81,7 +81,8 @@ def effect(boost: AutoBoost, trained: str = "") -> Effect:
         full = boost.hyper["freeze_p"]
         odds = [full, *((1 - full) * p for p in index_probabilities(10, boost.hyper["freeze_type"]))]
     network = "O1" if report else "plain"
-    step = sum(p * seconds(f"{network} index {v}") for v, p in enumerate(odds)) / seconds("plain index 0")
+    times = [relative_time(f"{network} index {v}") for v in range(10)]
+    step = sum(p * t for p, t in zip(odds, times)) if report or odds[0] < 1 else 1.0
     inactive = tuple((item.what, item.reason) for item in boost.inactive)
     removed, norms = (len(report.removed), len(report.removed) + len(report.kept)) if report else (0, 20)
     return Effect(boost.active, inactive, removed, norms, tuple(odds), step, trained)
