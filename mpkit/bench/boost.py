@@ -249,7 +249,8 @@ class Study:
         return tuple(t[:n].to(device) for pair, n in zip(pairs, (self.train, self.test)) for t in pair)
 
 
-STUDIES = (Study(), Study("mnist", 28, 2000, 1000, epochs=2, only=("none", "O1", "O1 tuned")))
+LEVELS = ("none", "O1", "O1 tuned")
+STUDIES = (Study(), Study("mnist", 28, 2000, 1000, epochs=2, only=LEVELS), Study(epochs=20, only=LEVELS))
 
 
 def trained_accuracy(level: str, config: dict[str, Any], seed: int, data: tuple[Tensor, ...], study: Study) -> float:
