@@ -47,8 +47,13 @@ _MNIST = {
 
 
 def data_dir() -> Path:
-    """The folder with the lessons' data: `MPKIT_DATA` when set, else `data/` beside the package."""
-    return Path(os.environ.get("MPKIT_DATA") or Path(__file__).resolve().parent.parent / "data")
+    """The folder with the lessons' data: `MPKIT_DATA` if it holds `digits.npz`, else `data/` beside the package.
+
+    `MPKIT_DATA` may also hold MNIST alone, in its folder `mnist`.
+    """
+    asked = Path(os.environ.get("MPKIT_DATA", ""))
+    beside = Path(__file__).resolve().parent.parent / "data"
+    return asked if os.environ.get("MPKIT_DATA") and (asked / "digits.npz").exists() else beside
 
 
 def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
@@ -103,14 +108,12 @@ def mnist(
 
 
 def _packaged(name: str) -> Path:
-    """A file of `data/`. `MPKIT_DATA` may hold MNIST alone, so the copy beside the package is looked up too."""
-    for folder in (data_dir(), Path(__file__).resolve().parent.parent / "data"):
-        if (folder / name).exists():
-            return folder / name
-    raise FileNotFoundError(
-        f"{name} was looked for in {data_dir()}; run mpkit from its repository (pip install -e .) "
-        f"or set MPKIT_DATA to the repository's data folder"
-    )
+    if not (data_dir() / name).exists():
+        raise FileNotFoundError(
+            f"{name} was looked for in {data_dir()}; run mpkit from its repository (pip install -e .) "
+            f"or set MPKIT_DATA to the repository's data folder"
+        )
+    return data_dir() / name
 
 
 def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +135,7 @@ def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
     if root is not None:
         return Path(root)
     if os.environ.get("MPKIT_DATA"):
-        return data_dir() / "mnist"
+        return Path(os.environ["MPKIT_DATA"]) / "mnist"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
 
 

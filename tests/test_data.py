@@ -90,6 +90,13 @@ def test_mnist_is_found_through_the_environment(small_mnist, tmp_path, monkeypat
     assert len(data.mnist()[0]) == 3
 
 
+def test_a_folder_with_mnist_alone_leaves_the_lessons_their_data(small_mnist, monkeypatch):
+    monkeypatch.setenv("MPKIT_DATA", str(small_mnist))
+    assert data.data_dir() == ROOT / "data"
+    assert len(data.digits("all")[0]) == 1797
+    assert (data.data_dir() / "traces" / "mlp_digits.npz").exists()
+
+
 BREAKS = {
     "truncated": (lambda f: f[: len(f) // 2], "not a whole gzip file"),
     "not gzip": (lambda f: b"<html>", "not a whole gzip file"),
