@@ -197,11 +197,17 @@ class Page:
         """Everything a reader sees of a cell's view: pictures, status line, table."""
         return self.page.evaluate("(cell) => window.__sight(cell)", cell)
 
+    def explains(self, cell: int) -> bool:
+        """Whether the view says why an input or a button had no effect."""
+        return self.page.evaluate(
+            "(cell) => !!document.querySelectorAll('.jp-Cell')[cell].querySelector('[role=status] b')", cell
+        )
+
     def control(self, control: dict[str, Any]) -> Any:
         """The element of a control."""
         return self.page.locator(f'[data-control="{control["id"]}"]')
 
-    def changed(self, cell: int, before: str, timeout: float = 10) -> float | None:
+    def changed(self, cell: int, before: str, timeout: float = 6) -> float | None:
         """Milliseconds until the cell looks different from `before`; None if it does not within `timeout` seconds."""
         return self.page.evaluate(WATCH.replace("TIMEOUT", str(1000 * timeout)), [cell, before])
 

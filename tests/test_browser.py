@@ -111,9 +111,9 @@ def use(page, cell):
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
         delay = poke(page, index, control)
-        if delay is None:
+        if delay is None and not page.explains(index):
             dead.append(control["name"] or control["kind"])
-        elif control["kind"] == "slider":
+        elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
         if control["name"] == "Play or pause":
             press(page, index, control, "Enter")
