@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from typing import Any
 
 from support import ROOT
 
+NOTEBOOKS = sorted(p.relative_to(ROOT / "notebooks").as_posix() for p in (ROOT / "notebooks").rglob("[0-9l]*.ipynb"))
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
 QUIET = [
     *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
@@ -78,6 +81,12 @@ CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel
 READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
   const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
   return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
+
+AT_TOP = """(e) => e.matches('.noUi-handle')
+  ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax') : e.max !== undefined && +e.value >= +e.max"""
+
+ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
+  c.cell_type !== 'code' || c.execution_count || !(Array.isArray(c.source) ? c.source.join('') : c.source).trim())"""
 
 HARMLESS = ("favicon", "Failed to load resource: net::ERR_BLOCKED", "[DEP")
 
@@ -183,6 +192,10 @@ class Page:
         )
         for condition in ("() => window.__ran", READY):
             self.page.wait_for_function(condition, timeout=timeout * 1000, polling=100)
+        with contextlib.suppress(
+            TimeoutError
+        ):  # counts arrive after the kernel rests; the caller names what is missing
+            self.page.wait_for_function(ALL_RAN, timeout=20_000, polling=100)
         self.page.wait_for_timeout(300)  # the last widgets are drawn
 
     def cells(self) -> list[dict[str, Any]]:
@@ -204,7 +217,9 @@ class Page:
         )
 
     def control(self, control: dict[str, Any]) -> Any:
-        """The element of a control."""
+        """The element of a control; a view that was drawn anew is marked anew."""
+        if not self.page.locator(f'[data-control="{control["id"]}"]').count():
+            self.outline()
         return self.page.locator(f'[data-control="{control["id"]}"]')
 
     def changed(self, cell: int, before: str, timeout: float = 6) -> float | None:
@@ -225,3 +240,107 @@ class Page:
         """Close the tab and end its kernel."""
         self.page.close()
         self.lab.shutdown_kernels()
+
+
+SILENT = {"Stop"}  # with nothing going on it has nothing to change
+
+
+def press(page, cell, control, key):
+    """Focus a control, press a key; milliseconds until the reader sees a change (None if there is none)."""
+    element = page.control(control)
+    element.focus()
+    before = page.sight(cell)
+    element.press(key)
+    return page.changed(cell, before)
+
+
+def poke(page, cell, control):
+    """Use a control by keyboard as its kind demands; (milliseconds or None)."""
+    if control["kind"] == "button":
+        return press(page, cell, control, "Enter")
+    if control["kind"] == "checkbox":
+        return press(page, cell, control, "Space")
+    if control["kind"] == "text":
+        return 0.0  # what can be typed depends on the lesson: its own test does that
+    keys = {"slider": ["ArrowRight", "ArrowLeft"], "select": ["ArrowDown", "ArrowUp"]}.get(
+        control["kind"], ["ArrowUp", "ArrowDown"]
+    )
+    if page.control(control).evaluate(AT_TOP):
+        keys.reverse()
+    for key in keys:
+        element = page.control(control)
+        element.focus()
+        before = page.sight(cell)
+        element.press(key)
+        if control["kind"] == "number":
+            element.press("Enter")
+        shown = page.changed(cell, before, timeout=5)
+        if shown is not None:
+            return shown
+    return None
+
+
+def by_name(cell, name):
+    return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
+
+
+def visit(lab: Lab, context: Any, notebook: str) -> None:
+    """Open a notebook, run it, use every control; asserts that all of it works and prints the sliders' delay."""
+    page = Page(lab, context, notebook)
+    try:
+        page.run_all()
+        cells = [c for c in page.cells() if c["type"] == "code" and not c["empty"]]
+        expected = {c["index"] for c in cells if "raises-exception" in c["tags"]}
+        assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
+        assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
+        delays: list[float] = []
+        for cell in page.outline():
+            assert all(len(alt) > 10 for alt in cell["pictures"]), f"a picture without text in cell {cell['index']}"
+            delays += use(page, cell)
+        assert page.problems == []
+        assert page.outside == []
+        if delays:
+            print(f"{notebook}: slider to picture {statistics.median(delays):.0f} ms (median of {len(delays)})")
+    finally:
+        page.close()
+
+
+def use(page, cell):
+    """Use every control of one cell; the delays of its sliders, in milliseconds."""
+    index, delays, dead = cell["index"], [], []
+    reset = by_name(cell, "Reset")
+    first = None
+    if reset:
+        press(page, index, reset, "Enter")
+        first = page.settled(index)
+        cell = next(c for c in page.outline() if c["index"] == index)  # other choices may be made now
+    sliders = [c for c in cell["controls"] if c["kind"] == "slider"]
+    for control in cell["controls"]:
+        if control["disabled"] or control["play"] or control["chosen"] or control["name"] in SILENT:
+            continue
+        assert control["focusable"], f"{control['name']} cannot be reached by keyboard"
+        assert control["kind"] == "slider" or control["name"], f"a {control['kind']} of cell {index} has no name"
+        if control["name"] in ("Reset", "Back to start") and sliders:
+            poke(page, index, sliders[-1])  # so that there is something to undo
+            page.settled(index)
+        delay = poke(page, index, control)
+        if delay is None and not page.explains(index):
+            dead.append(control["name"] or control["kind"])
+        elif control["kind"] == "slider" and delay is not None:
+            delays.append(delay)
+        if control["name"] == "Play or pause":
+            press(page, index, control, "Enter")
+        if control["kind"] == "checkbox":
+            press(page, index, control, "Space")  # back again: other controls may depend on it
+        stop = by_name(cell, "Stop")
+        if stop and control["kind"] == "button":
+            page.control(stop).press("Enter")  # whatever the button started
+        page.settled(index, quiet=0.15)
+    assert dead == [], f"controls of cell {index} that change nothing: {dead}"
+    if reset and not by_name(cell, "Stop"):
+        table = next((c for c in cell["controls"] if c["name"] in ("Show as table", "Hide table")), None)
+        if table and "<" not in first and page.control(table).text_content() == "Hide table":
+            press(page, index, table, "Enter")
+        press(page, index, reset, "Enter")
+        assert page.settled(index) == first, f"cell {index}: the same settings show another picture"
+    return delays

@@ -168,6 +168,9 @@ class BoostExplorer(Explorer):
             f"removed, {1 - this.odds[0]:.0%} of the steps frozen, measured speed-up {this.speedup:.2f} "
             f"({self.compare}: {other.speedup:.2f}). {self._accuracy_text()}"
         )
+        ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
+        if ticked:
+            text += f" Read in mode manual only: {', '.join(ticked)}."
         return text + "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
 
     def _accuracy_text(self) -> str:
@@ -313,7 +316,8 @@ class LessBNExplorer(Explorer):
     def summary(self) -> str:
         norms = len(self.report.removed) + len(self.report.kept)
         last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
-        return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms go.{last}"
+        rule = " by the original's patterns" if self.strict else ""
+        return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms go{rule}.{last}"
 
     def table(self) -> list[dict[str, Any]]:
         reasons = self.report.removed

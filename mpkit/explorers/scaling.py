@@ -39,10 +39,10 @@ def recorded(run: str) -> tuple[Trace, np.ndarray]:
 
 
 def exponent(value: float) -> str:
-    """2^n for tables and sentences: exponent(1024.0) is '2^10', exponent(1000.0) is '2^9.97', and 0, inf as they are.
+    """2^n for tables and sentences: exponent(1024.0) is '2^10', exponent(1000.0) is '2^9.966', and 0, inf as they are.
 
     >>> exponent(1024.0), exponent(1000.0), exponent(0.0)
-    ('2^10', '2^9.97', '0')
+    ('2^10', '2^9.966', '0')
     """
     if value <= 0 or not math.isfinite(value):
         return f"{value:g}"

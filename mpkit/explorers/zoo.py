@@ -100,8 +100,9 @@ class ZooExplorer(Explorer):
         skipped = self.done.skipped
         stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
         raised = f" {', '.join(stops)} raise." if stops else ""
+        start = f"all from 2^{self.start_exponent}" if self.same_start else "each from its own start"
         return (
-            f"{len(self.names)} rules, growth interval {self.interval}; {SITUATIONS[self.situation]}: between "
+            f"{len(self.names)} rules, {start}, growth interval {self.interval}; {SITUATIONS[self.situation]}: between "
             f"{skipped.min()} ({self.names[skipped.argmin()]}) and {skipped.max()} "
             f"({self.names[skipped.argmax()]}) of {STEPS} steps are skipped.{raised}"
         )

@@ -1,0 +1,11 @@
+"""The other half of the notebooks in JupyterLab: a file of its own, so that two workers share the work."""
+
+import pytest
+from browser import NOTEBOOKS, visit
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS[1::2])
+def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook):
+    visit(lab, context, notebook)
