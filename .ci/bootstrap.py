@@ -143,7 +143,8 @@ def port_of(arguments):
             if not text.isdigit() or not 0 < int(text) < 65536:
                 fail(f"--port needs a number from 1 to 65535, got {text!r}; try make lab ARGS=--port=8899")
             if not free(int(text)):
-                fail(f"port {text} is taken by another program; try another, as in make lab ARGS=--port={int(text) + 1}")
+                other = int(text) + 1
+                fail(f"port {text} is taken by another program; try another, as in make lab ARGS=--port={other}")
             return []
     port = next((p for p in range(8888, 8989) if free(p)), None)
     if port is None:
