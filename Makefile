@@ -2,7 +2,7 @@
 PYTHON ?= python3
 FOUND = @command -v $(PYTHON) >/dev/null || { echo "mpkit: Python 3.11 to 3.13 is needed and none was found; install it, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
 RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
-JOBS ?= 3
+JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: lab test check bench notebooks labs clean
