@@ -66,6 +66,8 @@ def tidy(notebook: Any) -> None:
         cell.setdefault("id", f"cell-{number:02d}")
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            if output.output_type == "error":  # a traceback names the folders of the machine
+                output.traceback = [f"{output.ename}: {output.evalue}"]
 
 
 def main() -> int:
