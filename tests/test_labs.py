@@ -130,6 +130,35 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
     assert all(s.note for s in scores if s.points == 0)
 
 
+def tiny(*answers, setup="limit = 3"):
+    """A lab with one answer and one test per given code, and a submission in which a cell was added in front."""
+    cells = [nbformat.v4.new_code_cell(setup)]
+    for number, answer in enumerate(answers, 1):
+        ids = {"schema_version": 3, "locked": False, "task": False}
+        cells.append(nbformat.v4.new_code_cell(answer, metadata={"nbgrader": ids | {"grade_id": f"q{number}"}}))
+        cells[-1].metadata.nbgrader |= {"grade": False, "solution": True}
+        ids |= {"grade_id": f"q{number}_test", "grade": True, "solution": False, "points": number}
+        cells.append(nbformat.v4.new_code_cell(f"assert q{number}() == limit", metadata={"nbgrader": ids}))
+    source = nbformat.v4.new_notebook(cells=cells)
+    submission = nbformat.from_dict(source)
+    submission.cells.insert(1, nbformat.v4.new_code_cell("def helper():\n    return 3"))
+    submission.cells[0].source = "limit = 'edited'"
+    return submission, source
+
+
+def test_added_cells_count_and_an_endless_loop_or_a_dead_kernel_costs_points_not_the_grading():
+    answers = ("def q1():\n    return helper()", "def q2():\n    while True:\n        pass", "import os; os._exit(1)")
+    scores = labs.grade(*tiny(*answers), timeout=2)
+    assert [s.points for s in scores] == [1, 0, 0]
+    assert scores[1].note.startswith("KeyboardInterrupt")
+    assert "ended the kernel" in scores[2].note
+
+
+def test_a_machine_that_cannot_run_the_lab_gives_nobody_a_zero():
+    with pytest.raises(RuntimeError, match=r"set-up cell of the lab fails here \(ModuleNotFoundError"):
+        labs.grade(*tiny("def q1():\n    return 3", setup="import no_such_module"))
+
+
 def test_a_deleted_answer_is_named(source):
     submission = labs.release(source)
     submission.cells = [c for c in submission.cells if not labs.mark(c).get("grade_id", "").endswith("_q2_answer")]
@@ -145,6 +174,13 @@ def test_the_commands_release_and_grade(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["labs.py", "grade", str(tmp_path / "lab01_formats.ipynb")])
     assert labs.main() == 0
     assert "lab01_formats: 0 of 2 points, 0 more to grade by hand" in capsys.readouterr().out
+    (tmp_path / "lab02_broken.ipynb").write_text("{")
+    names = [str(tmp_path / name) for name in ("lab02_broken.ipynb", "lab01_formats.ipynb")]
+    monkeypatch.setattr("sys.argv", ["labs.py", "grade", "--csv", *names])
+    assert labs.main() == 1, "one file could not be read"
+    shown = capsys.readouterr()
+    assert "lab02_broken.ipynb was not graded" in shown.err
+    assert shown.out.splitlines() == ["submission,cell,points,possible,note", "lab01_formats,lab01_q1_visible,0,2,no"]
     with pytest.raises(ValueError, match="must carry the name of one lab"):
         labs.source_of(tmp_path / "homework.ipynb")
 

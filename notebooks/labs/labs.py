@@ -10,6 +10,7 @@ are. This script does the two steps that a small course needs, with nbformat and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import re
@@ -21,6 +22,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 
 HERE = Path(__file__).resolve().parent
 STUB = {"code": "# YOUR CODE HERE\nraise NotImplementedError()", "markdown": "YOUR ANSWER HERE"}
@@ -76,15 +78,43 @@ def _indented(text: str, indent: str) -> str:
     return "\n".join(indent + line for line in text.splitlines())
 
 
-def grade(submission: Any, source: Any, timeout: int = 120) -> list[Score]:
+def grade(submission: Any, source: Any, timeout: int = 60) -> list[Score]:
     """Run the submission's own cells with the source's tests, and score every graded cell.
 
-    A test cell is all or nothing. Tests and prompts that the student edited or deleted are restored from the source.
+    A test cell is all or nothing. Given cells that the student edited or deleted (tests, prompts, set-up) are restored
+    from the source; cells that the student added run before the answer that follows them. A cell that takes longer
+    than `timeout` seconds is interrupted and fails; where an answer ends the kernel, what follows earns nothing.
 
-    Raises:  ValueError if an answer cell of the source is missing in the submission.
+    Raises:  ValueError if an answer cell of the source is missing in the submission; RuntimeError if the lab's own
+             set-up cell fails, which is the grading machine's fault and must cost nobody a point.
     """
-    answers = {mark(c)["grade_id"]: c.source for c in submission.cells if mark(c).get("solution")}
-    merged = deepcopy(source)
+    merged = _merged(submission, source)
+    client = NotebookClient(
+        merged,
+        timeout=timeout,
+        interrupt_on_timeout=True,
+        allow_errors=True,
+        resources={"metadata": {"path": str(HERE)}},
+    )
+    with contextlib.suppress(DeadKernelError):  # what did not run has no execution count and earns nothing
+        client.execute()
+    broken = _error(next(cell for cell in merged.cells if cell.cell_type == "code"))
+    if broken:
+        raise RuntimeError(f"the set-up cell of the lab fails here ({broken}); grade where mpkit[lab] is installed")
+    return [_scored(cell) for cell in merged.cells if mark(cell).get("grade")]
+
+
+def _merged(submission: Any, source: Any) -> Any:
+    """The source with the student's answers, and with the code cells that the student added in front of them."""
+    given = {cell.id for cell in source.cells}
+    answers, before, added = {}, {}, []
+    for cell in submission.cells:
+        if mark(cell).get("solution"):
+            name = mark(cell)["grade_id"]
+            answers[name], before[name], added = cell.source, added, []
+        elif cell.cell_type == "code" and not mark(cell) and cell.id not in given:
+            added.append(cell)
+    merged, cells = deepcopy(source), []
     for cell in merged.cells:
         if mark(cell).get("solution"):
             name = mark(cell)["grade_id"]
@@ -93,19 +123,28 @@ def grade(submission: Any, source: Any, timeout: int = 120) -> list[Score]:
                     f"the submission has no cell {name}: it was deleted; copy it again from the released notebook"
                 )
             cell.source = answers[name]
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    client = NotebookClient(merged, timeout=timeout, allow_errors=True, resources={"metadata": {"path": str(HERE)}})
-    client.execute()
-    return [_scored(cell) for cell in merged.cells if mark(cell).get("grade")]
+            cells += before[name]
+        cells.append(cell)
+    merged.cells = deepcopy(cells)
+    for cell in (c for c in merged.cells if c.cell_type == "code"):
+        cell.outputs, cell.execution_count = [], None
+    return merged
 
 
 def _scored(cell: Any) -> Score:
     name, possible = mark(cell)["grade_id"], mark(cell)["points"]
     if mark(cell).get("solution"):
         return Score(name, None, possible, "by hand")
-    errors = [f"{o.ename}: {o.evalue}" for o in cell.outputs if o.output_type == "error"]
-    return Score(name, 0 if errors else possible, possible, errors[0].splitlines()[0] if errors else "")
+    note = _error(cell)
+    return Score(name, 0 if note else possible, possible, note)
+
+
+def _error(cell: Any) -> str:
+    """Why a code cell failed, in one line; empty if it ran to its end."""
+    if cell.execution_count is None:
+        return "did not run: an answer above ended the kernel"
+    errors = (f"{o.ename}: {o.evalue}".splitlines()[0] for o in cell.outputs if o.output_type == "error")
+    return next(errors, "")
 
 
 def source_of(submission: Path) -> Path:
@@ -133,21 +172,34 @@ def main() -> int:
             nbformat.write(release(nbformat.read(path, as_version=4)), options.to / path.name)
             print(f"released {options.to.name}/{path.name}")
         return 0
-    rows = csv.writer(sys.stdout)
+    if options.csv:
+        csv.writer(sys.stdout).writerow(["submission", "cell", "points", "possible", "note"])
+    ungraded = 0
     for path in options.submissions:
-        source = nbformat.read(source_of(path), as_version=4)
-        scores = grade(nbformat.read(path, as_version=4), source)
-        for score in scores:
-            if options.csv:
-                rows.writerow([path.stem, score.grade_id, "" if score.points is None else score.points, score.possible])
-            elif score.note:
-                print(f"  {score.grade_id}: {score.points or 0:g} of {score.possible:g}  {score.note}")
-        automatic = [s for s in scores if s.points is not None]
-        total, possible = sum(s.points or 0 for s in automatic), sum(s.possible for s in automatic)
-        by_hand = sum(s.possible for s in scores if s.points is None)
-        if not options.csv:
-            print(f"{path.stem}: {total:g} of {possible:g} points, {by_hand:g} more to grade by hand")
-    return 0
+        try:
+            scores = grade(nbformat.read(path, as_version=4), nbformat.read(source_of(path), as_version=4))
+        except Exception as error:  # one bad file must not cost the others their points
+            print(f"{path.name} was not graded: {error}".splitlines()[0], file=sys.stderr, flush=True)
+            ungraded += 1
+            continue
+        show(path.stem, scores, options.csv)
+    return int(ungraded > 0)
+
+
+def show(name: str, scores: list[Score], as_csv: bool) -> None:
+    """One submission on the screen, or as lines for a spreadsheet."""
+    if as_csv:
+        for s in scores:
+            points = "" if s.points is None else s.points
+            csv.writer(sys.stdout).writerow([name, s.grade_id, points, s.possible, s.note])
+        return
+    for s in scores:
+        if s.note:
+            print(f"  {s.grade_id}: {s.points or 0:g} of {s.possible:g}  {s.note}")
+    automatic = [s for s in scores if s.points is not None]
+    total, possible = sum(s.points or 0 for s in automatic), sum(s.possible for s in automatic)
+    by_hand = sum(s.possible for s in scores if s.points is None)
+    print(f"{name}: {total:g} of {possible:g} points, {by_hand:g} more to grade by hand", flush=True)
 
 
 if __name__ == "__main__":
