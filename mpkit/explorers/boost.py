@@ -55,8 +55,9 @@ class Effect:
         active, inactive: algorithms that run; (what, reason) of what was asked for and does not.
         removed, norms:   BatchNorms that go, of so many.
         odds:             share of the steps at each freeze index 0..9.
-        step:             measured time of a step as a share of the step without boost (dimensionless).
-        trained:          the configuration of the benchmark whose accuracy applies, "" for none.
+        step:             time of a step as a share of the step without boost (dimensionless): of the whole training
+                          where it was measured, else mixed from the measured steps of each freeze index.
+        trained:          the configuration of the benchmark that it is, "" for none.
     """
 
     active: tuple[str, ...]
@@ -81,8 +82,11 @@ def effect(boost: AutoBoost, trained: str = "") -> Effect:
         full = boost.hyper["freeze_p"]
         odds = [full, *((1 - full) * p for p in index_probabilities(10, boost.hyper["freeze_type"]))]
     network = "O1" if report else "plain"
-    times = [relative_time(f"{network} index {v}") for v in range(10)]
-    step = sum(p * t for p, t in zip(odds, times)) if report or odds[0] < 1 else 1.0
+    if trained in (row["contender"] for row in measured()["speed"]):
+        step = relative_time(trained)
+    else:
+        times = [relative_time(f"{network} index {v}") for v in range(10)]
+        step = sum(p * t for p, t in zip(odds, times)) if report or odds[0] < 1 else 1.0
     inactive = tuple((item.what, item.reason) for item in boost.inactive)
     removed, norms = (len(report.removed), len(report.removed) + len(report.kept)) if report else (0, 20)
     return Effect(boost.active, inactive, removed, norms, tuple(odds), step, trained)
@@ -165,7 +169,8 @@ class BoostExplorer(Explorer):
         runs = ", ".join(this.active) or "nothing"
         text = (
             f"boost_level {self.level} in mode {self.mode} runs {runs}: {this.removed} of {this.norms} BatchNorms "
-            f"removed, {1 - this.odds[0]:.0%} of the steps frozen, measured speed-up {this.speedup:.2f} "
+            f"removed, {1 - this.odds[0]:.0%} of the steps frozen, speed-up {this.speedup:.2f} "
+            f"{'measured' if this.trained else 'expected from its steps timed one by one'} "
             f"({self.compare}: {other.speedup:.2f}). {self._accuracy_text()}"
         )
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []

@@ -196,15 +196,17 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     values = np.array([row["ratio"] for row in rows])
     low, high = (np.array([row["quartiles"][i] for row in rows]) for i in (0, 1))
     axes.barh(places, values, 0.62, color=SKY, **EDGE)
-    axes.errorbar(values, places, xerr=[values - low, high - values], fmt="none", ecolor=BLACK, capsize=4, lw=1.4)
+    whiskers = np.maximum([values - low, high - values], 0)  # a whole training may lie outside its phases' quartiles
+    axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=BLACK, capsize=4, lw=1.4)
     for place, row in zip(places, rows):
-        axes.text(row["quartiles"][1] + 0.02, place, f"{row['ratio']:.2f}", va="center", fontsize=10)
+        axes.text(max(row["ratio"], row["quartiles"][1]) + 0.02, place, f"{row['ratio']:.2f}", va="center", fontsize=10)
         if row["goal"] is not None:
             axes.plot([row["goal"]] * 2, [place - 0.4, place + 0.4], color=VERMILION, lw=2.5)
     axes.axvline(1, color=BLACK, lw=1)
     axes.set_yticks(places, [row["contender"] for row in rows])
     axes.set(
-        xlabel="speed-up against no boost (bar: median, whisker: quartiles)", xlim=(0, max(1.6, 1.12 * high.max()))
+        xlabel="speed-up against no boost (bar: whole training, whisker: quartiles of its phases)",
+        xlim=(0, max(1.6, 1.12 * high.max())),
     )
     axes.legend(handles=[Patch(color=VERMILION, label="goal")], loc="lower right")
     return figure

@@ -1,0 +1,168 @@
+"""Accuracy of boost's configurations: whole trainings on real digits, from several seeds, beside no boost."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from mpkit import networks
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell
+from mpkit.data import digits, mnist
+from mpkit.optimizers import Momentum
+from mpkit.schedules import CosineDecayLR
+from mpkit.step import WithLossCell
+
+Configuration = tuple[str, dict[str, Any]]
+Score = tuple[float, float]
+"""Test accuracy, percent, and the time of the training, seconds."""
+
+PROCESSES = 2
+TOGETHER = f"O2 in {PROCESSES} processes"
+
+
+def configurations(steps: int) -> dict[str, Configuration]:
+    """Name -> level and configuration of AutoBoost, for a training of `steps` steps."""
+    freeze = {"total_steps": steps}
+    off = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": False}
+    fewer = {**off, "less_bn": True}
+    return {
+        "none": ("O0", {}),
+        "less_bn": ("O0", {"boost": fewer}),
+        "fewer BatchNorms alone": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": False}}),
+        "and normalised FC": ("O0", {"boost": fewer, "less_bn": {"fn_flag": True, "gc_flag": False}}),
+        "and centralization": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": True}}),
+        "freezing": ("O0", {"boost": {**off, "grad_freeze": True}, "grad_freeze": freeze}),
+        "O1": ("O1", {"grad_freeze": freeze}),
+        "O2": ("O2", {"grad_freeze": freeze}),
+        "O1 tuned": ("O1", {"boost": {"mode": "tuned"}, "grad_freeze": freeze}),
+    }
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is trained for the accuracy: real digits, so many images, a ResNet-18 of a width, so many epochs.
+
+    `only` names the configurations; empty takes all that run in one process, O2 aside, which repeats O1 there.
+    """
+
+    source: str = "digits"
+    size: int = 8
+    train: int = 1500
+    test: int = 297
+    width: int = 8
+    epochs: int = 10
+    batch: int = 32
+    only: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Updates of one training."""
+        return self.epochs * -(-self.train // self.batch)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The configurations trained, the first without boost."""
+        return self.only or tuple(name for name in configurations(1) if name != "O2")
+
+    def data(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Images and labels of training, images and labels of the test."""
+        read = partial(digits, size=self.size) if self.source == "digits" else mnist
+        pairs = [read(split=split) for split in ("train", "test")]
+        return tuple(t[:n].to(device) for pair, n in zip(pairs, (self.train, self.test)) for t in pair)
+
+
+STUDIES = (
+    Study(),
+    Study("mnist", 28, 4000, 4000, epochs=5, only=("none", "O1", "O1 tuned", TOGETHER)),
+)
+
+
+def trained(config: Configuration, seed: int, data: tuple[Tensor, ...], study: Study) -> Score:
+    """One training; the seed fixes first weights and order. Of several processes each takes its share of a batch."""
+    images, labels, test_images, test_labels = data
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(seed)
+    resnet = networks.resnet18(width=study.width, in_channels=1).to(images.device)
+    boost = AutoBoost(*config)
+    rate = CosineDecayLR(1e-4, 0.05, study.steps)
+    net, optimizer = boost.network_auto_process_train(
+        resnet, Momentum(resnet.parameters(), rate, 0.9, weight_decay=5e-4)
+    )
+    cell = BoostTrainOneStepCell(WithLossCell(net, nn.CrossEntropyLoss()), optimizer, boost=boost)
+    start = time.process_time()
+    for _ in range(study.epochs):
+        for rows in torch.randperm(len(images)).split(study.batch):
+            cell(images[rows[rank::world]], labels[rows[rank::world]])
+    seconds = time.process_time() - start
+    net.eval()
+    with torch.no_grad():
+        right = [(net(x).argmax(1) == y).float().sum() for x, y in zip(test_images.split(250), test_labels.split(250))]
+    return 100 * float(sum(right)) / len(test_labels), seconds
+
+
+def accuracies(study: Study, seeds: Sequence[int], device: torch.device) -> list[dict[str, Any]]:
+    """One row per configuration: accuracy of every seed, mean, spread, and the difference to no boost seed by seed.
+
+    Configurations take turns within a seed, so that the times of their trainings can be compared.
+    """
+    data = study.data(device)
+    scores: dict[str, list[Score]] = {name: [] for name in study.names}
+    known = configurations(study.steps)
+    for seed in seeds:
+        for name in scores:
+            if name in known:
+                scores[name].append(trained(known[name], seed, data, study))
+    if TOGETHER in scores:
+        scores[TOGETHER] = _in_processes(known["O2"], seeds, study)
+    rows = [_row(study, name, scores["none"], own) for name, own in scores.items()]
+    print(*(list(row.values()) for row in rows), sep="\n", flush=True)
+    return rows
+
+
+def _row(study: Study, name: str, base: list[Score], own: list[Score]) -> dict[str, Any]:
+    differences = [a - b for (a, _), (b, _) in zip(own, base)]
+    percent = [score for score, _ in own]
+    alone = name != TOGETHER  # processes share their work, so their times are no measure of a level
+    return {
+        "data": f"{study.source} {study.size}x{study.size}, {study.train} to train, {study.test} to test",
+        "network": f"ResNet-18 width {study.width}, {study.epochs} epochs of batch {study.batch}",
+        "configuration": name,
+        "accuracy_percent": [round(score, 2) for score in percent],
+        "mean": round(statistics.mean(percent), 2),
+        "spread": round(statistics.stdev(percent), 2),
+        "difference": round(statistics.mean(differences), 2),
+        "difference_spread": round(statistics.stdev(differences), 2),
+        "speedup": round(statistics.median(b / t for (_, b), (_, t) in zip(base, own)), 3) if alone else None,
+    }
+
+
+def _in_processes(config: Configuration, seeds: Sequence[int], study: Study) -> list[Score]:
+    """The same trainings in `PROCESSES` processes over gloo, on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        level, keys = config
+        config = (level, {**keys, "common": {"device_number": 1}})
+        mp.spawn(_process, (folder, config, tuple(seeds), study), nprocs=PROCESSES)
+        return [tuple(score) for score in json.loads((Path(folder) / "scores").read_text())]
+
+
+def _process(rank: int, folder: str, config: Configuration, seeds: Sequence[int], study: Study) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
+    data = study.data(torch.device("cpu"))
+    scores = [trained(config, seed, data, study) for seed in seeds]
+    if rank == 0:
+        (Path(folder) / "scores").write_text(json.dumps(scores))
+    dist.barrier()
+    dist.destroy_process_group()

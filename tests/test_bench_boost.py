@@ -1,0 +1,60 @@
+"""The boost benchmark on sizes that take a second: what it compares, and what it stores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpkit import networks
+from mpkit.bench import boost
+from mpkit.bench._boost_accuracy import Study, accuracies, configurations
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell
+from mpkit.step import WithLossCell
+
+CPU = torch.device("cpu")
+TINY = Study(train=64, test=40, width=2, epochs=1, batch=16, only=("none", "O1 tuned"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, boost.Row]:
+    setting = boost.Setting("tiny", lambda: networks.resnet18(width=2), (2, 3, 8, 8))
+    return {row.contender: row for row in boost._speedups(setting, CPU, 2)}
+
+
+def test_every_configuration_and_every_freeze_index_is_timed(rows: dict[str, boost.Row]) -> None:
+    indices = {f"{net} index {v}" for net in ("plain", "O1") for v in range(10)}
+    assert set(rows) == {*configurations(1), "freezing, type 0", *indices}
+    for name in set(rows) - indices:  # whole trainings: mean against mean
+        assert rows[name].ratio * rows[name].seconds == pytest.approx(rows["none"].seconds)
+    assert {name for name, row in rows.items() if row.goal is not None} == {"O1", "O1 tuned"}
+    assert "50% of 36 steps frozen" in rows["O1 tuned"].note
+
+
+def test_a_phase_holds_one_cycle_of_the_tuned_strategy() -> None:
+    level, config = configurations(2 * boost.PHASE)["O1 tuned"]
+    net = networks.resnet18(width=2)
+    _, optimizer = AutoBoost(level, config).network_auto_process_train(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert optimizer.strategy == 2 * [*[0] * 9, *range(1, 10)]
+
+
+def test_accuracy_rows_compare_seed_by_seed() -> None:
+    first, tuned = accuracies(TINY, (0, 1), CPU)
+    assert [row["configuration"] for row in (first, tuned)] == ["none", "O1 tuned"]
+    assert (first["difference"], first["speedup"]) == (0, 1)
+    pairs = zip(tuned["accuracy_percent"], first["accuracy_percent"])
+    assert tuned["difference"] == pytest.approx(sum(a - b for a, b in pairs) / 2, abs=0.01)
+
+
+def test_alone_o2_trains_exactly_what_o1_trains() -> None:
+    images, labels, *_ = TINY.data(CPU)
+    weights = {}
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        net = networks.resnet18(width=2, in_channels=1)
+        boost_of = AutoBoost(*configurations(6)[level])
+        _, optimizer = boost_of.network_auto_process_train(net, torch.optim.SGD(net.parameters(), 0.1, 0.9))
+        cell = BoostTrainOneStepCell(WithLossCell(net, torch.nn.CrossEntropyLoss()), optimizer, boost=boost_of)
+        for _ in range(6):
+            cell(images, labels)
+        weights[level] = torch.nn.utils.parameters_to_vector(net.parameters())
+    assert torch.equal(weights["O1"], weights["O2"])
