@@ -15,8 +15,13 @@ GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
 
 
 def golden_files(folder: str) -> list[Path]:
-    """Every JSON file of one golden folder, in a stable order."""
-    return sorted((GOLDEN / folder).glob("*.json"))
+    """Every file of one golden folder that holds a JSON object, in a stable order."""
+    return [path for path in sorted((GOLDEN / folder).glob("*.json")) if isinstance(load(path), dict)]
+
+
+def golden_data(folder: str, *keys: str) -> list[dict[str, Any]]:
+    """The golden files that hold all `keys`: a file is told by its content, whatever its name; others are left out."""
+    return [load(path) for path in golden_files(folder) if load(path).keys() >= set(keys)]
 
 
 @cache

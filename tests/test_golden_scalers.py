@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import array, golden_files, load
+from support import array, golden_data
 
 from mpkit.policies import ScalePolicy, initial, preset, run, stack
 from mpkit.scalers import (
@@ -73,8 +73,17 @@ def flags(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), dtype=np.uint8) == ord(".")
 
 
-TRACES = {trace["id"]: (load(path), trace) for path in golden_files("scaler-zoo") for trace in load(path)["traces"]}
-assert len(TRACES) == sum(len(load(path)["traces"]) for path in golden_files("scaler-zoo"))
+def named_traces() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Every trace of every file; an id that occurs again gets a number."""
+    traces: dict[str, Any] = {}
+    for file in golden_data("scaler-zoo", "implementation", "traces"):
+        for trace in file["traces"]:
+            name = trace["id"] if trace["id"] not in traces else f"{trace['id']}#{len(traces)}"
+            traces[name] = file, trace
+    return traces
+
+
+TRACES = named_traces()
 
 
 def finite_of(trace: dict[str, Any]) -> np.ndarray:
@@ -175,12 +184,8 @@ def test_scaler_on_tensors_equals_the_framework(name):
 # MindSpore's three rules and its unscaling
 
 
-def mindspore(stem: str) -> list[dict[str, Any]]:
-    """The files that hold `stem` data, by their `meta.file`."""
-    return [load(path) for path in golden_files("mindspore-amp") if load(path)["meta"]["file"].startswith(stem)]
-
-
-RULES = [case for file in mindspore("dynamic_rules") for case in file["cases"]]
+RULE_FILES = golden_data("mindspore-amp", "cases", "manager_runtime_error")
+RULES = [case for file in RULE_FILES for case in file["cases"]]
 RULE_IDS = [case["name"] for case in RULES]
 
 
@@ -243,7 +248,7 @@ def test_mindspore_manager_class(case):
     assert seen == list(zip(*columns))
 
 
-@pytest.mark.parametrize("case", [file["manager_runtime_error"] for file in mindspore("dynamic_rules")])
+@pytest.mark.parametrize("case", [file["manager_runtime_error"] for file in RULE_FILES])
 def test_mindspore_manager_gives_up_after_a_thousand_overflows_in_a_row(case):
     manager = DynamicLossScaleManager(case["init"], case["factor"], case["window"])
     for _ in range(case["raised_at_call_index"]):
@@ -258,7 +263,8 @@ def test_mindspore_manager_gives_up_after_a_thousand_overflows_in_a_row(case):
     assert manager.bad_step == 0
 
 
-UNSCALE = [case for file in mindspore("scale_unscale") for case in file["float_cases"]]
+UNSCALE_FILES = golden_data("mindspore-amp", "float_cases", "int32_case", "all_finite")
+UNSCALE = [case for file in UNSCALE_FILES for case in file["float_cases"]]
 BITS = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
@@ -289,14 +295,14 @@ def test_scale_and_unscale_bit_for_bit(case):
     assert_same_bits(finite, pattern(case, "unscaled")[x.isfinite()])
 
 
-@pytest.mark.parametrize("case", [file["int32_case"] for file in mindspore("scale_unscale")])
+@pytest.mark.parametrize("case", [file["int32_case"] for file in UNSCALE_FILES])
 def test_scale_and_unscale_integers(case):
     scaler, x = StaticLossScaler(case["scale_value"]), torch.tensor(case["x"], dtype=torch.int32)
     assert scaler.scale(x).tolist() == case["scaled"]
     assert scaler.unscale(x).tolist() == case["unscaled"]
 
 
-FINITE = [case for file in mindspore("scale_unscale") for case in file["all_finite"]]
+FINITE = [case for file in UNSCALE_FILES for case in file["all_finite"]]
 
 
 @pytest.mark.parametrize("case", FINITE, ids=[case["name"] for case in FINITE])
