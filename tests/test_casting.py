@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.casting import (
     LEVELS,
@@ -532,6 +533,108 @@ def test_parameters_are_cast_once_per_forward_and_anew_when_they_changed() -> No
             return first + x @ self.w
 
     assert torch.equal(auto_mixed_precision(Changing(), "O3")(torch.eye(2)), torch.full((2, 2), 3.0))
+
+
+class _Conversions(TorchDispatchMode):
+    """Counts conversions between dtypes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def dense(*between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8, bias=False), nn.Linear(8, 3), *between)
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv1d(3, 4, 2, dilation=2, padding="same"), nn.Flatten()
+    )
+
+
+@pytest.mark.parametrize("dtype", LOWS, ids=str)
+@pytest.mark.parametrize(("build", "shape"), [(dense, (5, 6)), (convolutions, (4, 2, 9))])
+def test_neighbours_at_o1_hand_over_in_16_bits_without_changing_a_bit(
+    build: Callable[[], nn.Sequential], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def trained(network: nn.Sequential) -> tuple[int, list[Tensor]]:
+        auto_mixed_precision(network, "O1", dtype)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with _Conversions() as conversions:
+            y = network(x)
+            (y * torch.arange(1.0, y.numel() + 1).view_as(y)).sum().backward()
+        return conversions.count, [y, x.grad, *(p.grad for p in network.parameters())]  # type: ignore[list-item]
+
+    seen: list[torch.dtype] = []
+    watched = build()
+    for module in watched:
+        module.register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, out.dtype)))
+    count, got = trained(build())
+    count_watched, want = trained(watched)
+
+    assert set(seen) == {torch.float32}
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(got, want))
+    handed_over = 3 if build is dense else 2
+    assert count_watched - count == 4 * handed_over  # up and down, forwards and backwards
+
+
+def _hooked(network: nn.Sequential, seen: list[Any]) -> Any:
+    network[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+
+
+def _hooked_everywhere(network: nn.Sequential, seen: list[Any]) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda _, __, out: seen.append(out.dtype))
+
+
+def _hooked_backwards(network: nn.Sequential, seen: list[Any]) -> Any:
+    network[0].register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].dtype))
+
+
+def _own_forward(network: nn.Sequential, seen: list[Any]) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x
+
+    network[1].forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("watch", [_hooked, _hooked_everywhere, _hooked_backwards, _own_forward])
+def test_whoever_looks_between_two_modules_at_o1_sees_float32(watch: Callable[..., Any]) -> None:
+    network, seen = dense(), []
+    handle = watch(network, seen)
+    auto_mixed_precision(network, "O1")(torch.randn(5, 6, requires_grad=True)).sum().backward()
+    if handle is not None:
+        handle.remove()
+    assert set(seen) == {torch.float32}
+
+
+def test_modules_that_are_not_the_listed_ones_get_float32_from_their_neighbours() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype is torch.float32
+            return x
+
+    class MyReLU(nn.ReLU):
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype is torch.float32
+            return super().forward(x)
+
+    network = auto_mixed_precision(dense(Asks(), nn.ReLU(), MyReLU()), "O1", torch.bfloat16)
+    assert network(torch.randn(5, 6)).dtype is torch.float32
+    to_float(network[1], torch.float32)
+    assert network(torch.randn(5, 6)).dtype is torch.float32
+
+
+def test_an_in_place_relu_at_o1_writes_into_what_it_was_given() -> None:
+    network = auto_mixed_precision(nn.Sequential(nn.ReLU(inplace=True), nn.ReLU(inplace=True)), "O1")
+    x = torch.tensor([-1.0, 1.0 + 2**-12])
+    assert network(x) is x
+    assert x.tolist() == [0.0, 1.0]
 
 
 def test_a_cast_made_without_gradients_is_not_used_where_they_are_wanted() -> None:

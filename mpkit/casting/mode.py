@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from mpkit.casting.rules import CASTING, PLAIN, Rule
+from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule
 from mpkit.casting.targets import Target, converted, map_tensors
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class CastMode(TorchFunctionMode):
         self.rule: Rule = PLAIN
         self.kept: dict[tuple[int, Target], tuple[Tensor, int, bool]] = {}
         self.ledger: Ledger | None = None
+        self.hands_over = False  # the next result stays in 16 bits, since its only taker casts it back
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rule
@@ -48,8 +51,6 @@ class CastMode(TorchFunctionMode):
         if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
         if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
-            if type(target) is torch.dtype and dtype is not target and self.ledger is None:
-                return x.to(target)
             return self._cast(x, target)
         key = (id(x), target)
         kept = self.kept.get(key)
@@ -59,6 +60,8 @@ class CastMode(TorchFunctionMode):
         return kept[0]
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
+        if type(target) is torch.dtype and x.dtype is not target and self.ledger is None:
+            return x.to(target)  # the common case, kept short
         y = converted(x, target)
         if self.ledger is not None and y is not x:
             self.ledger.note_cast(x, y)
@@ -153,14 +156,75 @@ class Forward:
                 mode.rule = CASTING  # a cast is no operation of the module
                 args, kwargs = mode.cast_all(args, rule.entry), mode.cast_all(kwargs, rule.entry)
             mode.rule = rule
-            if self.inner is None:
-                output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
-            else:
+            if self.inner is not None:
                 output = self.inner(*args, **kwargs)
+            elif type(self.module) is nn.Sequential and len(args) == 1 and not kwargs and _unwatched(mode):
+                output = _in_sequence(mode, self.module, args[0])
+            else:
+                output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
             mode.rule = CASTING
             return output if self.result is None else mode.cast_all(output, self.result)
         finally:
             mode.rule = outer
+
+
+# --- neighbours in an nn.Sequential -----------------------------------------------------------------------------------
+
+_CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
+# modules whose forward is one operation: which, and the attributes that are its arguments after the input
+_ONE_OPERATION: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
+    nn.ReLU: (torch.relu, ()),
+    nn.Linear: (F.linear, ("weight", "bias")),
+    nn.Conv1d: (F.conv1d, _CONVOLUTION),
+    nn.Conv2d: (F.conv2d, _CONVOLUTION),
+    nn.Conv3d: (F.conv3d, _CONVOLUTION),
+}
+
+
+def _in_sequence(mode: CastMode, sequence: nn.Sequential, x: Any) -> Any:
+    """`nn.Sequential.forward`, where O1's neighbours hand over in 16 bits what they would cast to float32 and back.
+
+    Both casts are exact forwards and backwards, and nothing but the next module ever holds the tensor between them, so
+    no bit of a result or a gradient changes. A module that somebody watches by a hook is called as always.
+    """
+    modules = list(sequence)
+    handlers = [_round_trip(module) for module in modules]
+    for module, handler, after in zip(modules, handlers, [*handlers[1:], None]):
+        if handler is None:
+            x = module(x)
+            continue
+        function, names = _ONE_OPERATION[type(module)]
+        mode.hands_over = after is not None and after.computes is handler.computes  # type: ignore[attr-defined]
+        mode.__exit__(None, None, None)  # as on the way through __torch_function__
+        try:
+            x = handler(mode, function, (x, *[getattr(module, name) for name in names]), {})
+        finally:
+            mode.__enter__()
+            mode.hands_over = False
+    return x
+
+
+def _round_trip(module: nn.Module) -> Handler | None:
+    """What a module does that is one operation from 16 bits to float32; None if it is not, or somebody watches it."""
+    operation, forward = _ONE_OPERATION.get(type(module)), module.__dict__.get("forward")
+    if operation is None or type(forward) is not Forward or forward.inner is not None or forward.result is not None:
+        return None
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or module._compiled_call_impl is not None:
+        return None
+    if getattr(module, "inplace", False) or getattr(module, "padding_mode", "zeros") != "zeros":
+        return None  # more than the one operation
+    handler = forward.rule.handlers.get(operation[0].__name__)
+    return handler if getattr(handler, "round_trip", False) else None
+
+
+def _unwatched(mode: CastMode) -> bool:
+    """Whether no ledger, compiler, hook on all modules or mode inside this one sees the single operations."""
+    watched = mode.ledger is not None or torch.compiler.is_compiling() or _has_any_global_hook()
+    return not watched and _get_current_function_mode() is mode
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
 
 
 def mark_of(module: Any) -> Forward | None:

@@ -51,9 +51,13 @@ class Rule:
         return self  # immutable
 
 
-def computing(target: Target, handle: Handler) -> Handler:
-    """The handler, with a note for the ledger of what it computes in."""
+def computing(target: Target, handle: Handler, *, round_trip: bool = False) -> Handler:
+    """The handler, with a note of what it computes in.
+
+    A `round_trip` casts its first input to a native `target` and gives values of `target` as float32.
+    """
     handle.computes = target  # type: ignore[attr-defined]
+    handle.round_trip = round_trip and isinstance(target, torch.dtype)  # type: ignore[attr-defined]
     return handle
 
 
@@ -90,7 +94,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
-    return computing(low, handle)
+    return computing(low, handle, round_trip=result is torch.float32)
 
 
 def exactly_in(low: Emulated) -> Handler:
@@ -107,7 +111,7 @@ def exactly_in(low: Emulated) -> Handler:
 def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
     if type(low) is Emulated:  # a native kernel has rounded by itself
         out = mode.cast_all(out, low)
-    if result is None:
+    if result is None or mode.hands_over:
         return out
     return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
 
@@ -170,7 +174,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
         out = out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
 
-    return computing(low, handle)
+    return computing(low, handle, round_trip=bias_in is low and result is torch.float32)
 
 
 def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
