@@ -6,12 +6,13 @@ import time
 from base64 import b64decode
 
 import pytest
+from ipywidgets import IntSlider
 from PIL import Image, ImageChops
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.explorers.base import Explorer
 from mpkit.plots.base import BLUE, Picture, log2_axis
-from mpkit.widgets.base import View
+from mpkit.widgets.base import View, _grid
 
 
 class Powers(Explorer):
@@ -82,14 +83,38 @@ def test_every_control_changes_numbers_picture_and_sentence(view):
 
 def test_box_and_slider_show_the_same_number(view):
     view.boxes["base"].value = 8.0
-    assert view.controls["base"].widget.value == 3.0
-    view.controls["base"].widget.value = 4.0
+    assert view.controls["base"].widget.value == 4  # of the steps 1/2, 1, 2, 4, 8, 16, 32
+    view.controls["base"].widget.value = 5
     assert view.boxes["base"].value == 16.0
+
+
+def test_a_value_between_two_steps_of_the_slider_stays_what_it_is(view):
+    view.boxes["base"].value = 7.5
+    assert view.controls["base"].widget.value == 4
+    assert view.explorer.base == view.controls["base"].value == view.boxes["base"].value == 7.5
+    view.controls["base"].widget.value = 5
+    view.controls["base"].widget.value = 4
+    assert view.explorer.base == 8.0
+    assert all(isinstance(c.widget, IntSlider) for c in view.controls.values() if hasattr(c, "widget"))
+
+
+@pytest.mark.parametrize(
+    ("trait", "want"),
+    [
+        (Float(2.0, min=1.25, max=16.0).tag(scale="log2", step=1), [1.25, 2.0, 4.0, 8.0, 16.0]),
+        (Float(2.0, min=1.25, max=4.0).tag(scale="log2", step=0.5), [1.25, 1.414, 2.0, 2.828, 4.0]),
+        (Int(50, min=1, max=1024).tag(scale="log2", step=1), [1, 2, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1024]),
+        (Float(0.1, min=1e-4, max=1.0).tag(scale="log10", step=1), [1e-4, 1e-3, 0.01, 0.1, 1.0]),
+        (Float(2.3, min=0.1, max=2.45).tag(step=1.1), [0.1, 1.2, 2.3, 2.45]),
+    ],
+)
+def test_a_slider_stops_at_its_limits_and_in_steps_from_its_default(trait, want):
+    assert _grid(trait, trait.default_value) == pytest.approx(want, rel=1e-12)
 
 
 def test_a_refused_value_leaves_model_controls_and_picture_alone_and_says_why(view):
     before = view.png(), view.explorer.state()
-    view.controls["base"].widget.value = 0.0
+    view.controls["base"].widget.value = 1  # the step of base 1
     assert (view.png(), view.explorer.state()) == before
     assert view.controls["base"].value == 2.0
     assert "base 1 has only one power" in view.status.value

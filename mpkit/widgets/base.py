@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import html
 import math
 import threading
@@ -102,37 +103,39 @@ class View(w.VBox):
             return self._number(name, trait, label, value)
         else:
             control = w.Text(value=str(value), description=label, continuous_update=False, style=_LABEL)
+            control.layout.width = "550px"  # room for a path
         self._bind(name, control)
         return control
 
     def _number(self, name: str, trait: Any, label: str, value: float) -> w.Widget:
         tags, layout = trait.metadata, w.Layout(width="300px")
         whole = isinstance(trait, Int)
-        kind, box_kind = (w.IntSlider, w.BoundedIntText) if whole else (w.FloatSlider, w.BoundedFloatText)
         limits: dict[str, Any] = {"min": trait.min, "max": trait.max}
+        box_kind = w.BoundedIntText if whole else w.BoundedFloatText
         box = box_kind(value=value, description=label, style=_LABEL, step=tags.get("step", 1), **limits)
         box.layout.width = "350px"
         options = {"readout": False, "continuous_update": not tags.get("costly", False), "layout": layout}
-        base = {"log2": 2, "log10": 10}.get(tags.get("scale", "linear"))
         slider: Any
-        if base:
-            low, high = (math.log(limit, base) for limit in (trait.min, trait.max))
-            slider = _LogSlider(base, low, high, tags.get("step", 1), whole, value, options)
+        if whole and "scale" not in tags:
+            slider = w.IntSlider(value=value, step=tags.get("step", 1), **limits, **options)
         else:
-            slider = kind(value=value, step=tags.get("step", 1 if whole else 0.01), **limits, **options)
+            slider = _GridSlider(_grid(trait, float(trait.default_value)), value, options)
         self._bind(name, slider)
         self.boxes[name] = box
         box.observe(lambda change: self._from_control(name, change["new"]), "value")
-        row = [box, slider.widget if isinstance(slider, _LogSlider) else slider]
+        row = [box, slider.widget if isinstance(slider, _GridSlider) else slider]
         if tags.get("animate"):
-            row += self._player(name, trait, tags["animate"])
+            row.append(w.HBox(self._player(name, trait, tags["animate"])))  # together on one line
         return w.HBox(row, layout=w.Layout(flex_flow="row wrap"))
 
     def _player(self, name: str, trait: Any, interval: int) -> list[w.Widget]:
         play = w.Play(min=trait.min, max=trait.max, interval=max(interval, 60), show_repeat=False)
         play.observe(lambda change: self._from_control(name, change["new"]), "value")
         self.boxes[f"{name} play"] = play
-        toggle, step, back = (w.Button(description=text) for text in ("Play or pause", "Step", "Back to start"))
+        toggle, step, back = (
+            w.Button(description=text, layout=w.Layout(width="auto"))
+            for text in ("Play or pause", "Step", "Back to start")
+        )
 
         def toggled(_: Any) -> None:
             if not play.playing:  # go on from where the slider is
@@ -210,26 +213,67 @@ class View(w.VBox):
         self._bar.layout.visibility = "visible" if self.explorer.busy else "hidden"
 
 
-class _LogSlider:
-    """A slider over exponents that speaks in values, so that Home, End and arrows hit exact powers."""
+class _GridSlider:
+    """A slider over the steps of a grid that speaks in values; a value between two steps stays what it is.
 
-    def __init__(
-        self, base: int, low: float, high: float, step: float, whole: bool, value: float, options: dict[str, Any]
-    ) -> None:
-        self._base, self._whole = base, whole
-        self.widget = w.FloatSlider(value=math.log(value, base), min=low, max=high, step=step, **options)
+    A float slider in the browser moves every value that it is shown to its own grid, counted from its minimum, and
+    reports that back: a factor of 2 became 2.1, and 3 typed into the box 2.97. Whole step numbers are always on it.
+    """
+
+    def __init__(self, grid: Sequence[float], value: float, options: dict[str, Any]) -> None:
+        self._grid, self._value = grid, value
+        self._handlers: list[Any] = []
+        self.widget = w.IntSlider(value=self._nearest(value), min=0, max=len(grid) - 1, **options)
+        self.widget.observe(lambda change: self._moved(change["new"]), "value")
 
     @property
     def value(self) -> float:
-        value = float(self._base) ** self.widget.value
-        return round(value) if self._whole else value
+        return self._value
 
     @value.setter
     def value(self, value: float) -> None:
-        self.widget.value = math.log(value, self._base)
+        self._value = value
+        if self.widget.value != self._nearest(value):
+            self.widget.value = self._nearest(value)  # which tells the handlers
+        else:
+            self._tell()
 
     def observe(self, handler: Any, _name: str) -> None:
-        self.widget.observe(lambda _: handler({"new": self.value}), "value")
+        self._handlers.append(handler)
+
+    def _nearest(self, value: float) -> int:
+        above = bisect.bisect_left(self._grid, value)
+        return min(
+            (i for i in (above - 1, above) if 0 <= i < len(self._grid)), key=lambda i: abs(self._grid[i] - value)
+        )
+
+    def _moved(self, step: int) -> None:
+        if step != self._nearest(self._value):
+            self._value = self._grid[step]
+        self._tell()
+
+    def _tell(self) -> None:
+        for handler in self._handlers:
+            handler({"new": self._value})
+
+
+def _grid(trait: Any, default: float) -> list[float]:
+    """The values of a slider, ascending: its limits, and the whole steps from the default, in the trait's scale."""
+    scale = trait.metadata.get("scale", "linear")
+    step = trait.metadata.get("step", 0.01 if scale == "linear" else 1)
+    ahead, back = {
+        "linear": (float, float),
+        "log2": (math.log2, lambda exponent: 2.0**exponent),
+        "log10": (math.log10, lambda exponent: 10.0**exponent),
+    }[scale]
+    low, start, high = ahead(trait.min), ahead(default), ahead(trait.max)
+    first, last = math.ceil((low - start) / step - 1e-9), math.floor((high - start) / step + 1e-9)
+    positions = (round(start + i * step, 12) for i in range(first, last + 1))
+    if isinstance(trait, Int):
+        values: Any = (round(round(back(x), 6)) for x in positions)  # 12.5 is a tie, whatever the last bit
+    else:  # powers with a whole exponent are exact, others have four digits
+        values = (back(x) if scale == "linear" or x.is_integer() else float(f"{back(x):.4g}") for x in positions)
+    return sorted({trait.min, trait.max, *(min(max(v, trait.min), trait.max) for v in values)})
 
 
 def _options(trait: TraitType) -> list[tuple[str, Any]]:
