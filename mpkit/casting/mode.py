@@ -206,14 +206,15 @@ def _in_sequence(mode: CastMode, sequence: nn.Sequential, x: Any) -> Any:
 
 def _round_trip(module: nn.Module) -> Handler | None:
     """What a module does that is one operation from 16 bits to float32; None if it is not, or somebody watches it."""
-    operation, forward = _ONE_OPERATION.get(type(module)), module.__dict__.get("forward")
+    operation, own = _ONE_OPERATION.get(type(module)), module.__dict__
+    forward = own.get("forward")
     if operation is None or type(forward) is not Forward or forward.inner is not None or forward.result is not None:
+        return None
+    if own.get("inplace") or own.get("padding_mode", "zeros") != "zeros":  # more than the one operation
         return None
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks or module._compiled_call_impl is not None:
         return None
-    if getattr(module, "inplace", False) or getattr(module, "padding_mode", "zeros") != "zeros":
-        return None  # more than the one operation
     handler = forward.rule.handlers.get(operation[0].__name__)
     return handler if getattr(handler, "round_trip", False) else None
 
