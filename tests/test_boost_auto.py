@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mpkit import networks
-from mpkit.boost import AutoBoost, FreezeOpt, LessBN
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN
 from mpkit.boost.auto import FLAGS, KEYS, LEVELS, MODES, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.optimizers import Momentum
+from mpkit.schedules import CosineDecayLR
+from mpkit.step import WithLossCell
 
 # the table of the reference, section 1.1, and the defaults of 1.3, written down once more
 ROWS = {"O0": set(), "O1": {"less_bn", "grad_freeze"}, "O2": {"less_bn", "grad_freeze", "adasum"}}
@@ -270,3 +274,60 @@ def test_adasum_and_the_wrong_kinds() -> None:
         AutoBoost("O1").network_auto_process_train(optimizer, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optimizer must be"):
         AutoBoost("O1").network_auto_process_train(net, net)  # type: ignore[arg-type]
+
+
+class ScaledLoss(nn.Module):
+    """A loss that learns a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs * self.temperature, labels)
+
+
+@pytest.mark.parametrize("flag", ["less_bn", "grad_freeze"])
+def test_what_the_optimizer_holds_beside_the_network_goes_on_learning(flag: str) -> None:
+    net, loss = networks.resnet18(width=2), ScaledLoss()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1)
+    boost = AutoBoost("O0", {"boost": {"mode": "manual", flag: True}, "grad_freeze": {"total_steps": 4}})
+    network, optimizer = boost.network_auto_process_train(net, optimizer)
+    cell = BoostTrainOneStepCell(WithLossCell(network, loss), optimizer, boost=boost)
+    seen = [loss.temperature.item()]
+    for _ in range(4):  # the second of them is frozen
+        cell(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
+        seen.append(loss.temperature.item())
+    assert len(set(seen)) == 5
+
+
+def test_what_was_left_out_of_the_optimizer_stays_out() -> None:
+    net = networks.resnet18(width=2)
+    optimizer = torch.optim.SGD(net.fc.parameters(), lr=0.1)  # only the head is fine-tuned
+    AutoBoost("O0", {"boost": {"mode": "manual", "less_bn": True}}).network_auto_process_train(net, optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in net.fc.parameters()}
+    assert len(held) == 2  # the weight and the new factor
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rho", 0), ("rho", 1), ("gamma", 1), ("sigma", 0), ("sigma", 1), ("alpha", float("inf"))]
+)
+def test_what_dim_reduce_would_refuse_is_refused_at_once(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{key} of section dim_reduce must be"):
+        AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": {key: value}})
+
+
+def test_the_rate_for_the_residual_may_come_from_a_schedule(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    np.save(tmp_path / "pca.npy", np.eye(2, 6))
+    settings = {"alpha": "lr", "n_components": 2, "pca_mat_path": tmp_path / "pca.npy"}
+    boost = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings})
+    momentum = Momentum(net.parameters(), CosineDecayLR(0.01, 0.25, 10), 0.9)
+    _, optimizer = boost.network_auto_process_train(net, momentum)
+    assert optimizer.dim_reduce_alpha == 0.25  # type: ignore[attr-defined]
+
+
+def test_a_level_that_is_no_name_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'O1'"):
+        AutoBoost(["O1"])  # type: ignore[arg-type]

@@ -329,6 +329,18 @@ def test_build_train_network_reaches_boost(level: str, cell_kind: type) -> None:
         assert isinstance(cell(torch.randn(2, 3, 8, 8), torch.tensor([0, 1])), StepOutcome)
 
 
+def test_a_configuration_counts_at_o0_too_and_is_checked() -> None:
+    net = mlp()
+    on = {"boost": {"mode": "manual", "grad_accumulation": True}, "grad_accumulation": {"grad_accumulation_step": 2}}
+    cell = build_train_network(net, momentum(net), nn.MSELoss(), boost_config_dict=on)
+    assert isinstance(cell, BoostTrainOneStepCell)
+    assert cell.accumulation is not None
+    off = {"common": {"device_number": 2}}
+    assert type(build_train_network(net, momentum(net), nn.MSELoss(), boost_config_dict=off)) is TrainOneStepCell
+    with pytest.raises(ValueError, match="did you mean 'device_number'"):
+        build_train_network(net, momentum(net), nn.MSELoss(), boost_config_dict={"common": {"device_numbr": 2}})
+
+
 @pytest.mark.parametrize("manager", [None, DynamicLossScaleManager(2.0**8)])
 def test_a_model_trains_and_evaluates_with_boost(manager: Any) -> None:
     torch.manual_seed(0)

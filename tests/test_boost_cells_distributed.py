@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
+from mpkit.boost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    FreezeOpt,
+    GroupLossScaleManager,
+)
 from mpkit.boost.adasum import adasum
+from mpkit.boost.group_loss_scale import GROWTH, SHRINK
 from mpkit.step import WithLossCell
 
 WORLD, STEPS = 2, 4
@@ -97,11 +104,40 @@ def simulated(scenario: str) -> list[Tensor]:
     return [p.detach() for p in parameters]
 
 
+class Marked(nn.Module):
+    """Three layers in two groups; `burst` makes the gradient that layer 1 hands back infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2)])
+        groups = [list(self.layers[0].parameters()), list(self.layers[1:].parameters())]
+        self.manager = GroupLossScaleManager(2.0**10, groups)
+        self.burst = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.manager(self.layers[0](self.manager(x, 0, 1)), 1, 2)
+        if self.burst:
+            x.register_hook(lambda grad: grad * torch.inf)
+        return nn.functional.mse_loss(self.manager(self.layers[2](self.layers[1](x)), 2, 3), y)
+
+
+def group_scales(rank: int) -> list[Tensor]:
+    """Weights and scales of a rank; only on rank 0 group 2 overflows, in step 1."""
+    net = Marked()
+    cell = BoostTrainOneStepWithLossScaleCell(net, torch.optim.SGD(net.parameters(), lr=0.1), net.manager)
+    for step in range(STEPS):
+        net.burst = (step, rank) == (1, 0)
+        assert cell(*batch(rank, step)).overflow == (step == 1)
+    return [*(p.detach() for p in net.parameters()), net.manager.scales]
+
+
 def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-    torch.save({scenario: rank_weights(rank, scenario) for scenario in SCENARIOS}, folder / f"{rank}.pt")
+    seen = {scenario: rank_weights(rank, scenario) for scenario in SCENARIOS}
+    torch.save({**seen, "group scales": group_scales(rank)}, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -121,6 +157,24 @@ def test_two_processes_train_as_the_simulation_does(ranks: list[dict[str, list[T
     for one, other, want in zip(*(r[scenario] for r in ranks), simulated(scenario), strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-6)
+
+
+def test_group_scales_stay_the_same_in_all_processes(ranks: list[dict[str, list[Tensor]]]) -> None:
+    net = Marked()
+    parameters = list(net.parameters())
+    for step in range(STEPS):
+        if step == 1:
+            continue  # skipped everywhere
+        net.manager.set_loss_scale_status(2, 1.0)
+        both = [torch.autograd.grad(net(*batch(rank, step)), parameters) for rank in range(WORLD)]
+        with torch.no_grad():
+            for p, one, other in zip(parameters, *both):
+                p -= 0.1 * (one + other) / 2
+    # group 1 was only reached by the overflow: neither smaller nor larger
+    scales = torch.tensor([GROWTH ** (STEPS - 1), SHRINK * GROWTH ** (STEPS - 1)]) * 2.0**10
+    for seen in ranks:
+        for got, want in zip(seen["group scales"], [*(p.detach() for p in parameters), scales], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

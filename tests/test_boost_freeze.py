@@ -270,6 +270,7 @@ def test_copies_and_state_dicts_go_on_where_the_original_is(copied: Callable[[An
     third.load_state_dict(net.state_dict())
     other = FreezeOpt(MAKERS["mpkit Momentum"](third.parameters()), groups_of(third), [1, 1], state=state)
     other.load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    assert other.steps == 2
     for step in range(2, 7):
         for each in (pair, twin, (third, other)):
             train(*each, step)
@@ -280,6 +281,10 @@ def test_copies_and_state_dicts_go_on_where_the_original_is(copied: Callable[[An
         FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups_of(net), state="per_group").load_state_dict(
             FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1)).state_dict()
         )
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"step_index must be in 0\.\.2"):
+        other.load_state_dict({**before, "step_index": 3, "strategy": [0, 1, 1]})
+    assert other.strategy == before["strategy"]  # refused as a whole
 
 
 def train(net: Loss, optimizer: FreezeOpt, seed: int) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
-from mpkit.boost.less_bn import LessBN
+from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
@@ -48,8 +48,8 @@ class Inactive(NamedTuple):
     reason: str
 
 
-def _number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= high
+def _number(low: float, high: float, *, without: tuple[float, ...] = ()) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= high and v not in without
 
 
 def _whole(low: int) -> Callable[[Any], bool]:
@@ -61,7 +61,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    return value == "lr" or _number(0, float("inf"))(value)
+    return value == "lr" or _number(0, float("inf"), without=(float("inf"),))(value)
 
 
 def _is_path(value: Any) -> bool:
@@ -84,10 +84,10 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "freeze_p": Key("grad_freeze", 0.7, _number(0, 1), "a number in [0, 1], the share of steps without freezing"),
         "total_steps": Key("grad_freeze", 65536, _whole(1), "an int >= 1"),
         "grad_accumulation_step": Key("grad_accumulation", 1, _whole(1), "an int >= 1"),
-        "rho": Key("dim_reduce", 0.55, _number(0, 1), "a number in (0, 1)"),
-        "gamma": Key("dim_reduce", 0.9, _number(0, 1), "a number in [0, 1]"),
+        "rho": Key("dim_reduce", 0.55, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
+        "gamma": Key("dim_reduce", 0.9, _number(0, 1, without=(1,)), "a number in [0, 1)"),
         "alpha": Key("dim_reduce", 0.001, _is_rate, 'a number >= 0, or "lr" for the learning rate of the optimizer'),
-        "sigma": Key("dim_reduce", 0.4, _number(0, 1), "a number in [0, 1]"),
+        "sigma": Key("dim_reduce", 0.4, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
         "n_components": Key("dim_reduce", 32, _whole(1), "an int >= 1"),
         "pca_mat_path": Key("dim_reduce", None, _is_path, "a path or None"),
         "weight_load_dir": Key("dim_reduce", None, _is_path, "a path or None"),
@@ -198,9 +198,9 @@ class AutoBoost:
 
         dim_reduce: the network stays; SGD with rate 1, which DimReduce drives, takes the place of the optimizer given,
         whose rate, momentum and decay are dropped (config `"alpha": "lr"` keeps its rate for the residual).
-        Else less_bn:
-        the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which keeps its
-        class, its state and every parameter's weight decay. Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
+        Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
+        keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
+        Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
         adasum and dim_reduce are marked by an attribute of that name on the optimizer, for the train cells.
         """
         if not isinstance(network, nn.Module):
@@ -284,10 +284,13 @@ class AutoBoost:
     # rewriting
 
     def _less_bn(self, network: nn.Module, optimizer: Optimizer) -> nn.Module:
+        before = list(network.parameters())
         network = LessBN(network, self.hyper["fn_flag"], strict=self.faithful)
         parameters = [p for p in network.parameters() if p.requires_grad]
         ParameterProcess().assign_parameter_group(parameters, self.hyper["gradient_split_groups"])
         own = inner(optimizer)
+        if not self.faithful:
+            parameters = _still_trained(own, before, network)
         groups = ParameterProcess.generate_group_params(parameters, own.param_groups)
         if self.faithful:
             groups = [{**group, "decay_by_name": False} if "decay_by_name" in group else group for group in groups]
@@ -313,7 +316,7 @@ class AutoBoost:
             rank_size=size,
             device_number=hyper["device_number"],
         )
-        sgd.dim_reduce_alpha = optimizer.param_groups[0]["lr"] if hyper["alpha"] == "lr" else hyper["alpha"]
+        sgd.dim_reduce_alpha = _rate_of(inner(optimizer)) if hyper["alpha"] == "lr" else hyper["alpha"]
         return sgd
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
@@ -328,6 +331,26 @@ class AutoBoost:
             rule="mindspore" if self.faithful else "modules",
             state="per_group" if self.faithful else "shared",
         )
+
+
+def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer holds without what has left the network, and the factor of a last FC whose weight it holds.
+
+    What the network never had stays (a loss may learn something), and what the user left out stays out.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    here, known = list(network.parameters()), {id(p) for p in held}
+    known |= {id(m.multiplier) for m in network.modules() if isinstance(m, NormalizedLinear) and id(m.weight) in known}
+    elsewhere = {id(p) for p in (*before, *here)}
+    return [p for p in here if id(p) in known] + [p for p in held if id(p) not in elsewhere]
+
+
+def _rate_of(optimizer: Any) -> float:
+    """The learning rate of the first group now; of mpkit's optimizers it may be a schedule."""
+    rate = optimizer.param_groups[0]["lr"]
+    if callable(rate):
+        rate = optimizer.get_lr()
+    return float(rate[0] if isinstance(rate, list) else rate)
 
 
 def _distributed() -> bool:
@@ -348,7 +371,7 @@ def _loaded(config: Any) -> dict[str, Any]:
 
 
 def _known(name: Any, valid: Any, what: str) -> str:
-    if name not in valid:
+    if name not in tuple(valid):  # a list or a dict is no name either, and cannot be looked up
         raise ValueError(f"no {what} {name!r}{_nearest(name, valid)} Valid: {', '.join(valid)}")
     return name
 

@@ -223,10 +223,13 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
             return super().unscale(ctx)
         call(self.hooks, "before_unscale", ctx)
         self.reduce()
+        together = distributed.several_processes()
+        if together:  # an overflow seen by one process moves the scales of all: they must stay the same
+            self.groups.passed.copy_(distributed.agree_((~self.groups.passed).float()) == 0)
         self.group_overflow = self.groups.unscale_and_update_()
         ctx.overflow = overflow = self.group_overflow.any()
         ctx.found_inf = overflow.float()
-        if distributed.several_processes():
+        if together:
             ctx.overflow = overflow = distributed.agree_(ctx.found_inf) != 0
         call(self.hooks, "after_unscale", ctx)
         self._clip()

@@ -130,8 +130,15 @@ class GradientFreeze:
     def freeze_generate(
         self, network: nn.Module, optimizer: Optimizer, *, numpy_seed: int | None = None
     ) -> tuple[nn.Module, FreezeOpt]:
-        """The network as it came, and its optimizer wrapped into a `FreezeOpt` with groups and strategy."""
+        """The network as it came, and its optimizer wrapped into a `FreezeOpt` with groups and strategy.
+
+        What the optimizer holds beside the network's stages, such as the parameters of a loss, is always trained.
+        """
         groups = self.split_parameters_groups(network, self.param_groups)
+        if self.rule == "modules":
+            staged = {id(p) for p in groups[0]}
+            others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in staged]
+            groups = [group + others for group in groups]
         strategy = self.generate_freeze_index_sequence(
             len(groups), self.freeze_type, self.freeze_p, self.total_steps, numpy_seed=numpy_seed
         )
@@ -346,24 +353,28 @@ class FreezeOpt(Optimizer):
         self.step_index = (self.step_index + 1) % length
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the strategy, the strategy itself and the state of every optimizer."""
+        """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
         return {
             "step_index": self.step_index,
+            "steps": self.steps,
             "strategy": list(self.strategy),
             "optimizers": [opt.state_dict() for opt in self.optimizers],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError if it holds another number of optimizers."""
+        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and the state= option."""
         if len(state_dict["optimizers"]) != len(self.optimizers):
             raise ValueError(
                 f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(state_dict['optimizers'])}; "
                 "make it with the same groups and the same state= option"
             )
-        self.strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
-        self.step_index = int(state_dict["step_index"])
+        strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
+        place, length = int(state_dict["step_index"]), len(strategy or self.groups)
+        if not 0 <= place < length:
+            raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
         for opt, state in zip(self.optimizers, state_dict["optimizers"]):
             opt.load_state_dict(state)
+        self.strategy, self.step_index, self.steps = strategy, place, int(state_dict.get("steps", 0))
 
     def _copies(self, strategy: Any) -> list[Optimizer]:
         """One optimizer per group, without state, its listed learning rates split as the original does."""

@@ -68,7 +68,8 @@ def build_train_network(
     Args:
         network, optimizer, loss_fn:  without `loss_fn` the network itself returns the loss.
         level:        "O0", "O1", "O2", "O3" or "auto"; sets the defaults of the keywords below.
-        boost_level:  "O0", or "O1" and "O2" for the boost train cells.
+        boost_level:  "O0", or "O1" and "O2" for the boost train cells; O0 has them too when `boost_config_dict`
+                      switches an algorithm on (in the original O0 does not read it).
         cast_model_type:      torch.float16 (O2, O3) or torch.float32 (O0, O1, auto).
         keep_batchnorm_fp32:  protect the norm layers of a network cast to float16 (True for O2).
         loss_scale_manager:   a manager, or None for no loss scaling. O2 alone has one by default, a new
@@ -141,14 +142,15 @@ def _train_cell(
 
 
 def _boost(level: str, config: dict[str, Any] | None) -> Any:
-    """The AutoBoost of a level, None for O0."""
+    """The AutoBoost of a level and its configuration, None where nothing is asked for."""
     if level not in ("O0", "O1", "O2"):
         raise ValueError(f"boost_level is one of O0, O1, O2 (case matters), got {level!r}")
-    if level == "O0":
+    if level == "O0" and not config:
         return None
-    from mpkit import boost  # upward: only a boost level above O0 needs it
+    from mpkit import boost  # upward: only a boost level above O0 or a configuration needs it
 
-    return boost.AutoBoost(level, config)
+    boosted = boost.AutoBoost(level, config)
+    return boosted if level != "O0" or any(boosted.flags.values()) else None
 
 
 def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[str, Any]) -> None:
