@@ -93,7 +93,7 @@ def check_and_unscale_(
     Raises:  ValueError when every gradient is missing.
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
-    inverse = scale.detach().reciprocal()
+    inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
     if dtype is not None:

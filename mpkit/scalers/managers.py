@@ -13,6 +13,9 @@ from mpkit.policies import STOPS, advance, initial, preset
 
 from .scaler import checked_count, need_flag, need_keys, need_number
 
+# 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
+_DOWN, _UP, _ONE = torch.tensor(2.0**-64), torch.tensor(2.0**64), torch.tensor(1)
+
 
 class LossScaleManager(ABC):
     """What a `Model` asks about loss scaling."""
@@ -208,9 +211,9 @@ class DynamicLossScaleUpdateCell(nn.Module):
         found_inf = overflow.float()
         # torch's kernel refuses growth past the largest float32; moved down by 2^64 (exact) it has room, and moving
         # up again gives the inf that this rule has
-        loss_scale.mul_(2.0**-64)
+        loss_scale.mul_(_DOWN)
         torch._amp_update_scale_(loss_scale, self.streak, found_inf, *self._rule)
-        loss_scale.mul_(2.0**64)
+        loss_scale.mul_(_UP)
         torch.maximum(loss_scale, found_inf, out=loss_scale)  # the floor of 1 holds after an overflow only
-        self.cur_iter.add_(1)
+        self.cur_iter.add_(_ONE)
         return overflow

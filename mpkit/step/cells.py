@@ -130,7 +130,8 @@ class TrainOneStepCell(nn.Module):
             call(self.hooks, "before_backward", ctx)
             backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
         ctx.loss = loss = loss.detach()
-        self.pending = 0 if last else self.pending + 1
+        if self.accumulation_steps > 1:
+            self.pending = 0 if last else self.pending + 1
         call(self.hooks, "after_backward", ctx)
         return loss
 
@@ -225,10 +226,11 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self.register_buffer("scale_sense", scale)
 
     def forward(self, *inputs: Any) -> StepOutcome:
-        ctx = self.context(inputs, self.scale_sense.clone())
+        # only a hook can look at the context after the scale was adjusted in place
+        ctx = self.context(inputs, self.scale_sense.clone() if self.hooks else self.scale_sense)
         loss = self.compute_gradients(ctx)
         if self.pending:
-            return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
+            return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale.clone())
         overflow = self.unscale(ctx)
         call(self.hooks, "before_update", ctx)
         self.update(ctx)
@@ -241,11 +243,13 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     def unscale(self, ctx: StepContext) -> Tensor:
         """Divide the gradients by the scale, check them on all processes, and clip; returns the overflow flag."""
         call(self.hooks, "before_unscale", ctx)
-        self.reduce()
+        several = distributed.several_processes()
+        if several:
+            self.reduce()
         ctx.found_inf = check_and_unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
-        if distributed.several_processes():
+        if several:
             distributed.agree_(ctx.found_inf)
-        ctx.overflow = overflow = ctx.found_inf.to(torch.bool)
+        ctx.overflow = overflow = ctx.found_inf.bool()
         call(self.hooks, "after_unscale", ctx)
         self._clip()
         return overflow

@@ -58,7 +58,9 @@ def backward(loss: Tensor, seed: Tensor, **options: Any) -> None:
     The seed is cast to the loss's dtype first, so a float16 loss with a seed above 65504 starts from inf.
     Source:  MindSpore nn.TrainOneStepWithLossScaleCell (`sens` seeds the gradient).
     """
-    loss.backward(seed.detach().to(loss.dtype).reshape(()), **options)
+    if seed.requires_grad or seed.dtype != loss.dtype or seed.dim():  # most often there is nothing to convert
+        seed = seed.detach().to(loss.dtype).reshape(())
+    loss.backward(seed, **options)
 
 
 def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
