@@ -1,5 +1,6 @@
 """The recorder and its trace: exact counts, true scales, round trips, refusals."""
 
+import copy
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 from mpkit.casting import auto_mixed_precision
 from mpkit.policies import preset
 from mpkit.record import Ranges, Recorder, Trace, exponent_counts
+from mpkit.record.counts import host_counts, total_norm
 from mpkit.record.trace import join
 from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
@@ -36,7 +38,7 @@ def slow_counts(values: np.ndarray) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 65535, 65536, 65537, 200_003])
+@pytest.mark.parametrize("size", [1, 2, 7, 16383, 16385, 262_145])
 def test_counts_equal_a_count_by_frexp(size):
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size, generator=generator) * torch.exp2(torch.randint(-120, 120, (size,), generator=generator))
@@ -60,6 +62,33 @@ def test_edges_of_the_counts():
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert exponent_counts(torch.tensor([1.5, 0.0], dtype=dtype))[0][127] == 1
     assert exponent_counts(torch.empty(0))[0].sum() == 0
+
+
+@pytest.mark.parametrize("highest", [-1, 20])  # below and above 2, where the counting differs
+@pytest.mark.parametrize("factor", [2.0**-10, 2.0**-120, 0.3, 2.0**30, math.inf])
+def test_counts_and_norm_of_a_multiple(highest, factor):
+    generator = torch.Generator().manual_seed(highest)
+    x = torch.randn(20_003, generator=generator) * torch.exp2(
+        torch.randint(-60, highest, (20_003,), generator=generator)
+    )
+    x[::3] = 0
+    counts, zeros, largest, norm = host_counts(x, factor)
+    multiple = (x * factor).numpy()
+    want = slow_counts(multiple)
+    assert {e - 127: n for e, n in enumerate(counts[:255].tolist()) if n} == want
+    assert counts[255] == (~np.isfinite(multiple)).sum()
+    assert counts.sum() + zeros == len(x)
+    np.testing.assert_equal(largest, np.abs(multiple).max())
+    assert norm == pytest.approx(float(x.double().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1.0, 1e25, 3e38])
+def test_the_norm_neither_overflows_nor_vanishes_before_a_value_does(size):
+    x = [torch.full((3,), size), torch.zeros(2), torch.full((1,), -size)]
+    assert total_norm(x) == pytest.approx(2 * float(np.float32(size)), rel=1e-6)
+    assert host_counts(x[0])[3] == pytest.approx(3**0.5 * float(np.float32(size)), rel=1e-6)
+    for bad in (math.inf, math.nan):
+        assert not math.isfinite(total_norm([*x, torch.tensor([bad])]))
 
 
 @pytest.mark.gpu
@@ -300,12 +329,92 @@ def test_a_resumed_run_joins_to_the_uninterrupted_one():
     np.testing.assert_array_equal(join([whole.before(3), whole._where(whole.step >= 3)]).loss, whole.loss)
 
 
-def test_a_recorder_goes_on_counting_after_a_resume():
-    recorder = Recorder(small_network())
-    recorder.index = 41
-    other = Recorder(small_network())
-    other.load_state_dict(recorder.state_dict())
-    assert other.index == 41
+class Run:
+    """A training with two micro-batches per step, its checkpoint and its resume."""
+
+    def __init__(self, every: int = 3) -> None:
+        self.network = auto_mixed_precision(small_network(), "O2")
+        self.scaler = PolicyLossScaler(preset("torch", init_scale=2.0**24, growth_interval=4))
+        optimizer = torch.optim.SGD(self.network.parameters(), 0.1)
+        self.recorder = Recorder(self.network, scaler=self.scaler, every=every, activations=True)
+        self.cell = TrainOneStepWithLossScaleCell(
+            WithLossCell(self.network, nn.CrossEntropyLoss()),
+            optimizer,
+            self.scaler,
+            hooks=[self.recorder],
+            accumulation_steps=2,
+        )
+
+    def calls(self, first: int, last: int) -> Trace:
+        for i in range(first, last):
+            self.cell(*batch(i))
+        return self.recorder.trace()
+
+
+def same_but_time(a: Trace, b: Trace) -> None:
+    for key in ("step", "loss", "scale", "overflow", "lr", "grad_norm"):
+        np.testing.assert_array_equal(getattr(a, key), getattr(b, key))
+    for part in ("gradients", "activations"):
+        one, two = getattr(a, part), getattr(b, part)
+        for key in ("size", "step", "zeros", "nonfinite", "largest"):
+            np.testing.assert_array_equal(getattr(one, key), getattr(two, key))
+        np.testing.assert_array_equal(one.total().sum(), two.total().sum())
+        np.testing.assert_array_equal(one._padded(-126, 254), two._padded(-126, 254))
+
+
+@pytest.mark.parametrize("calls", [10, 13, 14])  # 13: between the two micro-batches of a recorded step
+def test_a_resumed_recording_equals_the_uninterrupted_one(tmp_path, calls):
+    whole = Run().calls(0, 30)
+    before = Run()
+    first = before.calls(0, calls)
+    torch.save(before.cell.state_dict(), tmp_path / "checkpoint.pt")
+    after = Run()
+    after.cell.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    later = after.calls(calls, 30)
+    same_but_time(first + later, whole)
+    assert (np.diff((first + later).seconds) > 0).all()
+    assert later.seconds[0] > first.seconds[-1]
+
+
+def test_going_back_to_a_checkpoint_forgets_the_steps_that_come_again():
+    run, whole = Run(), Run().calls(0, 30)
+    run.calls(0, 14)
+    state = copy.deepcopy(run.cell.state_dict())
+    run.calls(14, 23)
+    run.cell.load_state_dict(state)
+    same_but_time(run.calls(14, 30), whole)
+
+
+def test_a_state_that_no_recorder_made_is_refused():
+    for state in ({}, {"index": -1}, {"index": "3"}, None):
+        with pytest.raises(ValueError, match="index >= 0"):
+            Recorder(small_network()).load_state_dict(state)
+
+
+def test_activations_of_a_copied_network_are_not_those_of_the_run():
+    network = small_network()
+    recorder = Recorder(network, activations=True, format="fp32")
+    x, y = batch()
+    loss = F.cross_entropy(network(x), y)
+    copy.deepcopy(network)(x * 1e6)
+    loss.backward()
+    recorder.record(loss)
+    trace = recorder.trace()
+    assert trace.activations.largest.max() < 100
+    assert trace.activations.counts[0, 0].sum() == 40
+    recorder.record(loss)  # a step in which no module ran: there is nothing to record of activations
+    assert recorder.trace().activations.step.tolist() == [0]
+
+
+def test_complex_gradients_are_counted_as_pairs_of_numbers():
+    weight = nn.Parameter(torch.tensor([1 + 2j, 4j]))
+    network = nn.ParameterList([weight])
+    recorder = Recorder(network)
+    loss = (weight * weight.conj()).real.sum()
+    loss.backward()
+    recorder.record(loss)
+    part = recorder.trace().gradients
+    assert (part.size.tolist(), part.zeros.tolist(), part.largest.tolist()) == ([4], [[1]], [[8.0]])
 
 
 def test_frames_have_one_row_per_step_or_per_step_and_name():
@@ -332,6 +441,10 @@ def test_wrong_arguments_say_what_is_needed():
         Recorder(nn.ReLU())
     with pytest.raises(RuntimeError, match="no parameter has a gradient"):
         Recorder(network).record(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"before \.item\(\); got float"):
+        Recorder(network).record(1.0)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        Recorder(network).record(torch.ones(2))
     cell = DynamicLossScaleUpdateCell(2.0**12, 2, 100)
     with pytest.raises(TypeError, match="record\\(loss, scale="):
         Recorder(network, scaler=cell).record(torch.tensor(1.0))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.policies import ScalePolicy, preset
+from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
 from mpkit.record.trace import LOWEST, Ranges, Trace
 from mpkit.scalers import (
     DynamicLossScaleManager,
@@ -20,47 +23,10 @@ from mpkit.scalers import (
     DynamicLossScaleUpdateCell,
     LossScaleManager,
     LossScaler,
-    check_and_unscale_,
 )
 from mpkit.step import Hook, StepContext
 
-_FIELDS = 256  # exponent fields of float32: 0 holds zeros and subnormals, 255 holds inf and NaN
-_FLUSH = 512  # recorded rows kept on the device before they are copied to the host in one transfer
-_LANES = 8  # neighbours count in different places: a counter that many zeros hit in a row would wait for itself
-_BLOCK = 2**16
-_LANE = torch.arange(_BLOCK, dtype=torch.int16) % _LANES * 2 * _FIELDS + _FIELDS  # both signs have their own counters
-
-
-def exponent_counts(x: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many values of `x` lie in each power of two, without a host read.
-
-    Shapes:  x (*) floating -> (256,) int64 counts by exponent field (entry e + 127 counts 2**e <= |x| < 2**(e+1),
-             entry 255 inf and NaN, entry 0 nothing), () int64 zeros, () float32 largest magnitude. `scratch`, int16 of
-             at least as many values on the same device, saves an allocation.
-    Edges:   |x| < 2**-126, the subnormals of float32, count as zeros.
-
-    >>> counts, zeros, largest = exponent_counts(torch.tensor([0.0, 1.0, 1.5, -3.0]))
-    >>> counts[127:130].tolist(), int(zeros), float(largest)
-    ([2, 1, 0], 1, 3.0)
-    """
-    flat = x.detach().reshape(-1).to(torch.float32)
-    size = flat.numel()
-    if not size:
-        return x.new_zeros(_FIELDS, dtype=torch.int64), x.new_zeros((), dtype=torch.int64), flat.new_zeros(())
-    upper = flat.view(torch.int16)[1::2]  # sign, eight bits of exponent, seven of fraction
-    fields = torch.bitwise_right_shift(upper, 7, out=None if scratch is None else scratch[:size])
-    if flat.device.type == "cpu":
-        whole = size // _BLOCK * _BLOCK
-        fields[:whole].view(-1, _BLOCK).add_(_LANE)
-        fields[whole:].add_(_LANE[: size - whole])
-        counts = torch.bincount(fields, minlength=2 * _LANES * _FIELDS).view(2 * _LANES, _FIELDS).sum(0)
-    else:  # bincount would read the length of its result on the host
-        pieces = (fields & (_FIELDS - 1)).float().split(2**24)  # histc counts in float32: exact up to 2**24
-        counts = torch.stack([torch.histc(p, _FIELDS, 0, _FIELDS).long() for p in pieces]).sum(0)
-    zeros = counts[0].clone()
-    counts[0] = 0
-    low, high = torch.aminmax(flat)
-    return counts, zeros, torch.maximum(-low, high)
+_FLUSH = 512  # steps and recorded rows kept on the device before they are copied to the host in one transfer
 
 
 class Recorder(Hook):
@@ -76,14 +42,14 @@ class Recorder(Hook):
         network:     whose parameters are watched.
         optimizer:   whose learning rate is recorded (None: NaN; a training step brings its own).
         scaler:      a `torch.amp.GradScaler`, an mpkit scaler or update cell, or None where nothing scales the loss.
-        every:       steps between two histograms (>= 1); loss, scale and overflow are recorded in every step.
+        every:       steps between two histograms (>= 1); all else is recorded in every step.
         by:          "parameter", or "module" to add up the parameters of a module.
         activations: also record the outputs of the modules without children, from their training forward passes.
         format:      the format that the scaled gradients had to fit into; "fp32" if nothing ran in a low precision.
         meta:        anything JSON can hold, kept in the trace.
     Raises:  TypeError, ValueError for wrong arguments; `record` raises RuntimeError when there is no gradient.
-    Edges:   nothing is read on the host in a step; every 512 histograms are copied to it at once. Sparse gradients
-             count their missing rows as zeros.
+    Edges:   nothing of a GPU is read on the host in a step; 512 steps are copied to it at once. Sparse gradients count
+             their missing rows as zeros, complex ones their real and imaginary parts.
     """
 
     def __init__(
@@ -109,12 +75,12 @@ class Recorder(Hook):
         self.meta = dict(meta or {})
         self.index = 0
         self._groups = _groups(network, by)
-        self._scalars: list[dict[str, Any]] = []
+        self._steps = _Table()
         self._gradients = _Rows(tuple(self._groups))
         self._activations: _Rows | None = None
         self._handles: list[Any] = []
-        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
-        self._scratch: Tensor | None = None
+        self._seen: dict[str, Part] = {}
+        self._scratch = new_scratch()
         self._start = time.perf_counter()
         self._policy = _policy_of(scaler)
         if activations:
@@ -124,11 +90,16 @@ class Recorder(Hook):
         """Record one step: call it when all gradients are there and before the optimizer (and the scaler) steps.
 
         Args:
-            loss:      the unscaled loss.
+            loss:      the unscaled loss, one number.
             scale:     what the loss was multiplied by; None asks the scaler (1 without one).
             unscaled:  whether the gradients were divided by the scale already. None asks the GradScaler, which knows
                        whether `scaler.unscale_(optimizer)` was called; without one they count as still scaled.
+        Raises:  TypeError, ValueError for a loss that is not one number, or a scaler that cannot tell its scale.
         """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            kind = ValueError if isinstance(loss, Tensor) else TypeError
+            raise kind(f"record needs the loss as a tensor of one element, before .item(); got {what}")
         scale = _scale_of(self.scaler) if scale is None else scale
         if unscaled is None:
             unscaled = _was_unscaled(self.scaler, self.optimizer)
@@ -145,19 +116,10 @@ class Recorder(Hook):
 
     def trace(self) -> Trace:
         """Everything recorded so far."""
-        table = self._scalars
-        loss, scale, overflow, lr, norm = (
-            _host([row[key] for row in table]) for key in ("loss", "scale", "overflow", "lr", "grad_norm")
-        )
         policy = {} if self._policy is None else {"policy": dataclasses.asdict(self._policy)}
+        columns: dict[str, Any] = self._steps.columns()
         return Trace(
-            step=np.array([row["step"] for row in table], dtype=np.int64),
-            loss=loss,
-            scale=scale,
-            overflow=overflow.astype(bool),
-            lr=lr,
-            grad_norm=norm,
-            seconds=np.array([row["seconds"] for row in table], dtype=np.float64),
+            **columns,
             gradients=self._gradients.ranges(),
             activations=None if self._activations is None else self._activations.ranges(),
             format=self.format,
@@ -171,93 +133,139 @@ class Recorder(Hook):
         self._handles.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed recording needs: the next step's index."""
-        return {"index": self.index}
+        """What a resumed recording needs to go on as if nothing had happened; what was recorded stays in `trace()`.
+
+        Holds the next step's index (and with it the phase of `every`), the seconds so far, and the activations of
+        micro-batches whose step has not come yet.
+        """
+        seen = {name: (torch.as_tensor(c), int(z), float(m), n) for name, (c, z, m, n) in self._seen.items()}
+        return {"index": self.index, "seconds": self._seconds(), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting where the saved recorder stopped; join the traces with `first + second`."""
-        self.index = int(state["index"])
+        """Go on where the saved recorder stopped; join the traces with `first + second`.
+
+        Steps that this recorder holds already and that will now be trained again are forgotten.
+        Raises:  ValueError for what `state_dict` did not make.
+        """
+        index = state.get("index") if isinstance(state, Mapping) else None
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise ValueError(f"a recorder's state has an index >= 0, got {state!r}; use what state_dict() returned")
+        self.index = index
+        self._start = time.perf_counter() - float(state.get("seconds", 0.0))
+        device = next(iter(self._groups.values()))[0].device
+        self._seen = {name: _moved(part, device) for name, part in state.get("seen", {}).items()}
+        self._steps.forget(index)
+        for rows in (self._gradients, self._activations):
+            if rows is not None:
+                rows.forget(index)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._start
 
     def _record(
         self, loss: Tensor, scale: float | Tensor, unscaled: bool, overflow: Tensor | None, optimizer: Any
     ) -> None:
         with torch.no_grad():
-            present = [p.grad for group in self._groups.values() for p in group if p.grad is not None]
+            present = [_values(p.grad) for group in self._groups.values() for p in group if p.grad is not None]
             if not present:
                 raise RuntimeError(
                     "no parameter has a gradient: call record after loss.backward() and before zero_grad()"
                 )
-            norm: Any = float("nan")
+            kept = _kept(scale)
+            factor = None if unscaled else _reciprocal(kept)
+            norm: Any = math.nan
             if self._due():
-                factor = None if unscaled else _reciprocal(scale)
-                norm, found = self._record_gradients(factor)
-                overflow = found if overflow is None else overflow
+                norm = self._record_histograms(factor)
             elif overflow is None:
-                # the fused kernel is five times faster than any other check, and times 1 changes nothing
-                one = torch.ones((), device=present[0].device)
-                overflow = check_and_unscale_([_values(g) for g in present], one) != 0
-            self._scalars.append(
-                {
-                    "step": self.index,
-                    "loss": loss.detach().clone(),
-                    "scale": scale.detach().clone() if isinstance(scale, Tensor) else float(scale),
-                    "overflow": overflow,
-                    "lr": _lr_of(optimizer),
-                    "grad_norm": norm,
-                    "seconds": time.perf_counter() - self._start,
-                }
-            )
+                norm = total_norm(present)
+            found: Any = overflow
+            if overflow is None:
+                found = ~norm.isfinite() if isinstance(norm, Tensor) else not math.isfinite(norm)
+            norm = norm if factor is None else norm * factor
+            lr = _lr_of(optimizer)
+            self._steps.append((self.index, _kept(loss), kept, _kept(found), _kept(lr), _kept(norm), self._seconds()))
         self.index += 1
 
     def _due(self) -> bool:
         return self.index % self.every == 0
 
-    def _record_gradients(self, factor: float | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Histograms of all gradients times `factor`; -> () norm of all, () bool: something was not finite."""
-        rows, squares = [], []
+    def _record_histograms(self, factor: float | Tensor | None) -> float | Tensor:
+        """Histograms of gradients times `factor`, and of the activations seen; -> norm of the gradients as they are."""
+        rows, norms = [], []
         for group in self._groups.values():
             parts = []
             for p in group:
                 if p.grad is None:
                     continue
                 values = _values(p.grad).reshape(-1).float()
-                values = values if factor is None else values * factor
-                counts, zeros, largest = exponent_counts(values, self._scratch_for(values))
-                parts.append((counts, zeros + (p.grad.numel() - values.numel()), largest, p.grad.numel()))
-                squares.append(torch.linalg.vector_norm(values))
+                counts, zeros, largest, norm = self._counts(values, factor)
+                norms.append(norm)
+                size = p.grad.numel() * (2 if p.grad.is_complex() else 1)
+                parts.append((counts, zeros + (size - values.numel()), largest, size))
             rows.append(_added(parts))
         self._gradients.append(self.index, rows)
         if self._activations is not None:
             self._activations.append(self.index, [self._seen.get(name) for name in self._activations.names])
             self._seen = {}
-        nonfinite = torch.stack([row[0][_FIELDS - 1] for row in rows if row is not None])
-        return torch.linalg.vector_norm(torch.stack(squares)), nonfinite.sum() > 0
+        return torch.linalg.vector_norm(torch.stack(norms)) if isinstance(norms[0], Tensor) else math.hypot(*norms)
 
-    def _scratch_for(self, values: Tensor) -> Tensor:
-        """Memory that is kept between steps: fresh memory would cost a page fault per 4 kB."""
-        if self._scratch is None or self._scratch.numel() < values.numel() or self._scratch.device != values.device:
-            self._scratch = torch.empty(values.numel(), dtype=torch.int16, device=values.device)
-        return self._scratch
+    def _counts(self, values: Tensor, factor: float | Tensor | None) -> tuple[Any, Any, Any, Any]:
+        if values.device.type == "cpu" and not isinstance(factor, Tensor):
+            return host_counts(values, factor, self._scratch)
+        return *exponent_counts(values if factor is None else values * factor), total_norm([values])
 
     def _watch_activations(self) -> None:
         leaves = {name: m for name, m in self.network.named_modules() if name and not any(True for _ in m.children())}
         self._activations = _Rows(tuple(leaves))
         for name, module in leaves.items():
-            self._handles.append(module.register_forward_hook(self._activation_hook(name)))
+            self._handles.append(module.register_forward_hook(self._activation_hook(name, module)))
 
-    def _activation_hook(self, name: str) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _activation_hook(self, name: str, watched: nn.Module) -> Any:
+        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if module is not watched:  # a copy of the network carries the hook along
+                return
             if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
                 seen = self._seen.get(name)
                 with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
-                    new = (*exponent_counts(output), output.numel())
+                    flat = output.detach().reshape(-1).float()
+                    new = (*self._counts(flat, None)[:3], flat.numel())
                 self._seen[name] = new if seen is None else _added([seen, new])  # type: ignore[assignment]
 
         return hook
 
 
-Part = tuple[Tensor, Tensor, Tensor, int]
-"""Counts (256,), zeros (), largest (), and how many values they describe."""
+Part = tuple[Any, Any, Any, int]
+"""Counts (256,), zeros (), largest (), and how many values they describe: numpy's on the CPU, else tensors."""
+
+
+class _Table:
+    """What is recorded in every step: numbers, and tensors that stay on their device for up to 512 steps."""
+
+    names = ("step", "loss", "scale", "overflow", "lr", "grad_norm", "seconds")
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Any, ...]] = []
+        self.done: list[np.ndarray] = [np.zeros((0, len(self.names)))]
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        self.waiting.append(row)
+        if len(self.waiting) >= _FLUSH:
+            self._flush()
+
+    def _flush(self) -> None:
+        self.done.append(_host([v for row in self.waiting for v in row]).reshape(-1, len(self.names)))
+        self.waiting.clear()
+
+    def forget(self, step: int) -> None:
+        """Drop that step and later ones."""
+        self._flush()
+        self.done = [block[block[:, 0] < step] for block in self.done]
+
+    def columns(self) -> dict[str, np.ndarray]:
+        self._flush()
+        self.done = [np.concatenate(self.done)]
+        columns = dict(zip(self.names, self.done[0].T.copy()))
+        return columns | {"step": columns["step"].astype(np.int64), "overflow": columns["overflow"].astype(bool)}
 
 
 class _Rows:
@@ -267,34 +275,49 @@ class _Rows:
         self.names = names
         self.size = np.zeros(len(names), dtype=np.int64)
         self.steps: list[int] = []
-        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.waiting: list[tuple[Any, Any, Any]] = []
         self.done: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def append(self, step: int, parts: list[Part | None]) -> None:
-        like = next(part for part in parts if part is not None)
-        nothing = (torch.zeros_like(like[0]), torch.zeros_like(like[1]), torch.zeros_like(like[2]))
-        full = [nothing if part is None else part[:3] for part in parts]
-        self.size = np.maximum(self.size, [0 if part is None else part[3] for part in parts])
+        like = next((part for part in parts if part is not None), None)
+        if like is None:
+            return
+        nothing = None if None not in parts else (like[0] * 0, like[1] * 0, like[0][0] * 0.0, 0)
+        counts, zeros, largest, sizes = zip(*(nothing if part is None else part for part in parts))
+        self.size = np.maximum(self.size, sizes)
         self.steps.append(step)
-        counts, zeros, largest = zip(*full)
-        self.waiting.append((torch.stack(counts).int(), torch.stack(zeros), torch.stack(largest)))
+        if isinstance(like[0], Tensor):
+            self.waiting.append((torch.stack(counts).int(), torch.stack(zeros), torch.stack(largest)))
+        else:
+            self.waiting.append((np.stack(counts).astype(np.uint32), np.array(zeros), np.array(largest, np.float32)))
         if len(self.waiting) >= _FLUSH:
             self._flush()
 
     def _flush(self) -> None:
         if self.waiting:
-            counts, zeros, largest = (torch.stack(column).cpu().numpy() for column in zip(*self.waiting))
-            self.done.append((counts.astype(np.uint32), zeros, largest))
+            counts, zeros, largest = (
+                torch.stack(column).cpu().numpy() if isinstance(column[0], Tensor) else np.stack(column)
+                for column in zip(*self.waiting)
+            )
+            self.done.append((counts.astype(np.uint32, copy=False), zeros, largest))
             self.waiting.clear()
+
+    def forget(self, step: int) -> None:
+        """Drop that step and later ones."""
+        self._flush()
+        keep = sum(s < step for s in self.steps)
+        if self.done:
+            self.done = [tuple(np.concatenate(column)[:keep] for column in zip(*self.done))]  # type: ignore[list-item]
+        del self.steps[keep:]
 
     def ranges(self) -> Ranges:
         self._flush()
         if not self.done:
             none = np.zeros((0, len(self.names)))
-            counts, zeros, largest = none.astype(np.uint32)[:, :, None].repeat(_FIELDS, 2), none, none
+            counts, zeros, largest = none.astype(np.uint32)[:, :, None].repeat(FIELDS, 2), none, none
         else:
             counts, zeros, largest = (np.concatenate(column) for column in zip(*self.done))
-        occupied = np.flatnonzero(counts[:, :, : _FIELDS - 1].any(axis=(0, 1)))
+        occupied = np.flatnonzero(counts[:, :, : FIELDS - 1].any(axis=(0, 1)))
         first, end = (int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else (127, 128)
         return Ranges(
             names=self.names,
@@ -303,7 +326,7 @@ class _Rows:
             lowest=first - 1 + LOWEST,
             counts=np.ascontiguousarray(counts[:, :, first:end]),
             zeros=zeros.astype(np.int64),
-            nonfinite=counts[:, :, _FIELDS - 1].astype(np.int64),
+            nonfinite=counts[:, :, FIELDS - 1].astype(np.int64),
             largest=largest.astype(np.float32),
         )
 
@@ -320,7 +343,9 @@ def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    """The stored values of a gradient as real numbers."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values.resolve_neg()
 
 
 def _added(parts: list[Part]) -> Part | None:
@@ -328,26 +353,48 @@ def _added(parts: list[Part]) -> Part | None:
     if len(parts) < 2:
         return parts[0] if parts else None
     counts, zeros, largest, sizes = zip(*parts)
-    return torch.stack(counts).sum(0), torch.stack(zeros).sum(), torch.stack(largest).amax(), sum(sizes)
+    larger = torch.maximum if isinstance(largest[0], Tensor) else np.maximum
+    return sum(counts), sum(zeros), reduce(larger, largest), sum(sizes)
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    """A saved part as parts are on that device."""
+    counts, zeros, largest, size = part
+    if device.type == "cpu":
+        return counts.numpy(force=True), zeros, np.float32(largest), size
+    return counts.to(device), torch.tensor(zeros, device=device), torch.tensor(largest, device=device), size
+
+
+def _kept(value: Any) -> float | Tensor:
+    """A number as it is now: of a tensor on a GPU a copy that stays there."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu":
+        return value.detach().clone()
+    return (value.double() if value.dtype == torch.bfloat16 else value).numpy(force=True).item()
 
 
 def _host(values: list[Any]) -> np.ndarray:
-    """(N,) float64 from numbers and tensors of one element, with one transfer for all tensors."""
-    tensors = [v.reshape(()).double() for v in values if isinstance(v, Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else [])
-    return np.array([next(read) if isinstance(v, Tensor) else float(v) for v in values], dtype=np.float64)
+    """(N,) float64 from numbers and tensors of one element, with one transfer per kind of tensor."""
+    kinds: dict[Any, list[int]] = {}
+    for i, v in enumerate(values):
+        if isinstance(v, Tensor):
+            kinds.setdefault((v.dtype, v.device), []).append(i)
+    found = np.array([0.0 if isinstance(v, Tensor) else v for v in values] if kinds else values, dtype=np.float64)
+    for places in kinds.values():
+        found[places] = torch.stack([values[i].reshape(()) for i in places]).double().numpy(force=True)
+    return found
 
 
 def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
     """What unscales a gradient; None where nothing was scaled."""
     if isinstance(scale, Tensor):
-        return scale.detach().float().reciprocal().reshape(())
-    return None if scale == 1 else 1.0 / scale
+        return scale.float().reciprocal().reshape(())
+    return None if scale == 1 else 1.0 / scale if scale else math.inf
 
 
 def _lr_of(optimizer: Any) -> Any:
-    lr = optimizer.param_groups[0].get("lr", float("nan")) if optimizer is not None else float("nan")
-    return lr.detach().clone() if isinstance(lr, Tensor) else float(lr)
+    return optimizer.param_groups[0].get("lr", math.nan) if optimizer is not None else math.nan
 
 
 def _scale_of(scaler: Any) -> Any:

@@ -240,7 +240,8 @@ class Trace:
         if not len(later):
             return self
         first = self.before(int(later.step[0]))
-        offset = first.seconds[-1] if len(first) else 0.0
+        # a resumed recorder goes on with its clock, a new one starts from zero
+        offset = first.seconds[-1] if len(first) and later.seconds[0] <= first.seconds[-1] else 0.0
         columns: dict[str, Any] = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in _SCALARS}
         columns["seconds"] = np.concatenate([first.seconds, later.seconds + offset])
         seen = None
