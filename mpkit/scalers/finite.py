@@ -38,39 +38,26 @@ def all_finite(tensors: Sequence[Tensor | None]) -> Tensor:
     if not present:
         raise ValueError(f"all_finite needs at least one tensor; {_NO_GRADIENTS}")
     home = present[0].device
-    dense = [_values(t) for t in present if t.is_floating_point() or t.is_complex()]
-    probes = [probe.to(home, torch.float64) for probe in _probes([t for t in dense if t.numel()])]
-    if not probes:
-        return torch.ones((), dtype=torch.bool, device=home)
-    return torch.stack(probes).isfinite().all()
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for values in (_values(t) for t in present if t.is_floating_point() or t.is_complex()):
+        if values.numel():
+            groups.setdefault((values.device, values.dtype), []).append(values)
+    answers = [torch.stack(_extremes(group)).isfinite().all().to(home) for group in groups.values()]
+    return torch.stack(answers).all() if answers else torch.ones((), dtype=torch.bool, device=home)
 
 
 def _values(t: Tensor) -> Tensor:
     """What of a tensor can be non-finite: the summed values of a sparse one, real and imaginary parts of a complex."""
     t = t.coalesce().values() if t.is_sparse else t
-    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+    return t.float() if t.dtype.itemsize == 1 else t  # 8-bit formats have no reductions of their own
 
 
-def _probes(dense: list[Tensor]) -> list[Tensor]:
-    """0-d tensors that are finite exactly when all of `dense` is."""
-    on_gpu: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    probes = []
-    for t in dense:
-        if t.device.type == "cpu":
-            probes.append(_probe(t))
-        else:
-            on_gpu.setdefault((t.device, t.dtype), []).append(t)
-    for group in on_gpu.values():
-        probes.extend(torch._foreach_norm(group, math.inf))  # a maximum: cannot overflow, keeps NaN
-    return probes
-
-
-def _probe(t: Tensor) -> Tensor:
-    """The sum, in a type that no number of finite terms can overflow; float64 itself has none: its extremes."""
-    if t.dtype == torch.float64:
-        low, high = t.aminmax()
-        return low * 0 + high * 0
-    return t.sum(dtype=torch.float32 if t.dtype == torch.float16 else torch.float64)
+def _extremes(group: list[Tensor]) -> list[Tensor]:
+    """0-d tensors that are finite exactly when all of `group` is: extremes cannot overflow, and keep a NaN."""
+    if group[0].device.type == "cpu":
+        return [extreme for t in group for extreme in t.aminmax()]
+    return list(torch._foreach_norm(group, math.inf))
 
 
 def check_and_unscale_(
