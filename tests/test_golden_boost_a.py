@@ -28,7 +28,7 @@ from mpkit.boost import (
 )
 from mpkit.boost.grad_centralization import centralize_gradients
 from mpkit.boost.grad_freeze import split_learning_rates
-from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.boost.less_bn import EPSILON, NormalizedLinear
 from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.schedules import ListedLR
 
@@ -47,6 +47,11 @@ def cases(stem: str, *keys: str) -> list[Any]:
             entries = entries if isinstance(entries, list) else [entries]
             found += [pytest.param(content, c, id=f"{name}-{'-'.join(keys)}-{i}") for i, c in enumerate(entries)]
     return found
+
+
+def files_with(stem: str, key: str) -> list[str]:
+    """The files whose name starts with `stem` that have `key`."""
+    return [name for name, content in FILES.items() if name.startswith(stem) and key in content]
 
 
 def tensor(values: Any) -> Tensor:
@@ -182,7 +187,7 @@ def module_of(entries: list[dict[str, Any]]) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["plain", "fn"])
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("grad_centralization")])
+@pytest.mark.parametrize("name", files_with("grad_centralization", "grouping"))
 def test_centralized_groups_are_the_recorded_ones(name: str, kind: str) -> None:
     case = FILES[name]["grouping"][kind]
     net = module_of(case["params"])
@@ -256,6 +261,7 @@ def test_centralized_training_follows_the_recorded_weights(_content: Any, case: 
 
 @pytest.mark.parametrize(("content", "case"), cases("normalized_fc", "cases"))
 def test_the_normalised_layer_and_its_gradients_are_the_recorded_ones(content: Any, case: dict[str, Any]) -> None:
+    assert content["epsilon"] == EPSILON
     out_features, in_features = np.shape(case["weight"])
     layer = NormalizedLinear(in_features, out_features, bias=case["has_bias"])
     state = {"weight": case["weight"], "multiplier": case["multiplier"], "bias": case["bias"]}
@@ -300,7 +306,7 @@ class Conversions(nn.Module):
 
 
 @pytest.mark.parametrize("fn_flag", [True, False])
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("normalized_fc")])
+@pytest.mark.parametrize("name", files_with("normalized_fc", "conversion"))
 def test_strict_converts_the_recorded_layers_and_the_default_only_the_last(name: str, fn_flag: bool) -> None:
     case = FILES[name]["conversion"]
     kinds = {"Linear": "Dense", "NormalizedLinear": "CommonHeadLastFN", "Sequential": "SequentialCell", "Body": "Sub"}
@@ -395,6 +401,7 @@ def test_listed_rates_are_split_as_recorded(_content: Any, case: dict[str, Any])
     frozen = FreezeOpt(opt, members, torch.tensor(strategy, dtype=torch.int32), state="per_group")
     got = [list(o.param_groups[0]["lr"].values) for o in frozen.optimizers]
     assert got == case["group_init_lr"] == split_learning_rates(rates, strategy, groups)
+    assert got == [part or rates for part in case["dynamic"]]  # who gets none gets all
     assert isinstance(opt.param_groups[0]["lr"], ListedLR)
 
 
@@ -463,11 +470,13 @@ def test_special_configurations_resolve_as_recorded(_content: Any, case: dict[st
     check_config(case, config)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("autoboost_config")])
+@pytest.mark.parametrize("name", files_with("autoboost_config", "traps"))
 def test_no_instance_sees_what_an_earlier_one_was_told(name: str) -> None:
     """The original is one instance per process and edits its level table (`traps`)."""
-    trap = FILES[name]["traps"]["first"]
-    AutoBoost(trap["level_in"], trap["config"])
+    traps = FILES[name]["traps"]
+    check_config(traps["first"], traps["first"]["config"])
+    later = traps["second_call_ignored"]
+    assert AutoBoost(later["level_in"], later["config"], faithful=True).level == later["level_in"]
     with pytest.raises(ValueError, match="mode"):
         AutoBoost("O1", {"boost": {"mode": "AUTO"}})
     for level, on in (("O0", 0), ("O1", 2), ("O2", 3)):
@@ -527,6 +536,8 @@ def test_processing_rewrites_network_and_optimizer_as_recorded(_content: Any, ca
     kind = type(processed_optimizer)
     assert kind.__name__ == case["optimizer_type"]
     assert getattr(processed_optimizer, "adasum", False) == case["adasum_attr"]
+    if case["same_optimizer"]:
+        assert processed_optimizer is optimizer
     if isinstance(processed_optimizer, FreezeOpt):
         assert [int(v > 0) for v in processed_optimizer.strategy] == [int(v > 0) for v in case["strategy"]]
     opts: Any = getattr(processed_optimizer, "optimizers", [processed_optimizer])
@@ -579,7 +590,7 @@ def test_empty_user_groups_are_dropped(_content: Any, case: dict[str, Any]) -> N
         assert all(group["params"] for group in opt.param_groups)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("auto_process")])
+@pytest.mark.parametrize("name", files_with("auto_process", "lars"))
 def test_lars_is_processed_through_the_optimizer_inside(name: str) -> None:
     recorded = FILES[name]["lars"]
     net, named = processed(FILES[name]["cases"][0])
@@ -626,7 +637,8 @@ def test_the_train_cell_follows_the_recorded_weights(_content: Any, case: dict[s
 
 @pytest.mark.parametrize(("content", "case"), cases("train_cells", "accumulation"))
 def test_the_train_cell_accumulates_as_recorded(content: dict[str, Any], case: dict[str, Any]) -> None:
-    net, hyper = Tanh(case["w0"]), content["plain"][0]["optimizer"]
+    hyper = next((c["optimizer"] for c in content.get("plain", [])), {"lr": 0.05, "momentum": 0.9})  # README's
+    net = Tanh(case["w0"])
     config = {"boost": {"mode": "manual", "less_bn": False, "grad_accumulation": case["use_grad_accumulation"]}}
     boost = AutoBoost("O0", {**config, "grad_accumulation": {"grad_accumulation_step": case["k"]}})
     cell = BoostTrainOneStepCell(
@@ -827,7 +839,7 @@ def test_strict_removes_exactly_the_recorded_batch_norms(_content: Any, case: di
         assert sorted(report.kept) == sorted(recorded["kept"])
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n.startswith("less_bn_pass")])
+@pytest.mark.parametrize("name", files_with("less_bn_pass", "pynative"))
 def test_eager_mode_removes_what_the_original_leaves(name: str) -> None:
     """The original's pass runs in compiled graphs only (`pynative`); there is one mode here."""
     assert FILES[name]["pynative"]["removed"] == []
@@ -858,9 +870,9 @@ def test_logits_and_one_step_without_the_norms_are_the_recorded_ones(_content: A
     x, labels = tensor(case["x"]), torch.tensor(case["labels"])
     close(net(x), case["eval_logits"], 5e-6)
     net.train()
-    cell = BoostTrainOneStepCell(
-        nn.Sequential(net, CrossEntropy(labels)), optimizers.Momentum(net.parameters(), 0.1, 0.9)
-    )
+    hyper = case["optimizer"]
+    momentum = optimizers.Momentum(net.parameters(), hyper["lr"], hyper["momentum"])
+    cell = BoostTrainOneStepCell(nn.Sequential(net, CrossEntropy(labels)), momentum)
     close(cell(x).loss, case["train_loss"], 5e-6)
     after, got = torch_state(case["params_after_step"]), net.state_dict()
     gone = {name for name in after if name not in got}

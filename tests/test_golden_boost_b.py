@@ -13,6 +13,7 @@ import torch
 from support import golden_files, load
 from torch import Tensor, nn
 
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.boost.adasum import adasum, adasum_coefficients, adasum_enabled, adasum_pair, halves
 from mpkit.boost.dim_reduce import DimReduce, pca_matrix, prepare_pca, read_pca_rows, write_pca_files
 from mpkit.boost.grad_accumulation import GradientAccumulation
@@ -188,6 +189,8 @@ def test_components_equal_the_recorded_ones(
     data = np.array(case["data"])
     generator = np.random.RandomState(case["numpy_seed"])
     got = pca_matrix(data, case["n_component"], method=method, generator=generator)
+    assert data.shape == (case["n_samples"], case["n_features"])
+    assert case["last_component_is_noise"] == (case["n_component"] == len(data))
     real = case["n_component"] - case["last_component_is_noise"]
     np.testing.assert_allclose(got[:real], np.array(case[method])[:real], rtol=1e-9, atol=1e-9)  # signs too
     np.testing.assert_allclose(got @ got.T, np.eye(len(got)), atol=1e-12)
@@ -260,8 +263,12 @@ def test_dimension_reduced_training_follows_the_recorded_steps(content: dict[str
         loss = tensor(step["loss"])
         returned = reduce(loss, tensors(step["grad"]), None, None, *batch)
         assert returned.item() == loss.item()
+        close(returned, step["returned"], 0)
         close(reduce.search.projection, step["gk"], 2e-4)
         close(reduce.search.direction, step["dk"], 2e-4)
+        close(-(tensor(step["bk_used"]) @ tensor(step["gk"])), step["dk"], 2e-4)
+        if step["found"]:
+            close(reduce.inverse_hessian, step["bk_used"], 2e-3)
         assert reduce.search.accepted == step["found"]
         assert np.float32(reduce.search.rho) == np.float32(step["rho"])
         for key, state in (("sk", reduce.last_move), ("gk_last", reduce.last_projection)):
@@ -276,35 +283,40 @@ def test_dimension_reduced_training_follows_the_recorded_steps(content: dict[str
         fill(net, step["weights"])
 
 
-PIPELINES = [pytest.param(c, id=n) for n, c in FILES.items() if n.startswith("dim_reduce_pipeline")]
+PIPELINES = [
+    pytest.param(c["pipeline"], id=n)
+    for n, c in FILES.items()
+    if n.startswith("dim_reduce_pipeline") and "pipeline" in c
+]
 
 
-@pytest.mark.parametrize("content", PIPELINES)
-def test_checkpoints_become_components_and_components_train(content: dict[str, Any], tmp_path: Path) -> None:
-    run = content["pipeline"]
+@pytest.mark.parametrize("run", PIPELINES)
+def test_checkpoints_become_components_and_components_train(run: dict[str, Any], tmp_path: Path) -> None:
     names = run["param_names"]
     net = tanh_mlp([len(run["w0"][names[0]][0]), *(len(run["w0"][n]) for n in names if n.endswith("bias"))])
     shapes = dict(net.named_parameters())
     for i, row in enumerate(run["checkpoints_flat"]):
         parts = tensor(row).split([p.numel() for p in shapes.values()])
         torch.save({n: part.view_as(p) for (n, p), part in zip(shapes.items(), parts)}, tmp_path / f"{i:03d}.ckpt")
-    rows = prepare_pca(net, run["n_components"], weight_load_dir=tmp_path, timeout=1.0)
-    assert {f.name for f in tmp_path.iterdir() if f.suffix != ".ckpt"} == set(run["files"])
-    want = np.array(run["pca_mat"])
-    signs = np.sign((rows * want).sum(axis=1))
-    np.testing.assert_allclose(rows * signs[:, None], want, rtol=2e-4, atol=2e-4)
+    settings = {**run["hyper"], "n_components": run["n_components"], "weight_load_dir": tmp_path, "timeout": 1}
+    boost = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings})
 
-    cell = WithMeanSquare(net)
-    fill(cell, [run["w0"][name] for name in names])
-    reduce = reducer(cell, rows, run["hyper"])
+    same, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    assert (same is net) == run["network_unchanged"]
+    assert type(optimizer).__name__ == run["optimizer_type"]
+    assert getattr(optimizer, "dim_reduce", False) == run["dim_reduce_attr"]
+    assert {f.name for f in tmp_path.iterdir() if f.suffix != ".ckpt"} == set(run["files"])
+    cell = BoostTrainOneStepCell(WithMeanSquare(net), optimizer, boost=boost)
+    assert cell.dim_reduce is not None
+    rows, want = cell.dim_reduce.pca.double(), double(run["pca_mat"])
+    close(rows * (rows * want).sum(1, keepdim=True).sign(), run["pca_mat"], 2e-4)
+
+    fill(net, [run["w0"][name] for name in names])
     batch = tensor(run["x"]), tensor(run["y"])
     for loss_wanted, weights in zip(run["losses"], run["weights"]):
-        cell.zero_grad()
-        loss = cell(*batch)
-        loss.backward()
-        reduce(loss.detach(), [p.grad for p in cell.parameters()], None, None, *batch)
-        close(loss.detach(), loss_wanted, 2e-4)
-        for p, name in zip(cell.parameters(), names):
+        close(cell(*batch).loss, loss_wanted, 2e-4)
+        for p, name in zip(net.parameters(), names):
             close(p.detach(), weights[next(key for key in weights if key.endswith(name))], 2e-4)
 
 
