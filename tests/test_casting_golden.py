@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import array, golden_files, load
+from support import GOLDEN, array, golden_files, load
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision
@@ -141,4 +141,6 @@ def test_running_statistics_stay_float32_and_follow_the_framework(golden: dict[s
 
 
 def test_there_is_golden_data() -> None:
-    assert CASES
+    assert CASES, (
+        f"no file with layers in {GOLDEN}/mindspore-amp; MPKIT_GOLDEN names the folder that holds mindspore-amp"
+    )
