@@ -63,6 +63,16 @@ def test_a_release_has_no_solution_no_hidden_test_and_no_output(source):
     )
 
 
+def test_a_release_imports_nothing_that_only_its_hidden_tests_use(source):
+    code = "\n".join(c.source for c in labs.release(source).cells if c.cell_type == "code")
+    text = "\n".join(c.source for c in labs.release(source).cells)
+    for line in re.findall(r"^(?:from \S+ )?import .+$", code, re.M):
+        for name in re.findall(r"\w+", line.split(" as ")[-1].split("import")[-1]):
+            assert len(re.findall(rf"\b{name}\b", text)) > 1, (
+                f"{name} is imported for a hidden test: it gives the answer away"
+            )
+
+
 def test_nbgrader_makes_the_same_release(source):
     preprocessors = pytest.importorskip("nbgrader.preprocessors", reason="nbgrader is the extra `course`")
     theirs = nbformat.from_dict(source)
@@ -104,6 +114,7 @@ WRONG = {
             {"visible", "hidden"},
         ),
         "q5": (("15 - (top + 1)", "14 - (top + 1)"), {"hidden"}),  # one power too small
+        "q6": ((".astype(int).max()", ".astype(int).min()"), {"hidden2"}),  # the smallest window, not the largest
     },
     "lab04": {
         "q1": (("range(1, grad.ndim)", "range(0, grad.ndim)"), {"visible", "hidden"}),  # one mean for everything
