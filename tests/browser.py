@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import ROOT
+from playwright.sync_api import Error as PlaywrightError
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
+from support import ROOT, SECOND_TRY
 
 NOTEBOOKS = sorted(p.relative_to(ROOT / "notebooks").as_posix() for p in (ROOT / "notebooks").rglob("[0-9l]*.ipynb"))
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
@@ -51,8 +54,9 @@ OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) 
   pictures: [...cell.querySelectorAll('.jp-OutputArea img')].map((e) => e.getAttribute('alt') || ''),
 })).filter((cell) => cell.controls.length || cell.pictures.length)"""
 
-# Everything a reader sees of a cell's view (pictures, status line, table), as one short hash.
-SIGHT = """window.__sight = (index) => {
+# Everything a reader sees of a cell's view (pictures, status line, table), as one short hash; when a key went down.
+SIGHT = """addEventListener('keydown', (event) => { window.__pressed = event.timeStamp; }, true);
+window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
@@ -62,12 +66,41 @@ SIGHT = """window.__sight = (index) => {
   return text.length + ':' + (hash >>> 0);
 }"""
 
-# Presses happen between two frames; the first frame that looks different ends the measurement.
-WATCH = """([index, before]) => new Promise((done) => {
+# What the page has asked of the kernel and not yet got done: the end of waiting, on a quick machine and on a busy one.
+PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  window.__pending = new Set();
+  window.__values = [];
+  kernel.anyMessage.connect((_, {msg, direction}) => {
+    if (direction === 'send' && msg.header.msg_type === 'comm_msg' && 'value' in (msg.content.data.state || {}))
+      window.__values.push(msg.content.data.state.value);
+    if (direction === 'send' && msg.channel === 'shell') window.__pending.add(msg.header.msg_id);
+    if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
+      window.__pending.delete(msg.parent_header.msg_id);
+  }); }"""
+
+# Milliseconds from the last key until the cell looks different from `before`; null once the kernel has had nothing to
+# do for `patience` ms.
+WATCH = """([index, before, patience, timeout]) => new Promise((done) => {
   const start = performance.now();
+  let busy = start;
   const look = () => {
-    if (window.__sight(index) !== before) done(performance.now() - start);
-    else if (performance.now() - start > TIMEOUT) done(null);
+    const now = performance.now();
+    if (window.__pending.size) busy = now;
+    if (window.__sight(index) !== before) done(now - window.__pressed);
+    else if (now - busy > patience || now - start > timeout) done(null);
+    else requestAnimationFrame(look);
+  };
+  look();
+})"""
+
+# What the cell shows when the kernel has had nothing to do, and the picture has been the same, for `quiet` ms.
+SETTLED = """([index, quiet, timeout]) => new Promise((done) => {
+  const start = performance.now();
+  let last = window.__sight(index), since = start;
+  const look = () => {
+    const now = performance.now(), seen = window.__sight(index);
+    if (seen !== last || window.__pending.size) { last = seen; since = now; }
+    if (now - since > quiet || now - start > timeout) done(seen);
     else requestAnimationFrame(look);
   };
   look();
@@ -172,6 +205,7 @@ class Page:
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
         self.page.wait_for_function(READY, timeout=90_000)
+        self.page.evaluate(PENDING)
 
     def _console(self, message: Any) -> None:
         if message.type == "error" and not any(word in message.text for word in HARMLESS):
@@ -192,11 +226,9 @@ class Page:
         )
         for condition in ("() => window.__ran", READY):
             self.page.wait_for_function(condition, timeout=timeout * 1000, polling=100)
-        with contextlib.suppress(
-            TimeoutError
-        ):  # counts arrive after the kernel rests; the caller names what is missing
+        with contextlib.suppress(PlaywrightTimeout):  # counts arrive after the kernel rests; the caller names gaps
             self.page.wait_for_function(ALL_RAN, timeout=20_000, polling=100)
-        self.page.wait_for_timeout(300)  # the last widgets are drawn
+        self.settled(0, quiet=0.3)  # the last widgets are drawn
 
     def cells(self) -> list[dict[str, Any]]:
         """Type, execution count, tags and errors of every cell."""
@@ -222,19 +254,13 @@ class Page:
             self.outline()
         return self.page.locator(f'[data-control="{control["id"]}"]')
 
-    def changed(self, cell: int, before: str, timeout: float = 6) -> float | None:
-        """Milliseconds until the cell looks different from `before`; None if it does not within `timeout` seconds."""
-        return self.page.evaluate(WATCH.replace("TIMEOUT", str(1000 * timeout)), [cell, before])
+    def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
+        """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
+        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, 60_000])
 
-    def settled(self, cell: int, quiet: float = 0.4, timeout: float = 60) -> str:
-        """What the cell shows once it has not changed for `quiet` seconds."""
-        last, since, start = self.sight(cell), time.perf_counter(), time.perf_counter()
-        while time.perf_counter() - since < quiet and time.perf_counter() - start < timeout:
-            self.page.wait_for_timeout(50)
-            now = self.sight(cell)
-            if now != last:
-                last, since = now, time.perf_counter()
-        return last
+    def settled(self, cell: int, quiet: float = 0.1) -> str:
+        """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
+        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, 60_000])
 
     def close(self) -> None:
         """Close the tab and end its kernel."""
@@ -245,36 +271,23 @@ class Page:
 SILENT = {"Stop"}  # with nothing going on it has nothing to change
 
 
-def press(page, cell, control, key):
-    """Focus a control, press a key; milliseconds until the reader sees a change (None if there is none)."""
-    element = page.control(control)
-    element.focus()
-    before = page.sight(cell)
-    element.press(key)
-    return page.changed(cell, before)
-
-
-def poke(page, cell, control):
-    """Use a control by keyboard as its kind demands; (milliseconds or None)."""
-    if control["kind"] == "button":
-        return press(page, cell, control, "Enter")
-    if control["kind"] == "checkbox":
-        return press(page, cell, control, "Space")
-    if control["kind"] == "text":
-        return 0.0  # what can be typed depends on the lesson: its own test does that
-    keys = {"slider": ["ArrowRight", "ArrowLeft"], "select": ["ArrowDown", "ArrowUp"]}.get(
-        control["kind"], ["ArrowUp", "ArrowDown"]
-    )
-    if page.control(control).evaluate(AT_TOP):
-        keys.reverse()
+def press(page, control, *keys):
+    """Focus a control and press keys."""
     for key in keys:
-        element = page.control(control)
-        element.focus()
+        page.control(control).press(key)
+
+
+def poke(page, cell, control, patience=0.25):
+    """Use a control by keyboard as its kind demands; milliseconds until the reader sees a change, or None."""
+    tries = {"button": [["Enter"]], "checkbox": [["Space"]], "slider": [["ArrowRight"], ["ArrowLeft"]]}.get(
+        control["kind"], [["ArrowUp", "Enter"], ["ArrowDown", "Enter"]]
+    )
+    if len(tries) == 2 and page.control(control).evaluate(AT_TOP):
+        tries.reverse()
+    for keys in tries:
         before = page.sight(cell)
-        element.press(key)
-        if control["kind"] == "number":
-            element.press("Enter")
-        shown = page.changed(cell, before, timeout=5)
+        press(page, control, *keys)
+        shown = page.changed(cell, before, patience)
         if shown is not None:
             return shown
     return None
@@ -284,17 +297,15 @@ def by_name(cell, name):
     return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
 
 
-def visit(lab: Lab, context: Any, notebook: str) -> None:
+def visit(lab: Lab, context: Any, notebook: str, record: Callable[[str, object], None]) -> None:
     """Open a notebook, run it, use every control, and assert that all of it works.
 
-    A busy machine can lose a key press or a picture, so a failure counts when it comes twice; the first is printed.
+    A failure counts when it comes twice; the first one is recorded, and the summary of the test run names it.
     """
-    from playwright.sync_api import Error
-
     try:
         _visit(lab, context, notebook)
-    except (AssertionError, Error) as first:
-        print(f"{notebook}, first try: {first}")
+    except (AssertionError, PlaywrightError) as first:
+        record(SECOND_TRY, f"{notebook}: {str(first).splitlines()[0]}")
         _visit(lab, context, notebook)
 
 
@@ -306,6 +317,7 @@ def _visit(lab: Lab, context: Any, notebook: str) -> None:
         expected = {c["index"] for c in cells if "raises-exception" in c["tags"]}
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
         assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
+        assert page.page.evaluate("window.__values") == [], "views that were only opened changed values by themselves"
         delays: list[float] = []
         for cell in page.outline():
             assert all(len(alt) > 10 for alt in cell["pictures"]), f"a picture without text in cell {cell['index']}"
@@ -321,10 +333,10 @@ def _visit(lab: Lab, context: Any, notebook: str) -> None:
 def use(page, cell):
     """Use every control of one cell; the delays of its sliders, in milliseconds."""
     index, delays, dead = cell["index"], [], []
-    reset = by_name(cell, "Reset")
+    reset, stop = by_name(cell, "Reset"), by_name(cell, "Stop")
     first = None
     if reset:
-        press(page, index, reset, "Enter")
+        press(page, reset, "Enter")
         first = page.settled(index)
         cell = next(c for c in page.outline() if c["index"] == index)  # other choices may be made now
     sliders = [c for c in cell["controls"] if c["kind"] == "slider"]
@@ -333,27 +345,29 @@ def use(page, cell):
             continue
         assert control["focusable"], f"{control['name']} cannot be reached by keyboard"
         assert control["kind"] == "slider" or control["name"], f"a {control['kind']} of cell {index} has no name"
+        if control["kind"] == "text":
+            continue  # what can be typed depends on the lesson: its own test does that
         if control["name"] in ("Reset", "Back to start") and sliders:
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
-        delay = poke(page, index, control)
+        starts = control["kind"] == "button" and (stop or control["name"] == "Play or pause")
+        delay = poke(page, index, control, patience=3 if starts else 0.25)  # the kernel is done before the work is
         if delay is None and not page.explains(index):
             dead.append(control["name"] or control["kind"])
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
         if control["name"] == "Play or pause":
-            press(page, index, control, "Enter")
+            press(page, control, "Enter")
         if control["kind"] == "checkbox":
-            press(page, index, control, "Space")  # back again: other controls may depend on it
-        stop = by_name(cell, "Stop")
+            press(page, control, "Space")  # back again: other controls may depend on it
         if stop and control["kind"] == "button":
-            page.control(stop).press("Enter")  # whatever the button started
-        page.settled(index, quiet=0.15)
+            press(page, stop, "Enter")  # whatever the button started
+        page.settled(index, quiet=0.3 if starts else 0.1)
     assert dead == [], f"controls of cell {index} that change nothing: {dead}"
-    if reset and not by_name(cell, "Stop"):
+    if reset and not stop:
         table = next((c for c in cell["controls"] if c["name"] in ("Show as table", "Hide table")), None)
         if table and "<" not in first and page.control(table).text_content() == "Hide table":
-            press(page, index, table, "Enter")
-        press(page, index, reset, "Enter")
+            press(page, table, "Enter")
+        press(page, reset, "Enter")
         assert page.settled(index) == first, f"cell {index}: the same settings show another picture"
     return delays

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from support import SECOND_TRY
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
@@ -15,6 +16,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Name every browser test that failed once, or a flaw that comes and goes would hide behind its second try."""
+    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "when")]
+    tries = [text for report in reports for name, text in report.user_properties if name == SECOND_TRY]
+    if tries:
+        terminalreporter.section("browser tests that failed once", sep="-", yellow=True)
+        terminalreporter.write_line("\n".join(sorted(set(tries))))
 
 
 @pytest.fixture(scope="session")

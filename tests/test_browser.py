@@ -7,5 +7,5 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS[::2])
-def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook):
-    visit(lab, context, notebook)
+def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, record_property):
+    visit(lab, context, notebook, record_property)
