@@ -89,7 +89,7 @@ class AdaSum(nn.Module):
         exchange:        "halving" sends n values per rank however many nodes there are; "full" sends n per level and
                          gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-        timeout:         seconds to wait for a peer over gloo; over nccl the process group's own timeout counts.
+        timeout:         seconds to wait for a peer over gloo; None, and always over nccl: the process group's timeout.
     Raises:  ValueError for a world that is not device_number x 2**m or for parameters that differ between ranks
              (construction is collective: all ranks must make the object); RuntimeError without a process group and
              when a peer is gone or silent.
@@ -107,7 +107,7 @@ class AdaSum(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         exchange: Literal["halving", "full"] = "halving",
         eps: float = EPS_PER_RANK,
-        timeout: float = 300.0,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
@@ -127,9 +127,10 @@ class AdaSum(nn.Module):
         if rank != here:
             raise ValueError(f"rank must be this process's rank {here}, got {rank}")
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
-        self.exchange, self.eps, self.timeout = exchange, eps, timeout
+        self.exchange, self.eps = exchange, eps
+        self.timeout = _seconds(self._group) if timeout is None else timeout
         self.weights = tuple(parameter_tuple)
-        self._limit = timedelta(seconds=timeout) if dist.get_backend(self._group) == "gloo" else None
+        self._limit = timedelta(seconds=self.timeout) if dist.get_backend(self._group) == "gloo" else None
         self._check_agreement()
         self._node_group = self._own_node_group()
 
@@ -293,6 +294,13 @@ class AdaSum(nn.Module):
             source = self._global(self.node * self.device_number + index)
             for weight in weights[self.slot(index)]:
                 self._wait([dist.broadcast(weight, source, self._node_group, async_op=True)])
+
+
+def _seconds(group: dist.ProcessGroup | None) -> float:
+    """The timeout that a process group was made with; torch has no public way to ask for it."""
+    group = dist.group.WORLD if group is None else group
+    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return group._get_backend(torch.device(kind)).options._timeout.total_seconds()  # type: ignore[union-attr]
 
 
 def halves(shape: Shape) -> tuple[Shape, Shape]:
