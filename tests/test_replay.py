@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_golden_scalers import TRACES, finite_of, policy_of, scale_of
 
+from mpkit.bench import replay as bench
 from mpkit.formats import E5M2, FP16
 from mpkit.policies import FRAMEWORKS, ScalePolicy, advance, initial, preset, run, stack
 from mpkit.record import Ranges, Trace, exponent_counts
@@ -142,6 +143,13 @@ def test_compiled_equals_eager():
     fast, slow = (simulate(tops, vector, compiled=c, sample=(0, 5, 33, 70)) for c in (True, False))
     for key in ("sampled", "final", "lowest", "skipped", "first_good", "raised_at"):
         np.testing.assert_array_equal(getattr(fast, key), getattr(slow, key))
+
+
+def test_the_loops_of_the_benchmark_do_the_same():
+    tops = bench._ceilings(3000)
+    for i in (0, 7, 15, 24, 1234):
+        policy = bench._policy(i)
+        assert bench._tight(policy, tops) == bench._loop(policy, tops) == by_hand(policy, tops)["skipped"]
 
 
 def test_simulate_refuses_what_it_cannot_step():

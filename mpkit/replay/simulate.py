@@ -91,6 +91,8 @@ def simulate(
     for start in range(0, whole, _UNROLLED):
         here = [i for i in range(start, start + _UNROLLED) if i in wanted]
         block = _compiled_block(bool(here))
+        if policy.delayed is False:  # one tensor in every call, the first too: two would be compiled for separately
+            state = state._replace(decided=state.scale)
         index = torch.tensor(start, dtype=tally.skipped.dtype, device=device)
         state, tally, used = block(policy, state, tally, table[start : start + _UNROLLED], index)
         rows |= {i: used[i - start].clone() for i in here}
