@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Name every browser test that failed once, or a flaw that comes and goes would hide behind its second try."""
-    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "when")]
-    tries = [text for report in reports for name, text in report.user_properties if name == SECOND_TRY]
+    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")]
+    tries = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == SECOND_TRY]
     if tries:
         terminalreporter.section("browser tests that failed once", sep="-", yellow=True)
         terminalreporter.write_line("\n".join(sorted(set(tries))))
