@@ -12,7 +12,7 @@ lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves 
 	$(FOUND) $(PYTHON) .ci/bootstrap.py lab $(ARGS)
 
 test:  ## unit, golden, doctest, notebook and browser tests
-	$(RUN) python -m pytest -q -n $(JOBS) --no-loadscope-reorder --durations=15 -rs $(ARGS)
+	$(RUN) python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 -rs $(ARGS)
 
 check:  ## lint, format, types, import layers
 	$(RUN) ruff check .

@@ -1,13 +1,24 @@
 """Shared set-up: one thread, and a visible skip for tests that need a GPU."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 from support import SECOND_TRY
 
 torch.set_num_threads(1)
+
+# Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
+JUPYTER_SIDE = ("browser", "test_browser*", "test_environment", "test_explorers_*", "test_labs", "test_notebooks")
+collect_ignore_glob = (
+    [] if find_spec("jupyterlab") else [f"{name}.py" for name in (*JUPYTER_SIDE, "test_net", "test_widgets_*")]
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
+
+
+def pytest_report_header() -> str | None:
+    return "tests of notebooks and widgets are left out: jupyterlab is not installed" if collect_ignore_glob else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,7 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Name every browser test that failed once, or a flaw that comes and goes would hide behind its second try."""
-    reports = [report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")]
+    reports = [
+        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
+    ]
     tries = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == SECOND_TRY]
     if tries:
         terminalreporter.section("browser tests that failed once", sep="-", yellow=True)

@@ -31,7 +31,7 @@ LAB01, LAB02, LAB03, LAB04 = (
 )
 # nothing but what the notebooks need: other plugins cost more than a second of each run
 SPARE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-PLUGINS = ("-p", "xdist.plugin", "-p", "nbval.plugin", "-p", "no:cacheprovider")
+PLUGINS = ("-p", "nbval.plugin", "-p", "no:cacheprovider")
 
 BUGS = [
     Bug(
