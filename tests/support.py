@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SECOND_TRY = "needed a second try"  # what a browser test records when it failed once
@@ -34,3 +35,19 @@ def load(path: Path) -> dict[str, Any]:
 def array(obj: dict[str, Any]) -> np.ndarray:
     """An array object {"shape", "dtype", "data"} with "inf", "-inf" and "nan" as strings -> ndarray."""
     return np.array([float(v) for v in obj["data"]], dtype=obj["dtype"]).reshape(obj["shape"])
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Two states are equal: dicts and sequences entry by entry, tensors bit for bit (NaN equals NaN)."""
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y)
+    else:
+        assert a == b

@@ -34,8 +34,21 @@ GIVEN = {  # what has no default in the framework
 SINGLE = [name for name in FRAMEWORKS if name != "fairscale_layerwise"]
 
 
+INTERVAL = {  # what each framework calls its growth interval
+    **dict.fromkeys(("mpkit", "torch", "megatron", "colossalai", "flax", "fairscale_layerwise"), "growth_interval"),
+    **dict.fromkeys(("keras3", "tf_keras"), "dynamic_growth_steps"),
+    **dict.fromkeys(("paddle", "paddle_static"), "incr_every_n_steps"),
+    **{"tf_v1": "increment_period", "jmp": "period", "mxnet": "_scale_seq_len"},
+}
+
+
 def of(framework: str, **parameters) -> ScalePolicy:
     return preset(framework, **{**GIVEN.get(framework, {}), **parameters})
+
+
+def short(framework: str, **parameters) -> ScalePolicy:
+    """With a growth interval of 3, so that a short run grows too."""
+    return of(framework, **{INTERVAL.get(framework, "scale_window"): 3}, **parameters)
 
 
 # reference table: start, finite steps to first / next growth, bad steps before the first backoff, floor, cap
@@ -200,6 +213,11 @@ def test_vector_keeps_what_all_agree_on_as_numbers():
     tensors = [f.name for f in fields(vector) if isinstance(getattr(vector, f.name), torch.Tensor)]
     assert (vector.shape, tensors) == ((2,), ["growth_interval"])
     assert vector[1] == preset("torch", growth_interval=20)
+    assert vector == stack([preset("torch", growth_interval=n) for n in (10, 20)])
+    assert vector != stack([preset("torch", growth_interval=n) for n in (10, 30)])
+    assert {vector} == {stack([preset("torch", growth_interval=n) for n in (10, 20)])}
+    assert vector != preset("torch")
+    assert preset("torch") != "torch"
     same = stack([preset("torch")] * 3)
     assert same.shape == (3,)
     assert same[2] == preset("torch")
@@ -246,18 +264,15 @@ def test_mpkit_policy_stops_at_its_cap():
 
 def test_endings_at_infinity():
     up = [True] * 200
-    ends = {name: float(run(of(name, **fast(name)), up).scale[-1]) for name in ("keras3", "megatron", "paddle")}
+    ends = {
+        name: float(run(of(name, **{INTERVAL[name]: 1}), up).scale[-1]) for name in ("keras3", "megatron", "paddle")
+    }
     assert set(ends.values()) == {math.inf}
-    stuck = run(of("keras3", **fast("keras3")), [*up, *[False] * 239])
+    stuck = run(of("keras3", dynamic_growth_steps=1), [*up, *[False] * 239])
     assert stuck.scale[-1] == math.inf  # inf / 2 is inf: it never comes back
     assert run(of("torch", growth_interval=1), up).scale[-1] == 2.0**127
     assert run(of("flax", growth_interval=1), [True] * 400).scale[-1] == np.finfo(np.float32).max
     assert run(of("mindspore_scaler", scale_window=1), up).scale[-1] == 2.0**127
-
-
-def fast(framework: str) -> dict[str, int]:
-    name = {"keras3": "dynamic_growth_steps", "megatron": "growth_interval", "paddle": "incr_every_n_steps"}
-    return {name[framework]: 1}
 
 
 def test_endings_at_the_floor():

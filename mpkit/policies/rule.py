@@ -133,6 +133,14 @@ class ScalePolicy:
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ScalePolicy):
+            return NotImplemented
+        return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.layers, self.shape))
+
     @property
     def shape(self) -> torch.Size:
         """() for one policy, (n,) for a vector of n."""
@@ -168,6 +176,12 @@ _RANGES = {
     "max_consecutive": (0, math.inf),
 }
 _COUNTS = ("growth_interval", "hysteresis", "max_consecutive")
+
+
+def _same(a: Value, b: Value) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
 def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -25,8 +26,12 @@ class PolicyLossScaler(LossScaler):
     An error of the policy (overflow at the floor, say) cannot stop a device by itself: it is noted, and `check()`
     raises it when asked. `history()` tells what was decided in the last `remember` steps, and why.
 
-    Args:    policy: one policy; remember: steps kept for `history` (0: none).
-    Raises:  TypeError for anything but one ScalePolicy.
+    A vector of n policies, such as a layer-wise preset, has n scales: `adjust` takes (n,) flags, `scale` and `unscale`
+    a tuple or list with one entry per policy (a tensor or a container of them). Whether the step of all is skipped
+    is for the loop to decide: `flags.all()`.
+
+    Args:    policy: one policy or a vector of them; remember: steps kept for `history` (0: none).
+    Raises:  TypeError for anything but a ScalePolicy.
 
     >>> scaler = PolicyLossScaler(ScalePolicy(growth_interval=2))
     >>> _ = [scaler.adjust(torch.tensor(finite)) for finite in (True, True, False)]
@@ -37,34 +42,36 @@ class PolicyLossScaler(LossScaler):
     def __init__(self, policy: ScalePolicy, remember: int = 1000) -> None:
         if not isinstance(policy, ScalePolicy):
             raise TypeError(f"policy must be a ScalePolicy, got {type(policy).__name__}; make one with preset(...)")
-        if policy.shape:
-            raise TypeError("a scaler follows one policy, got a vector of them; pick one: policy[0]")
         self.policy = policy
         self.remember = remember
         self._plain = _kernel_covers(policy)
         self._load(initial(policy))
         self.stopped = torch.zeros((), dtype=torch.int64)
-        # a ring of the last steps; NaN where none was yet. The entry at `_index` is the newest
-        self._index = torch.zeros(1, dtype=torch.int64)
-        self._scales = torch.full((remember + 1,), math.nan, dtype=self.scale_value.dtype)
+        # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
+        self._index = torch.arange(self.scale_value.numel())
+        self._scales = torch.full((remember + 1, *policy.shape), math.nan, dtype=self.scale_value.dtype)
         self._scales[0] = self.scale_value
-        self._finite = torch.ones(remember + 1, dtype=torch.bool)
+        self._finite = torch.ones(remember + 1, *policy.shape, dtype=torch.bool)
 
-    def get_loss_scale(self) -> float:
-        """The policy's first scale, as update cells answer; the live one is `scale_value`."""
-        return float(self.policy.init_scale)
+    def get_loss_scale(self) -> Any:
+        """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
+        first = initial(self.policy).scale
+        return first.tolist() if isinstance(first, Tensor) else first
 
     def adjust(self, grads_finite: Tensor) -> bool:
-        """One step of the policy; `grads_finite` is a bool tensor of one element. Returns True."""
+        """One step of the policy; `grads_finite` is a bool tensor of one element, or one per policy. Returns True."""
         need_flag("grads_finite", grads_finite)
+        if grads_finite.numel() != self.scale_value.numel():
+            came = tuple(grads_finite.shape)
+            raise ValueError(f"grads_finite must hold one flag per scale, {self.scale_value.numel()}, got shape {came}")
         self._follow(grads_finite.device)
-        finite = grads_finite.reshape(())
+        finite = grads_finite.reshape(self.policy.shape)
         if self._plain:
             self._advance_in_kernel(finite)
         else:
             self._advance_by_rule(finite)
         if self.remember:
-            self._index.add_(1).remainder_(self.remember + 1)
+            self._index.add_(len(self._index)).remainder_(self._scales.numel())
             self._scales.put_(self._index, self.scale_value)
             self._finite.put_(self._index, finite)
         return True
@@ -85,11 +92,12 @@ class PolicyLossScaler(LossScaler):
 
     def history(self) -> ScaleHistory:
         """What was decided in the last `remember` steps, oldest first (reads the device)."""
-        turn = -1 - int(self._index)
-        scales = self._scales.cpu().roll(turn).double().numpy()
-        finite = self._finite.cpu().roll(turn).numpy()[~np.isnan(scales)][1:]
-        scales = scales[~np.isnan(scales)]
-        return ScaleHistory(self.policy, finite, scales[1:], ~finite, None, "", self._numbers(), float(scales[0]))
+        turn = -1 - self._newest()
+        scales = self._scales.cpu().roll(turn, 0).double().numpy()
+        known = ~np.isnan(scales.reshape(len(scales), -1)).any(1)
+        finite, scales = self._finite.cpu().roll(turn, 0).numpy()[known][1:], scales[known]
+        skipped = ~finite.all(1) if self.policy.layers else ~finite
+        return ScaleHistory(self.policy, finite, scales[1:], skipped, None, "", self._numbers(), scales[0][()])
 
     def state_dict(self) -> dict[str, Any]:
         """Policy, every counter and the remembered steps."""
@@ -97,7 +105,7 @@ class PolicyLossScaler(LossScaler):
             "policy": {field.name: getattr(self.policy, field.name) for field in fields(self.policy)},
             "state": self._numbers()._asdict(),
             "stopped": int(self.stopped),
-            "index": int(self._index),
+            "index": self._newest(),
             "scales": self._scales.cpu().clone(),
             "finite": self._finite.cpu().clone(),
         }
@@ -112,7 +120,7 @@ class PolicyLossScaler(LossScaler):
         device = self.scale_value.device
         self._load(ScaleState(**state["state"]))
         self.stopped.fill_(state["stopped"])
-        self._index.fill_(state["index"])
+        self._index.add_((state["index"] - self._newest()) * len(self._index))
         self._scales.copy_(state["scales"])
         self._finite.copy_(state["finite"])
         self._follow(device)
@@ -136,22 +144,37 @@ class PolicyLossScaler(LossScaler):
                 old.copy_(new)
         self.scale_value.copy_(self._state.scale)
         if isinstance(raised, Tensor):
-            self.stopped.copy_(torch.where(self.stopped == 0, raised, self.stopped))
+            self.stopped.copy_(torch.where(self.stopped == 0, raised.amax(), self.stopped))
 
     def _load(self, numbers: ScaleState) -> None:
         """Put a state of Python numbers into tensors: the kernel's two, or all of the rule's."""
         wide = torch.float64 if self.policy.scale_bits == 64 else torch.float32
-        self.scale_value = torch.tensor(numbers.scale, dtype=wide)
+        self.scale_value = torch.as_tensor(numbers.scale, dtype=wide).clone()
         if self._plain:
             self._counter = torch.tensor(numbers.good, dtype=torch.int32)
         else:
-            self._state = ScaleState(*map(torch.full_like, initial(self.policy, "cpu"), numbers))
+            self._state = ScaleState(
+                *(old.copy_(torch.as_tensor(new)) for old, new in zip(initial(self.policy, "cpu"), numbers))
+            )
+
+    def _newest(self) -> int:
+        """The row of the ring that was written last."""
+        return int(self._index[0]) // len(self._index)
 
     def _numbers(self) -> ScaleState:
         if not self._plain:
-            return ScaleState(*(value.item() for value in self._state))
+            return ScaleState(*(value.cpu().clone() if value.dim() else value.item() for value in self._state))
         scale = float(self.scale_value)
         return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
+
+    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: Any, layer: int | None = None) -> Any:
+        if layer is not None or not self.policy.shape:
+            return super()._map(function, inputs, layer)
+        n = len(self.scale_value)
+        if not isinstance(inputs, tuple | list) or len(inputs) != n:
+            came = f"{len(inputs)} entries" if isinstance(inputs, tuple | list) else type(inputs).__name__
+            raise ValueError(f"{n} scales need a tuple or list with one entry for each, got {came}")
+        return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
     def _tensors(self) -> list[str]:
         return ["scale_value", "stopped", "_index", "_scales", "_finite", *(["_counter"] if self._plain else [])]
@@ -159,12 +182,15 @@ class PolicyLossScaler(LossScaler):
     def _follow(self, device: torch.device) -> None:
         if self.scale_value.device != device:
             super()._follow(device)
+            self.policy = self.policy.to(device)
             if not self._plain:
                 self._state = ScaleState(*(value.to(device) for value in self._state))
 
 
 def _kernel_covers(p: ScalePolicy) -> bool:
     """Whether torch's scale-update kernel and a clamp do all that the policy asks for: two launches, not twenty."""
+    if p.shape:
+        return False
     plain = ScalePolicy(
         p.init_scale,
         p.growth_factor,

@@ -23,7 +23,7 @@ class LossScaler(ABC):
 
         In float16 a scale above 65504 is inf.
         """
-        return self._map(lambda x: x * self.scale_value.to(x.dtype), inputs)
+        return self._map(lambda x, scale: x * scale.to(x.dtype), inputs)
 
     def unscale(self, inputs: Any) -> Any:
         """x * cast(fl32(1 / scale), x.dtype), containers as in `scale`.
@@ -31,7 +31,7 @@ class LossScaler(ABC):
         The reciprocal is rounded twice before the product, so this is not a division: in float16 a scale above
         2^25 unscales everything to 0, in an integer type the reciprocal is 0.
         """
-        return self._map(lambda x: x * self.scale_value.reciprocal().float().to(x.dtype), inputs)
+        return self._map(lambda x, scale: x * scale.reciprocal().float().to(x.dtype), inputs)
 
     @abstractmethod
     def adjust(self, grads_finite: Tensor) -> bool:
@@ -54,14 +54,15 @@ class LossScaler(ABC):
             for name in self._tensors():
                 setattr(self, name, getattr(self, name).to(device))
 
-    def _map(self, function: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: Any, layer: int | None = None) -> Any:
+        """`function(x, scale)` of every tensor x; `layer` picks one of several scales."""
         if isinstance(inputs, Tensor):
             self._follow(inputs.device)
-            return function(inputs)
+            return function(inputs, self.scale_value if layer is None else self.scale_value[layer])
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
-            return type(inputs)(*(self._map(function, x) for x in inputs))
+            return type(inputs)(*(self._map(function, x, layer) for x in inputs))
         if isinstance(inputs, tuple | list):
-            return type(inputs)(self._map(function, x) for x in inputs)
+            return type(inputs)(self._map(function, x, layer) for x in inputs)
         raise TypeError(f"needs a tensor or a tuple or list of tensors, got {type(inputs).__name__}; use torch.tensor")
 
 

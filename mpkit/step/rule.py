@@ -48,6 +48,11 @@ def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Adju
     if isinstance(scale_sense, Tensor):
         return scale_tensor(scale_sense, device, "scale_sense"), None
     if isinstance(scale_sense, LossScaler):
+        if (scales := scale_sense.scale_value.numel()) != 1:
+            raise ValueError(
+                f"one loss has one scale, and this scaler has {scales}: take one of its policies, policy[i], or train "
+                "layers with scales of their own through mpkit.boost.GroupLossScaleManager"
+            )
         return scale_tensor(scale_sense.scale_value, device, "scale_sense"), ScalerRule(scale_sense)
     if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
         if isinstance(scale_sense, torch.nn.Module):
