@@ -150,3 +150,12 @@ def test_a_wrong_optimizer_and_a_wrong_number_of_gradients_are_refused() -> None
     accumulate = GradientAccumulation(2, torch.optim.SGD(linear().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="each of 2 parameters, got 1"):
         accumulate(torch.tensor(0.0), [torch.zeros(3, 5)])
+
+
+def test_a_gradient_of_another_shape_leaves_nothing_behind() -> None:
+    net = linear()
+    accumulate = GradientAccumulation(2, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"shape \(3,\), and its parameter \(3, 5\)"):
+        accumulate(torch.tensor(0.0), [net.bias, net.weight])
+    assert accumulate.counter == 0
+    assert not any(t.any() for t in accumulate.accumulated)

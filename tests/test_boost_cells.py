@@ -392,3 +392,46 @@ def test_o1_on_a_gpu_trains_as_on_the_cpu(scaled: bool) -> None:
         results.append((losses, [p.cpu() for p in weights(network)]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
     assert_same(results[0][1], results[1][1], rtol=1e-2, atol=1e-3)
+
+
+class Grouped(nn.Module):
+    """Two layers with a loss scale each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.manager = GroupLossScaleManager(2.0**10, [list(self.a.parameters()), list(self.b.parameters())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.manager(self.b(self.manager(self.a(self.manager(x, 0, 1)), 1, 2)), 2, 3)
+
+
+def test_a_model_takes_a_group_loss_scale_manager_at_any_level() -> None:
+    net, plain = Grouped(), Grouped()
+    plain.load_state_dict(net.state_dict())
+    model = Model(net, nn.MSELoss(), momentum(net), loss_scale_manager=net.manager)
+    model.train(1, [batch(0), batch(1)])
+    assert net.manager.scales.tolist() == pytest.approx([2.0**10 * 2 ** (2 / 1000)] * 2)
+    plain.manager.set_loss_scale_status(2, 1.0)
+    Model(plain, nn.MSELoss(), momentum(plain)).train(1, [batch(0), batch(1)])
+    assert_same(weights(net), weights(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_group_scales_without_a_manager_are_not_silently_off() -> None:
+    net, boost = loss_net(), AutoBoost("O0", {"boost": {**MANUAL_OFF, "loss_scale_group": True}})
+    with pytest.warns(UserWarning, match="loss_scale_group is on and does nothing"):
+        BoostTrainOneStepCell(net, momentum(net), boost=boost)
+
+
+def test_what_data_parallel_would_wait_for_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        net = nn.parallel.DistributedDataParallel(mlp())
+        with pytest.raises(ValueError, match="wrap what network_auto_process_train returns"):
+            AutoBoost("O1").network_auto_process_train(net, momentum(net))
+        boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "grad_freeze": True}, "grad_freeze": {"total_steps": 4}})
+        _, optimizer = boost.network_auto_process_train(net, momentum(net))
+        with pytest.raises(ValueError, match="find_unused_parameters=True"):
+            BoostTrainOneStepCell(loss_net(net), optimizer, boost=boost)
+    finally:
+        torch.distributed.destroy_process_group()

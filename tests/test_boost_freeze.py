@@ -149,11 +149,20 @@ def test_the_clear_name_and_the_old_one_are_the_same_number() -> None:
         ((0, 1, 0.5, 5), {}, ValueError, "param_groups >= 1"),
         ((10, 1, 0.5, 5), {"rule": "names"}, ValueError, "rule must be"),
         ((10, 1, 0.5, 5.0), {}, TypeError, "total_steps must be an int"),
+        ((10, 1, "0.5", 5), {}, TypeError, "freeze_p must be a number"),
     ],
 )
 def test_bad_strategies_are_refused(args: Any, options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GradientFreeze(*args, **options)
+
+
+def test_what_cannot_be_frozen_is_refused_by_name() -> None:
+    freeze, sgd = GradientFreeze(2, 1, 0.5, 5), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="ReLU has no trainable parameter"):
+        freeze.freeze_generate(nn.ReLU(), sgd)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got str"):
+        freeze.freeze_generate(nn.Linear(1, 1), "sgd")  # type: ignore[arg-type]
 
 
 # steps

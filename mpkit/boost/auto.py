@@ -18,6 +18,7 @@ from mpkit.boost.dim_reduce import prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
+from mpkit.step.distributed import averaging_wrapper
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
 LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -209,6 +210,11 @@ class AutoBoost:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if self.flags["dim_reduce"]:
             return network, self._dim_reduced(network, optimizer)
+        if self.flags["less_bn"] and averaging_wrapper(network) is not None:
+            raise ValueError(
+                "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the network "
+                "first and wrap what network_auto_process_train returns"
+            )
         if self.flags["less_bn"]:
             network = self._less_bn(network, optimizer)
         if self.flags["grad_freeze"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,22 @@ class _Boosted(TrainOneStepCell):
         self.accumulation = self.dim_reduce = self.adasum = None
         self._device_number = 1 if boost is None else boost.hyper["device_number"]
         if isinstance(optimizer, FreezeOpt):
+            if self._replica is not None and not self._replica.find_unused_parameters:
+                raise ValueError(
+                    "on a frozen step DistributedDataParallel would wait for gradients that never come; make it with "
+                    "find_unused_parameters=True, or leave it out: this cell averages the gradients itself"
+                )
             self.hooks.append(optimizer.hook())
+        if (
+            boost is not None
+            and boost.flags["loss_scale_group"]
+            and not isinstance(self, TrainOneStepWithLossScaleCell)
+        ):
+            warnings.warn(
+                "loss_scale_group is on and does nothing in this cell: BoostTrainOneStepWithLossScaleCell, or "
+                "Model(loss_scale_manager=...), with a GroupLossScaleManager scales the groups",
+                stacklevel=3,
+            )
         if boost is not None and "grad_accumulation" in boost.active:
             steps = boost.hyper["grad_accumulation_step"]
             self.accumulation = GradientAccumulation(steps, optimizer, update=self._update_now)

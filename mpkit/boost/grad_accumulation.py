@@ -108,6 +108,12 @@ class GradientAccumulation(nn.Module):
         parameters = self.weights
         if len(grads) != len(parameters):
             raise ValueError(f"need one gradient (or None) for each of {len(parameters)} parameters, got {len(grads)}")
+        for p, grad in zip(parameters, grads):
+            if grad is not None and grad.shape != p.shape:
+                raise ValueError(
+                    f"a gradient has shape {tuple(grad.shape)}, and its parameter {tuple(p.shape)}; give them in the "
+                    "order of the optimizer's parameters"
+                )
         for i, grad in enumerate(grads):
             if grad is None:
                 continue

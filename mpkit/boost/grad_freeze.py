@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -87,6 +88,8 @@ class GradientFreeze:
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """One list per freeze group: list i holds the parameters that are trained when the index is i."""
         stages = stages_by_name(net) if self.rule == "mindspore" else stages_by_module(net)
+        if not stages:
+            raise ValueError(f"{type(net).__name__} has no trainable parameter to freeze or train")
         groups = freeze_para_groups_number
         if self.rule == "modules" and groups > len(stages):
             warnings.warn(
@@ -134,6 +137,8 @@ class GradientFreeze:
 
         What the optimizer holds beside the network's stages, such as the parameters of a loss, is always trained.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         groups = self.split_parameters_groups(network, self.param_groups)
         if self.rule == "modules":
             staged = {id(p) for p in groups[0]}
@@ -152,6 +157,8 @@ def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
         raise ValueError(f"need param_groups >= 1 and total_steps >= 0, got {groups} and {steps}")
     if groups > 1 and kind not in TYPES:
         raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {kind!r}")
+    if isinstance(share, bool) or not isinstance(share, Real):
+        raise TypeError(f"freeze_p must be a number in [0, 1], got {share!r}")
     if not 0 <= share <= 1:
         raise ValueError(f"freeze_p is the share of steps without freezing and must be in [0, 1], got {share}")
 

@@ -128,7 +128,7 @@ def _train_cell(
 ) -> TrainOneStepCell:
     plain: Any = TrainOneStepCell
     scaled: Any = TrainOneStepWithLossScaleCell
-    if boosted is not None:
+    if boosted is not None or hasattr(manager, "unscale_and_update_"):  # a GroupLossScaleManager
         from mpkit import boost  # upward: a boost level is asked for by name; boost subclasses these cells
 
         options["boost"] = boosted
