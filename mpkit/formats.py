@@ -6,6 +6,7 @@ and from what the topmost exponent stands for.
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -173,8 +174,9 @@ class FloatFormat:
         >>> FP16.decode(torch.tensor([0x3C00, 0x7BFF, 0x0001, 0xFC00]))
         tensor([1.0000e+00, 6.5504e+04, 5.9605e-08,       -inf])
         """
-        if patterns.dtype == torch.bool or patterns.is_floating_point() or patterns.is_complex():
-            raise TypeError(f"bit patterns are integers, got {patterns.dtype}; encode() makes them from values")
+        kind = patterns.dtype if isinstance(patterns, Tensor) else type(patterns).__name__
+        if not isinstance(kind, torch.dtype) or kind == torch.bool or kind.is_floating_point or kind.is_complex:
+            raise TypeError(f"bit patterns are a tensor of integers, got {kind}; encode() makes them from values")
         wide = patterns.to(torch.int64)
         if self.bits == 64:
             return wide.view(torch.float64)
@@ -204,6 +206,8 @@ class FloatFormat:
         ['0x3c00', '0xfbff', '0x1']
         """
         x = torch.as_tensor(x, dtype=torch.float64) if isinstance(x, int | float) else x
+        if not isinstance(x, Tensor):
+            raise TypeError(f"encode takes a number or a tensor, got {type(x).__name__}; torch.tensor(x) makes one")
         if x.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"encode takes float32 or float64, got {x.dtype}; call x.float() first, it is exact")
         x = x.double()
@@ -229,12 +233,12 @@ class FloatFormat:
     def fields(self, pattern: int) -> Fields:
         """One pattern taken apart, with its exact value.
 
-        Raises:  ValueError for a pattern out of range.
+        Raises:  TypeError unless `pattern` is an integer; ValueError for a pattern out of range.
 
         >>> FP16.fields(0x0001)
         Fields(sign=0, exponent=0, fraction=1, kind='subnormal', value=Fraction(1, 16777216))
         """
-        pattern = int(pattern)
+        pattern = operator.index(pattern)
         if self.bits == 64 and pattern < 0:  # the way int64 holds a set sign bit
             pattern += 2**64
         if not 0 <= pattern < 2**self.bits:
@@ -316,4 +320,4 @@ def get_format(name: str) -> FloatFormat:
         raise ValueError(f"no format is called {name!r}; there are {', '.join(FORMATS)}, or give widths as in 'e5m10'")
     exponent_bits, fraction_bits = int(widths[1]), int(widths[2])
     named = _NAMED_LAYOUTS.get((exponent_bits, fraction_bits))
-    return named or FloatFormat(key, exponent_bits, fraction_bits)
+    return named or FloatFormat(f"e{exponent_bits}m{fraction_bits}", exponent_bits, fraction_bits)

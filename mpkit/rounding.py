@@ -38,7 +38,7 @@ def round_to(
         overflow:  what stands for a value beyond `fmt.max`: "inf", "nan" or "saturate" (+-max); None: `fmt.overflow`.
                    float32 can show an inf or NaN that the format itself could not store.
         generator: source of the random bits of "stochastic", on the device of `x`.
-        out:       where to write, of the shape, dtype and device of `x`; may be `x` itself.
+        out:       where to write, of the shape, dtype and device of `x`; may be `x` itself or overlap it.
     Shapes:  x (*) float32 or float64 -> (*) same dtype and device; values fit `fmt`, storage does not shrink.
     Units:   one ulp is 2**(e - fmt.fraction_bits) for |x| in [2**e, 2**(e+1)); the nearest modes err <= ulp / 2.
     Edges:   NaN stays NaN and -0.0 stays -0.0, whatever the format; inf counts as beyond max. A directed mode
@@ -51,26 +51,43 @@ def round_to(
     >>> round_to(torch.tensor([1.125, 1.375, 70000.0]), E5M2)   # two ties, one overflow
     tensor([1.0000, 1.5000,    inf])
     """
-    if not isinstance(fmt, FloatFormat):
-        raise TypeError(f"fmt is a FloatFormat such as FP16 or get_format('e5m10'), got {fmt!r}")
-    if x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"round_to emulates formats inside float32 or float64, got {x.dtype}; call x.float() first")
+    _check(x, fmt)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if overflow is not None and overflow not in OVERFLOWS:
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOWS)} or None, got {overflow!r}")
-    if out is not None and (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
-        need, came = ((tuple(t.shape), t.dtype, str(t.device)) for t in (x, out))
-        raise TypeError(f"out must be like x, {need}, got {came}; torch.empty_like(x) makes one")
+    if out is not None and _likeness(out) != _likeness(x):
+        raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach(), overflow or fmt.overflow
     if torch.compiler.is_compiling():  # one fused kernel makes blocks and scratch space pointless
         rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
-    out = torch.empty_like(x) if out is None else out
+    if out is None:
+        out = torch.empty_like(x)
+    elif _overlap_in_part(x, out):
+        x = x.clone()  # a block written must not be one that is still to be read
     if x.numel():
         with torch.no_grad():
             _by_blocks(x, out.detach(), _kernel(x.dtype, fmt, mode, overflow, generator))
     return out
+
+
+def _check(x: Any, fmt: Any) -> None:
+    if not isinstance(fmt, FloatFormat):
+        raise TypeError(f"fmt is a FloatFormat such as FP16 or get_format('e5m10'), got {fmt!r}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"need a float32 or float64 tensor, got {type(x).__name__}; torch.as_tensor(x) makes one")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"formats are emulated inside float32 or float64, got {x.dtype}; call x.float() first")
+
+
+def _likeness(t: Any) -> Any:
+    return (tuple(t.shape), t.dtype, str(t.device)) if isinstance(t, Tensor) else t
+
+
+def _overlap_in_part(x: Tensor, out: Tensor) -> bool:
+    same_place = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
+    return x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and not same_place
 
 
 # blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small
@@ -290,11 +307,13 @@ def ulp(x: Tensor, fmt: FloatFormat) -> Tensor:
 
     Shapes:  x (*) float32 or float64 -> (*) same dtype.
     Edges:   the gap never falls below `fmt.min_subnormal` and does not grow beyond `fmt.max`; NaN gives NaN.
+    Raises:  TypeError for another dtype.
 
     >>> from mpkit.formats import FP16
     >>> ulp(torch.tensor([1.0, 2048.0, 0.0]), FP16)
     tensor([9.7656e-04, 2.0000e+00, 5.9605e-08])
     """
+    _check(x, fmt)
     return _gap(x.detach().double(), fmt).masked_fill(x.isnan(), torch.nan).to(x.dtype)
 
 

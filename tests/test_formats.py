@@ -190,6 +190,10 @@ def test_default_overflow_rules_are_the_formats_own():
     assert [f.overflow for f in (FP16, E5M2, E4M3FN, E2M1)] == ["inf", "inf", "nan", "saturate"]
 
 
+def test_a_layout_has_one_name():
+    assert get_format("e04m07") == get_format("E4M7")
+
+
 @pytest.mark.parametrize("name", ["", "e9m3", "e1m3", "e5m0", "e5m24", "fp8", "e5m10x", "m10e5"])
 def test_unknown_names_and_widths_are_refused(name):
     with pytest.raises(ValueError, match=r"no format is called|need 2 to 8 exponent bits"):
@@ -205,7 +209,15 @@ def test_unknown_names_and_widths_are_refused(name):
         (lambda: FloatFormat("x", 5, 2, "fn"), ValueError, "specials must be"),
         (lambda: FloatFormat("x", 8, 2, "none"), ValueError, "beyond float32"),
         (lambda: FP32.values(), ValueError, "too many to list"),
-        (lambda: FP16.decode(torch.tensor([1.0])), TypeError, "bit patterns are integers"),
+        (
+            lambda: FP16.decode(torch.tensor([1.0])),
+            TypeError,
+            "bit patterns are a tensor of integers, got torch.float32",
+        ),
+        (lambda: FP16.decode([1]), TypeError, "bit patterns are a tensor of integers, got list"),
+        (lambda: FP16.decode(torch.tensor([True])), TypeError, "got torch.bool"),
+        (lambda: FP16.encode("1"), TypeError, "encode takes a number or a tensor, got str"),
+        (lambda: FP16.fields(1.5), TypeError, "integer"),
         (lambda: FP16.decode(torch.tensor([-1], dtype=torch.int16)), ValueError, "mask a signed view with & 0xffff"),
         (lambda: FP16.decode(torch.tensor([65536])), ValueError, "are 0 to 0xffff"),
         (lambda: FP16.encode(torch.tensor([1.0]).half()), TypeError, r"call x\.float"),

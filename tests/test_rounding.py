@@ -233,6 +233,17 @@ def test_every_mode_and_overflow_rule_around_the_ends(fmt, mode, overflow):
             assert agree(result, want), (value, result)
 
 
+@pytest.mark.parametrize("fmt", [FP16, BF16, TF32, E5M2], ids=str)
+def test_out_may_overlap_x(fmt):
+    whole = torch.randn(3 * 2**16, generator=torch.Generator().manual_seed(0))
+    x, out = whole[: 2**17], whole[2**16 :]
+    want = round_to(x.clone(), fmt)
+    assert torch.equal(round_to(x, fmt, out=out), want)
+    square = torch.arange(9.0).view(3, 3) / 7
+    want = round_to(square.clone(), fmt)
+    assert torch.equal(round_to(square, fmt, out=square.t()), want)
+
+
 @given(near_the_grid())
 @settings(max_examples=100, deadline=None)
 def test_the_oracle_itself_agrees_with_the_format(case):
@@ -395,6 +406,13 @@ def test_with_out_there_is_little_extra_memory_and_no_host_read(fmt, mode):
         (lambda x: round_to(x, FP16, overflow="clip"), ValueError, "overflow must be one of inf"),
         (lambda x: round_to(x, FP16, out=x.double()), TypeError, "out must be like x"),
         (lambda x: round_to(x, FP16, out=x[:1]), TypeError, "out must be like x"),
+        (lambda x: round_to(x, FP16, out=[1.0]), TypeError, r"out must be like x, .* got \[1.0\]"),
+        (lambda x: round_to([1.0], FP16), TypeError, r"got list; torch.as_tensor\(x\) makes one"),
+        (lambda x: round_to(1.0, FP16), TypeError, "got float"),
+        (lambda x: round_to(x.numpy(), FP16), TypeError, "got ndarray"),
+        (lambda x: ulp(x.long(), FP16), TypeError, "got torch.int64"),
+        (lambda x: ulp(x.half(), FP16), TypeError, "got torch.float16"),
+        (lambda x: ulp(x, "fp16"), TypeError, "fmt is a FloatFormat"),
         (lambda x: quantize(x, FP16, "fp16"), TypeError, "grad_fmt is a FloatFormat or None"),
     ],
 )
