@@ -71,6 +71,31 @@ def test_a_centralized_step_is_a_step_on_centralized_gradients(name: str, decay:
         torch.testing.assert_close(weight, by_hand, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.2, "maximize": True}])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_a_closure_computes_is_centralized_too(options: dict[str, Any], by_name: bool) -> None:
+    weight = nn.Parameter(grad((3, 4), 7))
+    sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=0.5, **options)
+    centralize_gradients(sgd)
+    before, g = weight.detach().clone(), grad((3, 4), 8)
+
+    def closure() -> Tensor:
+        weight.grad = g.clone()
+        return torch.tensor(2.0)
+
+    assert (sgd.step(closure=closure) if by_name else sgd.step(closure)) == 2.0
+    direction = mean_taken((-g if "maximize" in options else g) + options.get("weight_decay", 0.0) * before)
+    torch.testing.assert_close(weight.detach(), before - 0.5 * direction)
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    net = nn.Linear(2, 2)
+    process = OptimizerProcess(torch.optim.LBFGS(net.parameters()))
+    process.add_grad_centralization(net)
+    with pytest.raises(ValueError, match="LBFGS knows one parameter group"):
+        process.generate_new_optimizer()
+
+
 def test_asking_twice_centralizes_once_and_the_handle_takes_it_away() -> None:
     weight = nn.Parameter(torch.zeros(1, 2))
     sgd = torch.optim.SGD([{"params": [weight], "grad_centralization": True}], lr=1.0)

@@ -54,8 +54,22 @@ def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:
     return optimizer.register_step_pre_hook(_centralize)
 
 
+def _centralize(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before `step()` the gradients; for `step(closure)` those that the closure makes."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return _centralize_(optimizer)
+
+    def centralizing() -> Any:
+        loss = closure()
+        _centralize_(optimizer)
+        return loss
+
+    return args[:1], {**kwargs, "closure": centralizing}
+
+
 @torch.no_grad()
-def _centralize(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _centralize_(optimizer: Optimizer) -> None:
     scale = getattr(optimizer, "grad_scale", None)  # torch.amp leaves the gradients of fused optimizers scaled
     for group in optimizer.param_groups:
         multiple = int(group.get("grad_centralization", 0))
@@ -67,6 +81,11 @@ def _centralize(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The weight decay that `optimizer` will add to the gradient; 0 where it shrinks the weight instead."""
+    """The weight decay that `optimizer` will add to the gradient; 0 where it shrinks the weight instead.
+
+    An optimizer that maximizes turns the gradient round first, so it takes its decay from what stands there.
+    """
     decoupled = isinstance(optimizer, torch.optim.AdamW | torch.optim.Adafactor | torch.optim.Muon)
-    return 0.0 if decoupled or group.get("decoupled_weight_decay") else float(group.get("weight_decay", 0.0))
+    if decoupled or group.get("decoupled_weight_decay"):
+        return 0.0
+    return float(group.get("weight_decay", 0.0)) * (-1 if group.get("maximize") else 1)

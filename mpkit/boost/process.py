@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -76,6 +77,8 @@ class OptimizerProcess:
     def generate_new_optimizer(self) -> Optimizer:
         """The optimizer with the prepared groups: the same object, so its state and its class are kept."""
         opt = inner(self.optimizer)
+        if isinstance(opt, torch.optim.LBFGS) and len(self.origin_params) > 1:
+            raise ValueError("LBFGS knows one parameter group, and centralization needs two; take another optimizer")
         regroup(opt, as_groups(self.origin_params))
         marked = any(group.get("grad_centralization") for group in opt.param_groups)
         if marked and not _centralizes_itself(opt):
