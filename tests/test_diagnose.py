@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import auto_mixed_precision
 from mpkit.diagnose import VERDICTS, diagnose, preflight, recommend
@@ -89,6 +90,88 @@ class Last(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rnn(x)[0][:, -1]
+
+
+class Checkpointed(nn.Module):
+    """A block whose forward pass runs again in the backward pass."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Sequential(nn.Linear(8, 8), Op(function)), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.one, self.other, self.grow = nn.Linear(8, 8), nn.Linear(8, 8), Op(lambda x: x * gain)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.grow(torch.relu(self.one(x))))
+
+
+class Filled(nn.Module):
+    """Attention scores with the mask filled in."""
+
+    def __init__(self, whole_row: bool) -> None:
+        super().__init__()
+        torch.manual_seed(16)
+        self.project, self.softmax, self.whole_row = nn.Linear(8, 8), nn.Softmax(-1), whole_row
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.project(x)
+        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(0 if self.whole_row else 1).flip(0, 1)
+        return self.softmax((h @ h.T).masked_fill(hidden, -math.inf)) @ h
+
+
+class Packed(nn.Module):
+    """The maximum over sequences of different lengths, padded with -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.rnn = nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [20, 11], batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], True, -math.inf)[0].amax(1)
+
+
+class Routed(nn.Module):
+    """Experts weighted by a softmax over the two best; the others get -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(18)
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        best = scores.topk(2, -1)
+        share = torch.full_like(scores, -math.inf).scatter(-1, best.indices, best.values).softmax(-1)
+        return sum(share[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+def upscaled() -> nn.Module:
+    torch.manual_seed(19)
+    up = nn.Sequential(nn.ConvTranspose2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU())
+    return up.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
+
+
+def weight_normed() -> nn.Module:
+    torch.manual_seed(20)
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 3))
+
+
+def words_in(table: nn.Module) -> nn.Module:
+    torch.manual_seed(21)
+    return nn.Sequential(table, Op(lambda e: e.mean(1)), nn.Linear(8, 3))
 
 
 def growing_rnn() -> nn.Module:
@@ -183,6 +266,21 @@ FAULTS = [
     Fault("loss scale 2^40, perceptron", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, GRU", lambda: Last(nn.GRU(8, 4, batch_first=True)), sequences, "scale_too_high", "backward", "", "", loss=mean, options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
+    Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
+    Fault("exp of a GRU's output", lambda: nn.Sequential(Last(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp"),
+    Fault("NaN weight of an LSTM", lambda: with_weight(Last(nn.LSTM(8, 4, batch_first=True)), "rnn.weight_hh_l0", lambda w: w[0].fill_(math.nan)), sequences, "weights_non_finite", "", "parameter rnn.weight_hh_l0", loss=mean),
+    Fault("square of 300, checkpointed", lambda: chain(Checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
+    Fault("the same, re-entrant", lambda: chain(Checkpointed(lambda x: (x * 0 + 300) ** 2, True)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
+    Fault("slope of a root at 0, checkpointed", lambda: chain(Checkpointed(lambda x: (x * 0).sqrt())), rows, "model_non_finite", "backward", "fault.inner.1", "div"),
+    Fault("gain of 1e6 between tied layers", lambda: Tied(1e6), rows, "forward_overflow", "forward", "grow", "mul"),
+    Fault("masked_fill of a whole row", lambda: nn.Sequential(Filled(True), nn.Linear(8, 3)), rows, "model_non_finite", "forward", "0.softmax", "softmax"),
+    Fault("exp in place", lambda: chain(lambda x: x.mul_(0).add_(20).exp_()), rows, "forward_overflow", "forward", "fault", "exp"),
+    Fault("every target ignored", lambda: chain(), lambda: (rows()[0], torch.full((4,), -100)), "model_non_finite", "forward", "(loss function)", "nll_loss"),
+    Fault("weight norm of a zero row", lambda: with_weight(weight_normed(), "0.parametrizations.weight.original1", lambda w: w[2].zero_()), rows, "model_non_finite", "forward", "0.parametrizations.weight.0", "weight_norm"),
+    Fault("negative running variance", lambda: with_weight(convolution().eval(), "norm.running_var", lambda b: b.fill_(-1)), images, "model_non_finite", "forward", "norm", "batch_norm"),
+    Fault("bias of -inf", lambda: with_weight(upscaled(), "0.bias", lambda b: b.fill_(-math.inf)), images, "weights_non_finite", "", "parameter 0.bias"),
+    Fault("NaN in the padding row", lambda: with_weight(words_in(nn.Embedding(10, 8, padding_idx=0)), "0.weight", lambda w: w[0].fill_(math.nan)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "weights_non_finite", "", "parameter 0.weight"),
+    Fault("eps of 1e-8 in float16", lambda: chain(lambda x: (x * 0) / ((x * 0).abs() + 1e-8)), rows, "forward_overflow", "forward", "fault", "div"),
     Fault("a loss a million times too large", lambda: chain(), rows, "gradient_overflow", "backward", "", "cast to float16", loss=lambda o, y: F.cross_entropy(o, y) * 1e7),
 ]  # fmt: skip
 
@@ -285,6 +383,22 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("logits near the end of float16", lambda: chain(lambda x: x.clamp(-1, 1) * 30000), rows(), lambda o, y: F.cross_entropy(o / 30000, y), {}),
     ("a loss of zero slope", lambda: chain(), rows(), lambda o, y: (o * 0).sum(), {}),
     ("frozen parameters", lambda: chain(nn.ReLU()).requires_grad_(True), rows(), F.cross_entropy, {}),
+    ("transposed convolution, group norm", upscaled, images(), F.cross_entropy, {"dtype": FP16}),
+    ("batch norm in evaluation", lambda: convolution().eval(), images(), F.cross_entropy, {}),
+    ("embedding with padding", lambda: words_in(nn.Embedding(10, 8, padding_idx=0)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
+    ("embedding with sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), F.cross_entropy, {}),
+    ("targets left out", lambda: chain(), (rows()[0], torch.tensor([0, -100, 2, -100])), F.cross_entropy, {}),
+    ("weight norm", weight_normed, rows(), F.cross_entropy, {}),
+    ("in place", lambda: chain(lambda x: x.mul_(2).relu_()), rows(), F.cross_entropy, {}),
+    ("tied layers", lambda: Tied(1.0), rows(), F.cross_entropy, {}),
+    ("checkpointed", lambda: chain(Checkpointed(F.relu)), rows(), F.cross_entropy, {}),
+    ("checkpointed, re-entrant", lambda: chain(Checkpointed(F.relu, True)), rows(), F.cross_entropy, {}),
+    ("masked_fill of -inf", lambda: nn.Sequential(Filled(False), nn.Linear(8, 3)), rows(), F.cross_entropy, {}),
+    ("packed LSTM, padding of -inf", Packed, sequences(), mean, {}),
+    ("routing by -inf", Routed, rows(), F.cross_entropy, {"level": "O1"}),
+    ("routing by -inf, emulated", Routed, rows(), F.cross_entropy, {"dtype": FP16}),
+    ("logsumexp with -inf", lambda: chain(lambda x: torch.logsumexp(torch.stack([x, torch.full_like(x, -math.inf)]), 0)), rows(), F.cross_entropy, {}),
+    ("missing targets", lambda: chain(), (rows()[0], torch.tensor([1.0, math.nan, 0.0]).expand(4, 3)), lambda o, y: torch.where(y.isnan(), 0.0, o - y.nan_to_num()).square().mean(), {}),
     ("loss from the network itself", lambda: WithLossCell(chain(nn.ReLU()), nn.CrossEntropyLoss()), rows(), None, {}),
 ]  # fmt: skip
 
@@ -357,6 +471,12 @@ def test_the_report_reads_like_an_answer():
     text = str(diagnose(chain(lambda x: (x * 0 + 300) ** 2), rows(), F.cross_entropy))
     for words in ("module fault", "operation pow", "[300, 300]", "float32", "bfloat16"):
         assert words in text
+
+
+def test_an_operation_that_does_not_exist_in_the_low_precision_is_an_error_in_words():
+    beyond = chain(lambda x: x.masked_fill(x > 0, torch.finfo(torch.float32).min))
+    with pytest.raises(RuntimeError, match=r"runs in float32 but not at level O2 in torch\.float16: value cannot be"):
+        diagnose(beyond, rows(), lambda o, y: o.sigmoid().mean())
 
 
 def test_wrong_arguments_say_what_is_needed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,8 @@ def diagnose(
                   dtype, and an autocast context around this call.
         scale:    the loss scale to ask about (> 0, finite).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
-    Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number.
+    Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number; RuntimeError, with torch's own
+             words, for an operation that does not exist in the low precision.
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search takes it that a smaller scale overflows no earlier than a larger one.
     """
@@ -59,7 +60,11 @@ def diagnose(
         torch.random.set_rng_state(state)
         if not full.finite:
             return _report(_blame_model(full), full, full, None, scale, level, dtype)
-        low = _run(_low_copy(network, level, dtype), batch, loss_fn, scale)
+        try:
+            low = _run(_low_copy(network, level, dtype), batch, loss_fn, scale)
+        except RuntimeError as error:
+            where = f"at level {level}" if level else "with the levels that the network has"
+            raise RuntimeError(f"the batch runs in float32 but not {where} in {dtype}: {error}") from error
     largest = None if not math.isfinite(low.loss) else low.largest_scale()
     return _report(_blame_precision(full, low, largest), full, low, largest, scale, level, dtype)
 
@@ -115,7 +120,17 @@ def _run(network: nn.Module, batch: Any, loss_fn: Any, scale: float, autocast_of
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
     seed = torch.full_like(loss, scale)
-    return list(torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True))
+    found: Sequence[Tensor | None]
+    try:
+        found = torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        for p in parameters:  # of a copy of the network; a re-entrant checkpoint only knows backward()
+            p.grad = None
+        loss.backward(seed, retain_graph=True)
+        found = [p.grad for p in parameters]
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
 def _loss(network: nn.Module, batch: Any, loss_fn: Any) -> Tensor:

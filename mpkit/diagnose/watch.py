@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 OUTSIDE = "(loss function)"
 ROOT = "(network)"
+_ROUNDING = "round to "
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Event:
     @property
     def emulated(self) -> bool:
         """Whether this is a step inside mpkit's rounding, which makes infinities on its way to a finite result."""
-        return self.operation.startswith("round to")
+        return self.operation.startswith(_ROUNDING)
 
 
 class Watch(TorchDispatchMode):
@@ -91,7 +92,9 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._overloadpacket.__name__
         if not self.backward:
-            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, (self._where(), _plain_name(name)))
+            node = torch.autograd._get_sequence_nr() - 1
+            if node not in self._nodes:
+                self._nodes[node] = self._where(), _operation(func, args, kwargs)
         if name.startswith(("empty", "new_empty")):
             return out  # memory that nobody has written yet
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
@@ -138,9 +141,9 @@ class Watch(TorchDispatchMode):
 
         A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         """
-        used = {i for e in self.events if not e.emulated for i in e.parents}
+        used = {i for e in self.events if not e.emulated and not e.meant for i in e.parents}
         for event in reversed(self.events):  # from the operations that used a rounded value back to where it was made
-            used.update(event.parents if event.index in used else ())
+            used.update(event.parents if event.index in used and not event.meant else ())
         for event in self.events:
             born = event.phase == "forward" and not event.parents and not event.leaves and not event.meant
             if born and event.kinds - {"-inf"} and (event.index in used or not event.emulated):
@@ -156,10 +159,11 @@ class Watch(TorchDispatchMode):
             if _storage(t) in self._made:
                 parents.append(self._made[_storage(t)][0])
             elif self._leaf(t):
-                if _kinds(t) == {"-inf"}:
+                name, leaf = self.leaves[_storage(t)]
+                if _kinds(t) == {"-inf"} and not leaf.requires_grad:  # a mask is not trained
                     mask = True
                 else:
-                    leaves.append(self.leaves[_storage(t)][0])
+                    leaves.append(name)
         return tuple(_operand(t) for t in inputs), parents, leaves, mask
 
     def _remember(self, func: Any, args: Any, kwargs: Any, bad: list[Tensor], sources: Any) -> None:
@@ -169,7 +173,8 @@ class Watch(TorchDispatchMode):
         module, of = self._where(), ""
         if self.backward:
             module, of = self._origin()
-        given = [self.events[i] for i in parents]
+        rounding = name.startswith(_ROUNDING)
+        given = self._outside(parents) if rounding else [self.events[i] for i in parents]
         allowed = frozenset().union(*(e.kinds for e in given if e.meant), {"-inf"} if mask else ())
         written = {_constant_kind(v) for v in tree_leaves((args, kwargs)) if isinstance(v, float)} - {""}
         meant = not leaves and all(e.meant for e in given) and kinds <= (allowed | written) and "nan" not in kinds
@@ -188,6 +193,19 @@ class Watch(TorchDispatchMode):
         self.events.append(event)
         for t in bad:
             self._made[_storage(t)] = (event.index, t)
+
+    def _outside(self, parents: Iterable[int]) -> list[Event]:
+        """The events that a rounding started from, seen through its own steps."""
+        found, todo, visited = [], list(parents), set()
+        while todo:
+            event = self.events[todo.pop()]
+            if event.index not in visited:
+                visited.add(event.index)
+                if event.emulated and not event.meant:
+                    todo += event.parents
+                else:
+                    found.append(event)
+        return found
 
     def _leaf(self, t: Tensor) -> bool:
         return _storage(t) in self.leaves
@@ -266,7 +284,7 @@ def _operation(func: Any, args: Any, kwargs: Any) -> str:
     frame = _rounding_frame()
     if frame is not None:
         fmt = frame.get("fmt") or frame.get("format")
-        return f"round to {getattr(fmt, 'name', 'the format')}"
+        return f"{_ROUNDING}{getattr(fmt, 'name', 'the format')}"
     name = func._overloadpacket.__name__
     if name in ("_to_copy", "to"):
         dtype = kwargs.get("dtype")
