@@ -26,7 +26,7 @@ from mpkit.casting import (
     remove_mixed_precision,
     to_float,
 )
-from mpkit.formats import E4M3FN, E5M2, FP16
+from mpkit.formats import E4M3FN, E5M2, FP16, FP64
 
 CASTING_LEVELS = LEVELS[1:]
 LOWS = [torch.float16, torch.bfloat16]
@@ -425,6 +425,13 @@ def test_a_gradient_format_goes_with_an_emulated_format() -> None:
         auto_mixed_precision(nn.Linear(2, 2), "O2", torch.float16, grad_dtype=E5M2)
     with pytest.raises(TypeError, match="grad_dtype"):
         to_float(nn.Linear(2, 2), E4M3FN, grad_dtype=torch.float16)  # type: ignore[arg-type]
+
+
+def test_a_format_wider_than_float32_cannot_be_emulated() -> None:
+    with pytest.raises(ValueError, match=r"fp64 is wider; network.double\(\)"):
+        auto_mixed_precision(nn.Linear(2, 2), "O3", FP64)
+    with pytest.raises(ValueError, match="fp64 is wider"):
+        to_float(nn.Linear(2, 2), E4M3FN, grad_dtype=FP64)
 
 
 def test_presets_check_their_arguments_and_ban_what_their_framework_bans() -> None:

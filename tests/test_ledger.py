@@ -167,3 +167,14 @@ def test_an_error_inside_closes_the_ledger() -> None:
         network(torch.ones(1, 3))
     assert not network._forward_hooks
     assert network(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_an_open_ledger_is_not_opened_again() -> None:
+    network = auto_mixed_precision(nn.Linear(2, 2), "O2")
+    book = ledger(network)
+    with book, pytest.raises(RuntimeError, match="open already"), book:
+        pass
+    assert not network._forward_hooks
+    with book:
+        network(torch.ones(1, 2))
+    assert len(book.rows) == 1

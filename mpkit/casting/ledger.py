@@ -97,13 +97,15 @@ class Ledger:
         self.measured_bytes = 0
         self._path: list[str] = []
         self._operation = ""
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> Ledger:
+        if self._hooks:
+            raise RuntimeError("this ledger is open already; leave its `with` block first, or make another by ledger()")
         self._parameters = {id(p): name for name, p in self.network.named_parameters()}
         self._weights = {_storage(x) for x in (*self.network.parameters(), *self.network.buffers())}
         self._kept: dict[int, Tensor] = {}
         self._measured: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
         for name, module in self.network.named_modules():
             self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -120,6 +122,7 @@ class Ledger:
         self._saving.__exit__(*error)
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         self._path.clear()
         self._operation = ""
         self._kept.clear()

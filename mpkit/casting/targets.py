@@ -36,13 +36,17 @@ _MARK = "_mpkit_emulated"
 def target_of(dtype: Any, grad_dtype: FloatFormat | None = None, also: tuple[torch.dtype, ...] = ()) -> Target:
     """The target that an argument `dtype` (with `grad_dtype` for gradients) means.
 
-    Raises:  ValueError unless dtype is float16, bfloat16, one of `also` or a FloatFormat, or if `grad_dtype` is given
-             beside a native dtype; TypeError if `grad_dtype` is no FloatFormat.
+    Raises:  ValueError unless dtype is float16, bfloat16, one of `also` or a FloatFormat of at most 32 bits, or if
+             `grad_dtype` is wider or given beside a native dtype; TypeError if `grad_dtype` is no FloatFormat.
     """
     native = (torch.float16, torch.bfloat16, *also)
     if isinstance(dtype, FloatFormat):
         if not isinstance(grad_dtype, FloatFormat | None):
             raise TypeError(f"grad_dtype is a FloatFormat such as E5M2, got {grad_dtype!r}")
+        if too_wide := [fmt.name for fmt in (dtype, grad_dtype) if fmt is not None and fmt.bits > 32]:
+            raise ValueError(
+                f"formats are emulated inside float32, {too_wide[0]} is wider; network.double() computes in it"
+            )
         return Emulated(dtype, grad_dtype or dtype)
     if not isinstance(dtype, torch.dtype) or dtype not in native:
         names = ", ".join(map(str, native))
