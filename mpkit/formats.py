@@ -93,7 +93,7 @@ class FloatFormat:
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite number."""
-        return 2**self.exponent_bits - 1 - self.bias - self.has_inf
+        return 2**self.exponent_bits - 1 - self.bias - int(self.has_inf)
 
     @property
     def max(self) -> float:
