@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +437,34 @@ def test_what_data_parallel_would_wait_for_is_refused(tmp_path: Path) -> None:
             BoostTrainOneStepCell(loss_net(net), optimizer, boost=boost)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def boosted_resnet() -> tuple[BoostTrainOneStepCell, list[Tensor]]:
+    torch.manual_seed(0)
+    net, boost = networks.resnet18(width=2), AutoBoost("O1", {"grad_freeze": {"total_steps": 6, "freeze_p": 0.5}})
+    network, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    cell = BoostTrainOneStepCell(WithLossCell(network, nn.CrossEntropyLoss()), optimizer, boost=boost)
+    return cell, [torch.randn(2, 3, 8, 8), torch.tensor([0, 1])]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cell: pickle.loads(pickle.dumps(cell))])
+def test_a_copied_cell_goes_on_as_the_original(copied: Any) -> None:
+    """Freezing and centralization too: torch optimizers lose their hooks when they are copied."""
+    cell, data = boosted_resnet()
+    cell(*data)
+    twin = copied(cell)
+    for _ in range(4):
+        cell(*data)
+        twin(*data)
+    assert_same(weights(cell.network), weights(twin.network), rtol=0, atol=0)
+
+
+def test_a_failed_pass_leaves_nothing_frozen() -> None:
+    cell, (x, y) = boosted_resnet()
+    cell(x, y)
+    place = cell.optimizer.step_index
+    assert cell.optimizer.strategy[place] > 0
+    with pytest.raises(RuntimeError, match="size"):
+        cell(x[:, :2], y)
+    assert all(p.requires_grad for p in cell.network.parameters())
+    assert cell.optimizer.step_index == place

@@ -14,9 +14,11 @@ from mpkit.boost.adasum import AdaSum, adasum_enabled
 from mpkit.boost.auto import AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
+from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.grad_freeze import FreezeOpt
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
-from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
+from mpkit.boost.process import inner
+from mpkit.step import Hook, StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
 from mpkit.step.hooks import call
 from mpkit.step.phases import apply_, gradients_of, parameters_of
 
@@ -38,6 +40,7 @@ class _Boosted(TrainOneStepCell):
             raise TypeError(f"boost must be an AutoBoost, got {type(boost).__name__}")
         self.boost = boost
         self._running: StepContext | None = None
+        self._freezing: Hook | None = None
         self.accumulation = self.dim_reduce = self.adasum = None
         self._device_number = 1 if boost is None else boost.hyper["device_number"]
         if isinstance(optimizer, FreezeOpt):
@@ -46,7 +49,8 @@ class _Boosted(TrainOneStepCell):
                     "on a frozen step DistributedDataParallel would wait for gradients that never come; make it with "
                     "find_unused_parameters=True, or leave it out: this cell averages the gradients itself"
                 )
-            self.hooks.append(optimizer.hook())
+            self._freezing = optimizer.hook()
+            self.hooks.append(self._freezing)
         if (
             boost is not None
             and boost.flags["loss_scale_group"]
@@ -67,6 +71,10 @@ class _Boosted(TrainOneStepCell):
             trained = tuple(p for p in parameters_of(optimizer) if isinstance(p, nn.Parameter))
             rank, groups = torch.distributed.get_rank(), world // self._device_number
             self.adasum = AdaSum(rank, self._device_number, groups, trained)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        centralize_where_marked(inner(self.optimizer))
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum runs: the optimizer is marked and 2, 4, 8, ... groups of `device_number` processes train."""
@@ -108,6 +116,15 @@ class _Boosted(TrainOneStepCell):
             p.grad = grad
         self.adasum.update_(self.optimizer.step)
         return loss
+
+    def compute_gradients(self, ctx: StepContext) -> Tensor:
+        """As of `TrainOneStepCell`; when the pass ends in an exception nothing stays frozen."""
+        try:
+            return super().compute_gradients(ctx)
+        except BaseException:
+            if self._freezing is not None:
+                self._freezing.after_backward(ctx)
+            raise
 
     def reduce(self) -> None:
         """Average the gradients over the processes; AdaSum merges updates instead, frozen layers have nothing to send.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers import centralized
 
 NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -52,6 +53,16 @@ def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:
     for key in [key for key, hook in hooks.items() if hook is _centralize]:
         del hooks[key]  # asked for twice is asked for once
     return optimizer.register_step_pre_hook(_centralize)
+
+
+def centralize_where_marked(optimizer: Optimizer) -> None:
+    """`centralize_gradients` if a group asks for it and the optimizer does not read that key itself.
+
+    A copied or unpickled torch optimizer has its groups, and their marks, but none of its hooks.
+    """
+    marked = any(group.get("grad_centralization") for group in optimizer.param_groups)
+    if marked and not isinstance(optimizer, OwnOptimizer):
+        centralize_gradients(optimizer)
 
 
 def _centralize(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from mpkit.boost.grad_accumulation import GradientAccumulation
+from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
 from mpkit.step import Hook, StepContext
 from mpkit.step.phases import skips_on_device
@@ -287,6 +288,8 @@ class FreezeOpt(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._members = [{id(p) for p in group} for group in self.groups]  # a copy has other parameters
+        for opt in self.optimizers:
+            centralize_where_marked(inner(opt))
 
     def __repr__(self) -> str:
         return f"FreezeOpt({len(self.groups)} groups, step {self.step_index}, {type(self.optimizer).__name__})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.boost.grad_centralization import centralize_gradients, is_centralized
+from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
 from mpkit.optimizers import Optimizer as OwnOptimizer
 
 Group = dict[str, Any]
@@ -80,9 +80,7 @@ class OptimizerProcess:
         if isinstance(opt, torch.optim.LBFGS) and len(self.origin_params) > 1:
             raise ValueError("LBFGS knows one parameter group, and centralization needs two; take another optimizer")
         regroup(opt, as_groups(self.origin_params))
-        marked = any(group.get("grad_centralization") for group in opt.param_groups)
-        if marked and not _centralizes_itself(opt):
-            centralize_gradients(opt)
+        centralize_where_marked(opt)
         return self.optimizer
 
     @property
@@ -194,7 +192,3 @@ def inner(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds the parameter groups: itself, or what a wrapper such as LARS wraps."""
     wrapped = optimizer.__dict__.get("optimizer")
     return inner(wrapped) if isinstance(wrapped, Optimizer) else optimizer
-
-
-def _centralizes_itself(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, OwnOptimizer)
