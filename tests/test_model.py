@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -508,7 +509,10 @@ WRONG = [
     (lambda: LossMonitor(2.0), TypeError, "must be an int"),
     (lambda: Checkpoint("x", 0), ValueError, "at least 1 step"),
     (lambda: Checkpoint("x", 1.5), TypeError, "must be an int"),
+    (lambda: bare().train(1, None), TypeError, "a list or a DataLoader, got NoneType"),
+    (lambda: bare().train(1, loader(), callbacks=[print]), TypeError, "callbacks must be Callback objects"),
     (lambda: bare().load("nowhere.pt"), FileNotFoundError, "nowhere.pt"),
+    (lambda: bare().load(__file__), ValueError, "no checkpoint that can be read"),
 ]
 
 
@@ -516,6 +520,19 @@ WRONG = [
 def test_wrong_arguments(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
+    path, ours, other = tmp_path / "run.pt", model(), model(seed=3)
+    other.network[3] = nn.Linear(8, 4)
+    other.save(path)
+    before = copy.deepcopy(everything(ours))
+    with pytest.raises(ValueError, match=r"'network.backbone.3.bias' is \(4,\) there and \(3,\) here \(2 tensors"):
+        ours.load(path)
+    assert_same(before, everything(ours))
+    torch.save(ours.network.state_dict(), path)
+    with pytest.raises(ValueError, match=r"not written by Model.save; load weights alone with network.load_state_dict"):
+        ours.load(path)
 
 
 def test_a_checkpoint_of_a_longer_data_set_is_refused(tmp_path):

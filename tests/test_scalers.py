@@ -347,6 +347,14 @@ def test_states_of_numbers_survive_json(name):
     assert json.loads(json.dumps(state)) == state
 
 
+def test_a_state_that_is_refused_changes_nothing():
+    scaler = DynamicLossScaler(64, 2, 3)
+    for wrong in ({"counter": "many"}, {"scale_window": 0}, {"scale_value": None}):
+        with pytest.raises((TypeError, ValueError)):
+            scaler.load_state_dict({**DynamicLossScaler(8, 4, 5).state_dict(), **wrong})
+        assert scaler.state_dict() == DynamicLossScaler(64, 2, 3).state_dict()
+
+
 def test_state_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="lacks counter, scale_factor, scale_window"):
         DynamicLossScaler(2, 2, 2).load_state_dict(StaticLossScaler(2).state_dict())
@@ -389,6 +397,11 @@ def test_state_of_another_kind_is_refused():
         (lambda: DynamicLossScaleManager(8, 0), ValueError, "scale_factor must be above 0"),
         (lambda: DynamicLossScaleManager(8, 2, 0), ValueError, "scale_window must be at least 1"),
         (lambda: DynamicLossScaleManager(8, 2, 2.0), TypeError, "scale_window must be an int"),
+        (lambda: DynamicLossScaler(8, True, 2), TypeError, "scale_factor must be an int"),
+        (lambda: DynamicLossScaleManager().update_loss_scale("no"), TypeError, "overflow must be a bool.*got 'no'"),
+        (lambda: DynamicLossScaleManager().update_loss_scale(torch.ones(2) > 0), TypeError, "overflow must be a bool"),
+        (lambda: PolicyLossScaler(preset("torch"), -1), ValueError, "remember must be at least 0"),
+        (lambda: PolicyLossScaler(preset("torch"), 1.5), TypeError, "remember must be an int"),
         (lambda: FixedLossScaleUpdateCell(8)(torch.tensor(8.0), True), TypeError, "overflow must be a bool tensor"),
         (lambda: DynamicLossScaleUpdateCell(8, 2, 2)(torch.tensor(8.0), False), TypeError, "overflow must be a bool"),
         (lambda: PolicyLossScaler("torch"), TypeError, "make one with preset"),

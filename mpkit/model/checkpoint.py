@@ -25,6 +25,36 @@ def save_whole(state: Any, path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
+def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `save_whole` wrote for a `Model`. Raises FileNotFoundError; ValueError for any other file."""
+    try:
+        with path.open("rb") as file:
+            state = torch.load(file, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} is no checkpoint that can be read ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict) or not {"train_network", "progress"} <= state.keys():
+        raise ValueError(f"{path} was not written by Model.save; load weights alone with network.load_state_dict(...)")
+    return state
+
+
+def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: Any) -> None:
+    """ValueError unless both states have tensors of the same names and shapes."""
+
+    def shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    theirs, ours = shapes(saved), shapes(own)
+    differ = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
+    if differ:
+        name = differ[0]
+        raise ValueError(
+            f"{path} belongs to another network or train cell: {name!r} is {theirs.get(name, 'missing')} there and "
+            f"{ours.get(name, 'missing')} here ({len(differ)} tensors differ); build the model as it was saved"
+        )
+
+
 def random_state(dataset: Any) -> dict[str, Any]:
     """The states of all generators that a training run draws from: torch, CUDA, NumPy, Python, the data set's own."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the state that data sets of others may draw from

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.model.callbacks import Callback, RunContext
-from mpkit.model.checkpoint import save_whole
+from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.metrics import Metric, metrics_from
 from mpkit.step import WithLossCell, build_train_network
@@ -202,9 +202,11 @@ class Model:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote; the next `train` or `fit` goes on from there.
 
-        Raises:  FileNotFoundError; RuntimeError if the network differs; ValueError if hooks or optimizer differ.
+        Raises:  FileNotFoundError; ValueError if the file is no such checkpoint, or the network, the hooks or the
+                 optimizer differ. A checkpoint of another network changes nothing.
         """
-        state = torch.load(Path(path), map_location=device_of(self.train_network.parameters()), weights_only=True)
+        state = load_whole(Path(path), device_of(self.train_network.parameters()))
+        need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
         self.train_network.load_state_dict(state["train_network"])
         if self._manager is not None and "manager" in state:
             self._manager.load_state_dict(state["manager"])
@@ -221,6 +223,12 @@ class Model:
         _epochs(epoch, initial_epoch)
         if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
             raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be Callback objects, got {callback!r}; derive a class from Callback")
+        if not isinstance(dataset, Iterable):
+            raise TypeError(f"train_dataset must give batches, as a list or a DataLoader, got {type(dataset).__name__}")
         length = None
         with suppress(TypeError):
             length = len(dataset)  # type: ignore[arg-type]
@@ -228,7 +236,7 @@ class Model:
         loop = TrainingLoop(
             self.train_network,
             dataset,
-            [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ()),
+            callbacks,
             run,
             inputs=self._inputs,
             manager=self._manager,

@@ -124,6 +124,7 @@ def _tf_keras(
 
 
 def _tf_v1(initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0) -> ScalePolicy:
+    _need(multiplier > 0, f"multiplier must be above 0, got {multiplier}")
     factor = in_float32(multiplier)
     return ScalePolicy(
         initial_loss_scale,
@@ -197,6 +198,8 @@ def _megatron(
 ) -> ScalePolicy:
     _need(0 < min_scale <= initial_scale, f"need 0 < min_scale <= initial_scale, got {min_scale}, {initial_scale}")
     _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
+    _need(growth_interval > 0, f"growth_interval must be above 0, got {growth_interval}")
+    _need(hysteresis > 0, f"hysteresis must be above 0, got {hysteresis}")
     return ScalePolicy(
         initial_scale,
         in_float32(growth_factor),
@@ -219,6 +222,7 @@ def _colossalai(
     hysteresis: int = 2,
     verbose: bool = False,
 ) -> ScalePolicy:
+    _need(hysteresis >= 0, f"hysteresis must be at least 0, got {hysteresis}")
     megatron = _megatron(initial_scale, min_scale or initial_scale, growth_factor, backoff_factor, growth_interval)
     return replace(megatron, min_scale=min_scale or 0.0, max_scale=max_scale or math.inf, hysteresis=hysteresis)
 
@@ -256,6 +260,8 @@ def _jmp(
     jit: bool = False,
 ) -> ScalePolicy:
     """`jit=True`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
+    _need(dtype in ("float16", "float32", "float64"), f"dtype is 'float16', 'float32' or 'float64', got {dtype!r}")
+    _need(factor > 0, f"factor must be above 0, got {factor}")
     bits = {"float16": 16, "float32": 32, "float64": 64}[dtype]
     narrow = in_float16 if bits == 16 else in_float32 if bits == 32 else float
     held = narrow(factor)
@@ -350,7 +356,10 @@ def _fairscale_layerwise(
     min_scale: float = SMALLEST_NORMAL,
     max_scale: float = FLOAT32_MAX,
 ) -> ScalePolicy:
+    if not isinstance(layer_scale_dict, Mapping):
+        raise TypeError(f"layer_scale_dict must be {{name: scale}}, got {type(layer_scale_dict).__name__}")
     _need(len(layer_scale_dict) > 0, "layer_scale_dict needs at least one layer: {name: scale}")
+    _need(all(v > 0 for v in layer_scale_dict.values()), f"scales must be above 0, got {dict(layer_scale_dict)}")
     _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
     return ScalePolicy(
         torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
@@ -371,6 +380,7 @@ def _mindspore_scaler(scale_value: float, scale_factor: int, scale_window: int) 
 
 
 def _mindspore_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> ScalePolicy:
+    _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
     return ScalePolicy(
         loss_scale_value,
         in_float32(scale_factor),
@@ -385,6 +395,7 @@ def _mindspore_cell(loss_scale_value: float, scale_factor: float, scale_window: 
 def _mindspore_manager(
     init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
 ) -> ScalePolicy:
+    _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
     return ScalePolicy(
         init_loss_scale,
         scale_factor,

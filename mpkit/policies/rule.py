@@ -130,6 +130,8 @@ class ScalePolicy:
                 raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
             if key not in _COUNTS:
                 object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
+            elif value != math.inf and value != int(value):
+                raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
 
@@ -192,6 +194,9 @@ def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -
     rows = list(policies)
     if not rows:
         raise ValueError("stack needs at least one policy, got none")
+    for row in rows:
+        if not isinstance(row, ScalePolicy) or row.shape:
+            raise TypeError(f"stack needs single policies, got {'a vector' if hasattr(row, 'shape') else repr(row)}")
     columns: dict[str, Any] = {}
     for field in fields(ScalePolicy):
         values = [getattr(row, field.name) for row in rows]

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -120,7 +121,9 @@ class DynamicLossScaleManager(LossScaleManager):
         return True
 
     def update_loss_scale(self, overflow: bool | Tensor) -> None:
-        """One step of the rule; a 0-d bool tensor is read on the host."""
+        """One step of the rule; a bool tensor of one element is read on the host."""
+        if not isinstance(overflow, bool | np.bool_) and not (isinstance(overflow, Tensor) and overflow.numel() == 1):
+            raise TypeError(f"overflow must be a bool or a bool tensor of one element, got {overflow!r}")
         overflow = bool(overflow)
         self._state, raised = advance(self._policy, self._state, not overflow)
         if overflow:

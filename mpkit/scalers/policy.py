@@ -31,7 +31,7 @@ class PolicyLossScaler(LossScaler):
     is for the loop to decide: `flags.all()`.
 
     Args:    policy: one policy or a vector of them; remember: steps kept for `history` (0: none).
-    Raises:  TypeError for anything but a ScalePolicy.
+    Raises:  TypeError for anything but a ScalePolicy and an int; ValueError for a negative number of steps.
 
     >>> scaler = PolicyLossScaler(ScalePolicy(growth_interval=2))
     >>> _ = [scaler.adjust(torch.tensor(finite)) for finite in (True, True, False)]
@@ -42,6 +42,10 @@ class PolicyLossScaler(LossScaler):
     def __init__(self, policy: ScalePolicy, remember: int = 1000) -> None:
         if not isinstance(policy, ScalePolicy):
             raise TypeError(f"policy must be a ScalePolicy, got {type(policy).__name__}; make one with preset(...)")
+        if isinstance(remember, bool) or not isinstance(remember, int):
+            raise TypeError(f"remember must be an int (steps), got {type(remember).__name__}")
+        if remember < 0:
+            raise ValueError(f"remember must be at least 0 steps, got {remember}")
         self.policy = policy
         self.remember = remember
         self._plain = _kernel_covers(policy)

@@ -137,9 +137,12 @@ class DynamicLossScaler(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
-        super().load_state_dict(state)
-        self.counter.fill_(state["counter"])
-        self.scale_factor, self.scale_window = state["scale_factor"], state["scale_window"]
+        need_keys(state, self.state_dict())
+        scale, counter = float(state["scale_value"]), int(state["counter"])
+        settings = [checked_count(name, state[name]) for name in ("scale_factor", "scale_window")]
+        self.scale_factor, self.scale_window = settings
+        self.scale_value.fill_(scale)
+        self.counter.fill_(counter)
 
     def _tensors(self) -> list[str]:
         return ["scale_value", "counter"]
