@@ -164,6 +164,36 @@ def test_every_thins_the_histograms_but_not_the_outcomes():
     assert np.isnan(thin.grad_norm[1])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stepped", ["scaler", "by hand", "scaler at first"])
+def test_the_outcome_is_that_of_the_grad_scaler_or_of_the_gradients(stepped, fused):
+    """Without looking at the gradients in every step, and with `trace()` called before the step is taken."""
+    network = auto_mixed_precision(small_network(), "O2")
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    recorder = Recorder(network, optimizer, scaler, every=5)
+    want = []
+    for i in range(16):
+        x, y = batch(i)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(x), y)
+        scaler.scale(loss).backward()
+        want.append(any(not p.grad.isfinite().all() for p in network.parameters()))
+        recorder.record(loss)
+        if i in (0, 1, 5, 6, 7):
+            assert recorder.trace().overflow.tolist() == want
+        if stepped == "scaler" or (stepped == "scaler at first" and i < 3):
+            scaler.step(optimizer)
+            scaler.update()
+        elif stepped == "by hand" and not want[-1]:
+            optimizer.step()
+    assert any(want)
+    assert stepped != "scaler" or not all(want)
+    got = recorder.trace().overflow.tolist()
+    unknown = 3 if stepped == "scaler at first" else None  # the one step that the scaler was expected to take
+    assert [g for i, g in enumerate(got) if i != unknown] == [w for i, w in enumerate(want) if i != unknown]
+
+
 def test_by_module_adds_up_the_parameters():
     single, _ = plain_loop(steps=3)
     joint, _ = plain_loop(steps=3, by="module")

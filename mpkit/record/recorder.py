@@ -79,6 +79,8 @@ class Recorder(Hook):
         self._gradients = _Rows(tuple(self._groups))
         self._activations: _Rows | None = None
         self._handles: list[Any] = []
+        self._parameters = [p for group in self._groups.values() for p in group]
+        self._last_note: dict[str, Any] | None = None
         self._seen: dict[str, Part] = {}
         self._scratch = new_scratch()
         self._start = time.perf_counter()
@@ -117,6 +119,8 @@ class Recorder(Hook):
     def trace(self) -> Trace:
         """Everything recorded so far."""
         policy = {} if self._policy is None else {"policy": dataclasses.asdict(self._policy)}
+        if self._last_note and not self._last_note["found_inf_per_device"]:  # the scaler has yet to take this step
+            self._steps.settle(self.index - 1, _kept(_not_finite(self._norm())))
         columns: dict[str, Any] = self._steps.columns()
         return Trace(
             **columns,
@@ -165,26 +169,36 @@ class Recorder(Hook):
     def _record(
         self, loss: Tensor, scale: float | Tensor, unscaled: bool, overflow: Tensor | None, optimizer: Any
     ) -> None:
+        if not any(p.grad is not None for p in self._parameters):
+            raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
+        kept = _kept(scale)
+        factor = None if unscaled else _reciprocal(kept)
+        found: Any = self._note(optimizer) if overflow is None else overflow
+        norm: Any = math.nan
         with torch.no_grad():
-            present = [_values(p.grad) for group in self._groups.values() for p in group if p.grad is not None]
-            if not present:
-                raise RuntimeError(
-                    "no parameter has a gradient: call record after loss.backward() and before zero_grad()"
-                )
-            kept = _kept(scale)
-            factor = None if unscaled else _reciprocal(kept)
-            norm: Any = math.nan
             if self._due():
                 norm = self._record_histograms(factor)
-            elif overflow is None:
-                norm = total_norm(present)
-            found: Any = overflow
-            if overflow is None:
-                found = ~norm.isfinite() if isinstance(norm, Tensor) else not math.isfinite(norm)
-            norm = norm if factor is None else norm * factor
-            lr = _lr_of(optimizer)
-            self._steps.append((self.index, _kept(loss), kept, _kept(found), _kept(lr), _kept(norm), self._seconds()))
+            elif found is None:
+                norm = self._norm()
+        if found is None or (overflow is None and self._due()):
+            found = _not_finite(norm)
+        norm = norm if factor is None else norm * factor
+        lr = _lr_of(optimizer)
+        self._steps.append((self.index, _kept(loss), kept, _kept(found), _kept(lr), _kept(norm), self._seconds()))
         self.index += 1
+
+    def _norm(self) -> float | Tensor:
+        present = [_values(p.grad) for p in self._parameters if p.grad is not None]
+        return total_norm(present) if present else 0.0
+
+    def _note(self, optimizer: Any) -> dict[str, Any] | None:
+        """Where the GradScaler will say whether this step overflows: then the gradients need not be read for that.
+
+        None where it is not known to do so: in the first step, and after one that it did not take.
+        """
+        before = self._last_note
+        self._last_note = _state_of(self.scaler, optimizer)
+        return self._last_note if before and before["found_inf_per_device"] else None
 
     def _due(self) -> bool:
         return self.index % self.every == 0
@@ -248,11 +262,18 @@ class _Table:
         self.done: list[np.ndarray] = [np.zeros((0, len(self.names)))]
 
     def append(self, row: tuple[Any, ...]) -> None:
-        self.waiting.append(row)
         if len(self.waiting) >= _FLUSH:
             self._flush()
+        self.waiting.append(row)
+
+    def settle(self, step: int, overflow: Any) -> None:
+        """Write down the outcome of the last step where it is only noted where to look for it."""
+        if self.waiting and self.waiting[-1][0] == step and isinstance(self.waiting[-1][3], dict):
+            row = self.waiting[-1]
+            self.waiting[-1] = (*row[:3], overflow, *row[4:])
 
     def _flush(self) -> None:
+        self.waiting = [(*row[:3], _noted(row[3]), *row[4:]) for row in self.waiting]
         self.done.append(_host([v for row in self.waiting for v in row]).reshape(-1, len(self.names)))
         self.waiting.clear()
 
@@ -371,7 +392,8 @@ def _kept(value: Any) -> float | Tensor:
         return value
     if value.device.type != "cpu":
         return value.detach().clone()
-    return (value.double() if value.dtype == torch.bfloat16 else value).numpy(force=True).item()
+    value = value.detach()
+    return (value.double() if value.dtype == torch.bfloat16 else value).numpy().item()
 
 
 def _host(values: list[Any]) -> np.ndarray:
@@ -414,12 +436,30 @@ def _scale_of(scaler: Any) -> Any:
     )
 
 
-def _was_unscaled(scaler: Any, optimizer: Any) -> bool:
-    """Whether the GradScaler has divided this optimizer's gradients; only its private bookkeeping knows."""
+def _state_of(scaler: Any, optimizer: Any) -> dict[str, Any] | None:
+    """What a GradScaler notes down about this optimizer's running step; only its private bookkeeping knows."""
     states = getattr(scaler, "_per_optimizer_states", None)
-    if not isinstance(scaler, torch.amp.GradScaler) or states is None or optimizer is None:
-        return False
-    return getattr(states[id(optimizer)]["stage"], "name", "READY") == "UNSCALED"
+    if not isinstance(scaler, torch.amp.GradScaler) or states is None or optimizer is None or not scaler.is_enabled():
+        return None
+    return states[id(optimizer)]
+
+
+def _was_unscaled(scaler: Any, optimizer: Any) -> bool:
+    """Whether the GradScaler has divided this optimizer's gradients."""
+    state = _state_of(scaler, optimizer)
+    return state is not None and getattr(state["stage"], "name", "READY") == "UNSCALED"
+
+
+def _noted(value: Any) -> Any:
+    """An overflow, read from where the GradScaler noted it; a step that it never took had none."""
+    if not isinstance(value, dict):
+        return value
+    found = list(value["found_inf_per_device"].values())
+    return _kept(torch.stack([f.to(found[0].device) for f in found]).amax()) if found else 0.0
+
+
+def _not_finite(norm: Any) -> Any:
+    return ~norm.isfinite() if isinstance(norm, Tensor) else not math.isfinite(norm)
 
 
 def _policy_of(scaler: Any) -> ScalePolicy | None:
