@@ -40,9 +40,9 @@ def configurations(steps: int) -> dict[str, Configuration]:
     return {
         "none": ("O0", {}),
         "less_bn": ("O0", {"boost": fewer}),
-        "fewer BatchNorms alone": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": False}}),
-        "and normalised FC": ("O0", {"boost": fewer, "less_bn": {"fn_flag": True, "gc_flag": False}}),
-        "and centralization": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": True}}),
+        "less_bn, norms only": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": False}}),
+        "less_bn, no centralization": ("O0", {"boost": fewer, "less_bn": {"fn_flag": True, "gc_flag": False}}),
+        "less_bn, no normalised FC": ("O0", {"boost": fewer, "less_bn": {"fn_flag": False, "gc_flag": True}}),
         "freezing": ("O0", {"boost": {**off, "grad_freeze": True}, "grad_freeze": freeze}),
         "O1": ("O1", {"grad_freeze": freeze}),
         "O2": ("O2", {"grad_freeze": freeze}),
