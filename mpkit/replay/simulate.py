@@ -94,7 +94,9 @@ def simulate(
         if policy.delayed is False:  # one tensor in every call, the first too: two would be compiled for separately
             state = state._replace(decided=state.scale)
         index = torch.tensor(start, dtype=tally.skipped.dtype, device=device)
-        state, tally, used = block(policy, state, tally, table[start : start + _UNROLLED], index)
+        flat = block(policy, state, tally, table[start : start + _UNROLLED], index)
+        counts, used = flat[len(state) :], flat[len(state) + len(tally) :]
+        state, tally = ScaleState(*flat[: len(state)]), _Tally(*counts[: len(tally)])
         rows |= {i: used[i - start].clone() for i in here}
     for i in range(whole, len(tops)):
         if i in wanted:
@@ -170,7 +172,7 @@ def _compiled_block(keep: bool) -> Any:
             if keep:
                 used.append(_shown(state, tally))
             state, tally = _step(policy, state, tally, tops[i], start + i)
-        return state, tally, used
+        return *state, *tally, *used  # torch 2.11 hands named tuples back broken
 
     return torch.compile(block)
 
