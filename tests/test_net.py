@@ -127,7 +127,7 @@ BUGS = [
     ),
     Bug(
         "a freeze index shifted by one",
-        "boost/grad_freeze.py",
+        "boost/grad_freeze/strategy.py",
         "cycle = [0] * zeros + list(range(1, groups))",
         "cycle = [0] * zeros + list(range(groups - 1))",
         LAB04,

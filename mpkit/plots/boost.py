@@ -199,7 +199,8 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     whiskers = np.maximum([values - low, high - values], 0)  # a whole training may lie outside its phases' quartiles
     axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=BLACK, capsize=4, lw=1.4)
     for place, row in zip(places, rows):
-        axes.text(max(row["ratio"], row["quartiles"][1]) + 0.02, place, f"{row['ratio']:.2f}", va="center", fontsize=10)
+        end = max(row["ratio"], row["quartiles"][1], row["goal"] or 0)
+        axes.text(end + 0.02, place, f"{row['ratio']:.2f}", va="center", fontsize=10)
         if row["goal"] is not None:
             axes.plot([row["goal"]] * 2, [place - 0.4, place + 0.4], color=VERMILION, lw=2.5)
     axes.axvline(1, color=BLACK, lw=1)

@@ -1,0 +1,279 @@
+"""An optimizer that updates only the trained layers of a step, and the hook that ends the backward pass there."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkit.boost.grad_centralization import centralize_where_marked
+from mpkit.boost.process import inner, regroup, subset
+from mpkit.step import Hook, StepContext
+from mpkit.step.phases import skips_on_device
+
+State = Literal["shared", "per_group"]
+
+
+class FreezeOpt(Optimizer):
+    """An optimizer that, on each step, updates only the parameters of that step's group.
+
+    Step s uses index `strategy[s]`, starting again at the end; without a strategy the groups take turns. Run the
+    forward and backward pass under `frozen()` (boost's train cells and `hook()` do) and the backward pass really ends
+    at the first trained layer; without it the result is the same, only not faster.
+
+    Args:
+        opt:                     any `torch.optim.Optimizer`.
+        train_parameter_groups:  per index, the list of parameters to train (or of parameter groups holding them);
+                                 None: one group with everything.
+        train_strategy:          indices as list, tuple or 1-D int32 tensor; None: round robin.
+        state:                   "shared": `opt` itself does every step, so a weight has one momentum and the learning
+                                 rate follows the global step. "per_group": the original's, a copy of `opt` per group
+                                 with moments and step counter of its own; memory grows with the number of groups and
+                                 schedules run late. Empty user groups are dropped.
+    Raises:  TypeError if `opt` is no optimizer, the groups are no lists or the strategy is of another kind;
+             ValueError for a strategy without groups, an element that is no int or not an index of a group, or a
+             tensor that is not 1-D int32.
+    Source:  MindSpore boost.FreezeOpt.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        train_parameter_groups: Sequence[Any] | None = None,
+        train_strategy: Sequence[int] | Tensor | None = None,
+        *,
+        state: State = "shared",
+    ) -> None:
+        if not isinstance(opt, Optimizer):
+            raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
+        if state not in ("shared", "per_group"):
+            raise ValueError(f"state must be 'shared' or 'per_group', got {state!r}")
+        if train_parameter_groups is None and train_strategy is not None:
+            raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
+        self.optimizer = opt
+        self.groups = _checked_groups(train_parameter_groups, opt)
+        self.strategy = _checked_strategy(train_strategy, len(self.groups))
+        self.step_index = 0
+        self.steps = 0  # calls of step()
+        self.optimizers = [opt] if state == "shared" else self._copies(train_strategy)
+        self._members = [{id(p) for p in group} for group in self.groups]
+
+    # what a torch.optim.Optimizer is asked for
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the optimizer that was wrapped."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer that was wrapped."""
+        return self.optimizer.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return all(skips_on_device(opt) for opt in self.optimizers)
+
+    def __getattr__(self, name: str) -> Any:  # only for names that this class does not have
+        if name in ("optimizer", "found_inf", "grad_scale") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._members = [{id(p) for p in group} for group in self.groups]  # a copy has other parameters
+        for opt in self.optimizers:
+            centralize_where_marked(inner(opt))
+
+    def __repr__(self) -> str:
+        return f"FreezeOpt({len(self.groups)} groups, step {self.step_index}, {type(self.optimizer).__name__})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    # freezing
+
+    @property
+    def index(self) -> int:
+        """The freeze index of the coming step."""
+        return self.strategy[self.step_index] if self.strategy else self.step_index
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Every parameter that some group trains, in the order of the wrapped optimizer."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @contextmanager
+    def frozen(self, index: int | None = None) -> Iterator[None]:
+        """Parameters outside the group of `index` (None: the coming step's) need no gradient inside this block."""
+        still = self.freeze_(index)
+        try:
+            yield
+        finally:
+            thaw_(still)
+
+    def freeze_(self, index: int | None = None) -> list[Tensor]:
+        """Switch off the gradients of everything outside the group; -> what was switched off, for `thaw_`."""
+        trained = self._members[self.index if index is None else index]
+        still = [p for p in self.parameters if p.requires_grad and id(p) not in trained]
+        for p in still:
+            p.requires_grad_(False)
+        return still
+
+    def hook(self) -> Hook:
+        """A hook that freezes for the forward and backward pass of any train cell."""
+        return _FreezeHook(self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
+        loss = self.step_group(self.index, closure)
+        self.advance()
+        self.steps += 1
+        return loss
+
+    def step_group(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of one group; the strategy stays where it is. Drops the other gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad(), self.frozen(index):
+                loss = closure()
+        trained = self._members[index]
+        for p in self.parameters:
+            if id(p) not in trained:
+                p.grad = None
+        opt = self.optimizers[index % len(self.optimizers)]
+        for name in ("found_inf", "grad_scale"):
+            setattr(opt, name, getattr(self, name, None))
+        try:
+            opt.step()
+        finally:
+            for name in ("found_inf", "grad_scale"):
+                delattr(opt, name)
+        return loss
+
+    def advance(self) -> None:
+        """Go on to the next index without an update (a skipped step)."""
+        length = len(self.strategy) if self.strategy else len(self.groups)
+        self.step_index = (self.step_index + 1) % length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
+        return {
+            "step_index": self.step_index,
+            "steps": self.steps,
+            "strategy": list(self.strategy),
+            "optimizers": [opt.state_dict() for opt in self.optimizers],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and the state= option."""
+        if len(state_dict["optimizers"]) != len(self.optimizers):
+            raise ValueError(
+                f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(state_dict['optimizers'])}; "
+                "make it with the same groups and the same state= option"
+            )
+        strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
+        place, length = int(state_dict["step_index"]), len(strategy or self.groups)
+        if not 0 <= place < length:
+            raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
+        for opt, state in zip(self.optimizers, state_dict["optimizers"]):
+            opt.load_state_dict(state)
+        self.strategy, self.step_index, self.steps = strategy, place, int(state_dict.get("steps", 0))
+
+    def _copies(self, strategy: Any) -> list[Optimizer]:
+        """One optimizer per group, without state, its listed learning rates split as the original does."""
+        split = isinstance(strategy, Tensor)
+        rates = [getattr(group["lr"], "values", None) for group in self.param_groups]
+        copies = []
+        for i, group in enumerate(self.groups):
+            opt = _copy_for(self.optimizer, group)
+            for values, own in zip(rates, opt.param_groups) if split and len(opt.param_groups) == len(rates) else ():
+                if values is not None:
+                    own["lr"] = type(own["lr"])(tuple(split_learning_rates(values, self.strategy, len(self.groups))[i]))
+            copies.append(opt)
+        return copies
+
+
+class _FreezeHook(Hook):
+    def __init__(self, optimizer: FreezeOpt) -> None:
+        self._optimizer = optimizer
+        self._still: list[Tensor] = []
+
+    def before_forward(self, ctx: StepContext) -> None:
+        thaw_(self._still)  # left over when the last pass ended in an exception
+        self._still = self._optimizer.freeze_()
+
+    def after_backward(self, ctx: StepContext) -> None:
+        thaw_(self._still)
+        self._still = []
+
+
+def thaw_(still: Sequence[Tensor]) -> None:
+    """Switch the gradients of frozen parameters on again."""
+    for p in still:
+        p.requires_grad_(True)
+
+
+def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups: int) -> list[list[float]]:
+    """Rate i goes to the group that step i trains, so that counters per group reproduce the global schedule.
+
+    Edges:   a group that gets none, and every group when there are more rates than steps, gets the whole list and
+             consumes it from its start: the original's defect, which `FreezeOpt(state="shared")` does not have.
+    """
+    if len(rates) > len(strategy):
+        return [list(rates) for _ in range(groups)]
+    split: dict[int, list[float]] = defaultdict(list)
+    for rate, index in zip(rates, strategy):
+        split[index].append(rate)
+    return [split[i] or list(rates) for i in range(groups)]
+
+
+def _checked_groups(groups: Any, opt: Optimizer) -> list[list[Tensor]]:
+    if groups is None:
+        return [[p for group in opt.param_groups for p in group["params"]]]
+    if not isinstance(groups, list | tuple) or not groups:
+        raise TypeError(f"train_parameter_groups must be a list of lists of parameters, got {groups!r:.60}")
+    for group in groups:
+        if not isinstance(group, list | tuple):
+            raise TypeError(f"each of train_parameter_groups must be a list of parameters, got {type(group).__name__}")
+    return [[p for item in group for p in (item["params"] if isinstance(item, dict) else [item])] for group in groups]
+
+
+def _checked_strategy(strategy: Any, groups: int) -> list[int]:
+    if strategy is None:
+        return []
+    if isinstance(strategy, Tensor):
+        if strategy.ndim != 1 or strategy.dtype != torch.int32:
+            raise ValueError(
+                f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {tuple(strategy.shape)}"
+            )
+        strategy = strategy.tolist()
+    if not isinstance(strategy, list | tuple):
+        raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
+    for index in strategy:
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < groups:
+            raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {index!r}")
+    if not strategy:
+        raise ValueError("train_strategy is empty; leave it out to visit the groups in turn")
+    return list(strategy)
+
+
+def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
+    """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
+    own = inner(optimizer)
+    memo: dict[int, Any] = {id(p): p for group in own.param_groups for p in group["params"]}
+    memo[id(own.state)] = defaultdict(dict)
+    result = object.__new__(type(optimizer))
+    memo[id(optimizer)] = result
+    result.__dict__.update({key: copy.deepcopy(value, memo) for key, value in optimizer.__dict__.items()})
+    regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
+    return result

@@ -1,0 +1,96 @@
+"""The stages of a network, in the order of its layers, and what freezing the first of them saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+
+def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
+    """The trainable parameters in definition order, cut before each module that holds a weight of two axes or more."""
+    stages: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    closed = True  # the stage at the end has its weight, so another weight opens a new one
+    for module in net.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, own))
+        weighty = any(p.ndim >= 2 for p in own)
+        if own and (not stages or (weighty and closed)):
+            stages.append([])
+            closed = False
+        if own:
+            stages[-1] += own
+        closed = closed or weighty
+    return stages
+
+
+def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
+    """The original's rule: "bn" or "bias" in the name joins the stage, any other closes it once it holds three."""
+    stages: list[list[nn.Parameter]] = [[]]
+    for name, p in net.named_parameters():
+        if not p.requires_grad:
+            continue
+        if "bn" not in name and "bias" not in name and len(stages[-1]) >= 3:
+            stages.append([])
+        stages[-1].append(p)
+    return [stage for stage in stages if stage]
+
+
+def index_probabilities(groups: int, freeze_type: int) -> list[float]:
+    """P(v) of v = 1..G-1 on a frozen step: uniform for type 0, (G - v) / (G (G-1) / 2) for type 1."""
+    if freeze_type == 0:
+        return [1 / (groups - 1)] * (groups - 1)
+    return [(groups - v) / (groups * (groups - 1) / 2) for v in range(1, groups)]
+
+
+def expected_saving(stage_costs: Sequence[float], groups: int, freeze_type: int, full_step_fraction: float) -> float:
+    """Share of the backward work that freezing saves on average: S = (1-p) sum_v P(v) s_v.
+
+    Args:
+        stage_costs:  backward cost of each stage, any unit, in definition order; s_v is the share of the first
+                      v * (stages // groups) of them.
+
+    >>> round(expected_saving([1.0] * 10, 10, 1, 0.7), 4)   # (1 - 0.7) * (10 + 1) / (3 * 10)
+    0.11
+    """
+    if groups < 2:
+        return 0.0
+    stride, total = len(stage_costs) // groups, sum(stage_costs)
+    shares = (sum(stage_costs[: v * stride]) / total for v in range(1, groups))
+    return (1 - full_step_fraction) * sum(p * s for p, s in zip(index_probabilities(groups, freeze_type), shares))
+
+
+def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
+    """Multiply-adds that freezing each stage saves in a backward pass: for `expected_saving`.
+
+    A layer costs its multiply-adds once for the gradient of its weight and once for that of its input, which the
+    first layer does not need. Freezing stage k also spares the input gradient of the layer after it, so that one is
+    counted there. Only Linear and convolution layers count.
+
+    Args:
+        inputs:  one forward pass is run on them, without gradients.
+    """
+    stages = stages_by_module(net)
+    place = {id(p): i for i, stage in enumerate(stages) for p in stage}
+    work = [0.0] * (len(stages) + 1)
+
+    def count(module: Any, _inputs: Any, output: Tensor) -> None:
+        outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
+        work[place[id(module.weight)]] += outputs * module.weight.numel()
+
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | _ConvNd) and id(m.weight) in place]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    training = net.training
+    try:
+        with torch.no_grad():
+            net.eval()(*inputs)
+    finally:
+        net.train(training)
+        for handle in handles:
+            handle.remove()
+    return [weight + after for weight, after in pairwise(work)]
