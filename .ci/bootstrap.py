@@ -21,7 +21,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 PIP_OPTIONS = ("--disable-pip-version-check", "--progress-bar=on")
 QUIET = {"fetchNews": "false", "checkForUpdates": False}
 EXTRAS = {"lab": "lab", "test": "test,course"}
-FIRST_LESSON = os.path.join("notebooks", "00_start_here.ipynb")
+FIRST_LESSON = "notebooks/00_start_here.ipynb"
 
 
 def fail(sentence):
@@ -157,7 +157,9 @@ def port_of(arguments):
 def lab(arguments):
     """JupyterLab at the first lesson."""
     setup("lab")
-    command = [os.path.join(BIN, "jupyter"), "lab", FIRST_LESSON, *port_of(arguments), *arguments]
+    # not the file itself: the address that the server prints would lead to an empty launcher
+    page = "--LabApp.default_url=/lab/tree/" + FIRST_LESSON
+    command = [os.path.join(BIN, "jupyter"), "lab", page, *port_of(arguments), *arguments]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers and course servers
     say(f"opening JupyterLab at {FIRST_LESSON}; stop it with Ctrl-C")

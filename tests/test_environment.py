@@ -97,6 +97,14 @@ def test_a_taken_port_is_named_or_passed_over(bootstrap):
     assert re.fullmatch(r"--port=8[89]\d\d", bootstrap.port_of(["--no-browser"])[0])
 
 
+def test_the_address_that_is_printed_leads_to_the_first_lesson(bootstrap, monkeypatch):
+    monkeypatch.setattr(bootstrap, "setup", lambda extra: None)
+    monkeypatch.setattr(bootstrap, "run", lambda command: command)
+    command = bootstrap.lab(["--no-browser"])
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in command
+    assert (ROOT / "notebooks" / "00_start_here.ipynb").exists()
+
+
 def test_the_second_set_up_has_nothing_to_do():
     if not (ROOT / ".venv" / "mpkit-test").exists():
         pytest.skip("this environment was not made by make test")
