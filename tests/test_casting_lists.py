@@ -280,6 +280,21 @@ def test_torch_autocast_preset_has_the_cuda_lists_that_the_cpu_lacks() -> None:
         assert cast_like(Apply(WIDE_CALLS[name]), "torch_autocast")(X.half()).dtype is torch.float32
 
 
+@pytest.mark.parametrize("preset", ["torch_autocast", "apex_O1"])
+def test_rarer_products_are_on_the_lists_too(preset: str) -> None:
+    from mpkit.casting import cast_like
+
+    calls = {
+        "addr": lambda x: torch.addr(x, x[0], x[1]),
+        "conv_tbc": lambda x: torch.conv_tbc(x[None], x[None], x[0]),
+        "chain_matmul": lambda x: torch.linalg.multi_dot([x, x, x]),
+    }
+    for name, call in calls.items():
+        assert cast_like(Apply(call), preset, torch.bfloat16)(X).dtype is torch.bfloat16, name
+    if preset == "torch_autocast":
+        assert cast_like(Apply(lambda x: torch.vdot(x[0], x[0].half())), preset)(X).dtype is torch.float32
+
+
 def test_apex_o2_keeps_affine_batch_norms_only() -> None:
     from mpkit.casting import cast_like
 

@@ -40,7 +40,7 @@ from mpkit.formats import FloatFormat
 TORCH_TO_LOW = frozenset(
     (
         *CONVOLUTIONS,
-        *words("matmul mm bmm addmm addmv addbmm baddbmm mv einsum multi_dot vecdot linear prelu"),
+        *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv einsum multi_dot vecdot linear prelu conv_tbc"),
         *words("scaled_dot_product_attention"),
     )
 )
@@ -56,10 +56,12 @@ TORCH_TO_WIDE = frozenset(
 TORCH_WIDEST = frozenset(
     words(
         """add sub mul div eq ne lt le gt ge cat stack addcdiv addcmul atan2 cross dot tensordot scatter_add index_put
-        grid_sample bilinear"""
+        vdot equal grid_sample bilinear"""
     )
 )
-APEX_TO_LOW = frozenset((*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addbmm baddbmm mv multi_dot linear prelu")))
+APEX_TO_LOW = frozenset(
+    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
+)
 APEX_TO_WIDE = frozenset(
     words(
         """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
