@@ -482,6 +482,8 @@ def test_an_operation_that_does_not_exist_in_the_low_precision_is_an_error_in_wo
 def test_wrong_arguments_say_what_is_needed():
     with pytest.raises(TypeError, match=r"nn\.Module"):
         diagnose(lambda x: x, rows(), F.cross_entropy)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        diagnose(chain(), rows(), F.cross_entropy, scale="2^16")
     with pytest.raises(ValueError, match="scale"):
         diagnose(chain(), rows(), F.cross_entropy, scale=0)
     with pytest.raises(ValueError, match=r"loss\.mean"):
@@ -566,6 +568,16 @@ def test_a_healthy_run_is_told_a_scale_that_does_not_overflow():
     assert row["flushed"] < 0.01
 
 
+def test_a_run_without_one_finite_step_is_not_given_a_scale():
+    trace = recorded(lambda: chain(nn.ReLU()), lambda o, y: F.cross_entropy(o, y) * 2.0**90, steps=40)
+    assert trace.overflow.all()
+    advice = recommend(trace)
+    assert (advice.dtype, advice.static) == ("bf16", None)
+    assert "the scale is not to blame" in str(advice)
+    with pytest.raises(ValueError, match="the ceiling is not known yet"):
+        recommend(trace.before(5))
+
+
 # preflight
 
 
@@ -609,6 +621,12 @@ def test_preflight_finds_what_mixed_precision_does_not_forgive():
     assert "line 3 of the loop: clip_grad_norm_" in words(preflight(network, fine, "O2", loop=clip_too_early))
     with pytest.raises(ValueError, match="O0, O1"):
         preflight(network, fine, "O9")
+
+
+def test_preflight_takes_sparse_gradients():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert preflight(table, torch.optim.SGD(table.parameters(), 0.1), "O2") == []
 
 
 def test_preflight_counts_updates_below_half_an_ulp():

@@ -1,6 +1,7 @@
 """The recorder and its trace: exact counts, true scales, round trips, refusals."""
 
 import copy
+import dataclasses
 import math
 
 import numpy as np
@@ -289,6 +290,14 @@ def test_save_and_load_give_the_same_trace(tmp_path):
             np.testing.assert_array_equal(getattr(a, key), getattr(b, key))
 
 
+def test_a_trace_that_cannot_be_saved_leaves_the_file_alone(tmp_path):
+    trace, _ = plain_loop(steps=3)
+    trace.save(tmp_path / "t.npz")
+    with pytest.raises(TypeError, match="JSON"):
+        dataclasses.replace(trace, meta={"what": object()}).save(tmp_path / "t.npz")
+    assert len(Trace.load(tmp_path / "t.npz")) == 3
+
+
 def damage(path, how):
     raw = path.read_bytes()
     with np.load(path) as file:
@@ -465,6 +474,12 @@ def test_wrong_arguments_say_what_is_needed():
         Recorder([1])
     with pytest.raises(ValueError, match="every"):
         Recorder(network, every=0)
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer or None, got str"):
+        Recorder(network, "sgd")
+    with pytest.raises(ValueError, match="no format is called"):
+        Recorder(network, format="fp99")
+    with pytest.raises(TypeError, match="JSON"):
+        Recorder(network, meta={"network": network})
     with pytest.raises(ValueError, match="by must be"):
         Recorder(network, by="layer")
     with pytest.raises(ValueError, match="requires_grad"):

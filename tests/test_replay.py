@@ -290,3 +290,18 @@ def test_a_policy_that_raises_is_collapsed_with_its_own_words():
     assert row["collapsed"]
     assert row["why"].startswith(f"stopped at step {run(preset('deepspeed'), [False] * 40).raised_at}")
     assert frame["collapsed"].all()
+
+
+def test_what_cannot_be_replayed_is_refused_in_words():
+    trace = trace_of([torch.ones(3)] * 4)
+    for policies in ("torch", None, 3):
+        with pytest.raises(TypeError, match="policies are one ScalePolicy"):
+            replay(trace, policies)
+    with pytest.raises(TypeError, match="replay needs a Trace"):
+        replay("trace.npz", preset("torch"))
+    with pytest.raises(ValueError, match="no steps"):
+        replay(trace.before(0), preset("torch"))
+    with pytest.raises(ValueError, match="whole windows"):
+        sweep(trace, window=2.5)
+    with pytest.raises(ValueError, match="at least one init"):
+        sweep(trace, init=[])

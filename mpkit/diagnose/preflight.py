@@ -144,7 +144,7 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
             if p.grad is None or p.dtype not in _NAMES:
                 continue
             fmt = get_format(_NAMES[p.dtype])
-            grad = p.grad.detach().double().abs()
+            grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
             size = torch.full_like(grad, float(group["lr"])) if adaptive else grad * float(group["lr"])
             moving = grad > 0
             weight = p.detach().double().abs().clamp_min(fmt.min_normal)

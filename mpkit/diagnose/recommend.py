@@ -36,7 +36,7 @@ class Recommendation:
         if self.policy is not None:
             p = self.policy
             scale = (
-                f"static scale {self.static:g}, or dynamic from {p.init_scale:g} with factor {p.growth_factor:g} and "
+                f"static scale {self.static:.10g}, or dynamic from {p.init_scale:.10g} with factor {p.growth_factor:g} and "
                 f"window {p.growth_interval}"
             )
         return "\n".join([f"train in {self.dtype}: {scale}", *(f"  {r}" for r in self.reasons)])
@@ -47,16 +47,18 @@ def recommend(trace: Trace) -> Recommendation:
 
     bf16 when the forward pass left float16 (no scale repairs that) or when even the best scale loses over 5 % of the
     gradient values; else fp16. The policy is the best of a replayed sweep over starts, factors and windows.
-    Raises:  ValueError for a trace without histograms.
+    Raises:  ValueError for a trace without histograms, or too short to have seen finite gradients.
     """
     if not len(trace.gradients.step):
         raise ValueError("the trace has no gradient histograms; record it with Recorder(network, ...)")
     forward = _forward_reasons(trace)
     if forward:
         return Recommendation("bf16", None, None, (*forward, _bf16_sentence(trace)))
+    if trace.overflow.all():
+        return _never_finite(trace)
     tops = ceilings(trace, FP16)
     static, lost = _static(trace, tops)
-    spread = f"a static scale of {static:g} overflows in {np.mean(tops < static):.1%} of the steps"
+    spread = f"a static scale of {static:.10g} overflows in {np.mean(tops < static):.1%} of the steps"
     if lost > _LOST_TOO_MUCH:
         reason = f"{spread} and still loses {lost:.1%} of the gradient values: they span more than float16 holds"
         return Recommendation("bf16", None, None, (reason, _bf16_sentence(trace)))
@@ -86,6 +88,21 @@ def _forward_reasons(trace: Trace) -> list[str]:
         over = np.atleast_1d((largest > FP16.max).any(axis=0))
         reasons += [f"the output of {name} left float16" for name, bad in zip(seen.names, over) if bad][:3]
     return reasons
+
+
+def _never_finite(trace: Trace) -> Recommendation:
+    """No step was applied: either no scale is low enough, or the search for the ceiling had only begun."""
+    lowest = float(trace.scale.min())
+    if lowest > 1:
+        raise ValueError(
+            f"all {len(trace)} steps overflowed, down to a scale of {lowest:.10g}: the ceiling is not known yet; "
+            "record until a step is applied, or ask diagnose(network, batch, loss_fn) for one batch"
+        )
+    reason = (
+        f"all {len(trace)} steps overflowed, down to a scale of {lowest:.10g}: the scale is not to blame; ask "
+        "diagnose(network, batch, loss_fn) where it begins"
+    )
+    return Recommendation("bf16", None, None, (reason, "if bfloat16 overflows too, the model or the data are at fault"))
 
 
 def _bf16_sentence(trace: Trace) -> str:

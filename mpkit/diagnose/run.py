@@ -51,6 +51,8 @@ def diagnose(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number, got {scale!r}")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be above 0 and finite, got {scale}")
     state = torch.random.get_rng_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.formats import get_format
 from mpkit.policies import ScalePolicy, preset
 from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
 from mpkit.record.trace import LOWEST, Ranges, Trace
@@ -42,7 +44,7 @@ class Recorder(Hook):
         network:     whose parameters are watched.
         optimizer:   whose learning rate is recorded (None: NaN; a training step brings its own).
         scaler:      a `torch.amp.GradScaler`, an mpkit scaler or update cell, or None where nothing scales the loss.
-        every:       steps between two histograms (>= 1); all else is recorded in every step.
+        every:       steps between two histograms and gradient norms (>= 1); all else is recorded in every step.
         by:          "parameter", or "module" to add up the parameters of a module.
         activations: also record the outputs of the modules without children, from their training forward passes.
         format:      the format that the scaled gradients had to fit into; "fp32" if nothing ran in a low precision.
@@ -70,6 +72,10 @@ class Recorder(Hook):
             raise ValueError(f"every must be a whole number of steps >= 1, got {every!r}")
         if by not in ("parameter", "module"):
             raise ValueError(f"by must be 'parameter' or 'module', got {by!r}")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+        get_format(format)
+        json.dumps(dict(meta or {}))
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
         self.every, self.format = every, format
         self.meta = dict(meta or {})

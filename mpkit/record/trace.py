@@ -134,7 +134,8 @@ class Trace:
         scale:     (N,) float64 loss scale that this step was made with (1 without scaling).
         overflow:  (N,) bool: a gradient was inf or NaN, the update was skipped.
         lr:        (N,) float64 learning rate of the first parameter group.
-        grad_norm: (N,) float64 2-norm of all unscaled gradients; NaN in steps that `every` left out.
+        grad_norm: (N,) float64 2-norm of all unscaled gradients; NaN in steps that `every` left
+                   out, unless the overflow had to be read from the gradients.
         seconds:   (N,) float64 time since the recorder was made.
         gradients: exponent histograms of the unscaled gradients.
         activations: the same of module outputs, or None.
@@ -186,8 +187,9 @@ class Trace:
             if part is not None:
                 head[prefix] = {"names": part.names, "lowest": part.lowest}
                 arrays |= {f"{prefix}_{key}": getattr(part, key) for key in _RANGES}
+        arrays["head"] = np.array(json.dumps(head))  # raises before a file of that name is touched
         with Path(path).open("wb") as file:
-            np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

@@ -41,11 +41,18 @@ def replay(
         scales:   add the column `scale`, an array with the scale that each step was made with; None: when the work
                   is small. Steps after a policy's own error are NaN.
         compiled, device: see `simulate`.
+    Raises:   TypeError, ValueError for a trace without steps or anything that is no policy.
     Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
               `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
               gradient values lost to zero there; `lost` share of the training signal lost to both, the rank;
               `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
+    if not isinstance(trace, Trace):
+        raise TypeError(
+            f"replay needs a Trace, as Trace.load(path) or Recorder.trace() give it, got {type(trace).__name__}"
+        )
+    if not len(trace):
+        raise ValueError("the trace has no steps to replay; record some with Recorder(network, ...)")
     names, vector = _named(policies)
     tops = ceilings(trace, fmt)
     sample = _sample(trace)
@@ -75,10 +82,12 @@ def sweep(
         factor:  growth factors (> 1); the scale backs off by division by the same.
         window:  finite steps before growth.
     Returns:  the columns of `replay` with `init`, `factor`, `window` in place of the policy.
-    Raises:   ValueError for a factor that does not move the scale.
+    Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
     starts = _numbers(float(trace.scale[0]) if init is None and len(trace) else 1.0 if init is None else init)
     grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
+    if not grid or any(w != int(w) for _, _, w in grid):
+        raise ValueError(f"sweep needs at least one init, factor and window, and whole windows, got window={window!r}")
     if any(not f > 1 for _, f, _ in grid):
         raise ValueError("every factor must be above 1 to move the scale")
     policies = [swept(i, f, w, min_scale) for i, f, w in grid]
@@ -103,6 +112,10 @@ def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
         if policies.shape:
             return [str(i) for i in range(policies.shape[0])], policies
         return [policies.name or "policy"], stack([policies])
+    if not isinstance(policies, Mapping | Sequence) or isinstance(policies, str):
+        raise TypeError(
+            f"policies are one ScalePolicy, a sequence or a mapping of them, got {policies!r}; see preset()"
+        )
     if isinstance(policies, Mapping):
         return list(policies), stack(policies.values())
     return [str(i) for i in range(len(policies))], stack(policies)
