@@ -36,8 +36,8 @@ class Recommendation:
         if self.policy is not None:
             p = self.policy
             scale = (
-                f"static scale {self.static:.10g}, or dynamic from {p.init_scale:.10g} with factor {p.growth_factor:g} and "
-                f"window {p.growth_interval}"
+                f"static scale {self.static:.10g}, or dynamic from {p.init_scale:.10g} with factor {p.growth_factor:g} "
+                f"and window {p.growth_interval}"
             )
         return "\n".join([f"train in {self.dtype}: {scale}", *(f"  {r}" for r in self.reasons)])
 
