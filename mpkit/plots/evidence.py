@@ -93,7 +93,7 @@ class RunPicture(Picture):
         right.set_title("gradients of the step", loc="left")
         self.cursor = left.axvline(0, color=BLACK, lw=1.5, ls=":")
         (self.outline,) = right.plot([], [], color=BLACK, lw=1.5, drawstyle="steps-post")
-        self.note = right.text(0.03, 0.82, "", transform=right.transAxes)
+        self.note = right.text(39, 0.87, "", ha="right", transform=right.get_xaxis_transform())
         self.moving(self.cursor, self.outline, self.note)
 
     def update(self, data: Any) -> None:
