@@ -55,9 +55,9 @@ QUESTIONS = {
         ((0.0, "A hundred halvings of a finite number might; half of inf is something else."),),
     ),
     "raises": Question(
-        "Which of the rules raise an error when the model itself is broken? A sorted list of names.",
+        "The model itself is broken: which rules raise an error within the 200 steps? A sorted list of names.",
         _who_raises,
-        "{truth}: the others go on skipping for ever, most of them silently.",
+        "{truth}. MindSpore's manager stops after 1001 overflows, apex when its scale is 0, the others never.",
         "Choose 'the model is broken' in the zoo view and look for black dots.",
         ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at the whole grid."),),
     ),
