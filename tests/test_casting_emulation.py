@@ -106,6 +106,19 @@ def test_float32_emulated_changes_nothing() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, E4M3FN], ids=str)
+def test_in_place_operations_that_change_only_the_shape_work(dtype: Any) -> None:
+    class Reshapes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            assert y.unsqueeze_(0) is y
+            y.transpose_(1, 2).squeeze_(0).t_()
+            return y.swapaxes_(0, 1) * 1
+
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    assert torch.equal(auto_mixed_precision(Reshapes(), "O3", dtype)(x), 2 * x.T)
+
+
 def test_in_place_results_are_rounded_and_their_gradients_are_right() -> None:
     class Steps(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -183,6 +183,9 @@ LOW_CALLS = {
     "matmul": lambda x: x @ x,
     "mv": lambda x: torch.mv(x, x[0]),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "tensordot": lambda x: torch.tensordot(x, x, 1),
+    "tensordot over two dimensions": lambda x: torch.tensordot(x, x, ([0, 1], [0, 1])),
+    "multi_dot": lambda x: torch.linalg.multi_dot([x, x, x]),
     "addmm": lambda x: torch.addmm(x, x, x),
     "linear": lambda x: F.linear(x, x),
     "prelu": lambda x: F.prelu(x, x[0, :1]),
@@ -245,6 +248,15 @@ def test_operators_are_found_from_any_spelling() -> None:
         assert operator_of(stranger) is None
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+@pytest.mark.parametrize("call", [lambda x: torch.tensordot(x, x, 1), lambda x: torch.linalg.multi_dot([x, x, x])])
+def test_functions_made_of_products_are_cast_at_every_level(level: str, call: Any) -> None:
+    want = call(X.bfloat16())
+    got = auto_mixed_precision(Apply(call), level, torch.bfloat16)(X)
+    assert torch.equal(got.float(), want.float())
+    assert got.dtype is (torch.bfloat16 if level == "auto" else torch.float32)
+
+
 # --- presets ----------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +274,7 @@ def test_torch_autocast_on_cuda_is_reproduced_where_the_cpu_lists_agree() -> Non
             F.relu(y),
             y + x,
             torch.bmm(x[None], x[None]),
+            F.cross_entropy(y, torch.tensor([0, 1])),
         ]
 
     with torch.autocast("cpu", torch.bfloat16):

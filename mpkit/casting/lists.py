@@ -25,11 +25,12 @@ CONVOLUTIONS = words("conv1d conv2d conv3d conv_transpose1d conv_transpose2d con
 WHITE_OPERATORS = (*CONVOLUTIONS, "matmul", "mm", "bmm", "prelu", "relu", "outer")
 BLACK_MODULES: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm)
 
-# attention is one kernel of listed products in torch
+# attention, tensordot and multi_dot are one kernel of listed products each in torch
 AUTO_TO_LOW = frozenset(
     (
         *CONVOLUTIONS,
-        *words("""matmul mm bmm prelu einsum linear addmm addbmm addmv baddbmm mv scaled_dot_product_attention"""),
+        *words("""matmul mm bmm prelu einsum linear addmm addbmm addmv baddbmm mv scaled_dot_product_attention
+        tensordot multi_dot"""),
     )
 )
 AUTO_TO_WIDE = frozenset(

@@ -90,11 +90,16 @@ def _methods(names: Iterable[str]) -> frozenset[Function]:
     return frozenset(getattr(Tensor, name) for name in names if callable(getattr(Tensor, name, None)))
 
 
+# These change what a tensor is seen as, no value in it.
+_SEEN_AS = _methods(
+    words("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_ detach_")
+)
+
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides.
 IN_PLACE = (
     _named(lambda name: name.endswith("_") and not name.startswith("_"))
     | _methods(("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow"))))
-) - _methods(("requires_grad_", "share_memory_"))
+) - (_methods(("requires_grad_", "share_memory_")) | _SEEN_AS)
 
 _REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
@@ -116,6 +121,7 @@ LEFT_ALONE = _methods(
     __array__ __deepcopy__ __reduce_ex__ __iter__ new_empty new_zeros new_ones new_full new_tensor new"""
     )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
+LEFT_ALONE |= _SEEN_AS
 LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if callable(function))
 _GRAD: Any = Tensor.grad
 LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
@@ -162,5 +168,5 @@ def opened(function: Any) -> Function:
 # Made of listed operators, so a rule that lists operators must look inside.
 COMPOSED: dict[Function, Function] = {
     function: opened(function)
-    for function in (F.multi_head_attention_forward, torch.tensordot, F.normalize, F.softmin, F.gumbel_softmax)
+    for function in (F.multi_head_attention_forward, F.normalize, F.softmin, F.gumbel_softmax)
 }

@@ -49,8 +49,8 @@ TORCH_TO_WIDE = frozenset(
         """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow reciprocal rsqrt sinh softplus softmax
         log_softmax logsumexp sum prod cumsum cumprod norm dist cdist pdist renorm layer_norm group_norm rms_norm
         nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits
-        cosine_embedding_loss cosine_similarity hinge_embedding_loss margin_ranking_loss multilabel_margin_loss
-        multi_margin_loss soft_margin_loss triplet_margin_loss poisson_nll_loss"""
+        cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss margin_ranking_loss
+        multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss poisson_nll_loss"""
     )
 )
 TORCH_WIDEST = frozenset(

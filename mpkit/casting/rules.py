@@ -335,15 +335,16 @@ def protected(low: Target, entry: Target | None) -> Rule:
 def white_operators(low: Target, operators: frozenset[str]) -> Rule:
     """O1 outside the listed modules: listed operators compute in `low` and give float32, all others are left alone.
 
-    A listed product inside a larger function (linear, addmm, einsum, attention) is found there: it is computed in
-    `low`, what is added to it stays float32.
+    A listed product inside a larger function (linear, addmm, einsum, attention and the like) is found: it is computed
+    in `low`, what is added to it stays float32.
     """
     wide = torch.float32
     listed = ops.spellings(*operators) if operators else frozenset()
     parts: list[tuple[Iterable[Any], Handler]] = [*_composed(), (listed, computed_in(low, wide))]
     if "matmul" in operators:
         parts += [(ops.LINEAR, product_then_bias(low, wide, wide)), (ops.SUM_WITH_PRODUCT, product_then_sum(low))]
-        parts += [(ops.spellings("einsum", "scaled_dot_product_attention"), computed_in(low, wide))]
+        made_of_products = ops.spellings("einsum", "tensordot", "multi_dot", "scaled_dot_product_attention")
+        parts += [(made_of_products, computed_in(low, wide))]
     if "relu" in operators:
         parts += [(ops.spellings("relu_"), written_back(torch.relu, low, wide))]
     parts += [(ops.CONVOLUTIONS & listed, product_then_bias(low, wide, wide))]
