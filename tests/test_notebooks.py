@@ -133,6 +133,7 @@ def test_exported_as_a_plain_page_every_view_shows_its_picture_and_sentence(path
     for picture, sentence in zip(pictures, sentences):
         assert f'alt="{sentence}"' in unescape(picture)
         assert f"<figcaption>{sentence}</figcaption>" in unescape(page)
+    assert "$" not in prose(notebook), "a page without a network shows TeX as it is written: use plain text, as in 2⁻¹⁴"
     assert not re.search(r"""(?:src|href)=["']https?://(?!127\.0\.0\.1)[^"']*\.(?:js|css|png)""", page)
 
 
