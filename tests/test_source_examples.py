@@ -7,6 +7,7 @@ article on TensorFlow, 004 automatic mixed precision.
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import numpy as np
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mpkit import schedules
+from mpkit import scalers, schedules
 from mpkit.casting import auto_mixed_precision, get_black_list, ledger, to_float
 from mpkit.data import digits
 from mpkit.formats import FP16, FP32
 from mpkit.model import LossMonitor, Model
 from mpkit.networks import Network, resnet18
-from mpkit.optimizers import FTRL, SGD, Adam, Momentum, trainable_params
+from mpkit.optimizers import FTRL, SGD, AdaFactor, Adam, Momentum, trainable_params
 from mpkit.policies import naive_loss_ratio, preset
 from mpkit.scalers import (
     DynamicLossScaler,
@@ -137,6 +138,13 @@ def test_002_the_piecewise_list():
     assert lr == [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
 
 
+def test_002_lists_come_from_functions_and_only_they_know_the_piecewise_one():
+    """Mistake 4: the text calls the entries of dynamic_lr classes."""
+    assert inspect.isfunction(schedules.piecewise_constant_lr)
+    assert inspect.isclass(schedules.PolynomialDecayLR)
+    assert not [name for name in dir(schedules) if name.lower().startswith("piecewise") and name.endswith("LR")]
+
+
 def test_002_the_polynomial_schedule():
     polynomial_decay_lr = schedules.PolynomialDecayLR(
         learning_rate=0.1, end_learning_rate=0.01, decay_steps=4, power=0.5
@@ -191,9 +199,10 @@ def test_002_the_misspelt_group_key_is_refused():
 
 
 def test_002_an_optimizer_without_rates_per_group():
-    """Mistake 7: FTRL refuses them at construction."""
-    with pytest.raises(ValueError, match="lr"):
-        FTRL([{"params": trainable_params(Net()), "lr": 0.1}])
+    """Mistake 7: FTRL refuses them at construction; so does AdaFactor, which fails at the first update there."""
+    for optimizer in (FTRL, AdaFactor):
+        with pytest.raises(ValueError, match="lr"):
+            optimizer([{"params": trainable_params(Net()), "lr": 0.1}])
 
 
 def test_002_the_optimizers_loss_scale_when_overflows_are_not_dropped():
@@ -322,6 +331,12 @@ def test_004_the_written_out_training_step(level):
     assert losses[0] == pytest.approx(2.3, abs=0.1)
     assert np.mean(losses[-24:]) < 0.7
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+
+
+def test_004_the_scalers_are_spelt_with_er():
+    """Mistake 5: StaticLossScalar and DynamicLossScalar do not exist."""
+    assert not hasattr(scalers, "StaticLossScalar")
+    assert not hasattr(scalers, "DynamicLossScalar")
 
 
 def test_004_all_finite_finds_overflow_not_underflow():
