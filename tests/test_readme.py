@@ -12,15 +12,11 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_the_examples_of_the_readme_run_one_after_the_other(capsys):
+def test_the_examples_of_the_readme_run_one_after_the_other_and_print_what_it_shows(capsys):
     names: dict[str, object] = {}
     for block in BLOCKS:
         exec(compile(block, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    loss, scale = re.search(r"loss (\S+), scale (\S+)", printed).groups()
-    assert 0 < float(loss) < 2.3
-    assert float(scale) >= 2**10
-    assert "forward_overflow" in printed or "overflow" in printed
+    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", README, re.S))
 
 
 def test_the_map_names_every_notebook_and_every_link_exists():
