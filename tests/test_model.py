@@ -544,6 +544,38 @@ def test_a_checkpoint_of_a_longer_data_set_is_refused(tmp_path):
         ours.train(1, loader(2))
 
 
+def test_a_resumed_run_wants_its_callbacks_back(tmp_path):
+    path, ours, whole = tmp_path / "run.pt", model(), model()
+    torch.manual_seed(11)
+    whole.train(2, loader(), callbacks=LossMonitor(0))
+    torch.manual_seed(11)
+    ours.train(1, loader(), callbacks=[Checkpoint(path), LossMonitor(0)])
+    ours = model(seed=5)
+    ours.load(path)
+    with pytest.raises(ValueError, match=r"states of the callbacks \['LossMonitor'\], this run has \[\]"):
+        ours.train(2, loader(), callbacks=[Checkpoint(path)])
+    ours.save(path)  # what was loaded and not gone on from is not lost
+    again = model(seed=6)
+    again.load(path)
+    for resumed in (ours, again):  # callbacks without a state are free
+        resumed.train(2, loader(), callbacks=[ProgressBar(disable=True), LossMonitor(0)])
+        assert_same(everything(resumed), everything(whole))
+
+
+def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path):
+    def stuck():
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=True)
+        return Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager(1.0))
+
+    path, first, second = tmp_path / "run.pt", stuck(), stuck()
+    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 30
+    first.train(1, bad, callbacks=[Checkpoint(path), At(15, lambda run: run.request_stop())])
+    second.load(path)
+    with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
+        second.train(1, bad)
+
+
 def test_a_train_cell_alone_is_a_model():
     net = network()
     cell = TrainOneStepCell(WithLossCell(net, nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))

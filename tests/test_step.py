@@ -464,6 +464,20 @@ def test_skip_all_applies_a_step_as_a_whole_or_not_at_all():
     assert all(same(a, weights(m)) for a, m in zip(before, parts))
 
 
+def test_an_optimizer_without_gradients_is_noticed_before_any_gradient_is_divided():
+    parts = two_parts()
+    step = ScaledStep([torch.optim.SGD(m.parameters(), 0.1) for m in parts], torch.tensor(64.0))
+    x, y = batches(1)[0]
+    step.backward(nn.functional.mse_loss(parts[0](x), y))
+    before = parts[0].weight.grad.clone()
+    for call in (step.unscale_, step.update):
+        with pytest.raises(RuntimeError, match="no parameter of the optimizer received a gradient"):
+            call()
+    assert torch.equal(before, parts[0].weight.grad)
+    step.backward(nn.functional.mse_loss(parts[1](x), y))
+    assert not step.update()
+
+
 def test_two_losses_sum_like_one():
     net, reference = network(), network()
     step = ScaledStep(torch.optim.SGD(net.parameters(), 0.1), torch.tensor(256.0))

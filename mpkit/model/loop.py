@@ -31,6 +31,7 @@ class TrainingLoop:
         dataset:    gives the batches of one epoch whenever it is iterated.
         callbacks:  told in order, checkpoints last.
         run:        where the run stands; its counters are kept here.
+        first_epoch:  epochs that count as done already.
         inputs:     a batch -> the arguments of the cell, on the right device.
         manager:    told of every overflow, if not None.
         after_epoch:  called with the epoch's number after its callbacks.
@@ -42,6 +43,7 @@ class TrainingLoop:
         dataset: Iterable[Any],
         callbacks: Sequence[Callback],
         run: RunContext,
+        first_epoch: int,
         *,
         inputs: Callable[[Any], tuple[Any, ...]],
         manager: Any,
@@ -55,20 +57,21 @@ class TrainingLoop:
         self.manager = manager
         self.after_epoch = after_epoch
         self.stop = threading.Event()
-        self.epochs_done = 0
+        self.epochs_done = first_epoch
         self.skipped_in_a_row = 0
         self._flags: list[Tensor] = []
         self._epoch_random: dict[str, Any] = {}
 
-    def go(self, first_epoch: int, resumed: dict[str, Any] | None) -> None:
-        """Run the epochs that are left, after `first_epoch` of them or from where `resumed` says."""
-        self.epochs_done, skip = first_epoch, 0
-        if resumed is not None:
-            self.epochs_done, skip = resumed["epochs_done"], resumed["step_in_epoch"]
-            self.run.cur_step_num = resumed["step"]
-            for callback, state in zip(self.callbacks, resumed["callbacks"]):
-                if state is not None:
-                    callback.load_state_dict(state)  # type: ignore[attr-defined]
+    def restore(self, resumed: dict[str, Any]) -> None:
+        """Stand where a checkpoint was saved; `go` draws its batches and random numbers."""
+        self._restore_callbacks(resumed["callbacks"])
+        self.epochs_done = resumed["epochs_done"]
+        self.run.cur_step_num = resumed["step"]
+        self.skipped_in_a_row = resumed["skipped_in_a_row"]
+
+    def go(self, resumed: dict[str, Any] | None) -> None:
+        """Run the epochs that are left, from the beginning of one or from where `resumed` says."""
+        skip = 0 if resumed is None else resumed["step_in_epoch"]
         with InterruptBetweenSteps() as guard:
             try:
                 self.tell("on_train_begin")
@@ -89,10 +92,24 @@ class TrainingLoop:
             "epochs_done": self.epochs_done,
             "step_in_epoch": self.run.cur_step_in_epoch,
             "step": self.run.cur_step_num,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "random_at_epoch_start": self._epoch_random,
             "random": random_state(self.dataset),
-            "callbacks": [c.state_dict() if hasattr(c, "state_dict") else None for c in self.callbacks],
+            "callbacks": [[type(c).__name__, c.state_dict()] for c in self._stateful()],
         }
+
+    def _stateful(self) -> list[Any]:
+        return [callback for callback in self.callbacks if hasattr(callback, "state_dict")]
+
+    def _restore_callbacks(self, saved: list[Any]) -> None:
+        theirs, ours = [name for name, _ in saved], [type(callback).__name__ for callback in self._stateful()]
+        if theirs != ours:
+            raise ValueError(
+                f"the checkpoint holds the states of the callbacks {theirs}, this run has {ours}; "
+                "resume with the callbacks that the run was started with"
+            )
+        for callback, (_, state) in zip(self._stateful(), saved):
+            callback.load_state_dict(state)
 
     def _epoch(self, guard: InterruptBetweenSteps, skip: int, resumed: dict[str, Any] | None) -> None:
         run = self.run

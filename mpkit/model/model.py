@@ -193,7 +193,9 @@ class Model:
 
         The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback.
         """
-        progress = self._loop.progress() if self._loop is not None else None
+        progress = self._resumed  # loaded, and not yet gone on from
+        if progress is None and self._loop is not None:
+            progress = self._loop.progress()
         state = {"train_network": self.train_network.state_dict(), "progress": progress}
         if self._manager is not None:
             state["manager"] = self._manager.state_dict()
@@ -238,12 +240,15 @@ class Model:
             dataset,
             callbacks,
             run,
+            initial_epoch,
             inputs=self._inputs,
             manager=self._manager,
             after_epoch=lambda number: self._evaluate(loop, evaluations.get(number)),
         )
+        if self._resumed is not None:
+            loop.restore(self._resumed)
         self._loop, resumed, self._resumed = loop, self._resumed, None
-        loop.go(initial_epoch, resumed)
+        loop.go(resumed)
 
     def _evaluate(self, loop: TrainingLoop, dataset: Iterable[Any] | None) -> None:
         if dataset is not None:

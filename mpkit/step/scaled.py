@@ -96,11 +96,13 @@ class ScaledStep:
             raise RuntimeError("the gradients of this step are unscaled already; unscale_() again would divide twice")
         if not self._begun:
             raise RuntimeError("there are no gradients to unscale: call backward(loss) first")
-        for optimizer in self.optimizers:
-            if self.average and distributed.several_processes():
+        several = distributed.several_processes()
+        if self.average and several:
+            for optimizer in self.optimizers:
                 distributed.average_(parameters_of(optimizer))
-            found = check_and_unscale_(gradients_of(parameters_of(optimizer)), self.scale)
-            self._found.append(distributed.agree_(found) if distributed.several_processes() else found)
+        for grads in [gradients_of(parameters_of(optimizer)) for optimizer in self.optimizers]:  # all, or an error
+            found = check_and_unscale_(grads, self.scale)
+            self._found.append(distributed.agree_(found) if several else found)
         return self._any().to(torch.bool)
 
     def clip_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
