@@ -163,6 +163,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     """
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
+    finite = torch.finfo(torch.float32).max
     draw = _random_words(generator)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
@@ -177,9 +178,8 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
             if fmt.fraction_bits <= 4:
                 torch.addcmul(x, noise, b, value=grain, out=out).add_(b, alpha=alpha)
             else:
-                torch.add(x, b, alpha=alpha, out=out)
-                torch.sub(out, b, alpha=alpha, out=c)
-                c.sub_(x).nan_to_num_(0.0)  # inf - inf
+                torch.add(x, b, alpha=alpha, out=out).clamp_(-finite, finite)  # or inf - inf
+                torch.sub(out, b, alpha=alpha, out=c).sub_(x)
                 out.sub_(c.addcmul_(noise, b, value=grain))
         out.sub_(b, alpha=alpha)
         _overflow_(out, b, fmt, overflow)

@@ -242,7 +242,8 @@ class Ledger:
 def ledger(network: nn.Module, *, count: bool = False, keep: bool = False) -> Ledger:
     """Watch `network`: inside the `with` block every operation of its forward passes becomes a row.
 
-    Works at every level and on a network without one. Casts are made as always; nothing else changes.
+    Works at every level and on a network without one. No number changes; casts up and down again that O1 leaves out
+    between neighbours in an nn.Sequential are made, so that they can be seen.
 
     Args:
         count: also count values that were flushed to zero or overflowed; each operation is then computed again in

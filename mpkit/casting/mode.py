@@ -185,7 +185,8 @@ def _in_sequence(mode: CastMode, sequence: nn.Sequential, x: Any) -> Any:
     """`nn.Sequential.forward`, where O1's neighbours hand over in 16 bits what they would cast to float32 and back.
 
     Both casts are exact forwards and backwards, and nothing but the next module ever holds the tensor between them, so
-    no bit of a result or a gradient changes. A module that somebody watches by a hook is called as always.
+    no bit of a result or a gradient changes (MindSpore 2.7 removes such pairs too). A module that somebody watches by
+    a hook is called as always.
     """
     modules = list(sequence)
     handlers = [_round_trip(module) for module in modules]
