@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -298,6 +299,14 @@ def test_a_trace_that_cannot_be_saved_leaves_the_file_alone(tmp_path):
     assert len(Trace.load(tmp_path / "t.npz")) == 3
 
 
+HEADS = {
+    "head: format": ("format", "fp99"),
+    "head: meta": ("meta", [1]),
+    "head: names": ("names", [1, 2, 3, 4]),
+    "head: schema": ("schema", "other/1"),
+}
+
+
 def damage(path, how):
     raw = path.read_bytes()
     with np.load(path) as file:
@@ -324,6 +333,15 @@ def damage(path, how):
             arrays["gradients_counts"] = arrays["gradients_counts"] + 1
         elif how == "order":
             arrays["step"] = arrays["step"][::-1].copy()
+        elif how == "scale":
+            arrays["scale"] = -arrays["scale"]
+        elif how == "largest":
+            arrays["gradients_largest"] = -arrays["gradients_largest"]
+        elif how in HEADS:
+            key, value = HEADS[how]
+            head = json.loads(str(arrays["head"]))
+            (head["gradients"] if key == "names" else head)[key] = value
+            arrays["head"] = np.array(json.dumps(head))
         elif how == "pickle":
             arrays["loss"] = np.array([{}], dtype=object)
         np.savez(path, **arrays)
@@ -343,6 +361,12 @@ def damage(path, how):
         ("shape", "loss must have shape"),
         ("counts", "counts more values"),
         ("order", "ascend"),
+        ("scale", "a loss scale is negative"),
+        ("largest", "largest magnitude is negative"),
+        ("head: format", "no format is called 'fp99'"),
+        ("head: meta", "meta must be a mapping"),
+        ("head: names", "must be a list of strings"),
+        ("head: schema", "is not 'mpkit.trace/1'"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_a_value_error_that_says_what(tmp_path, how, says):

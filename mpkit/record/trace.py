@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpkit.formats import get_format
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -75,6 +77,8 @@ class Ranges:
         total = self.counts.sum(axis=2, dtype=np.int64) + self.zeros + self.nonfinite
         if (total > self.size).any() or min(self.zeros.min(initial=0), self.nonfinite.min(initial=0)) < 0:
             raise ValueError("a histogram counts more values than its tensor has: the trace is damaged")
+        if (self.largest < 0).any():
+            raise ValueError("a largest magnitude is negative: the trace is damaged")
 
     @property
     def bins(self) -> int:
@@ -160,6 +164,9 @@ class Trace:
         for key in _SCALARS:
             _need_shape(key, getattr(self, key), (len(self.step),))
         _need_ascending("the steps", self.step)
+        if (self.scale < 0).any():
+            raise ValueError("a loss scale is negative: the trace is damaged")
+        get_format(self.format)
         for part in (self.gradients, self.activations):
             if part is not None and not np.isin(part.step, self.step).all():
                 raise ValueError("a histogram belongs to a step that the trace does not have")
@@ -202,6 +209,8 @@ class Trace:
             head = json.loads(str(arrays["head"]))
             if head["schema"] != SCHEMA:
                 raise ValueError(f"schema {head['schema']!r} is not {SCHEMA!r}")
+            if not isinstance(head["meta"], dict):
+                raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
             parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
             scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
             return cls(**scalars, **parts, format=head["format"], meta=head["meta"])
@@ -320,5 +329,7 @@ def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarra
 
 
 def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
+    if not isinstance(head["names"], list) or not all(isinstance(name, str) for name in head["names"]):
+        raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r}")
     columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in _RANGES.items()}
     return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)
