@@ -99,7 +99,8 @@ def test_nothing_is_earned_until_something_is_solved(source):
 WRONG = {
     "lab01": {
         "q1": (("fraction * 2.0**-24", "fraction * 2.0**-25"), {"hidden"}),  # subnormals have exponent -14, not -15
-        "q3": (("max(math.frexp(x)[1] - 1, -14)", "math.frexp(x)[1] - 1"), {"hidden2"}),  # gap shrinks for ever
+        # truncated, not rounded: every test of q3, and none of q4 and q5, which use it
+        "q3": (("rounded = round(x / gap) * gap", "rounded = int(x / gap) * gap"), {"visible", "hidden", "hidden2"}),
         "q2": (("2 ** (exponent_bits - 1) - 1", "2 ** (exponent_bits - 1)"), {"visible", "hidden"}),  # bias off by one
     },
     "lab02": {
