@@ -66,7 +66,7 @@ class BitsPicture(Picture):
             elif name == "exponent":
                 axes.text(left + 0.04, 1.15, label, ha="left", va="bottom", color=colour, size=10)
             else:
-                axes.text(left + 0.96, 1.15, label, ha="right", va="bottom", color=colour, size=10)
+                axes.text(left + 0.7, 1.15, label, ha="right", va="bottom", color=colour, size=10)
             left += width
         self.formula = self.moving(axes.text(15.5, -1.15, "", ha="center", va="center", size=12))
 
