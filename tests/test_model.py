@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -574,6 +575,18 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path):
     second.load(path)
     with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
         second.train(1, bad)
+
+
+def test_a_trained_model_can_be_copied_and_pickled():
+    ours = model()
+    ours.train(1, loader(seed=3))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        state = torch.get_rng_state()
+        twin.train(1, loader(seed=4))
+        torch.set_rng_state(state)
+        assert not torch.equal(weights(ours), weights(twin))
+    ours.train(1, loader(seed=4))
+    assert_same(everything(ours), everything(twin))
 
 
 def test_a_train_cell_alone_is_a_model():

@@ -507,6 +507,8 @@ def test_calls_out_of_order_say_what_they_would_break():
     with pytest.raises(RuntimeError, match="would clip to max_norm / scale"):
         step.clip_(1.0)
     step.unscale_()
+    with pytest.raises(ValueError, match="max_norm must be above 0"):
+        step.clip_(0.0)
     with pytest.raises(RuntimeError, match="would divide twice"):
         step.unscale_()
     with pytest.raises(RuntimeError, match="run every backward pass of the step before unscale_"):
@@ -576,6 +578,19 @@ def test_a_scaled_step_by_hand_resumes_too(sense):
     train(other, resumed, data[5:])
     assert step.scale.item() == resumed.scale.item()
     assert same(weights(net), weights(other))
+
+
+def test_a_step_of_other_parts_is_refused_and_changes_nothing():
+    net = network()
+    made = [ScaledStep(torch.optim.SGD(net.parameters(), 0.1), SENSES[sense]()) for sense in ("tensor", "dynamic cell")]
+    two = ScaledStep([torch.optim.SGD(m.parameters(), 0.1) for m in two_parts()], torch.tensor(8.0))
+    for saved, step, words in ((*made, "no rule"), (*made[::-1], "a rule"), (two, made[0], "had 2 optimizers")):
+        before = copy.deepcopy(step.state_dict())
+        with pytest.raises(ValueError, match=words):
+            step.load_state_dict(saved.state_dict())
+        assert_same(before, step.state_dict())
+    with pytest.raises(ValueError, match="not the state of a scaler but None"):
+        cell_for(sense="dynamic scaler").load_state_dict(cell_for(sense="tensor").state_dict())
 
 
 def test_a_copy_goes_its_own_way():

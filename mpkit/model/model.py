@@ -183,6 +183,10 @@ class Model:
         with torch.no_grad():
             return self.network(*self._to_device(predict_data))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is a model between two runs, whatever the original is doing."""
+        return {**self.__dict__, "_loop": None}
+
     def request_stop(self) -> None:
         """End a running `train` or `fit` after its current step; may be called from a callback or another thread."""
         if self._loop is not None:

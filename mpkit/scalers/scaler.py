@@ -179,5 +179,7 @@ def need_flag(name: str, value: Any) -> None:
 
 def need_keys(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ValueError unless a saved state has every key that this object saves."""
+    if not isinstance(state, dict):
+        raise ValueError(f"this is not the state of a scaler but {state!r}: it was saved with a scale of another kind")
     if missing := [key for key in own if key not in state]:
         raise ValueError(f"this state lacks {', '.join(missing)}: it was saved by another kind of scaler")

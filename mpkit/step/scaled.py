@@ -112,6 +112,8 @@ class ScaledStep:
                 "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
                 "the scale; call unscale_() first"
             )
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {max_norm}; leave clip_ out for no clipping")
         chosen = self.optimizers if optimizer is None else [optimizer]
         return clip_([p for o in chosen for p in parameters_of(o)], max_norm)
 
@@ -140,13 +142,17 @@ class ScaledStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.scale.copy_(state["scale"])
-        rule: Any = self.adjust
-        if state["rule"] is not None:
+        """Take over what `state_dict` gave. Raises ValueError, and changes nothing, if the parts are others."""
+        rule: Any = self.adjust if hasattr(self.adjust, "load_state_dict") else None
+        theirs, ours = (len(state["optimizers"]), state["rule"] is None), (len(self.optimizers), rule is None)
+        if theirs != ours:
+            saved, own = (f"{count} optimizers and {'no' if bare else 'a'} rule" for count, bare in (theirs, ours))
+            raise ValueError(f"the saved step had {saved} for its scale, this one has {own}; build it as it was saved")
+        if rule is not None:
             rule.load_state_dict(state["rule"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
+        self.scale.copy_(state["scale"])
 
     def _any(self) -> Tensor:
         first, *rest = self._found
