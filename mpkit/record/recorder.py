@@ -177,8 +177,8 @@ class Recorder(Hook):
     ) -> None:
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
-        kept = _kept(scale)
-        factor = None if unscaled else _reciprocal(kept)
+        scale = _kept(scale)
+        factor = None if unscaled else _reciprocal(scale)
         found: Any = self._note(optimizer) if overflow is None else overflow
         norm: Any = math.nan
         with torch.no_grad():
@@ -190,7 +190,7 @@ class Recorder(Hook):
             found = _not_finite(norm)
         norm = norm if factor is None else norm * factor
         lr = _lr_of(optimizer)
-        self._steps.append((self.index, _kept(loss), kept, _kept(found), _kept(lr), _kept(norm), self._seconds()))
+        self._steps.append((self.index, _kept(loss), scale, _kept(found), _kept(lr), _kept(norm), self._seconds()))
         self.index += 1
 
     def _norm(self) -> float | Tensor:
