@@ -126,9 +126,7 @@ def _peers(x: Tensor, rounds: int, device: torch.device) -> list[Row]:
             contenders[name] = partial(peer, x)
             notes[name] = f"{wrong} of {x.numel()} values differ"
         goals = {name: goal for name, goal in PEERS.items() if goal is not None}
-        measured = interleaved(
-            "rounding", case, contenders, rounds=max(3, rounds // 3), warmup=1, goals=goals, notes=notes
-        )
+        measured = interleaved("rounding", case, contenders, rounds=rounds, warmup=1, goals=goals, notes=notes)
         rows += [replace(row, goal_is_floor=True) for row in measured]
     return rows
 
