@@ -49,13 +49,14 @@ class PolicyLossScaler(LossScaler):
         self.policy = policy
         self.remember = remember
         self._plain = _kernel_covers(policy)
+        self._shape, self._count = policy.shape, policy.shape.numel()  # asked in every step, and not free
         self._load(initial(policy))
         self.stopped = torch.zeros((), dtype=torch.int64)
         # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
-        self._index = torch.arange(self.scale_value.numel())
-        self._scales = torch.full((remember + 1, *policy.shape), math.nan, dtype=self.scale_value.dtype)
+        self._index = torch.arange(self._count)
+        self._scales = torch.full((remember + 1, *self._shape), math.nan, dtype=self.scale_value.dtype)
         self._scales[0] = self.scale_value
-        self._finite = torch.ones(remember + 1, *policy.shape, dtype=torch.bool)
+        self._finite = torch.ones(remember + 1, *self._shape, dtype=torch.bool)
 
     def get_loss_scale(self) -> Any:
         """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
@@ -65,17 +66,17 @@ class PolicyLossScaler(LossScaler):
     def adjust(self, grads_finite: Tensor) -> bool:
         """One step of the policy; `grads_finite` is a bool tensor of one element, or one per policy. Returns True."""
         need_flag("grads_finite", grads_finite)
-        if grads_finite.numel() != self.scale_value.numel():
+        if grads_finite.numel() != self._count:
             came = tuple(grads_finite.shape)
-            raise ValueError(f"grads_finite must hold one flag per scale, {self.scale_value.numel()}, got shape {came}")
+            raise ValueError(f"grads_finite must hold one flag per scale, {self._count}, got shape {came}")
         self._follow(grads_finite.device)
-        finite = grads_finite.reshape(self.policy.shape)
+        finite = grads_finite.reshape(self._shape)
         if self._plain:
             self._advance_in_kernel(finite)
         else:
             self._advance_by_rule(finite)
         if self.remember:
-            self._index.add_(len(self._index)).remainder_(self._scales.numel())
+            self._index.add_(self._count).remainder_((self.remember + 1) * self._count)
             self._scales.put_(self._index, self.scale_value)
             self._finite.put_(self._index, finite)
         return True
@@ -124,7 +125,7 @@ class PolicyLossScaler(LossScaler):
         device = self.scale_value.device
         self._load(ScaleState(**state["state"]))
         self.stopped.fill_(state["stopped"])
-        self._index.add_((state["index"] - self._newest()) * len(self._index))
+        self._index.add_((state["index"] - self._newest()) * self._count)
         self._scales.copy_(state["scales"])
         self._finite.copy_(state["finite"])
         self._follow(device)
@@ -148,7 +149,7 @@ class PolicyLossScaler(LossScaler):
                 old.copy_(new)
         self.scale_value.copy_(self._state.scale)
         if isinstance(raised, Tensor):
-            self.stopped.copy_(torch.where(self.stopped == 0, raised.amax(), self.stopped))
+            self.stopped.copy_(torch.where(self.stopped == 0, raised.amax() if self._shape else raised, self.stopped))
 
     def _load(self, numbers: ScaleState) -> None:
         """Put a state of Python numbers into tensors: the kernel's two, or all of the rule's."""
@@ -163,7 +164,7 @@ class PolicyLossScaler(LossScaler):
 
     def _newest(self) -> int:
         """The row of the ring that was written last."""
-        return int(self._index[0]) // len(self._index)
+        return int(self._index[0]) // self._count
 
     def _numbers(self) -> ScaleState:
         if not self._plain:
@@ -172,12 +173,11 @@ class PolicyLossScaler(LossScaler):
         return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
 
     def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: Any, layer: int | None = None) -> Any:
-        if layer is not None or not self.policy.shape:
+        if layer is not None or not self._shape:
             return super()._map(function, inputs, layer)
-        n = len(self.scale_value)
-        if not isinstance(inputs, tuple | list) or len(inputs) != n:
+        if not isinstance(inputs, tuple | list) or len(inputs) != self._count:
             came = f"{len(inputs)} entries" if isinstance(inputs, tuple | list) else type(inputs).__name__
-            raise ValueError(f"{n} scales need a tuple or list with one entry for each, got {came}")
+            raise ValueError(f"{self._count} scales need a tuple or list with one entry for each, got {came}")
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
     def _tensors(self) -> list[str]:
