@@ -439,6 +439,21 @@ def test_a_resumed_recording_equals_the_uninterrupted_one(tmp_path, calls):
     assert later.seconds[0] > first.seconds[-1]
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_copying_to_the_host_now_and_then_changes_nothing(monkeypatch, every):
+    whole = plain_loop(steps=17, scale=2.0**24, every=every, activations=True)[0]
+    run = Run(every)
+    run.calls(0, 30)
+    monkeypatch.setattr("mpkit.record.recorder._FLUSH", 4)
+    same_but_time(plain_loop(steps=17, scale=2.0**24, every=every, activations=True)[0], whole)
+    other = Run(every)
+    other.calls(0, 20)
+    state = copy.deepcopy(other.cell.state_dict())
+    other.calls(20, 26)
+    other.cell.load_state_dict(state)
+    same_but_time(other.calls(20, 30), run.recorder.trace())
+
+
 def test_going_back_to_a_checkpoint_forgets_the_steps_that_come_again():
     run, whole = Run(), Run().calls(0, 30)
     run.calls(0, 14)

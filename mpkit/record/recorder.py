@@ -303,7 +303,7 @@ class _Rows:
         self.size = np.zeros(len(names), dtype=np.int64)
         self.steps: list[int] = []
         self.waiting: list[tuple[Any, Any, Any]] = []
-        self.done: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.done: list[Ranges] = []
 
     def append(self, step: int, parts: list[Part | None]) -> None:
         like = next((part for part in parts if part is not None), None)
@@ -321,41 +321,37 @@ class _Rows:
             self._flush()
 
     def _flush(self) -> None:
-        if self.waiting:
-            counts, zeros, largest = (
-                torch.stack(column).cpu().numpy() if isinstance(column[0], Tensor) else np.stack(column)
-                for column in zip(*self.waiting)
+        if not self.waiting:
+            return
+        counts, zeros, largest = (
+            torch.stack(column).cpu().numpy() if isinstance(column[0], Tensor) else np.stack(column)
+            for column in zip(*self.waiting)
+        )
+        occupied = np.flatnonzero(counts[:, :, : FIELDS - 1].any(axis=(0, 1)))
+        first, end = (int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else (127, 128)
+        self.done.append(
+            Ranges(
+                names=self.names,
+                size=self.size.copy(),
+                step=np.array(self.steps, dtype=np.int64),
+                lowest=first - 1 + LOWEST,
+                counts=counts[:, :, first:end].astype(np.uint32),
+                zeros=zeros.astype(np.int64),
+                nonfinite=counts[:, :, FIELDS - 1].astype(np.int64),
+                largest=largest.astype(np.float32),
             )
-            self.done.append((counts.astype(np.uint32, copy=False), zeros, largest))
-            self.waiting.clear()
+        )
+        self.waiting.clear()
+        self.steps.clear()
 
     def forget(self, step: int) -> None:
         """Drop that step and later ones."""
         self._flush()
-        keep = sum(s < step for s in self.steps)
-        if self.done:
-            self.done = [tuple(np.concatenate(column)[:keep] for column in zip(*self.done))]  # type: ignore[list-item]
-        del self.steps[keep:]
+        self.done = [block._rows(block.step < step) for block in self.done]
 
     def ranges(self) -> Ranges:
         self._flush()
-        if not self.done:
-            none = np.zeros((0, len(self.names)))
-            counts, zeros, largest = none.astype(np.uint32)[:, :, None].repeat(FIELDS, 2), none, none
-        else:
-            counts, zeros, largest = (np.concatenate(column) for column in zip(*self.done))
-        occupied = np.flatnonzero(counts[:, :, : FIELDS - 1].any(axis=(0, 1)))
-        first, end = (int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else (127, 128)
-        return Ranges(
-            names=self.names,
-            size=self.size.copy(),
-            step=np.array(self.steps, dtype=np.int64),
-            lowest=first - 1 + LOWEST,
-            counts=np.ascontiguousarray(counts[:, :, first:end]),
-            zeros=zeros.astype(np.int64),
-            nonfinite=counts[:, :, FIELDS - 1].astype(np.int64),
-            largest=largest.astype(np.float32),
-        )
+        return Ranges.chained(self.done) if self.done else Ranges.empty(self.names)
 
 
 def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:

@@ -116,16 +116,28 @@ class Ranges:
         if self.names != later.names:
             missing = sorted(set(self.names) ^ set(later.names))[:3]
             raise ValueError(f"only traces of the same network can be joined; names differ: {missing}")
-        lowest = min(self.lowest, later.lowest)
-        bins = max(self.lowest + self.bins, later.lowest + later.bins) - lowest
+        return Ranges.chained([self, later])
+
+    @classmethod
+    def chained(cls, parts: Sequence[Ranges]) -> Ranges:
+        """The rows of several histograms of the same tensors, one after the other, with the bins that all need."""
+        lowest = min(part.lowest for part in parts)
+        bins = max(part.lowest + part.bins for part in parts) - lowest
         keys = ("step", "zeros", "nonfinite", "largest")
-        return Ranges(
-            names=self.names,
-            size=np.maximum(self.size, later.size),
+        return cls(
+            names=parts[0].names,
+            size=np.max([part.size for part in parts], axis=0),
             lowest=lowest,
-            counts=np.concatenate([self._padded(lowest, bins), later._padded(lowest, bins)]),
-            **{key: np.concatenate([getattr(self, key), getattr(later, key)]) for key in keys},
+            counts=np.concatenate([part._padded(lowest, bins) for part in parts]),
+            **{key: np.concatenate([getattr(part, key) for part in parts]) for key in keys},
         )
+
+    @classmethod
+    def empty(cls, names: tuple[str, ...]) -> Ranges:
+        """No rows."""
+        whole, none = np.zeros((0, len(names)), np.int64), np.zeros(0, np.int64)
+        counts, largest = whole[:, :, None].astype(np.uint32), whole.astype(np.float32)
+        return cls(names, np.zeros(len(names), np.int64), none, 0, counts, whole, whole, largest)
 
 
 @dataclass(frozen=True, eq=False)
