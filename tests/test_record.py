@@ -444,7 +444,7 @@ def test_copying_to_the_host_now_and_then_changes_nothing(monkeypatch, every):
     whole = plain_loop(steps=17, scale=2.0**24, every=every, activations=True)[0]
     run = Run(every)
     run.calls(0, 30)
-    monkeypatch.setattr("mpkit.record.recorder._FLUSH", 4)
+    monkeypatch.setattr("mpkit.record.rows.FLUSH", 4)
     same_but_time(plain_loop(steps=17, scale=2.0**24, every=every, activations=True)[0], whole)
     other = Run(every)
     other.calls(0, 20)
