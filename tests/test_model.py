@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -418,6 +419,15 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         ours.save(path)
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["run.pt"]
+
+
+def test_what_a_killed_process_left_half_written_is_removed_after_an_hour(tmp_path):
+    old, new, other = (tmp_path / name for name in (".run.pt.17.part", ".run.pt.18.part", ".other.pt.17.part"))
+    for file, age in ((old, 4000), (new, 10), (other, 4000)):
+        file.write_bytes(b"half")
+        os.utime(file, (time.time() - age,) * 2)
+    model().save(tmp_path / "run.pt")
+    assert (old.exists(), new.exists(), other.exists()) == (False, True, True)
 
 
 KILLED = """

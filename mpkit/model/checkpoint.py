@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import random
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import torch
 
 
 def save_whole(state: Any, path: Path) -> None:
-    """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file."""
+    """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
+
+    What killed processes left half-written beside it is removed once nobody has written to it for an hour.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with suppress(FileNotFoundError):
+            if time.time() - stale.stat().st_mtime > 3600:
+                stale.unlink()
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with draft.open("wb") as file:
