@@ -15,14 +15,18 @@ LEVELS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 class DimReducePicture(Picture):
     """Left: the plane. Right: the losses of both ways, and the share of the gradient outside the subspace."""
 
-    size = (8.4, 4.0)
+    size = (8.4, 4.3)
 
     def layout(self, figure: Figure, data: Any) -> None:
         parts = figure.subplot_mosaic([["plane", "loss"], ["plane", "outside"]], width_ratios=(3, 2))
         plane, loss, outside = parts["plane"], parts["loss"], parts["outside"]
         x, y, height = data.landscape
         lines = plane.contour(x, y, height, levels=LEVELS, colors=GREY, linewidths=0.8)
-        plane.clabel(lines, fmt="%.1f", fontsize=9)
+        margin = 0.06 * np.array([x[-1] - x[0], y[-1] - y[0]])
+        for label in plane.clabel(lines, fmt="%.1f", fontsize=9):
+            at = np.array(label.get_position())
+            if (at < (x[0], y[0]) + margin).any() or (at > (x[-1], y[-1]) - margin).any():
+                label.remove()  # the edge would cut it
         plane.set(xlabel="along component 1", ylabel="along component 2", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         plane.grid(False)
         plane.set_title("loss on the plane, nats, and the paths", loc="left")
@@ -33,7 +37,7 @@ class DimReducePicture(Picture):
         (self.here,) = plane.plot([], [], ls="none", marker="o", color="white", mec=BLACK, mew=2, ms=9)
         artists = (self.earlier, self.path, self.here, self.tried, self.taken)
         names = ("gradient descent", "DimReduce", "weights now", "refused trial", "accepted trial")
-        plane.legend(artists, names, loc="upper left", framealpha=0.9, frameon=True, borderpad=0.3)
+        figure.legend(artists, names, loc="outside lower center", ncols=len(names))
         steps = len(data.path.searches)
         loss.set(ylabel="loss, nats", xlim=(0, steps), ylim=(0, 2.6))
         loss.set_title("loss", loc="left")
