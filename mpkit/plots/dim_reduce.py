@@ -25,7 +25,7 @@ class DimReducePicture(Picture):
         margin = 0.06 * np.array([x[-1] - x[0], y[-1] - y[0]])
         for label in plane.clabel(lines, fmt="%.1f", fontsize=9):
             at = np.array(label.get_position())
-            if (at < (x[0], y[0]) + margin).any() or (at > (x[-1], y[-1]) - margin).any():
+            if (at - margin < (x[0], y[0])).any() or (at + margin > (x[-1], y[-1])).any():
                 label.remove()  # the edge would cut it
         plane.set(xlabel="along component 1", ylabel="along component 2", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         plane.grid(False)
