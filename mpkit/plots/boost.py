@@ -119,19 +119,20 @@ class LessBNPicture(Picture):
 
     def layout(self, figure: Figure, data: Any) -> None:
         axes = figure.subplots()
-        rows = -(-len(data.layers) // PER_ROW)
-        axes.set(xlim=(-1, PER_ROW), ylim=(max(rows, 5) - 0.4, -0.6))
+        rows = max(3, -(-len(data.layers) // PER_ROW))
+        width = -(-len(data.layers) // rows)
+        axes.set(xlim=(-1, width), ylim=(rows - 0.4, -0.6))
         axes.axis("off")
         for row in range(rows):
-            length = min(PER_ROW, len(data.layers) - row * PER_ROW)
+            length = min(width, len(data.layers) - row * width)
             axes.plot([0, length - 1], [row, row], color="#BBBBBB", lw=1, zorder=1)
         for kind, (colour, marker, _label) in KINDS.items():
             places = [i for i, (_, own) in enumerate(data.layers) if own == kind]
             size = 9 if kind in ("kept", "removed") else 7
             face = "white" if kind == "kept" else colour
             axes.plot(
-                [i % PER_ROW for i in places],
-                [i // PER_ROW for i in places],
+                [i % width for i in places],
+                [i // width for i in places],
                 marker,
                 color=colour,
                 markerfacecolor=face,
