@@ -171,13 +171,11 @@ class Recorder(Hook):
         factor = None if unscaled else _reciprocal(scale)
         found: Any = self._note(optimizer) if overflow is None else overflow
         norm: Any = math.nan
-        with torch.no_grad():
-            if self._due():
-                norm = self._record_histograms(factor)
-            elif found is None:
-                norm = self._norm()
-        if found is None or (overflow is None and self._due()):
-            found = _not_finite(norm)
+        due = self._due()
+        if due or found is None:
+            with torch.no_grad():
+                norm = self._record_histograms(factor) if due else self._norm()
+            found = _not_finite(norm) if overflow is None else overflow
         norm = norm if factor is None else norm * factor
         lr = _lr_of(optimizer)
         self._steps.append((self.index, kept(loss), scale, kept(found), kept(lr), kept(norm), self._seconds()))

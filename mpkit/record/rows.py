@@ -146,7 +146,7 @@ def noted(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     found = list(value["found_inf_per_device"].values())
-    return kept(torch.stack([f.to(found[0].device) for f in found]).amax()) if found else 0.0
+    return kept(sum(f.to(found[0].device) for f in found[1:]) + found[0] if found[1:] else found[0]) if found else 0.0
 
 
 def _host(values: list[Any]) -> np.ndarray:
