@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from mpkit.plots.base import BLACK, BLUE, GREY, SKY, VERMILION, Picture, log2_axis
 
@@ -65,37 +66,37 @@ class DynamicsPicture(Picture):
 
 
 class SweepPicture(Picture):
-    """A table of factor x window coloured by the figure; the smallest is framed."""
+    """A table of factor x window, darker where the figure is larger; the smallest is framed."""
 
     size = (8.4, 4.0)
 
     def frame(self, data: Any) -> Hashable:
-        """Colours and numbers are drawn anew for every grid."""
-        return data.figure, data.grid.tobytes()
+        """The title names the figure."""
+        return data.figure
 
     def layout(self, figure: Figure, data: Any) -> None:
         axes = figure.subplots()
-        grid = data.grid
-        image = axes.imshow(grid, cmap="cividis_r", aspect="auto")
-        figure.colorbar(image, ax=axes, label=data.FIGURES[data.figure])
+        self.image = self.moving(axes.imshow(data.grid, cmap="cividis_r", aspect="auto"))
         axes.grid(False)
         axes.set_xticks(range(len(data.WINDOWS)), map(str, data.WINDOWS))
         axes.set_yticks(range(len(data.FACTORS)), [f"{f:g}" for f in data.FACTORS])
         axes.set(xlabel="scale_window, finite steps", ylabel="scale_factor, times")
-        axes.set_title(f"{data.FIGURES[data.figure]} (best is framed)", loc="left")
-        middle = (grid.min() + grid.max()) / 2
+        axes.set_title(f"{data.FIGURES[data.figure]} (darker is more, the best is framed)", loc="left")
+        self.numbers = [
+            self.moving(axes.text(column, row, "", ha="center", va="center"))
+            for row, column in np.ndindex(data.grid.shape)
+        ]
+        self.box = self.moving(axes.add_patch(Rectangle((0, 0), 1, 1, fill=False, ec=VERMILION, lw=3)))
+
+    def update(self, data: Any) -> None:
+        low, high = data.grid.min(), data.grid.max()
+        self.image.set_data(data.grid)
+        self.image.set_clim(low, high)
         digits = ".0f" if data.figure == "skipped" else ".1f"
-        for (row, column), value in np.ndenumerate(grid):
-            colour = "white" if value > middle else "black"
-            axes.text(column, row, format(value, digits), ha="center", va="center", color=colour)
+        for text, value in zip(self.numbers, data.grid.flat):
+            text.set(text=format(value, digits), color="white" if value > (low + high) / 2 else "black")
         row, column = data.best
-        axes.add_patch(_frame(column, row))
-
-
-def _frame(x: float, y: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, ec=VERMILION, lw=3)
+        self.box.set_xy((column - 0.5, row - 0.5))
 
 
 class LivePicture(Picture):
