@@ -458,6 +458,7 @@ for _ in range(6):
     before = path.stat().st_mtime_ns if path.exists() else 0
     while not path.exists() or path.stat().st_mtime_ns == before:  # it has saved something of its own
         time.sleep(0.002)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child ended by itself"
     time.sleep(0.03 * torch.rand((), generator=draw).item())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -585,6 +586,11 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path):
     second.load(path)
     with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
         second.train(1, bad)
+    third = stuck()
+    first.train(1, bad, callbacks=[Checkpoint(path), At(30, lambda run: run.request_stop())])  # all steps, no epoch end
+    third.load(path)
+    with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
+        third.train(1, bad)
 
 
 def test_a_trained_model_can_be_copied_and_pickled():

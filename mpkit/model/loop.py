@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,7 +177,8 @@ class TrainingLoop:
     def _check_health(self) -> None:
         if not self.skipped_in_a_row:
             return
-        scale = float(self.run.net_outputs.scale)
+        outcome = self.run.net_outputs  # None when the run was resumed after the last step of the epoch
+        scale = float(outcome.scale if outcome is not None else getattr(self.cell, "scale_sense", math.inf))
         sentence = why_skipped(self.cell, scale)
         if nonfinite_parameters(self.cell):
             raise RuntimeError(sentence)
