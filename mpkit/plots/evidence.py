@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from mpkit.plots.base import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILION, Picture, log2_axis, power_of_two
 
@@ -142,32 +143,30 @@ class SweepPicture(WhatIfPicture):
 
     size = (9.6, 3.8)
 
-    def frame(self, data: Any) -> Hashable:
-        return data.run, data.init
-
     def layout(self, figure: Figure, data: Any) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(5, 6))
-        worst = max(float(data.grid.max()), 1e-9)
-        left.imshow(data.grid, cmap="Blues", vmin=0, vmax=1.3 * worst, aspect="auto")
+        self.image = self.moving(left.imshow(data.grid, cmap="Blues", aspect="auto"))
         left.grid(visible=False)
         left.set_xticks(range(len(data.windows)), [str(w) for w in data.windows])
         left.set_yticks(range(len(data.factors)), [f"{f:g}" for f in data.factors])
         left.set(xlabel="scale_window, steps", ylabel="scale_factor")
         left.set_title("training signal lost", loc="left")
-        for (row, column), lost in np.ndenumerate(data.grid):
-            color = "white" if lost / worst > 0.75 else BLACK
-            left.text(
-                column, row, f"{lost:.0%}" if lost >= 0.1 else f"{lost:.1%}", ha="center", va="center", color=color
-            )
-        (self.box,) = left.plot([], [], color=VERMILION, lw=3)
-        self.moving(self.box)
+        self.shares = [
+            self.moving(left.text(column, row, "", ha="center", va="center"))
+            for row, column in np.ndindex(data.grid.shape)
+        ]
+        self.box = self.moving(left.add_patch(Rectangle((0, 0), 0.92, 0.92, fill=False, ec=VERMILION, lw=3)))
         self.draw_run(right, data.chosen)
 
     def update(self, data: Any) -> None:
+        worst = max(float(data.grid.max()), 1e-9)
+        self.image.set_data(data.grid)
+        self.image.set_clim(0, 1.3 * worst)
+        for text, lost in zip(self.shares, data.grid.flat):
+            color = "white" if lost / worst > 0.75 else BLACK
+            text.set(text=f"{lost:.0%}" if lost >= 0.1 else f"{lost:.1%}", color=color)
         x, y = data.windows.index(data.window), data.factors.index(data.factor)
-        self.box.set_data(
-            [x - 0.46, x + 0.46, x + 0.46, x - 0.46, x - 0.46], [y - 0.46, y - 0.46, y + 0.46, y + 0.46, y - 0.46]
-        )
+        self.box.set_xy((x - 0.46, y - 0.46))
         self.move_run(data.chosen)
 
 
