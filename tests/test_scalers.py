@@ -455,3 +455,25 @@ def test_gpu_equals_cpu_without_a_wait():
         assert cpu.history().scale.tolist() == gpu.history().scale.tolist()
     for bad in (math.inf, -math.inf, math.nan):
         assert not all_finite([torch.tensor([1.0, bad], device="cuda")])
+
+
+def test_unscaling_refuses_what_it_cannot_divide_and_divides_complex_gradients():
+    whole, eight = torch.ones(2, dtype=torch.int64), torch.ones(2).to(torch.float8_e5m2)
+    for bad in (whole, eight):
+        fine = torch.full((2,), 8.0)
+        with pytest.raises(TypeError, match=f"got {bad.dtype}"):
+            check_and_unscale_([fine, bad], torch.tensor(4.0))
+        assert fine.tolist() == [8.0, 8.0]
+    with pytest.raises(TypeError, match="scale must be a tensor, got float"):
+        check_and_unscale_([torch.ones(2)], 4.0)
+    both = [torch.tensor([8 + 4j]), torch.tensor([2.0])]
+    assert check_and_unscale_(both, torch.tensor(4.0)) == 0
+    assert both[0].tolist() == [2 + 1j]
+    assert check_and_unscale_([torch.tensor([complex(1, math.inf)])], torch.tensor(4.0)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_all_finite_looks_into_compressed_tensors():
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    assert all_finite([dense.to_sparse_csr()])
+    assert not all_finite([(dense * math.inf).nan_to_num(0.0, posinf=math.inf).to_sparse_csr()])

@@ -589,8 +589,43 @@ def test_a_step_of_other_parts_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=words):
             step.load_state_dict(saved.state_dict())
         assert_same(before, step.state_dict())
-    with pytest.raises(ValueError, match="not the state of a scaler but None"):
-        cell_for(sense="dynamic scaler").load_state_dict(cell_for(sense="tensor").state_dict())
+    for saved, own, words in (
+        ("tensor", "dynamic scaler", "had no LossScaler"),
+        ("dynamic scaler", "tensor", "had a Loss"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cell_for(sense=own).load_state_dict(cell_for(sense=saved).state_dict())
+
+
+def test_a_refused_optimizer_state_leaves_the_scaler_alone():
+    cell = cell_for(sense="dynamic scaler")
+    cell(*batches(1)[0])
+    state = copy.deepcopy(cell.state_dict())
+    state["_extra_state"]["optimizer"]["param_groups"] = []
+    state["_extra_state"]["rule"]["scale_value"] = 2.0
+    before = copy.deepcopy(cell.get_extra_state())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        cell.set_extra_state(state["_extra_state"])
+    assert_same(before, cell.get_extra_state())
+
+
+@pytest.mark.parametrize("change", ["half", "double", "bfloat16"])
+def test_the_scale_stays_float32_when_the_cell_changes_its_dtype(change):
+    cell = cell_for()
+    scale = cell.scale_sense.clone()
+    getattr(cell, change)()
+    assert cell.scale_sense.dtype == torch.float32
+    assert torch.equal(cell.scale_sense, scale)
+    assert next(cell.network.parameters()).dtype != torch.float32
+
+
+def test_an_optimizer_that_needs_a_closure_and_a_complex_loss_are_refused():
+    net = network()
+    with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
+        TrainOneStepCell(net, torch.optim.LBFGS(net.parameters()))
+    weight = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="needs a real loss"):
+        ScaledStep(torch.optim.SGD([weight], 0.1), torch.tensor(8.0)).backward(weight.sum())
 
 
 def test_a_copy_goes_its_own_way():
@@ -619,9 +654,9 @@ def parts(**changes):
 
 
 BAD_CELLS = [
-    (lambda: TrainOneStepCell(**parts(), sens=0), ValueError, "must not be 0"),
+    (lambda: TrainOneStepCell(**parts(), sens=0), ValueError, "must be finite and not 0, got 0"),
     (lambda: TrainOneStepCell(**parts(), sens="big"), TypeError, "sens must be a number"),
-    (lambda: TrainOneStepCell(**parts(), sens=float("nan")), ValueError, "must not be nan"),
+    (lambda: TrainOneStepCell(**parts(), sens=float("nan")), ValueError, "must be finite and not 0, got nan"),
     (lambda: TrainOneStepCell(**parts(network=len)), TypeError, "network must be an nn.Module"),
     (lambda: TrainOneStepCell(**parts(optimizer=0.1)), TypeError, "optimizer must be a torch.optim.Optimizer"),
     (lambda: TrainOneStepCell(**parts(), sens=4.0, clip_norm=1.0), ValueError, "clip_norm / sens"),
@@ -643,7 +678,11 @@ BAD_CELLS = [
         r"one loss has one scale, and this scaler has 2: .* policy\[i\]",
     ),
     (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(8)), TypeError, "floating tensor"),
-    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(0.0)), ValueError, "must not be 0"),
+    (
+        lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(0.0)),
+        ValueError,
+        "finite and not 0",
+    ),
     (lambda: cell_for().set_sense_scale(8.0), TypeError, r"use torch.tensor\(8.0\)"),
     (lambda: cell_for().set_sense_scale(torch.ones(1)), ValueError, r"shape \(\), got torch.float32 of shape \(1,\)"),
     (lambda: cell_for().set_sense_scale(torch.tensor(8)), ValueError, "needs a floating tensor"),

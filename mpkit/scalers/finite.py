@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _DTYPE = attrgetter("dtype")
+_IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NO_GRADIENTS = (
     "there is no gradient to look at: every gradient is missing. Call backward on a loss that depends on the "
     "parameters, and pass their .grad"
@@ -48,7 +49,8 @@ def all_finite(tensors: Sequence[Tensor | None]) -> Tensor:
 
 def _values(t: Tensor) -> Tensor:
     """What of a tensor can be non-finite: the summed values of a sparse one, real and imaginary parts of a complex."""
-    t = t.coalesce().values() if t.is_sparse else t
+    if t.layout != torch.strided:
+        t = (t.coalesce() if t.is_sparse else t).values()
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return t.float() if t.dtype.itemsize == 1 else t  # 8-bit formats have no reductions of their own
 
@@ -77,9 +79,12 @@ def check_and_unscale_(
     Returns: () float32, 1.0 or 0.0, on the scale's device. It is also 1.0 when the reciprocal is not finite (a scale
              of 0, or too small), which would turn finite gradients into inf or NaN unnoticed. What is tested are the
              gradients before the division: with a scale below 1, one that overflows by the division is not reported.
-    Raises:  ValueError when every gradient is missing.
+    Raises:  TypeError for a scale that is no tensor, and for gradients of integers or of 8-bit formats; ValueError when
+             every gradient is missing. No gradient has been changed then.
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"scale must be a tensor, got {type(scale).__name__}; write torch.tensor({scale!r})")
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
@@ -104,7 +109,7 @@ def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
         first, dtypes = grads[0].dtype, list(map(_DTYPE, grads))
     except AttributeError:  # None among them
         return None
-    if dtypes.count(first) != len(dtypes):
+    if dtypes.count(first) != len(dtypes) or first not in _IN_KERNEL:
         return None
     if torch.accelerator.is_available() and len({g.device for g in grads}) > 1:  # type: ignore[union-attr]
         return None
@@ -130,6 +135,9 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
             if not g.is_coalesced():  # entries of one index are added later, and the sum may overflow
                 summed.append(g.coalesce().values())
             g = g._values()
+        g = torch.view_as_real(g) if g.is_complex() else g
+        if g.dtype not in _IN_KERNEL:
+            raise TypeError(f"a gradient must be float16, bfloat16, float32, float64 or complex, got {g.dtype}")
         groups.setdefault((g.device, g.dtype), []).append(g)
     if not groups:
         raise ValueError(_NO_GRADIENTS)

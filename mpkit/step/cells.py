@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,8 @@ from mpkit.step.phases import (
     scale_tensor,
 )
 from mpkit.step.rule import ScalerRule, scale_and_rule
+
+_OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
 
 
 class WithLossCell(nn.Module):
@@ -172,6 +175,16 @@ class TrainOneStepCell(nn.Module):
             for p, grad in zip(parameters_of(self.optimizer), state["gradients"]):
                 p.grad = None if grad is None else grad.to(p.device, copy=True)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`half()` and `double()` are meant for the network: the scale stays float32, or a large one became inf."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, scale in before.items():
+            moved = self._buffers[name]
+            if scale is not None and moved is not None and moved.dtype != scale.dtype:
+                self._buffers[name] = scale.to(moved.device)
+        return self
+
     def _clear_gradients(self) -> None:
         for p in chain(parameters_of(self.optimizer), self._others):
             p.grad = None
@@ -265,10 +278,23 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         return {**super().get_extra_state(), "rule": rule}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """The reverse of `get_extra_state`."""
-        super().set_extra_state(state)
-        if isinstance(self.adjust, ScalerRule):
-            self.adjust.load_state_dict(state["rule"])
+        """The reverse of `get_extra_state`.
+
+        Raises:  as of `TrainOneStepCell`, and ValueError if only one of the two cells has a `LossScaler`.
+        """
+        rule = self.adjust if isinstance(self.adjust, ScalerRule) else None
+        if (state["rule"] is None) != (rule is None):
+            had, has = ("no LossScaler", "one") if rule else ("a LossScaler", "none")
+            raise ValueError(f"the saved step had {had} and this one has {has}; build it with the same scale_sense")
+        before = rule.state_dict() if rule else None
+        if rule is not None:
+            rule.load_state_dict(state["rule"])
+        try:
+            super().set_extra_state(state)
+        except Exception:
+            if rule is not None and before is not None:
+                rule.load_state_dict(before)  # all or nothing
+            raise
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.
@@ -299,6 +325,11 @@ def _check_parts(network: object, optimizer: object, clip_norm: object, accumula
         raise TypeError(f"network must be an nn.Module that returns the loss, got {type(network).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is Parameter.empty:
+        raise TypeError(
+            f"{type(optimizer).__name__} calls the loss several times within its step; write that loop by hand with a "
+            "closure, or take an optimizer whose step() needs none"
+        )
     if not any(p.requires_grad for p in parameters_of(optimizer)):
         raise ValueError(
             "the optimizer holds no parameter with requires_grad=True, so a step would change nothing; "

@@ -33,8 +33,10 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def checked_loss(loss: object) -> Tensor:
     """`loss` when a backward pass can start from it.
 
-    Raises:  TypeError if it is no floating tensor; ValueError if it is not a scalar or depends on no parameter.
+    Raises:  TypeError if it is no tensor of real numbers; ValueError if it is not a scalar or depends on no parameter.
     """
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise TypeError(f"a training step needs a real loss, got {loss.dtype}; take loss.abs() or loss.real")
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"a training step needs the loss as one tensor, got {type(loss).__name__}; "
@@ -121,7 +123,7 @@ def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tens
     """A float32 tensor on `device` that holds `value` and is nobody else's.
 
     Raises:  TypeError if it is no number and no tensor; ValueError if a tensor's shape is neither () nor (1,), or the
-             value is 0 or NaN.
+             value is 0, infinite or NaN.
     """
     if isinstance(value, Tensor):
         if value.shape not in ((), (1,)):
@@ -130,6 +132,6 @@ def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tens
             raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if float(value) == 0 or math.isnan(float(value)):
-        raise ValueError(f"{name} multiplies every gradient and must not be {float(value)}")
+    if float(value) == 0 or not math.isfinite(float(value)):
+        raise ValueError(f"{name} multiplies every gradient and must be finite and not 0, got {float(value)}")
     return torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
