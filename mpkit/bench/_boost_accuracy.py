@@ -55,6 +55,7 @@ class Study:
     """What is trained for the accuracy: real digits, so many images, a ResNet-18 of a width, so many epochs.
 
     `only` names the configurations; empty takes all that run in one process, O2 aside, which repeats O1 there.
+    `repeats` multiplies the number of seeds, where few would leave the difference inside the noise.
     """
 
     source: str = "digits"
@@ -65,6 +66,7 @@ class Study:
     epochs: int = 10
     batch: int = 32
     only: tuple[str, ...] = ()
+    repeats: int = 1
 
     @property
     def steps(self) -> int:
@@ -85,6 +87,7 @@ class Study:
 
 STUDIES = (
     Study(),
+    Study(epochs=20, only=("none", "O1", "O1 tuned"), repeats=2),
     Study("mnist", 28, 4000, 4000, epochs=5, only=("none", "O1", "O1 tuned", TOGETHER)),
 )
 

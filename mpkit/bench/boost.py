@@ -206,7 +206,7 @@ def main() -> None:
     for study in STUDIES:
         print(f"{study.source}, {study.epochs} epochs, after {time.perf_counter() - start:.0f} s", flush=True)
         try:
-            found += accuracies(study, range(options.seeds), device)
+            found += accuracies(study, range(options.seeds * study.repeats), device)
         except FileNotFoundError as error:
             print(f"{study.source} is left out: {error}")
         _store(options.out, rows, found, device, options.note)
