@@ -2,6 +2,8 @@
 
 import pytest
 
+collect_ignore = ["conftest.py"]
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
