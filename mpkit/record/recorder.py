@@ -168,15 +168,15 @@ class Recorder(Hook):
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
         scale = kept(scale)
-        factor = None if unscaled else _reciprocal(scale)
         found: Any = self._note(optimizer) if overflow is None else overflow
         norm: Any = math.nan
         due = self._due()
         if due or found is None:
+            factor = None if unscaled else _reciprocal(scale)
             with torch.no_grad():
                 norm = self._record_histograms(factor) if due else self._norm()
             found = _not_finite(norm) if overflow is None else overflow
-        norm = norm if factor is None else norm * factor
+            norm = norm if factor is None else norm * factor
         lr = _lr_of(optimizer)
         self._steps.append((self.index, kept(loss), scale, kept(found), kept(lr), kept(norm), self._seconds()))
         self.index += 1
