@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,29 @@ def interleaved(
                 note=(notes or {}).get(name, ""),
             )
         )
+    return rows
+
+
+def rebuilt(measure: Callable[[], list[Row]], builds: int) -> list[Row]:
+    """`measure` builds its contenders anew every time; the median of each contender's ratio over the builds.
+
+    Where a network happens to lie in memory decides which of its tensors fight for the same cache lines. That moves
+    a step of a millisecond by up to 10 %, in favour of any contender, and no number of rounds averages it out.
+    Quartiles are then over the builds.
+    """
+    sizes = random.Random(0)
+    apart: list[torch.Tensor] = []
+    runs: list[list[Row]] = []
+    for _ in range(builds):
+        apart.append(torch.empty(sizes.randrange(1, 400) * 1024))  # or the next build would get the same memory
+        runs.append(measure())
+    rows = []
+    for same in zip(*runs, strict=True):
+        ratios = [row.ratio for row in same if row.ratio is not None]
+        seconds = [row.seconds for row in same if row.seconds is not None]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        middle = {"seconds": statistics.median(seconds), "ratio": statistics.median(ratios), "quartiles": (low, high)}
+        rows.append(replace(same[0], **middle))
     return rows
 
 

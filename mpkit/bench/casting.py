@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mpkit.bench._measure import Row, interleaved
+from mpkit.bench._measure import Row, interleaved, rebuilt
 from mpkit.casting import auto_mixed_precision
 from mpkit.networks import Network, TinyGPT, resnet50
 
@@ -25,15 +26,15 @@ Step = Callable[[], object]
 def run(*, quick: bool, device: torch.device) -> list[Row]:
     """The 784-512-512-10 network on the CPU; ResNet-50 and a GPT-2-124M shape on a GPU."""
     cpu = torch.device("cpu")
-    rounds = 30 if quick else 120
-    rows = []
+    rows: list[Row] = []
     for dtype in (torch.bfloat16, torch.float16):
         images, labels = torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,))
         case = f"784-512-512-10 b64 {str(dtype)[6:]} cpu"
         goals = CPU_GOALS if dtype is torch.bfloat16 else {}
-        rows += _levels(case, Network(), images, labels, dtype, rounds, cpu, goals)
+        eager = partial(_levels, case, Network(), images, labels, dtype, 21, cpu, goals)
+        rows += rebuilt(eager, 3 if quick else 9)
         if not quick:
-            rows += _levels(f"{case} compiled", Network(), images, labels, dtype, rounds, cpu, COMPILED_GOALS, True)
+            rows += _levels(f"{case} compiled", Network(), images, labels, dtype, 120, cpu, COMPILED_GOALS, True)
     return rows + (_gpu(quick, device) if device.type == "cuda" else _without_gpu())
 
 

@@ -8,28 +8,31 @@ import torch
 import torch.nn.functional as F
 
 from mpkit import data
-from mpkit.bench._measure import Row, interleaved
+from mpkit.bench._measure import Row, interleaved, rebuilt
 from mpkit.networks import Network
 from mpkit.record import Recorder
 from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
+Build = Callable[[torch.device, int | None], Callable[[], object]]
 GOALS = {"recorded, every=1": 1.5, "recorded, every=20": 1.05}
 
 
 def run(*, quick: bool, device: torch.device) -> list[Row]:
     """The 784-512-512-10 step (batch 64, float32, fused SGD) bare and with all its gradients recorded."""
-    rounds = 7 if quick else 31
-    rows: list[Row] = []
-    for title, build in (("training cell", _cell), ("plain loop, GradScaler", _loop)):
-        contenders = {
-            "bare": build(device, None),
-            "recorded, every=1": build(device, 1),
-            "recorded, every=20": build(device, 20),
-        }
-        case = f"MLP step batch 64, {title}"
-        rows += interleaved("record", case, contenders, rounds=rounds, inner=20, device=device, goals=GOALS)
-    return rows
+    builds = 3 if quick else 9
+    rows = rebuilt(lambda: _measured("training cell", _cell, device), builds)
+    return rows + rebuilt(lambda: _measured("plain loop, GradScaler", _loop, device), builds)
+
+
+def _measured(title: str, build: Build, device: torch.device) -> list[Row]:
+    contenders = {
+        "bare": build(device, None),
+        "recorded, every=1": build(device, 1),
+        "recorded, every=20": build(device, 20),
+    }
+    case = f"MLP step batch 64, {title}"
+    return interleaved("record", case, contenders, rounds=11, inner=20, device=device, goals=GOALS)
 
 
 def _parts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Network, torch.optim.Optimizer]:

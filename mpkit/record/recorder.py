@@ -99,8 +99,6 @@ class Recorder(Hook):
             kind = ValueError if isinstance(loss, Tensor) else TypeError
             raise kind(f"record needs the loss as a tensor of one element, before .item(); got {what}")
         scale = scale_of(self.scaler) if scale is None else scale
-        if unscaled is None:
-            unscaled = was_unscaled(self.scaler, self.optimizer)
         self._record(loss, scale, unscaled, None, self.optimizer)
 
     def after_unscale(self, ctx: StepContext) -> None:
@@ -163,7 +161,7 @@ class Recorder(Hook):
         return time.perf_counter() - self._start
 
     def _record(
-        self, loss: Tensor, scale: float | Tensor, unscaled: bool, overflow: Tensor | None, optimizer: Any
+        self, loss: Tensor, scale: float | Tensor, unscaled: bool | None, overflow: Tensor | None, optimizer: Any
     ) -> None:
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
@@ -172,6 +170,7 @@ class Recorder(Hook):
         norm: Any = math.nan
         due = self._due()
         if due or found is None:
+            unscaled = was_unscaled(self.scaler, optimizer) if unscaled is None else unscaled
             factor = None if unscaled else _reciprocal(scale)
             with torch.no_grad():
                 norm = self._record_histograms(factor) if due else self._norm()
