@@ -36,7 +36,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     reports = [
         report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
     ]
-    tries = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == SECOND_TRY]
+    tries = [text for report in reports for name, text in report.user_properties if name == SECOND_TRY]
     if tries:
         terminalreporter.section("browser tests that failed once", sep="-", yellow=True)
         terminalreporter.write_line("\n".join(sorted(set(tries))))

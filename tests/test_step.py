@@ -890,3 +890,19 @@ def test_a_gpu_gives_the_cpus_scales_and_nearly_its_weights(on_gpu, sense):
         assert here(x, y).scale.item() == there(x.cuda(), y.cuda()).scale.item()
     for a, b in zip(weights(here), weights(there)):
         torch.testing.assert_close(a, b.cpu(), rtol=0, atol=1e-5)
+
+
+def test_a_hook_and_an_earlier_outcome_keep_the_scale_that_a_step_used():
+    class Used(Hook):
+        def after_update(self, ctx):
+            self.scale = ctx.scale
+
+    used = Used()
+    cell = cell_for(hooks=[used])
+    before = cell.scale_sense.clone()
+    assert cell(*batches(1, bad=(0,))[0]).scale < before  # an overflow moves the live scale
+    assert torch.equal(used.scale, before)
+    cell = cell_for(accumulation_steps=2)
+    first, second = (cell(*batch) for batch in batches(2, bad=(1,)))
+    assert torch.equal(first.scale, before)
+    assert second.scale < before
