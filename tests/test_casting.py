@@ -612,12 +612,39 @@ def _own_forward(network: nn.Sequential, seen: list[Any]) -> Any:
 
 @pytest.mark.parametrize("watch", [_hooked, _hooked_everywhere, _hooked_backwards, _own_forward])
 def test_whoever_looks_between_two_modules_at_o1_sees_float32(watch: Callable[..., Any]) -> None:
-    network, seen = dense(), []
-    handle = watch(network, seen)
-    auto_mixed_precision(network, "O1")(torch.randn(5, 6, requires_grad=True)).sum().backward()
-    if handle is not None:
-        handle.remove()
-    assert set(seen) == {torch.float32}
+    def looks(level: str) -> list[Any]:
+        network, seen = auto_mixed_precision(dense(), level), []
+        handle = watch(network, seen)
+        network(torch.randn(5, 6, requires_grad=True)).sum().backward()
+        if handle is not None:
+            handle.remove()
+        return seen
+
+    assert looks("O1") == looks("O0")
+    assert set(looks("O1")) == {torch.float32}
+
+
+def test_a_mode_inside_sees_every_operation_of_a_sequence_at_o1() -> None:
+    class Seen(torch.overrides.TorchFunctionMode):
+        names: tuple[str, ...] = ()
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += (func.__name__,)
+            return func(*args, **(kwargs or {}))
+
+    class Logged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with Seen() as self.seen:
+                return self.inner(x)
+
+    network = auto_mixed_precision(Logged(), "O1")
+    network(torch.randn(5, 6))
+    linears = sum(type(module) is nn.Linear for module in network.modules())
+    assert network.seen.names.count("linear") == linears
 
 
 def test_modules_that_are_not_the_listed_ones_get_float32_from_their_neighbours() -> None:
