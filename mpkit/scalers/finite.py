@@ -89,16 +89,25 @@ def check_and_unscale_(
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
     if dtype is not None:
-        local = _cast(inverse, dtype)
-        found = _blown(local)
+        found = torch.zeros_like(inverse)
         try:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, local)  # type: ignore[arg-type]
+            _divide(grads, found, _cast(inverse, dtype))  # type: ignore[arg-type]
         except NotImplementedError:  # a sparse gradient among them: refused before anything was changed
             found = _by_group(grads, inverse)
     else:
         found = _by_group(grads, inverse)
     found = found if found.dim() == 0 else found.reshape(())
     return found if found_inf is None else torch.maximum(found_inf, found, out=found_inf)
+
+
+def _divide(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply one group of gradients; `found` becomes 1 where one of them, or `inverse`, is not finite.
+
+    The kernel that is still in the cache tests the reciprocal too, sooner than operations of its own would, and
+    leaves the square of it in `inverse`.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+    torch._amp_foreach_non_finite_check_and_unscale_([inverse], found, inverse)
 
 
 def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -120,11 +129,6 @@ def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:
     return inverse.to(dtype).float() if dtype in (torch.float16, torch.bfloat16) else inverse
 
 
-def _blown(inverse: Tensor) -> Tensor:
-    """1.0 where the reciprocal is not finite: inf - inf and nan - nan are NaN."""
-    return (inverse - inverse).nan_to_num_(1.0)
-
-
 def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     summed = []
@@ -143,7 +147,6 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
         raise ValueError(_NO_GRADIENTS)
     found = [all_finite(summed).logical_not().float()] if summed else []
     for (device, dtype), group in groups.items():
-        local = _cast(inverse, dtype).to(device)
-        found.append(_blown(local))
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found[-1], local)
-    return torch.stack([f.reshape(()).to(inverse.device) for f in found]).amax()
+        found.append(torch.zeros((), device=device))
+        _divide(group, found[-1], _cast(inverse, dtype).to(device, copy=True))
+    return torch.stack([f.to(inverse.device) for f in found]).amax()

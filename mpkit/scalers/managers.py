@@ -209,9 +209,13 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
+        self.advance_(loss_scale, overflow.float())
+        return overflow
+
+    def advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
+        """One step from the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
-        found_inf = overflow.float()
         # torch's kernel refuses growth past the largest float32; moved down by 2^64 (exact) it has room, and moving
         # up again gives the inf that this rule has
         loss_scale.mul_(_DOWN)
@@ -219,4 +223,3 @@ class DynamicLossScaleUpdateCell(nn.Module):
         loss_scale.mul_(_UP)
         torch.maximum(loss_scale, found_inf, out=loss_scale)  # the floor of 1 holds after an overflow only
         self.cur_iter.add_(_ONE)
-        return overflow

@@ -56,7 +56,7 @@ class PolicyLossScaler(LossScaler):
         self._index = torch.arange(self._count)
         self._scales = torch.full((remember + 1, *self._shape), math.nan, dtype=self.scale_value.dtype)
         self._scales[0] = self.scale_value
-        self._finite = torch.ones(remember + 1, *self._shape, dtype=torch.bool)
+        self._found = torch.zeros(remember + 1, *self._shape)
 
     def get_loss_scale(self) -> Any:
         """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
@@ -69,17 +69,20 @@ class PolicyLossScaler(LossScaler):
         if grads_finite.numel() != self._count:
             came = tuple(grads_finite.shape)
             raise ValueError(f"grads_finite must hold one flag per scale, {self._count}, got shape {came}")
-        self._follow(grads_finite.device)
-        finite = grads_finite.reshape(self._shape)
+        self.advance_(grads_finite.reshape(self._shape).logical_not().float())
+        return True
+
+    def advance_(self, found_inf: Tensor) -> None:
+        """`adjust` for the float32 flag of `check_and_unscale_` (or one per policy), unchecked."""
+        self._follow(found_inf.device)
         if self._plain:
-            self._advance_in_kernel(finite)
+            self._advance_in_kernel(found_inf)
         else:
-            self._advance_by_rule(finite)
+            self._advance_by_rule(found_inf == 0)
         if self.remember:
             self._index.add_(self._count).remainder_((self.remember + 1) * self._count)
             self._scales.put_(self._index, self.scale_value)
-            self._finite.put_(self._index, finite)
-        return True
+            self._found.put_(self._index, found_inf)
 
     def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """The update-cell form: adjust, write the next scale into `loss_scale`, return `overflow`."""
@@ -100,7 +103,7 @@ class PolicyLossScaler(LossScaler):
         turn = -1 - self._newest()
         scales = self._scales.cpu().roll(turn, 0).double().numpy()
         known = ~np.isnan(scales.reshape(len(scales), -1)).any(1)
-        finite, scales = self._finite.cpu().roll(turn, 0).numpy()[known][1:], scales[known]
+        finite, scales = self._found.cpu().roll(turn, 0).numpy()[known][1:] == 0, scales[known]
         skipped = ~finite.all(1) if self.policy.layers else ~finite
         return ScaleHistory(self.policy, finite, scales[1:], skipped, None, "", self._numbers(), scales[0][()])
 
@@ -112,7 +115,7 @@ class PolicyLossScaler(LossScaler):
             "stopped": int(self.stopped),
             "index": self._newest(),
             "scales": self._scales.cpu().clone(),
-            "finite": self._finite.cpu().clone(),
+            "finite": self._found.cpu() == 0,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,12 +130,11 @@ class PolicyLossScaler(LossScaler):
         self.stopped.fill_(state["stopped"])
         self._index.add_((state["index"] - self._newest()) * self._count)
         self._scales.copy_(state["scales"])
-        self._finite.copy_(state["finite"])
+        self._found.copy_(state["finite"].logical_not())
         self._follow(device)
 
-    def _advance_in_kernel(self, finite: Tensor) -> None:
+    def _advance_in_kernel(self, found_inf: Tensor) -> None:
         p = self.policy
-        found_inf = finite.logical_not().float()
         if p.raise_at_min:
             at_floor = (self.scale_value == p.min_scale).logical_and_(found_inf)
             torch.maximum(self.stopped, at_floor * AT_FLOOR, out=self.stopped)
@@ -181,7 +183,7 @@ class PolicyLossScaler(LossScaler):
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
     def _tensors(self) -> list[str]:
-        return ["scale_value", "stopped", "_index", "_scales", "_finite", *(["_counter"] if self._plain else [])]
+        return ["scale_value", "stopped", "_index", "_scales", "_found", *(["_counter"] if self._plain else [])]
 
     def _follow(self, device: torch.device) -> None:
         if self.scale_value.device != device:

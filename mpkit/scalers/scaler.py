@@ -119,12 +119,15 @@ class DynamicLossScaler(LossScaler):
         need_flag("grads_finite", grads_finite)
         if grads_finite.dim():
             raise ValueError(f"grads_finite must be 0-d, got shape {tuple(grads_finite.shape)}; use .all()")
-        self._follow(grads_finite.device)
-        found_inf = grads_finite.logical_not().float()
+        self.advance_(grads_finite.logical_not().float())
+        return True
+
+    def advance_(self, found_inf: Tensor) -> None:
+        """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
+        self._follow(found_inf.device)
         factor, window = self.scale_factor, self.scale_window
         torch._amp_update_scale_(self.scale_value, self.counter, found_inf, factor, 1 / factor, window)
-        self.scale_value.clamp_(min=1.0)
-        return True
+        torch.maximum(self.scale_value, found_inf, out=self.scale_value)  # the floor of 1, where the scale was lowered
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, counter and settings, as Python numbers."""

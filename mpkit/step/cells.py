@@ -25,7 +25,7 @@ from mpkit.step.phases import (
     parameters_of,
     scale_tensor,
 )
-from mpkit.step.rule import ScalerRule, scale_and_rule
+from mpkit.step.rule import ScalerRule, adjust_, scale_and_rule
 
 _OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
 
@@ -248,7 +248,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         call(self.hooks, "before_update", ctx)
         self.update(ctx)
         if self.adjust is not None:  # last, so that an error in the optimizer leaves the scale as it was
-            self.adjust(self.scale_sense, overflow)
+            adjust_(self.adjust, self.scale_sense, ctx.found_inf, overflow)
         ctx.outcome = StepOutcome(loss, overflow, self.scale_sense.clone())
         call(self.hooks, "after_update", ctx)
         return ctx.outcome

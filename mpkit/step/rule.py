@@ -8,23 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.scalers import LossScaler, PolicyLossScaler
+from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, LossScaler, PolicyLossScaler
 from mpkit.step.phases import scale_tensor
 
-Adjust = Callable[[Tensor, Tensor], Any]
-"""`adjust(scale, overflow)` updates the scale tensor in place; both live on the device."""
+Rule = Callable[[Tensor, Tensor], Any]
+"""`rule(scale, overflow)` updates the scale tensor in place; both live on the device."""
 
 
 class ScalerRule:
-    """A `LossScaler` in the form of an update cell: it keeps its own scale, and the step's is a copy of it."""
+    """A `LossScaler` in the form of an update cell: the step's scale is the scaler's own tensor, or follows it."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
 
     def __call__(self, scale: Tensor, overflow: Tensor) -> Tensor:
         if self.scaler.adjust(overflow.logical_not()):
-            scale.copy_(self.scaler.scale_value)
+            self._show(scale)
         return overflow
+
+    def advance_(self, scale: Tensor, found_inf: Tensor) -> None:
+        """One step from the float32 flag, without the conversions that a bool costs."""
+        self.scaler.advance_(found_inf)  # type: ignore[attr-defined]
+        self._show(scale)
+
+    def _show(self, scale: Tensor) -> None:
+        if scale is not self.scaler.scale_value:
+            scale.copy_(self.scaler.scale_value)
 
     def check(self) -> None:
         """Raise RuntimeError if a policy met one of its errors since the last call; reads the host."""
@@ -40,7 +49,23 @@ class ScalerRule:
         self.scaler.load_state_dict(state)
 
 
-def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Adjust | None]:
+def adjust_(rule: Rule, scale: Tensor, found_inf: Tensor, overflow: Tensor) -> None:
+    """Let `rule` move `scale`; `overflow` is `found_inf` as a bool.
+
+    Our own rules take the float32 flag as it is: in a step of milliseconds each tiny operation more is half a percent,
+    since it finds a cold cache. A subclass, or a cell with a hook, is called the public way, so that it is heard.
+    """
+    if type(rule) is ScalerRule:
+        direct = type(rule.scaler) in (DynamicLossScaler, PolicyLossScaler)
+    else:
+        direct = type(rule) is DynamicLossScaleUpdateCell and not (rule._forward_hooks or rule._forward_pre_hooks)
+    if direct:
+        rule.advance_(scale, found_inf)  # type: ignore[attr-defined]
+    else:
+        rule(scale, overflow)
+
+
+def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Rule | None]:
     """The live scale and the rule that adjusts it (None: it stays), from what a train cell takes as `scale_sense`.
 
     Raises:  TypeError for a number or a manager; ValueError for a tensor that is neither () nor (1,).
@@ -53,7 +78,9 @@ def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Adju
                 f"one loss has one scale, and this scaler has {scales}: take one of its policies, policy[i], or train "
                 "layers with scales of their own through mpkit.boost.GroupLossScaleManager"
             )
-        return scale_tensor(scale_sense.scale_value, device, "scale_sense"), ScalerRule(scale_sense)
+        scale = scale_tensor(scale_sense.scale_value, device, "scale_sense")
+        own = scale_sense.scale_value
+        return own if own.dtype == scale.dtype and own.device == device else scale, ScalerRule(scale_sense)
     if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
         if isinstance(scale_sense, torch.nn.Module):
             scale_sense.to(device)

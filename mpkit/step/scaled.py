@@ -20,7 +20,7 @@ from mpkit.step.phases import (
     gradients_of,
     parameters_of,
 )
-from mpkit.step.rule import scale_and_rule
+from mpkit.step.rule import adjust_, scale_and_rule
 
 
 class ScaledStep:
@@ -126,7 +126,7 @@ class ScaledStep:
         for optimizer, found in zip(self.optimizers, self._found):
             apply_(optimizer, anywhere if self.skip == "all" else found)
         if self.adjust is not None:
-            self.adjust(self.scale, overflow)
+            adjust_(self.adjust, self.scale, anywhere, overflow)
         self._begun, self._found = False, []
         return overflow
 
