@@ -311,6 +311,9 @@ MAKERS = {
     "DynamicLossScaleUpdateCell": lambda: DynamicLossScaleUpdateCell(1000.0, 3, 4),
     **{name: (lambda name=name: PolicyLossScaler(short(name), remember=5)) for name in FRAMEWORKS},
     "fairseq, tolerant": lambda: PolicyLossScaler(preset("fairseq", scale_window=3, tolerance=0.4)),
+    "deepspeed, thirds": lambda: PolicyLossScaler(
+        preset("deepspeed", init_scale=1000.0, scale_factor=3.0, scale_window=3)
+    ),
     "jmp, half": lambda: PolicyLossScaler(preset("jmp", loss_scale=64.0, period=3, dtype="float16")),
 }
 

@@ -593,8 +593,12 @@ def test_a_step_of_other_parts_is_refused_and_changes_nothing():
         ("tensor", "dynamic scaler", "had no LossScaler"),
         ("dynamic scaler", "tensor", "had a Loss"),
     ):
+        cell, state = cell_for(sense=own), cell_for(sense=saved, seed=3).state_dict()
+        state["scale_sense"] += 1
+        before = copy.deepcopy(cell.state_dict())
         with pytest.raises(ValueError, match=words):
-            cell_for(sense=own).load_state_dict(cell_for(sense=saved).state_dict())
+            cell.load_state_dict(state)
+        assert_same(before, cell.state_dict())
 
 
 def test_a_refused_optimizer_state_leaves_the_scaler_alone():
@@ -607,6 +611,60 @@ def test_a_refused_optimizer_state_leaves_the_scaler_alone():
     with pytest.raises(ValueError, match="different number of parameter groups"):
         cell.set_extra_state(state["_extra_state"])
     assert_same(before, cell.get_extra_state())
+
+
+@pytest.mark.parametrize("sense", ["dynamic scaler", "static scaler", "torch policy"])
+def test_the_scale_of_a_cell_is_the_tensor_of_its_scaler(sense):
+    cell = cell_for(sense=sense)
+    scaler = cell.adjust.scaler
+    assert cell.scale_sense is scaler.scale_value
+    outcome = cell(*batches(1)[0])
+    cell.half()
+    other = cell_for(sense=sense)
+    other.adjust.scaler.scale_value.fill_(64.0)
+    scaler.load_state_dict(other.adjust.scaler.state_dict())
+    assert cell.scale_sense is scaler.scale_value
+    assert cell.scale_sense.item() == 64.0
+    assert outcome.scale.item() == 1024.0
+
+
+@pytest.mark.parametrize(
+    "sense",
+    [
+        DynamicLossScaler(1000.0, 3, 2),
+        PolicyLossScaler(preset("deepspeed", init_scale=1000.0, scale_window=2)),
+        PolicyLossScaler(preset("keras3", initial_scale=1000.0, dynamic_growth_steps=2)),
+        DynamicLossScaleUpdateCell(1000.0, 3, 2),
+    ],
+    ids=lambda sense: type(sense).__name__,
+)
+def test_a_rule_that_somebody_has_changed_is_called_the_public_way(sense):
+    """The step hands its float32 flag to our own rules; a subclass, or a cell with a hook, gets the documented bool."""
+    heard = []
+
+    class Listening(type(sense)):
+        def adjust(self, grads_finite):
+            heard.append(not grads_finite)
+            return super().adjust(grads_finite)
+
+        def forward(self, loss_scale, overflow):
+            heard.append(bool(overflow))
+            return super().forward(loss_scale, overflow)
+
+    data, bad = batches(12, (1, 2, 7)), [i in (1, 2, 7) for i in range(12)]
+    changed = copy.deepcopy(sense)
+    changed.__class__ = Listening
+    cells = [cell_for(sense="tensor") for _ in range(2)]
+    net = [TrainOneStepWithLossScaleCell(c.network, c.optimizer, s) for c, s in zip(cells, (sense, changed))]
+    scales = [[cell(x, y).scale.item() for x, y in data] for cell in net]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 2
+    assert heard == bad
+    if isinstance(sense, nn.Module):
+        heard.clear()
+        sense.register_forward_hook(lambda module, args, out: heard.append(bool(args[1])))
+        assert net[0](*data[7]).overflow
+        assert heard == [True]
 
 
 @pytest.mark.parametrize("change", ["half", "double", "bfloat16"])
@@ -628,8 +686,9 @@ def test_an_optimizer_that_needs_a_closure_and_a_complex_loss_are_refused():
         ScaledStep(torch.optim.SGD([weight], 0.1), torch.tensor(8.0)).backward(weight.sum())
 
 
-def test_a_copy_goes_its_own_way():
-    cell = cell_for()
+@pytest.mark.parametrize("sense", ["dynamic cell", "dynamic scaler", "torch policy", "deepspeed policy"])
+def test_a_copy_goes_its_own_way(sense):
+    cell = cell_for(sense=sense)
     data = batches(6, bad=(3,))
     cell(*data[0])
     twin = copy.deepcopy(cell)

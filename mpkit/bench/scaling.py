@@ -76,8 +76,8 @@ def _update(rounds: int, device: torch.device) -> list[Row]:
 
     contenders: dict[str, Callable[[], object]] = {
         "GradScaler unscale_ of one gradient + update": peer,
-        "mpkit check_and_unscale_ of one + update cell": lambda: cell(
-            scale, check_and_unscale_([weight.grad], scale) != 0
+        "mpkit check_and_unscale_ of one + update cell": lambda: cell.advance_(
+            scale, check_and_unscale_([weight.grad], scale)
         ),
         "mpkit DynamicLossScaler.adjust": lambda: dynamic.adjust(finite),
         "mpkit DynamicLossScaleUpdateCell": lambda: cell(scale, overflow),

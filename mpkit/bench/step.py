@@ -17,7 +17,8 @@ from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 GROUP = "training step"
 GOAL = 1.07
 """A scaled step may cost this much of the bare one, and never more than GradScaler's."""
-BATCH = 64
+CASES = (("SGD", True, 64), ("SGD", False, 64), ("Adam", True, 64), ("Adam", False, 64), ("SGD", True, 256))
+"""Optimizer, fused or as torch makes it by default (which skips on the host: one read per step), images in a batch."""
 Step = Callable[[], object]
 
 
@@ -31,18 +32,19 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def contenders(device: torch.device, optimizer: str) -> dict[str, Step]:
+def contenders(device: torch.device, optimizer: str, fused: bool, batch: int) -> dict[str, Step]:
     """The same step of the 784-512-512-10 network, in float32, by different hands; the first is the bare one."""
-    x = torch.rand(BATCH, 1, 28, 28, device=device)
-    y = torch.randint(10, (BATCH,), device=device)
+    x = torch.rand(batch, 1, 28, 28, device=device)
+    y = torch.randint(10, (batch,), device=device)
     loss_fn = nn.CrossEntropyLoss()
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         net = Network().to(device)
+        kind: dict[str, bool] = {"fused": True} if fused else {}
         if optimizer == "SGD":
-            return net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9, fused=True)
-        return net, torch.optim.Adam(net.parameters(), 1e-3, fused=True)
+            return net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9, **kind)
+        return net, torch.optim.Adam(net.parameters(), 1e-3, **kind)  # type: ignore[arg-type]
 
     def bare() -> Step:
         net, opt = made()
@@ -85,16 +87,16 @@ def contenders(device: torch.device, optimizer: str) -> dict[str, Step]:
 
 
 def run(*, quick: bool, device: torch.device) -> list[Row]:
-    """Time of a step, and host reads per step, for fused SGD and fused Adam."""
+    """Time of a step, and host reads per step, for SGD and Adam, fused and as torch makes them by default."""
     builds = 3 if quick else 9
-    return [row for kind in ("SGD", "Adam") for row in rebuilt(lambda kind=kind: _measured(device, kind), builds)]  # type: ignore[misc]
+    return [row for case in CASES for row in rebuilt(lambda case=case: _measured(device, *case), builds)]  # type: ignore[misc]
 
 
-def _measured(device: torch.device, optimizer: str) -> list[Row]:
-    steps = contenders(device, optimizer)
+def _measured(device: torch.device, optimizer: str, fused: bool, batch: int) -> list[Row]:
+    steps = contenders(device, optimizer, fused, batch)
     goals = {name: GOAL for name in steps if name.startswith("mpkit")}
     reads = {name: f"{_reads(step):g} host reads per step" for name, step in steps.items()}
-    case = f"MLP 784-512-512-10, batch {BATCH}, fused {optimizer}"
+    case = f"MLP 784-512-512-10, batch {batch}, {'fused' if fused else 'default'} {optimizer}"
     return interleaved(GROUP, case, steps, rounds=15, inner=5, device=device, goals=goals, notes=reads)
 
 

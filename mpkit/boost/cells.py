@@ -19,7 +19,6 @@ from mpkit.boost.grad_freeze import FreezeOpt
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.boost.process import inner
 from mpkit.step import Hook, StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
-from mpkit.step.hooks import call
 from mpkit.step.phases import apply_, gradients_of, parameters_of
 
 
@@ -254,7 +253,8 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         """Divide the gradients by the scale, or by that of their group; returns the overflow flag."""
         if self.groups is None:
             return super().unscale(ctx)
-        call(self.hooks, "before_unscale", ctx)
+        for hook in self.hooks:
+            hook.before_unscale(ctx)
         self.reduce()
         together = distributed.several_processes()
         if together:  # an overflow seen by one process moves the scales of all: they must stay the same
@@ -264,7 +264,8 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         ctx.found_inf = overflow.float()
         if together:
             ctx.overflow = overflow = distributed.agree_(ctx.found_inf) != 0
-        call(self.hooks, "after_unscale", ctx)
+        for hook in self.hooks:
+            hook.after_unscale(ctx)
         self._clip()
         return overflow
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 
 import torch
@@ -100,7 +101,7 @@ def check_and_unscale_(
     return found if found_inf is None else torch.maximum(found_inf, found, out=found_inf)
 
 
-def _divide(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+def _divide(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
     """Multiply one group of gradients; `found` becomes 1 where one of them, or `inverse`, is not finite.
 
     The kernel that is still in the cache tests the reciprocal too, sooner than operations of its own would, and
@@ -108,6 +109,9 @@ def _divide(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
     torch._amp_foreach_non_finite_check_and_unscale_([inverse], found, inverse)
+
+
+_accelerated = cache(torch.accelerator.is_available)
 
 
 def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
@@ -120,7 +124,7 @@ def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
         return None
     if dtypes.count(first) != len(dtypes) or first not in _IN_KERNEL:
         return None
-    if torch.accelerator.is_available() and len({g.device for g in grads}) > 1:  # type: ignore[union-attr]
+    if _accelerated() and len({g.device for g in grads}) > 1:  # type: ignore[union-attr]
         return None
     return first
 

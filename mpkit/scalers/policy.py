@@ -50,7 +50,12 @@ class PolicyLossScaler(LossScaler):
         self.remember = remember
         self._plain = _kernel_covers(policy)
         self._shape, self._count = policy.shape, policy.shape.numel()  # asked in every step, and not free
-        self._load(initial(policy))
+        wide = torch.float64 if policy.scale_bits == 64 else torch.float32
+        self.scale_value = torch.as_tensor(initial(policy).scale, dtype=wide).clone()
+        if self._plain:
+            self._counter = torch.zeros((), dtype=torch.int32)
+        else:
+            self._state = initial(policy, "cpu")
         self.stopped = torch.zeros((), dtype=torch.int64)
         # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
         self._index = torch.arange(self._count)
@@ -125,13 +130,11 @@ class PolicyLossScaler(LossScaler):
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
         if len(state["scales"]) != self.remember + 1:
             raise ValueError(f"this state remembers {len(state['scales']) - 1} steps, this scaler {self.remember}")
-        device = self.scale_value.device
         self._load(ScaleState(**state["state"]))
         self.stopped.fill_(state["stopped"])
         self._index.add_((state["index"] - self._newest()) * self._count)
         self._scales.copy_(state["scales"])
         self._found.copy_(state["finite"].logical_not())
-        self._follow(device)
 
     def _advance_in_kernel(self, found_inf: Tensor) -> None:
         p = self.policy
@@ -154,15 +157,11 @@ class PolicyLossScaler(LossScaler):
             self.stopped.copy_(torch.where(self.stopped == 0, raised.amax() if self._shape else raised, self.stopped))
 
     def _load(self, numbers: ScaleState) -> None:
-        """Put a state of Python numbers into tensors: the kernel's two, or all of the rule's."""
-        wide = torch.float64 if self.policy.scale_bits == 64 else torch.float32
-        self.scale_value = torch.as_tensor(numbers.scale, dtype=wide).clone()
-        if self._plain:
-            self._counter = torch.tensor(numbers.good, dtype=torch.int32)
-        else:
-            self._state = ScaleState(
-                *(old.copy_(torch.as_tensor(new)) for old, new in zip(initial(self.policy, "cpu"), numbers))
-            )
+        """Take over a state of Python numbers, in place: a train cell looks at these very tensors."""
+        own = [self.scale_value, self._counter] if self._plain else [self.scale_value, *self._state]
+        new = [numbers.scale, numbers.good] if self._plain else [numbers.scale, *numbers]
+        for tensor, value in zip(own, new, strict=True):
+            tensor.copy_(torch.as_tensor(value, dtype=tensor.dtype))
 
     def _newest(self) -> int:
         """The row of the ring that was written last."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpkit.scalers import check_and_unscale_
 from mpkit.step import distributed
-from mpkit.step.hooks import Hook, StepContext, StepOutcome, call
+from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import (
     apply_,
     backward,
@@ -106,17 +104,20 @@ class TrainOneStepCell(nn.Module):
         if not self.pending:
             self.reduce()
             self._clip()
-            call(self.hooks, "before_update", ctx)
+            for hook in self.hooks:
+                hook.before_update(ctx)
             self.update(ctx)
         ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
         if not self.pending:
-            call(self.hooks, "after_update", ctx)
+            for hook in self.hooks:
+                hook.after_update(ctx)
         return loss if kept is None else (loss, kept)
 
     def context(self, inputs: tuple[Any, ...], scale: Tensor) -> StepContext:
         """What this call starts with; counts the call."""
-        self.index += 1
-        return StepContext(self.network, self.optimizer, inputs, self.index - 1, scale)
+        index = self.index
+        object.__setattr__(self, "index", index + 1)  # nn.Module's own looks for parameters, modules and buffers first
+        return StepContext(self.network, self.optimizer, inputs, index, scale)
 
     def compute_gradients(self, ctx: StepContext) -> Tensor:
         """Forward and backward pass: adds to every `p.grad`, multiplied by `ctx.scale`; returns the detached loss.
@@ -126,16 +127,16 @@ class TrainOneStepCell(nn.Module):
         if not self.pending:
             self._clear_gradients()
         last = self.pending + 1 == self.accumulation_steps
-        with self._quiet(last):
-            call(self.hooks, "before_forward", ctx)
-            ctx.loss = loss = checked_loss(self.network(*ctx.inputs))
-            call(self.hooks, "after_forward", ctx)
-            call(self.hooks, "before_backward", ctx)
-            backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
+        if last or self._replica is None:
+            loss = self._differentiate(ctx)
+        else:  # DistributedDataParallel sends gradients only in the backward pass that ends an accumulation
+            with self._replica.no_sync():
+                loss = self._differentiate(ctx)
         ctx.loss = loss = loss.detach()
         if self.accumulation_steps > 1:
             self.pending = 0 if last else self.pending + 1
-        call(self.hooks, "after_backward", ctx)
+        for hook in self.hooks:
+            hook.after_backward(ctx)
         return loss
 
     def reduce(self) -> None:
@@ -186,12 +187,23 @@ class TrainOneStepCell(nn.Module):
         return self
 
     def _clear_gradients(self) -> None:
-        for p in chain(parameters_of(self.optimizer), self._others):
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+        for p in self._others:
             p.grad = None
 
-    def _quiet(self, last: bool) -> AbstractContextManager[Any]:
-        """DistributedDataParallel sends gradients only in the backward pass that ends an accumulation."""
-        return nullcontext() if last or self._replica is None else self._replica.no_sync()
+    def _differentiate(self, ctx: StepContext) -> Tensor:
+        hooks = self.hooks
+        for hook in hooks:
+            hook.before_forward(ctx)
+        ctx.loss = loss = checked_loss(self.network(*ctx.inputs))
+        for hook in hooks:
+            hook.after_forward(ctx)
+        for hook in hooks:
+            hook.before_backward(ctx)
+        backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
+        return loss
 
     def _clip(self) -> None:
         if self.clip_norm is not None:
@@ -239,23 +251,28 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self.register_buffer("scale_sense", scale)
 
     def forward(self, *inputs: Any) -> StepOutcome:
+        live = self.scale_sense
         # only a hook can look at the context after the scale was adjusted in place
-        ctx = self.context(inputs, self.scale_sense.clone() if self.hooks else self.scale_sense)
+        ctx = self.context(inputs, live.clone() if self.hooks else live)
         loss = self.compute_gradients(ctx)
         if self.pending:
             return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale.clone())
         overflow = self.unscale(ctx)
-        call(self.hooks, "before_update", ctx)
+        for hook in self.hooks:
+            hook.before_update(ctx)
         self.update(ctx)
         if self.adjust is not None:  # last, so that an error in the optimizer leaves the scale as it was
-            adjust_(self.adjust, self.scale_sense, ctx.found_inf, overflow)
-        ctx.outcome = StepOutcome(loss, overflow, self.scale_sense.clone())
-        call(self.hooks, "after_update", ctx)
+            assert ctx.found_inf is not None
+            adjust_(self.adjust, live, ctx.found_inf, overflow)
+        ctx.outcome = StepOutcome(loss, overflow, live.clone())
+        for hook in self.hooks:
+            hook.after_update(ctx)
         return ctx.outcome
 
     def unscale(self, ctx: StepContext) -> Tensor:
         """Divide the gradients by the scale, check them on all processes, and clip; returns the overflow flag."""
-        call(self.hooks, "before_unscale", ctx)
+        for hook in self.hooks:
+            hook.before_unscale(ctx)
         several = distributed.several_processes()
         if several:
             self.reduce()
@@ -263,7 +280,8 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         if several:
             distributed.agree_(ctx.found_inf)
         ctx.overflow = overflow = ctx.found_inf.bool()
-        call(self.hooks, "after_unscale", ctx)
+        for hook in self.hooks:
+            hook.after_unscale(ctx)
         self._clip()
         return overflow
 
@@ -294,6 +312,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         except Exception:
             if rule is not None and before is not None:
                 rule.load_state_dict(before)  # all or nothing
+            raise
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """nn.Module has copied the scale by the time `set_extra_state` refuses the rest."""
+        before = self.scale_sense.clone()
+        try:
+            super()._load_from_state_dict(*args)
+        except Exception:
+            self.scale_sense.copy_(before)
             raise
 
     def set_sense_scale(self, sens: Tensor) -> None:

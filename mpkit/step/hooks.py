@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,9 +80,3 @@ class Hook:
 
     def after_update(self, ctx: StepContext) -> None:
         """The step is over."""
-
-
-def call(hooks: Iterable[Hook], phase: str, ctx: StepContext) -> None:
-    """Tell every hook, in order, that `phase` is reached."""
-    for hook in hooks:
-        getattr(hook, phase)(ctx)
