@@ -86,8 +86,8 @@ BUGS = [
     Bug(
         "a scaler without the floor",
         "scalers/scaler.py",
-        "        self.scale_value.clamp_(min=1.0)\n",
-        "",
+        "torch.maximum(self.scale_value, found_inf, out=self.scale_value)",
+        "pass",
         "05_dynamic_loss_scale",
     ),
     Bug(
