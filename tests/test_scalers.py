@@ -14,7 +14,7 @@ from support import assert_same
 from test_policies import SINGLE, of, short
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, preset, run
+from mpkit.policies import FRAMEWORKS, ScalePolicy, preset, run
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -298,6 +298,44 @@ def test_a_layerwise_policy_has_one_scale_per_layer():
     assert got.scale.tolist() == want.scale[-5:].tolist()
     assert got.reasons.tolist() == want.reasons[-5:].tolist()
     assert got.skipped.tolist() == want.skipped[-5:].tolist() == [True, False, False, True, False]
+
+
+POLICIES = st.builds(
+    ScalePolicy,
+    init_scale=st.sampled_from([2.0**16, 1000.0, 3.3, 2.0**127, 1e-38, 1.0]),
+    growth_factor=st.sampled_from([2.0, 1.5, 3.0, 1.1, 0.5]),
+    backoff_factor=st.sampled_from([0.5, 1.0, 0.8, 1 / 3]),
+    growth_interval=st.sampled_from([1, 2, 3, 0, -1]),
+    min_scale=st.sampled_from([0.0, 1.0, 2.0**-126, 2.0**-127, 0.3, 6e-5]),
+    max_scale=st.sampled_from([math.inf, 2.0**24, 1e38]),
+    backoff_divisor=st.sampled_from([1.0, 2.0, 3.0, 0.5, 2.0**30]),
+    growth_ge=st.booleans(),
+    flush_subnormal=st.booleans(),
+    raise_at_min=st.booleans(),
+)
+
+
+@given(policy=POLICIES, flags=st.lists(st.booleans(), min_size=5, max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
+    """A third of these policies are simple enough for torch's own kernel; all must do what Python numbers do."""
+    scaler, want, got = PolicyLossScaler(policy, remember=0), run(policy, flags), []
+    for flag in flags:
+        scaler.adjust(torch.tensor(flag))
+        got.append(float(scaler.scale_value))
+    end = len(flags) if want.raised_at is None else want.raised_at
+    assert got[:end] == want.scale[:end].tolist()
+    assert (int(scaler.stopped) == 0) == (want.raised_at is None)
+
+
+def test_a_floor_and_a_cap_are_numbers_of_the_scales_format():
+    flags = [False] * 3 + [True] * 20
+    for bits, kind in ((16, np.float16), (32, np.float32), (64, np.float64)):
+        policy = ScalePolicy(1.0, growth_interval=1, min_scale=0.3, max_scale=1000.1, scale_bits=bits)
+        scales = run(policy, flags).scale
+        assert scales.min() == kind(0.3)
+        assert scales.max() == kind(1000.1)
+        assert (scales.astype(kind) == scales).all()
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------

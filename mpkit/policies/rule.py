@@ -63,8 +63,8 @@ class ScalePolicy:
         backoff_factor:   the scale is multiplied by this on overflow (>= 0) ...
         backoff_divisor:  ... and divided by this (> 0). 1/3 as a factor and 3 as a divisor differ in the last bit.
         growth_interval:  finite steps before growth; 0 and below: never (with `growth_ge`: every step).
-        min_scale:        floor after a backoff; 0 is none.
-        max_scale:        cap after a growth; inf is none.
+        min_scale:        floor after a backoff, rounded to the format of the scale; 0 is none.
+        max_scale:        cap after a growth, rounded too; inf is none.
         scale_bits:       16, 32 or 64: the float format that the scale is rounded to after every change.
         hold_at_overflow: keep the scale when growth would not be finite (otherwise it becomes inf and stays).
         growth_ge:        grow when the counter is at *or past* the interval.
@@ -134,6 +134,9 @@ class ScalePolicy:
                 raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
+        for key in ("min_scale", "max_scale"):  # a bound between two numbers of the format is the nearer of them
+            if not isinstance(bound := getattr(self, key), Tensor):
+                object.__setattr__(self, key, _in_format(self.scale_bits, bound))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScalePolicy):
@@ -365,15 +368,20 @@ def _at_least(x: Value, floor: Value) -> Value:
 
 def _rounded(p: ScalePolicy, x: Value) -> Value:
     """A float64 result -> the nearest number of the format in which the framework keeps its scale."""
-    bits = p.scale_bits
-    if isinstance(bits, Tensor):
+    if isinstance(bits := p.scale_bits, Tensor):
         narrow = torch.where(bits == 32, x.float().double(), x.half().double())
         x = torch.where(bits == 64, x, narrow)
-    elif bits != 64:
-        x = in_float32(x) if bits == 32 else in_float16(x)
+    else:
+        x = _in_format(bits, x)
     if p.flush_subnormal is False:
         return x
     return _where((x < SMALLEST_NORMAL) & p.flush_subnormal, 0.0, x)
+
+
+def _in_format(bits: Value, x: Value) -> Value:
+    if isinstance(bits, Tensor) or bits == 64:
+        return x
+    return in_float32(x) if bits == 32 else in_float16(x)
 
 
 def in_float32(x: Value) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, advance, initial
-from mpkit.policies.rule import AT_FLOOR, FLOAT32_MAX
+from mpkit.policies.rule import AT_FLOOR, FLOAT32_MAX, SMALLEST_NORMAL
 
 from .scaler import LossScaler, need_flag, need_keys
 
@@ -142,7 +142,12 @@ class PolicyLossScaler(LossScaler):
             at_floor = (self.scale_value == p.min_scale).logical_and_(found_inf)
             torch.maximum(self.stopped, at_floor * AT_FLOOR, out=self.stopped)
         torch._amp_update_scale_(
-            self.scale_value, self._counter, found_inf, p.growth_factor, p.backoff_factor, p.growth_interval
+            self.scale_value,
+            self._counter,
+            found_inf,
+            p.growth_factor,
+            p.backoff_factor / p.backoff_divisor,
+            p.growth_interval,
         )
         if p.min_scale > 0 or p.max_scale < math.inf:
             self.scale_value.clamp_(p.min_scale, p.max_scale)
@@ -196,16 +201,24 @@ def _kernel_covers(p: ScalePolicy) -> bool:
     """Whether torch's scale-update kernel and a clamp do all that the policy asks for: two launches, not twenty."""
     if p.shape:
         return False
+    backoff = p.backoff_factor
+    if math.frexp(p.backoff_divisor)[0] == 0.5:  # a power of two: the product with its reciprocal is the quotient
+        backoff /= p.backoff_divisor
     plain = ScalePolicy(
         p.init_scale,
         p.growth_factor,
-        p.backoff_factor,
+        backoff,
         p.growth_interval,
         p.min_scale,
         p.max_scale,
+        growth_ge=p.growth_ge and p.growth_interval >= 1,  # counted from 0, the interval is met and never passed
+        flush_subnormal=p.flush_subnormal and p.min_scale >= SMALLEST_NORMAL,  # nothing is left to flush
         raise_at_min=p.raise_at_min,
         name=p.name,
     )
-    inside = p.min_scale <= p.init_scale <= p.max_scale
+    same = plain == (p if backoff == p.backoff_factor else replace(p, backoff_factor=backoff, backoff_divisor=1.0))
+    inside = (
+        p.min_scale <= p.init_scale <= p.max_scale and backoff <= 1 <= p.growth_factor
+    )  # or the clamp would act late
     capped = p.max_scale == math.inf or p.max_scale * p.growth_factor <= FLOAT32_MAX
-    return plain == p and inside and capped and p.growth_interval < 2**31
+    return same and inside and capped and p.growth_interval < 2**31
