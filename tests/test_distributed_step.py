@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,13 +113,16 @@ def worker(rank, folder):
     results["lonely"] = [p.grad for p in lonely.parameters()]
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    threads = [thread.read_text().strip() for thread in Path("/proc/self/task").glob("*/comm")]  # Linux
+    Path(folder, f"{rank}.threads").write_text("\n".join(threads))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     mp.start_processes(worker, args=(str(folder),), nprocs=RANKS, start_method="spawn")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    ends = [{"threads after the end": (folder / f"{rank}.threads").read_text().split()} for rank in range(RANKS)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) | ends[rank] for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("way", ["own_reduction", "data_parallel", "accumulated", "by_hand"])
@@ -153,3 +159,12 @@ def test_a_gradient_missing_on_one_rank_counts_as_zero(results):
         weight, bias = results[rank]["lonely"]
         assert weight.tolist() == [[0.5] * 4, [0.0] * 4]
         assert bias.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc, which Linux has")
+def test_nothing_of_gloo_lives_on_when_the_group_is_destroyed(results):
+    """A thread of gloo that outlives the group can abort the process at its very end, when all is done."""
+    for rank in range(RANKS):
+        threads = results[rank]["threads after the end"]
+        assert threads
+        assert not [name for name in threads if "gloo" in name]

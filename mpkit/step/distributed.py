@@ -9,6 +9,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+if dist.is_available():
+    # The default arguments of this module keep the group that is there when it is first imported, and torch imports it
+    # with the first optimizer. Imported now they keep none, so destroy_process_group really ends gloo's threads; alive
+    # at the end of the interpreter, one of them can abort a process whose work is done.
+    import torch.distributed.nn.functional
+
 
 def several_processes() -> bool:
     """Whether this process trains together with others."""
