@@ -264,12 +264,12 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     says so) costs nothing.
     """
     p, s = policy, state.decided
-    bad = finite ^ True
+    bad = _not(finite)
     good = state.good + 1
     due = good == p.growth_interval
     if p.growth_ge is not False:
-        due = due | (p.growth_ge & (good > p.growth_interval))
-    due = due & finite
+        due = _either(due, _both(good > p.growth_interval, p.growth_ge))
+    due = _both(due, finite)
     state, shrink = _patience(p, state, due, bad)
 
     decided = s
@@ -285,7 +285,7 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
         streak = _where(bad, streak + 1, 0)
     raised = _stops(p, s, decided, bad, shrink, streak)
     if _used(p.stop_at > -math.inf):
-        decided = _where(bad & (decided <= p.stop_at), s, decided)
+        decided = _where(_both(bad, decided <= p.stop_at), s, decided)
     scale = decided if p.delayed is False else _where(p.delayed, s, decided)
     return ScaleState(scale, decided, good, state.left, streak, state.strikes, state.since), raised
 
@@ -296,15 +296,17 @@ def _patience(p: ScalePolicy, state: ScaleState, due: Value, bad: Value) -> tupl
     shrink = bad
     if _used(p.hysteresis > 1):
         left = _where(bad, _at_least(left - 1, 0), left)
-        shrink = bad & (left <= 0)
+        shrink = _both(bad, left <= 0)
     if _used(p.tolerance >= 0):
         strikes = strikes + bad
         enough = strikes / since >= p.tolerance
-        shrink = bad & (_where(p.tolerance >= 0, enough, shrink) if isinstance(p.tolerance, Tensor) else enough)
+        shrink = _both(bad, _where(p.tolerance >= 0, enough, shrink) if isinstance(p.tolerance, Tensor) else enough)
         strikes = _where(shrink, 0, strikes)
-        since = _where(due | shrink, 1, since + 1)
+        since = _where(_either(due, shrink), 1, since + 1)
     if _used(p.hysteresis > 1):
-        refill = (due & p.refill_on_growth) | (shrink & p.refill_on_backoff) | ((bad ^ True) & p.refill_on_finite)
+        refill = _either(_both(due, p.refill_on_growth), _both(shrink, p.refill_on_backoff))
+        if p.refill_on_finite is not False:
+            refill = _either(refill, _both(_not(bad), p.refill_on_finite))
         left = _where(refill, p.hysteresis, left)
     return state._replace(left=left, strikes=strikes, since=since), shrink
 
@@ -316,7 +318,7 @@ def _grown(p: ScalePolicy, s: Value) -> Value:
     if p.hold_at_overflow is False:
         return grown
     fits = grown < math.inf
-    return _where(fits if p.hold_at_overflow is True else fits | ~p.hold_at_overflow, grown, s)
+    return _where(_either(fits, _not(p.hold_at_overflow)), grown, s)
 
 
 def _shrunk(p: ScalePolicy, s: Value) -> Value:
@@ -333,13 +335,13 @@ def _stops(p: ScalePolicy, s: Value, decided: Value, bad: Value, shrink: Value, 
     """The error code of this step; a policy without errors costs nothing here."""
     raised: Value = 0
     if p.raise_at_min is not False:
-        raised = _where(shrink & p.raise_at_min & (s == p.min_scale), AT_FLOOR, raised)
+        raised = _where(_both(_both(shrink, s == p.min_scale), p.raise_at_min), AT_FLOOR, raised)
     if _used(p.stop_at > -math.inf):
-        raised = _where(bad & (decided <= p.stop_at), SANK, raised)
+        raised = _where(_both(bad, decided <= p.stop_at), SANK, raised)
     if p.error_at_zero is not False:
-        raised = _where(p.error_at_zero & (s == 0), ZERO, raised)
+        raised = _where(_both(s == 0, p.error_at_zero), ZERO, raised)
     if p.error_at_inf is not False:
-        raised = _where(p.error_at_inf & bad & (s == math.inf), INFINITE, raised)
+        raised = _where(_both(_both(bad, s == math.inf), p.error_at_inf), INFINITE, raised)
     if _used(p.max_consecutive < NEVER):
         raised = _where(streak > p.max_consecutive, CONSECUTIVE, raised)
     return raised
@@ -350,10 +352,32 @@ def _used(condition: Value) -> bool:
     return isinstance(condition, Tensor) or bool(condition)
 
 
+def _not(a: Value) -> Value:
+    return ~a if isinstance(a, Tensor) else not a
+
+
+def _both(a: Value, b: Value) -> Value:
+    """a and b; where one of them is a plain bool, no operation on a tensor is spent on it."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a & b
+    plain, other = (b, a) if isinstance(a, Tensor) else (a, b)
+    return other if plain else False
+
+
+def _either(a: Value, b: Value) -> Value:
+    """a or b, as `_both`."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a | b
+    plain, other = (b, a) if isinstance(a, Tensor) else (a, b)
+    return True if plain else other
+
+
 def _where(mask: Value, yes: Value, no: Value) -> Value:
-    if isinstance(mask, Tensor):
-        return torch.where(mask, yes, no)
-    return yes if mask else no
+    if not isinstance(mask, Tensor):
+        return yes if mask else no
+    if isinstance(no, Tensor) and not isinstance(yes, Tensor):
+        return no.masked_fill(mask, yes)
+    return torch.where(mask, yes, no)
 
 
 def _at_most(x: Value, cap: Value) -> Value:
@@ -375,7 +399,7 @@ def _rounded(p: ScalePolicy, x: Value) -> Value:
         x = _in_format(bits, x)
     if p.flush_subnormal is False:
         return x
-    return _where((x < SMALLEST_NORMAL) & p.flush_subnormal, 0.0, x)
+    return _where(_both(x < SMALLEST_NORMAL, p.flush_subnormal), 0.0, x)
 
 
 def _in_format(bits: Value, x: Value) -> Value:
