@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, advance, initial
-from mpkit.policies.rule import AT_FLOOR, FLOAT32_MAX, SMALLEST_NORMAL
+from mpkit.policies.rule import FLOAT32_MAX, SMALLEST_NORMAL
 
 from .scaler import LossScaler, need_flag, need_keys
 
@@ -56,7 +56,7 @@ class PolicyLossScaler(LossScaler):
             self._counter = torch.zeros((), dtype=torch.int32)
         else:
             self._state = initial(policy, "cpu")
-        self.stopped = torch.zeros((), dtype=torch.int64)
+        self.stopped = torch.zeros(())  # the code of `STOPS`, in the dtype of the flag that it is computed from
         # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
         self._index = torch.arange(self._count)
         self._scales = torch.full((remember + 1, *self._shape), math.nan, dtype=self.scale_value.dtype)
@@ -139,8 +139,8 @@ class PolicyLossScaler(LossScaler):
     def _advance_in_kernel(self, found_inf: Tensor) -> None:
         p = self.policy
         if p.raise_at_min:
-            at_floor = (self.scale_value == p.min_scale).logical_and_(found_inf)
-            torch.maximum(self.stopped, at_floor * AT_FLOOR, out=self.stopped)
+            at_floor = found_inf * (self.scale_value == p.min_scale)  # the lowest code, 1: an earlier one stays
+            torch.maximum(self.stopped, at_floor, out=self.stopped)
         torch._amp_update_scale_(
             self.scale_value,
             self._counter,
