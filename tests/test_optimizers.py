@@ -124,6 +124,31 @@ def test_a_skipped_step_changes_no_bit(name, at, decay, dtype):
     assert optimizer.global_step == at
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, decay, monkeypatch):
+    """On a CPU large tensors are updated slice by slice; a transposed weight and sums over a tensor need the whole."""
+    seen: list[int] = []
+
+    def trained(size):
+        monkeypatch.setattr("mpkit.optimizers.base.CACHED", size)
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.randn(shape, generator=generator).to(dtype) for shape in [(20, 17), (5,), (8, 40), (1,)]]
+        params = [nn.Parameter(p) for p in [*params, params[0].clone().t()]]
+        optimizer = MEMBERS[name](params, weight_decay=decay)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        plain = inner.update
+        inner.update = lambda u: (seen.append(max(w.numel() for w in u.weights)), plain(u))
+        for step, found in enumerate([None, 0.0, 1.0, 0.0]):
+            train(optimizer, params, range(step, step + 1), found)
+        return snapshot(optimizer, params)
+
+    whole = trained(2**16)
+    assert max(seen) == 340
+    assert same(trained(64), whole)
+    assert 64 in seen or not getattr(getattr(opt, name.split("-")[0]), "elementwise", False)
+
+
 def test_a_skip_leaves_no_trace_in_later_steps(name):
     clean, bumpy = parameters(), parameters()
     a, b = MEMBERS[name](clean), MEMBERS[name](bumpy)

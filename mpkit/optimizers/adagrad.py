@@ -38,6 +38,8 @@ class RMSProp(Optimizer):
              of a tensor; this never has.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,
@@ -101,6 +103,8 @@ class Adagrad(Optimizer):
              update_slots=False; this does not.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,
@@ -135,6 +139,8 @@ class Adadelta(Optimizer):
     Against torch:  bit for bit `torch.optim.Adadelta`, which decays every parameter.
     Source:  Zeiler 2012, arXiv:1212.5701, algorithm 1; MindSpore 2.7 nn.Adadelta.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -180,6 +186,8 @@ class ProximalAdagrad(Optimizer):
     Against torch:  there is no namesake.
     Source:  Duchi and Singer 2009, JMLR 10, equation 19; MindSpore 2.7 nn.ProximalAdagrad.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -235,6 +243,7 @@ class FTRL(Optimizer):
              too; this follows the paper.
     """
 
+    elementwise = True
     decay_filter = False
 
     def __init__(

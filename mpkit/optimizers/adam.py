@@ -38,6 +38,8 @@ class Adam(Optimizer):
     Source:  Kingma and Ba 2015, arXiv:1412.6980, end of section 2; MindSpore 2.7 nn.Adam.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,
@@ -101,7 +103,7 @@ class Adam(Optimizer):
             spread = u.state["largest2"]
         bottoms = torch._foreach_sqrt(spread)
         torch._foreach_add_(bottoms, u.group["eps"])
-        rate = u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count)
+        rate = u.once("rate", lambda: u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count))
         u.move_by_ratio_(u.weights, tops, bottoms, rate)
 
 
@@ -167,6 +169,7 @@ class AdamWeightDecay(Optimizer):
              original forms 1 - b2 in float32, an error of 5e-5 in v that is not copied.
     """
 
+    elementwise = True
     decay_in_formula = True
 
     def __init__(
@@ -202,6 +205,8 @@ class AdaMax(Optimizer):
     Source:  Kingma and Ba 2015, arXiv:1412.6980, algorithm 2; MindSpore 2.7 nn.AdaMax.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,
@@ -227,4 +232,4 @@ class AdaMax(Optimizer):
         u.decay_average_(largest, u.group["beta2"])
         torch._foreach_maximum_(largest, torch._foreach_abs(u.grads))
         bottoms = torch._foreach_add(largest, u.group["eps"])
-        u.move_by_ratio_(u.weights, m, bottoms, u.lr / unbiased(beta1, u.count))
+        u.move_by_ratio_(u.weights, m, bottoms, u.once("rate", lambda: u.lr / unbiased(beta1, u.count)))

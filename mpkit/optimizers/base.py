@@ -28,10 +28,12 @@ from mpkit.optimizers.arguments import (
     tensors_of,
     weight_decay_of,
 )
-from mpkit.optimizers.update import Number, Update, decayed_positions, silenced
+from mpkit.optimizers.update import Number, Update, decayed_positions, silencer
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
-CACHED = 2**16  # values of a lot on a CPU: a quarter of a megabyte in float32, with state and intermediates about one
+# Values of a lot or slice on a CPU: a quarter of a megabyte in float32, with state and intermediates about one. Larger
+# intermediates would be written to memory and back, and come from pages that the system hands out anew in every step.
+CACHED = 2**16
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
     decay_in_formula = False  # True where `update` applies weight decay itself
     decay_filter = True  # False where the reference ignores the beta/gamma rule
     centralizes = True
+    elementwise = False  # True where `update` treats every value for itself, so that a CPU may take a tensor in slices
     intermediates = True  # False where `update` writes its operands only, so that lots have nothing to keep in a cache
 
     def __init__(
@@ -304,10 +307,14 @@ class Optimizer(torch.optim.Optimizer):
             if not self.decay_in_formula:
                 grads = self._decayed(grads, weights, group, chosen, numbers.decay)
             grads = self._transformed(grads, [group["params"][i] for i in chosen], group)
-        if numbers.keep is not None:
-            grads = silenced(grads, numbers.keep)
         lr, decay, count, keep = numbers.lr, numbers.decay, numbers.count, numbers.keep
-        self.update(Update(weights, grads, state, group, chosen, lr, decay, count, keep))
+        whole = Update(weights, grads, state, group, chosen, lr, decay, count, keep)
+        silenced = None if keep is None else silencer(keep, weights[0])
+        sliced = self.elementwise and not weights[0].is_cuda and (self.intermediates or keep is not None)
+        for part in whole.slices(CACHED) if sliced else [whole]:
+            if silenced is not None:
+                part.grads = silenced(part.grads)
+            self.update(part)
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         return [self.state[p] or self._begin(p, group) for p in params]

@@ -23,6 +23,8 @@ class Rprop(Optimizer):
     Source:  Riedmiller and Braun 1993, ICNN (the variant without weight backtracking); MindSpore 2.7 nn.Rprop.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Any,

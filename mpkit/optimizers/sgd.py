@@ -21,6 +21,7 @@ class Momentum(Optimizer):
     Source:  MindSpore 2.7 nn.Momentum. Its CPU kernel ignores `use_nesterov`; this does not.
     """
 
+    elementwise = True
     intermediates = False
 
     def __init__(
@@ -62,6 +63,7 @@ class SGD(Optimizer):
     Source:  MindSpore 2.7 nn.SGD.
     """
 
+    elementwise = True
     intermediates = False
 
     def __init__(

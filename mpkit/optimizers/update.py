@@ -8,7 +8,8 @@ not; so no copy of weights or state is needed, and nothing is read on the host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,14 +45,44 @@ class Update:
     decay: Number
     count: int | Tensor
     keep: Tensor | None
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, computed for the first slice and kept for the others."""
+        if name not in self.memo:
+            self.memo[name] = compute()
+        return self.memo[name]
+
+    def slices(self, size: int) -> Iterator[Update]:
+        """The same update in parts: all small tensors together, large ones as flat slices of at most `size` values.
+
+        A tensor stays whole when it, its gradient or its state does not lie in one piece and in one shape.
+        """
+        rows = list(zip(self.weights, self.grads, *self.state.values(), strict=True))
+        large = [k for k, row in enumerate(rows) if row[0].numel() > size and _one_piece(row)]
+        small = [k for k in range(len(rows)) if k not in large]
+        if small:
+            yield self._part([rows[k] for k in small], [self.chosen[k] for k in small])
+        for k in large:
+            for row in zip(*(tensor.view(-1).split(size) for tensor in rows[k])):
+                yield self._part([row], [self.chosen[k]])
+
+    def _part(self, rows: list[tuple[Tensor, ...]], chosen: list[int]) -> Update:
+        weights, grads, *state = map(list, zip(*rows))
+        return replace(self, weights=weights, grads=grads, state=dict(zip(self.state, state)), chosen=chosen)
 
     def hold(self, factor: float) -> Number:
         """The factor of a running average: itself, or 1 when the step is skipped."""
-        return factor if self.keep is None else torch.add(1 - self.keep, self.keep, alpha=factor)
+        if (keep := self.keep) is None:
+            return factor
+        return self.once(("hold", factor), lambda: torch.add(1 - keep, keep, alpha=factor))
 
     def stop(self, factor: Number) -> Number:
         """The factor of a change: itself, or 0 when the step is skipped."""
-        return factor if self.keep is None else self.keep * factor
+        if (keep := self.keep) is None:
+            return factor
+        name = factor if isinstance(factor, float) else id(factor)  # the memo keeps the tensor, and so its id
+        return self.once(("stop", name), lambda: (keep * factor, factor))[0]
 
     def decay_average_(self, averages: Tensors, factor: float) -> None:
         """averages *= factor, in place."""
@@ -96,6 +127,10 @@ class Update:
         torch._foreach_mul_(decayed, 1.0 - self.stop(rate * self.decay))
 
 
+def _one_piece(row: tuple[Tensor, ...]) -> bool:
+    return all(tensor.is_contiguous() and tensor.shape == row[0].shape for tensor in row)
+
+
 def unbiased(beta: float, count: int | Tensor) -> Number:
     """1 - beta ** count, without cancellation: a float, or a 0-d float64 tensor."""
     if isinstance(count, Tensor):
@@ -116,13 +151,21 @@ def add_(targets: Tensors, number: Number) -> None:
         torch._foreach_add_(targets, number)
 
 
-def silenced(grads: Tensors, keep: Tensor) -> list[Tensor]:
-    """Copies of the gradients, or -0.0 throughout when keep is 0."""
-    skip = keep == 0
-    if grads[0].is_cuda:  # three launches for all tensors instead of one for each
-        flat = torch._utils._flatten_dense_tensors(tuple(grads)).masked_fill_(skip, -0.0)
-        return list(torch._utils._unflatten_dense_tensors(flat, tuple(grads)))
-    return [grad.masked_fill(skip, -0.0) for grad in grads]
+def silencer(keep: Tensor, like: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A function that returns copies of gradients, or -0.0 throughout when keep is 0; `like`: a weight of theirs."""
+    if like.is_cuda:  # three launches for all tensors instead of one for each
+        skip = keep == 0
+
+        def together(grads: list[Tensor]) -> list[Tensor]:
+            flat = torch._utils._flatten_dense_tensors(tuple(grads)).masked_fill_(skip, -0.0)
+            return list(torch._utils._unflatten_dense_tensors(flat, tuple(grads)))
+
+        return together
+    # bits are cleared and set at the speed of memory, which torch's masked fill is far from
+    bits = torch.int64 if like.dtype == torch.float64 else torch.int32
+    kept = keep.to(bits).neg()  # all bits, or none
+    sign = kept.bitwise_not().bitwise_and(torch.iinfo(bits).min)  # that of -0.0, or none
+    return lambda grads: [g.view(bits).bitwise_and(kept).bitwise_or_(sign).view(like.dtype) for g in grads]
 
 
 def decayed_positions(group: dict[str, Any], chosen: list[int]) -> list[int]:
