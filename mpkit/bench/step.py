@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkit import optimizers as own
 from mpkit.bench._measure import Row, interleaved, rebuilt
 from mpkit.networks import Network
 from mpkit.policies import preset
@@ -17,8 +18,16 @@ from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 GROUP = "training step"
 GOAL = 1.07
 """A scaled step may cost this much of the bare one, and never more than GradScaler's."""
-CASES = (("SGD", True, 64), ("SGD", False, 64), ("Adam", True, 64), ("Adam", False, 64), ("SGD", True, 256))
-"""Optimizer, fused or as torch makes it by default (which skips on the host: one read per step), images in a batch."""
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "fused SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, fused=True),
+    "default SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    "fused Adam": lambda p: torch.optim.Adam(p, 1e-3, fused=True),
+    "default Adam": lambda p: torch.optim.Adam(p, 1e-3),
+    "mpkit Momentum": lambda p: own.Momentum(p, 0.01, 0.9),
+    "mpkit Adam": lambda p: own.Adam(p, 1e-3),
+}
+"""Torch's default ones are skipped by the host, which costs one read per step; the others skip on the device."""
+CASES = (*((name, 64) for name in OPTIMIZERS), ("fused SGD", 256))
 Step = Callable[[], object]
 
 
@@ -32,7 +41,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def contenders(device: torch.device, optimizer: str, fused: bool, batch: int) -> dict[str, Step]:
+def contenders(device: torch.device, optimizer: str, batch: int) -> dict[str, Step]:
     """The same step of the 784-512-512-10 network, in float32, by different hands; the first is the bare one."""
     x = torch.rand(batch, 1, 28, 28, device=device)
     y = torch.randint(10, (batch,), device=device)
@@ -41,10 +50,7 @@ def contenders(device: torch.device, optimizer: str, fused: bool, batch: int) ->
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         net = Network().to(device)
-        kind: dict[str, bool] = {"fused": True} if fused else {}
-        if optimizer == "SGD":
-            return net, torch.optim.SGD(net.parameters(), 0.01, momentum=0.9, **kind)
-        return net, torch.optim.Adam(net.parameters(), 1e-3, **kind)  # type: ignore[arg-type]
+        return net, OPTIMIZERS[optimizer](net.parameters())
 
     def bare() -> Step:
         net, opt = made()
@@ -87,16 +93,16 @@ def contenders(device: torch.device, optimizer: str, fused: bool, batch: int) ->
 
 
 def run(*, quick: bool, device: torch.device) -> list[Row]:
-    """Time of a step, and host reads per step, for SGD and Adam, fused and as torch makes them by default."""
+    """Time of a step, and host reads per step, for every optimizer of `OPTIMIZERS`."""
     builds = 3 if quick else 9
     return [row for case in CASES for row in rebuilt(lambda case=case: _measured(device, *case), builds)]  # type: ignore[misc]
 
 
-def _measured(device: torch.device, optimizer: str, fused: bool, batch: int) -> list[Row]:
-    steps = contenders(device, optimizer, fused, batch)
+def _measured(device: torch.device, optimizer: str, batch: int) -> list[Row]:
+    steps = contenders(device, optimizer, batch)
     goals = {name: GOAL for name in steps if name.startswith("mpkit")}
     reads = {name: f"{_reads(step):g} host reads per step" for name, step in steps.items()}
-    case = f"MLP 784-512-512-10, batch {batch}, {'fused' if fused else 'default'} {optimizer}"
+    case = f"MLP 784-512-512-10, batch {batch}, {optimizer}"
     return interleaved(GROUP, case, steps, rounds=15, inner=5, device=device, goals=goals, notes=reads)
 
 

@@ -31,8 +31,8 @@ from mpkit.optimizers.arguments import (
 from mpkit.optimizers.update import Number, Update, decayed_positions, silencer
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
-# Values of a lot or slice on a CPU: a quarter of a megabyte in float32, with state and intermediates about one. Larger
-# intermediates would be written to memory and back, and come from pages that the system hands out anew in every step.
+# Values of a lot on a CPU, and half of a slice: a quarter of a megabyte in float32, with state and intermediates about
+# one. Larger intermediates would be written to memory and back, and come from pages that the system hands out anew.
 CACHED = 2**16
 
 
@@ -311,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
         whole = Update(weights, grads, state, group, chosen, lr, decay, count, keep)
         silenced = None if keep is None else silencer(keep, weights[0])
         sliced = self.elementwise and not weights[0].is_cuda and (self.intermediates or keep is not None)
-        for part in whole.slices(CACHED) if sliced else [whole]:
+        for part in whole.slices(2 * CACHED) if sliced else [whole]:
             if silenced is not None:
                 part.grads = silenced(part.grads)
             self.update(part)
