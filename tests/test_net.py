@@ -114,8 +114,8 @@ BUGS = [
     Bug(
         "Adam without one of its bias corrections",
         "optimizers/adam.py",
-        "rate = u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count)",
-        "rate = u.lr * root(unbiased(beta2, u.count))",
+        "u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count)",
+        "u.lr * root(unbiased(beta2, u.count))",
         "07_optimizers_and_schedules",
     ),
     Bug(
