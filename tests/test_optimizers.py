@@ -135,7 +135,8 @@ def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, d
         generator = torch.Generator().manual_seed(0)
         params = [torch.randn(shape, generator=generator).to(dtype) for shape in [(20, 17), (5,), (8, 40), (1,)]]
         params = [nn.Parameter(p) for p in [*params, params[0].clone().t()]]
-        optimizer = MEMBERS[name](params, weight_decay=decay)
+        names = ["weight", "bias", "gamma", "beta", "turned"]  # gamma and beta are not decayed
+        optimizer = MEMBERS[name](list(zip(names, params)), weight_decay=decay)
         inner = getattr(optimizer, "optimizer", optimizer)
         plain = inner.update
         inner.update = lambda u: (seen.append(max(w.numel() for w in u.weights)), plain(u))
@@ -147,6 +148,17 @@ def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, d
     assert max(seen) == 340
     assert same(trained(32), whole)
     assert 64 in seen or not getattr(getattr(opt, name.split("-")[0]), "elementwise", False)
+
+
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_weight_decay_may_meet_nothing_but_gammas_and_betas(name, found):
+    def trained(decay):
+        params = parameters()[:2]
+        train(MEMBERS[name](list(zip(("gamma", "beta"), params)), weight_decay=decay), params, range(3), found)
+        return [bits(p) for p in params]
+
+    exempt = getattr(getattr(opt, name.split("-")[0]), "decay_filter", False)  # LARS asks a filter of its own
+    assert same(trained(0.01), trained(0.0)) == exempt
 
 
 def test_a_skip_leaves_no_trace_in_later_steps(name):

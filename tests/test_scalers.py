@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import assert_same
 from test_policies import SINGLE, of, short
@@ -316,6 +316,11 @@ POLICIES = st.builds(
 
 
 @given(policy=POLICIES, flags=st.lists(st.booleans(), min_size=5, max_size=40))
+@example(ScalePolicy(1.0, growth_factor=0.5, growth_interval=1, min_scale=1.0), [True] * 5)  # growth has no floor
+@example(
+    ScalePolicy(2.0**24, backoff_factor=1.0, backoff_divisor=0.5, max_scale=2.0**24), [False] * 5
+)  # nor a cap this
+@example(ScalePolicy(2.0**16, backoff_factor=1.0, backoff_divisor=4.0), [False] * 5)
 @settings(max_examples=300, deadline=None)
 def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     """A third of these policies are simple enough for torch's own kernel; all must do what Python numbers do."""

@@ -76,14 +76,17 @@ def _update(rounds: int, device: torch.device) -> list[Row]:
 
     contenders: dict[str, Callable[[], object]] = {
         "GradScaler unscale_ of one gradient + update": peer,
-        "mpkit check_and_unscale_ of one + update cell": lambda: cell.advance_(
+        "mpkit check_and_unscale_ of one + update cell": lambda: cell(
+            scale, check_and_unscale_([weight.grad], scale) != 0
+        ),
+        "mpkit, the same without bools, as in a step": lambda: cell.advance_(
             scale, check_and_unscale_([weight.grad], scale)
         ),
         "mpkit DynamicLossScaler.adjust": lambda: dynamic.adjust(finite),
         "mpkit DynamicLossScaleUpdateCell": lambda: cell(scale, overflow),
         **{f"mpkit PolicyLossScaler {n}.adjust": lambda s=s: s.adjust(finite) for n, s in policies.items()},  # type: ignore[misc]
     }
-    goals = {"mpkit check_and_unscale_ of one + update cell": 1.0}
+    goals = dict.fromkeys(list(contenders)[1:3], 1.0)
     return interleaved(
         "scaling", "one scale update on the device", contenders, rounds=rounds, inner=50, device=device, goals=goals
     )

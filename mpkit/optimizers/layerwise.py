@@ -61,9 +61,9 @@ class Lamb(Optimizer):
     @staticmethod
     def _decay_(steps: Tensors, u: Update) -> None:
         """steps += weight_decay * w where the name rule lets decay through."""
-        if isinstance(u.decay, float) and u.decay == 0.0:
-            return
         where = decayed_positions(u.group, u.chosen)
+        if not where or (isinstance(u.decay, float) and u.decay == 0.0):
+            return
         chosen, weights = [steps[i] for i in where], [u.weights[i] for i in where]
         if isinstance(u.decay, Tensor):
             torch._foreach_add_(chosen, torch._foreach_mul(weights, u.decay))

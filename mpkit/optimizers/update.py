@@ -34,6 +34,7 @@ class Update:
         lr, decay:  numbers, or 0-d tensors where a schedule is evaluated on the device.
         count:    1 at the group's first applied update; an int, or a 0-d int64 tensor.
         keep:     None when the step cannot be skipped, else 0-d float32: 1 to apply the step, 0 to skip it.
+        memo:     numbers that the slices of one update share, see `once`.
     """
 
     weights: list[Tensor]
@@ -127,7 +128,8 @@ class Update:
         if isinstance(self.decay, float) and self.decay == 0.0:
             return
         decayed = [self.weights[i] for i in decayed_positions(self.group, self.chosen)]
-        torch._foreach_mul_(decayed, 1.0 - self.stop(rate * self.decay))
+        if decayed:
+            torch._foreach_mul_(decayed, 1.0 - self.stop(rate * self.decay))
 
 
 def _one_piece(row: tuple[Tensor, ...]) -> bool:

@@ -199,11 +199,9 @@ class PolicyLossScaler(LossScaler):
 
 def _kernel_covers(p: ScalePolicy) -> bool:
     """Whether torch's scale-update kernel and a clamp do all that the policy asks for: two launches, not twenty."""
-    if p.shape:
+    if p.shape or math.frexp(p.backoff_divisor)[0] != 0.5:  # by a power of two, product and quotient are the same
         return False
-    backoff = p.backoff_factor
-    if math.frexp(p.backoff_divisor)[0] == 0.5:  # a power of two: the product with its reciprocal is the quotient
-        backoff /= p.backoff_divisor
+    backoff = p.backoff_factor / p.backoff_divisor
     plain = ScalePolicy(
         p.init_scale,
         p.growth_factor,
@@ -216,7 +214,7 @@ def _kernel_covers(p: ScalePolicy) -> bool:
         raise_at_min=p.raise_at_min,
         name=p.name,
     )
-    same = plain == (p if backoff == p.backoff_factor else replace(p, backoff_factor=backoff, backoff_divisor=1.0))
+    same = plain == replace(p, backoff_factor=backoff, backoff_divisor=1.0)
     inside = (
         p.min_scale <= p.init_scale <= p.max_scale and backoff <= 1 <= p.growth_factor
     )  # or the clamp would act late

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import Parameter, signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,9 +116,8 @@ class TrainOneStepCell(nn.Module):
 
     def context(self, inputs: tuple[Any, ...], scale: Tensor) -> StepContext:
         """What this call starts with; counts the call."""
-        index = self.index
-        object.__setattr__(self, "index", index + 1)  # nn.Module's own looks for parameters, modules and buffers first
-        return StepContext(self.network, self.optimizer, inputs, index, scale)
+        self.index += 1
+        return StepContext(self.network, self.optimizer, inputs, self.index - 1, scale)
 
     def compute_gradients(self, ctx: StepContext) -> Tensor:
         """Forward and backward pass: adds to every `p.grad`, multiplied by `ctx.scale`; returns the detached loss.
@@ -187,10 +187,7 @@ class TrainOneStepCell(nn.Module):
         return self
 
     def _clear_gradients(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-        for p in self._others:
+        for p in chain(parameters_of(self.optimizer), self._others):
             p.grad = None
 
     def _differentiate(self, ctx: StepContext) -> Tensor:
