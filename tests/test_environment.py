@@ -15,7 +15,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from support import ROOT
 
-CONDA_NAMES = {"pytorch": "torch", "matplotlib-base": "matplotlib", "playwright-python": "playwright"}
+CONDA_NAMES = {
+    "pytorch": "torch",
+    "matplotlib-base": "matplotlib",
+    "playwright-python": "playwright",
+    "python-build": "build",
+}
 
 
 def wanted_by_pip() -> dict[str, SpecifierSet]:
