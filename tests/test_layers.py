@@ -8,7 +8,7 @@ from support import ROOT
 
 LAYERS = (
     ("device", "data", "networks"),
-    ("formats", "rounding"),
+    ("formats", "rounding", "blocks"),
     ("casting", "policies", "scalers"),
     ("schedules", "optimizers", "step", "model"),
     ("boost",),

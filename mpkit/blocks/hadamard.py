@@ -1,0 +1,45 @@
+"""The random Hadamard transform of NVFP4 training: it spreads an outlier over 16 values and cancels in a product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs of TransformerEngine 2.20."""
+WIDTH = len(SIGNS)
+
+
+def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
+    """Transform each run of 16 values along `dim`: multiply by the signs, then by Sylvester's matrix, then by 1/4.
+
+    Shapes:  x (*) of a float dtype -> (*) float32 values rounded to bfloat16, since that is what is quantised; where
+             the length of `dim` is no multiple of 16 it grows to the next one, filled up with zeros before.
+    Edges:   orthogonal: the sum of products of two tensors along `dim` stays the same but for rounding.
+    Raises:  ValueError if `dim` does not exist.
+    Source:  arXiv:2509.25149, 4; TransformerEngine 2.20, pytorch/custom_recipes/reference_nvfp4.py.
+
+    >>> hadamard(torch.eye(16)[0]).abs().unique()
+    tensor([0.2500])
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
+    moved = x.detach().float().movedim(dim, -1)
+    moved = F.pad(moved, (0, -moved.shape[-1] % WIDTH))
+    runs = moved.reshape(-1, WIDTH) @ matrix(signs=signs, device=x.device)
+    return runs.to(torch.bfloat16).float().reshape(moved.shape).movedim(-1, dim)
+
+
+def matrix(*, signs: bool = True, device: torch.device | str | None = None) -> Tensor:
+    """(16, 16) float32: the signs on its rows times Sylvester's Hadamard matrix, over 4; orthogonal."""
+    index = torch.arange(WIDTH, device=device)
+    common = index[:, None] & index[None, :]
+    parity = (common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)) & 1  # of the number of common bits
+    h = (1 - 2 * parity).float() / 4
+    if not signs:
+        return h
+    sign = torch.zeros(WIDTH, device=device)
+    for place, value in enumerate(SIGNS):
+        sign[place] = float(value)
+    return sign[:, None] * h

@@ -1,0 +1,315 @@
+"""Block formats beside the golden data: exact arithmetic by fractions, shapes, dims, dtypes, devices, bad input."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpkit.blocks import (
+    BLOCK_FORMATS,
+    E8M0,
+    FP8_128X128,
+    INT8,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP8_E4M3,
+    MXINT8,
+    NVFP4,
+    BlockFormat,
+    hadamard,
+    quantize_blocks,
+    round_with_bits,
+)
+from mpkit.formats import E2M1, E4M3FN, E5M2, FP16, FP32
+from mpkit.rounding import round_to
+
+MX = [fmt for fmt in BLOCK_FORMATS.values() if fmt.name.startswith("mxfp")]
+RULES = ("floor", "ceil", "even", "rceil")
+NATIVE = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m2": ml_dtypes.float6_e3m2fn}
+NATIVE |= {"e2m3": ml_dtypes.float6_e2m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def exponent(value: Fraction) -> int:
+    """The e with 2**e <= value < 2**(e + 1), by integers alone."""
+    e = value.numerator.bit_length() - value.denominator.bit_length()
+    return e if Fraction(2) ** e <= value else e - 1
+
+
+def expected_byte(amax: float, fmt: BlockFormat, rule: str) -> int:
+    """The rule of the specification, in exact arithmetic; 255 where a carry leaves float32."""
+    if amax == 0:
+        return 0
+    a, e = Fraction(amax), max(exponent(Fraction(amax)), -127)  # a subnormal float32 counts as exponent field 0
+    normal = amax >= 2.0**-126
+    if rule == "ceil":
+        e += (a != Fraction(2) ** e) if normal else 1
+    if rule == "even":
+        step = Fraction(2) ** (max(exponent(a), -126) - fmt.element.fraction_bits)
+        up = math.floor(a / step + Fraction(1, 2)) * step
+        e = exponent(up) if up >= Fraction(2) ** -126 else -127
+        if e >= 128:
+            return 255
+    if rule == "rceil":  # the smallest power whose multiple of the largest element holds the maximum
+        e = -127
+        while Fraction(fmt.element.max) * Fraction(2) ** e < a:
+            e += 1
+        return e + 127
+    return min(max(e + 127 - fmt.element.max_exponent, 0), 254)
+
+
+@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX), rule=st.sampled_from(RULES[:3]))
+def test_scales_follow_the_rule_in_exact_arithmetic(fmt, rule, values):
+    x = torch.tensor(values)
+    q = quantize_blocks(x, replace(fmt, scale_rounding=rule))
+    assert q.scale_codes().tolist() == [expected_byte(float(x.abs().max()), fmt, rule)]
+
+
+@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX))
+def test_rceil_is_the_smallest_scale_that_holds_the_maximum(fmt, values):
+    x = torch.tensor(values)
+    amax = float(x.abs().max())
+    byte = quantize_blocks(x, replace(fmt, scale_rounding="rceil")).scale_codes().item()
+    if amax > 2.0**-100:
+        assert byte == expected_byte(amax, fmt, "rceil")
+
+
+@given(values=st.lists(finite, min_size=1, max_size=32), fmt=st.sampled_from(MX), rule=st.sampled_from(RULES))
+def test_elements_are_ml_dtypes_casts_of_the_scaled_values(fmt, rule, values):
+    x = torch.tensor(values)
+    q = quantize_blocks(x, replace(fmt, scale_rounding=rule))
+    if q.scales.isnan().any():
+        assert q.dequantize().isnan().all()
+        return
+    scaled = x.double().numpy() / q.scales.double().numpy()
+    scaled = np.clip(scaled, -fmt.element.max, fmt.element.max)
+    np.testing.assert_array_equal(q.elements.numpy(), scaled.astype(NATIVE[fmt.element.name]).astype(np.float32))
+    assert np.array_equal(q.elements.signbit().numpy(), np.signbit(scaled))  # -0.0 and what is flushed keep their sign
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (2, 33, 40), (0, 5), (4, 0), (130, 131)])
+def test_a_ragged_block_is_one_filled_up_with_zeros(fmt, dim, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    q = quantize_blocks(x, fmt, dim)
+    assert q.elements.shape == q.dequantize().shape == x.shape
+    other = dim ^ 1  # -1 <-> -2
+    rows, columns = fmt.block
+    want = [*shape[:-2], 0, 0]
+    want[dim], want[other] = -(-shape[dim] // columns), -(-shape[other] // rows)
+    assert q.scales.shape == tuple(want)
+    full = [*shape[:-2], 0, 0]
+    full[dim], full[other] = want[dim] * columns, want[other] * rows
+    padded = x.new_zeros(full)
+    inside = tuple(slice(0, size) for size in shape)
+    padded[inside] = x
+    p = quantize_blocks(padded, fmt, dim)
+    assert torch.equal(p.scales, q.scales)
+    assert torch.equal(p.dequantize()[inside], q.dequantize())
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+def test_a_dim_is_the_last_of_the_transposed(fmt):
+    x = torch.randn(40, 3, 50, generator=torch.Generator().manual_seed(0))
+    dims = (1, 2) if fmt.block[0] > 1 else (0, 1, 2)
+    for dim in dims:
+        q, moved = quantize_blocks(x, fmt, dim), quantize_blocks(x.transpose(dim, 2), fmt)
+        if fmt.block[0] > 1 or dim:
+            assert torch.equal(q.dequantize(), moved.dequantize().transpose(dim, 2))
+        assert torch.equal(q.dequantize(), quantize_blocks(x, fmt, dim - 3).dequantize())
+        assert q.dequantize().is_contiguous() or dim < 2
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+def test_every_float_dtype_and_device(fmt):
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        low = x.to(dtype)
+        q = quantize_blocks(low, fmt)
+        assert q.dequantize().dtype is dtype
+        assert torch.equal(q.elements, quantize_blocks(low.float(), fmt).elements)
+    meta = quantize_blocks(x.to("meta"), fmt)
+    assert meta.dequantize().shape == x.shape
+    assert meta.scales.is_meta  # nothing was read on the host
+
+
+@given(values=st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=32), rule=st.sampled_from(RULES[:3]))
+def test_float64_is_rounded_once(values, rule):
+    x = torch.tensor(values, dtype=torch.float64)
+    q = quantize_blocks(x, replace(MXFP8_E4M3, scale_rounding=rule))
+    amax = float(x.abs().max())
+    if amax > 2.0**-100:
+        assert q.scale_codes().item() == expected_byte(amax, MXFP8_E4M3, rule)
+        scaled = x / q.scales.double()
+        assert torch.equal(q.elements.double(), round_to(scaled, E4M3FN, overflow="saturate"))
+
+
+def test_a_double_rounding_that_round_to_odd_avoids():
+    tie = 1 + 2.0**-4  # halfway between two values of E4M3; the float64 beside it rounds to it in float32
+    x = torch.tensor([256.0, math.nextafter(tie, 2) * 256 / 256], dtype=torch.float64)
+    assert quantize_blocks(x, MXFP8_E4M3).dequantize()[1] == 1.125
+
+
+@pytest.mark.parametrize("large", [100, 70_001])
+@pytest.mark.parametrize("fmt", [f for f in BLOCK_FORMATS.values() if not f.tensor_scale], ids=str)
+def test_pieces_of_a_large_tensor_are_quantised_alike(fmt, large):
+    x = torch.randn(3, large, generator=torch.Generator().manual_seed(1))
+    x *= torch.linspace(-40, 40, large).exp2()
+    whole = quantize_blocks(x, fmt)
+    step = fmt.block[1] * 10
+    for start in range(0, large, large // 2 // step * step or large):
+        part = quantize_blocks(x[:, start : start + step], fmt)
+        assert torch.equal(part.dequantize(), whole.dequantize()[:, start : start + step])
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in BLOCK_FORMATS.values() if fmt.scale is E8M0], ids=str)
+def test_quantising_a_quantised_tensor_changes_nothing(fmt):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2))
+    fmt = replace(fmt, scale_rounding="ceil")
+    once = quantize_blocks(x, fmt).dequantize()
+    assert torch.equal(quantize_blocks(once, fmt).dequantize(), once)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_an_mx_block_nan_and_its_neighbours_not(value):
+    x = torch.ones(3, 64)
+    x[1, 40] = value
+    for fmt in MX:
+        y = quantize_blocks(x, fmt).dequantize()
+        assert y[1, 32:].isnan().all()
+        assert y.isnan().sum() == 32
+
+
+def test_not_finite_elements_in_nvfp4_and_fp8_blocks_as_hardware_has_them():
+    x = torch.tensor([[1.0, math.nan, 2.0, -1.0]])
+    four = quantize_blocks(x, NVFP4)
+    assert four.tensor_amax == 2  # the maximum drops NaN
+    assert four.codes()[0].tolist()[1] == 7
+    eight = quantize_blocks(x, BLOCK_FORMATS["fp8_1x128"])
+    assert eight.dequantize().isnan().tolist() == [[False, True, False, False]]
+
+
+def test_a_zero_block_is_zero_in_every_format():
+    for fmt in BLOCK_FORMATS.values():
+        q = quantize_blocks(torch.tensor([[0.0, -0.0] * 32]), fmt)
+        assert torch.equal(q.dequantize(), torch.zeros(1, 64))
+        if fmt.element is not INT8:
+            assert q.dequantize().signbit().tolist() == [[False, True] * 32]
+
+
+def test_stochastic_elements_are_the_two_neighbours_and_right_on_average():
+    x = torch.full((64, 1024), 2.7)
+    x[:, ::32] = 6.0
+    fmt = replace(MXFP4, scale_rounding="rceil")
+    q = quantize_blocks(x, fmt, mode="stochastic", generator=torch.Generator().manual_seed(3))
+    rest = q.dequantize()[x != 6]
+    assert set(rest.tolist()) == {2.0, 3.0}
+    assert abs(rest.mean().item() - 2.7) < 3 * 0.46 / math.sqrt(rest.numel())  # sqrt(0.7 * 0.3) = 0.46
+    again = quantize_blocks(x, fmt, mode="stochastic", generator=torch.Generator().manual_seed(3))
+    assert torch.equal(again.elements, q.elements)
+
+
+@given(y=st.floats(-10, 10, width=32), r=st.integers(0, 255))
+def test_rounding_with_bits_is_the_formula_in_exact_arithmetic(y, r):
+    magnitude = abs(np.float32(y))
+    gap = 2.0 if magnitude >= 4 else 1.0 if magnitude >= 2 else 0.5
+    moved = np.float32(magnitude + np.float32(r / 256 * gap))
+    want = max(v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6) if v <= moved)
+    got = round_with_bits(torch.tensor([y]), E2M1, torch.tensor([r], dtype=torch.uint8))
+    assert got.abs().item() == want
+    assert bool(got.signbit()) == bool(np.signbit(np.float32(y)))
+
+
+def test_hadamard_is_orthogonal_and_cancels_in_a_product():
+    matrix = hadamard(torch.eye(16))
+    assert torch.equal(matrix @ matrix.t(), torch.eye(16))
+    g, x = (torch.randint(-8, 9, (40, n), generator=torch.Generator().manual_seed(n)).float() for n in (3, 5))
+    assert hadamard(g, 0).shape == (48, 3)  # filled up with zeros
+    product = hadamard(g, 0).t() @ hadamard(x, 0)
+    bound = 2 * 2.0**-8 * 48 * 32**2  # two factors of at most 16 * 8 / 4 = 32, each rounded to 8 bits
+    assert (product - g.t() @ x).abs().max() <= bound
+    torch.testing.assert_close(product, g.t() @ x, rtol=0, atol=8.0)
+
+
+def test_an_outlier_hurts_its_block_alone():
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(4))
+    y = x.clone()
+    y[:, 5] = 1e4
+    a, b = quantize_blocks(x, MXFP4).dequantize(), quantize_blocks(y, MXFP4).dequantize()
+    assert torch.equal(a[:, 32:], b[:, 32:])
+    assert (b[:, :32] == 0).sum() == 4 * 31
+
+
+def test_formats_are_data():
+    assert pickle.loads(pickle.dumps(NVFP4)) == copy.deepcopy(NVFP4) == NVFP4
+    assert E8M0.values().tolist() == [2.0**e for e in range(-127, 128)]
+    assert torch.equal(E8M0.encode(E8M0.decode(torch.arange(256))), torch.arange(256))
+    native = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert np.array_equal(E8M0.values().numpy(), native)
+    assert torch.equal(INT8.encode(INT8.decode(torch.arange(256))), torch.arange(256))
+    assert INT8.rounded(torch.tensor([1.999, -2.5, 1.5 / 64, 2.5 / 64])).tolist() == [127 / 64, -2.0, 2 / 64, 2 / 64]
+    assert BlockFormat("mine", E2M1, (1, 16), E4M3FN, tensor_scale=True).scale_rounding == "te"
+    assert MXFP6_E2M3.bits_per_element == 6.25
+    q = quantize_blocks(torch.randn(8, 64), MXFP8_E4M3)
+    assert torch.equal(E4M3FN.decode(q.codes()), q.elements)
+
+
+def test_compiled_and_eager_agree():
+    x = torch.randn(7, 100, generator=torch.Generator().manual_seed(5))
+    for fmt in (MXFP4, NVFP4):
+        compiled = torch.compile(lambda t, f=fmt: quantize_blocks(t, f).dequantize(), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), quantize_blocks(x, fmt).dequantize())
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    x = torch.randn(4, 32)
+    for wrong, error, words in (
+        (lambda: quantize_blocks(x, E5M2), TypeError, "BlockFormat"),
+        (lambda: quantize_blocks([1.0], MXFP4), TypeError, "float tensor"),
+        (lambda: quantize_blocks(x.int(), MXFP4), TypeError, "float tensor"),
+        (lambda: quantize_blocks(x, MXFP4, 2), ValueError, "dim must lie"),
+        (lambda: quantize_blocks(x, MXFP4, "0"), TypeError, "dim is an int"),
+        (lambda: quantize_blocks(torch.tensor(1.0), MXFP4), ValueError, "at least 1 dim"),
+        (lambda: quantize_blocks(torch.randn(5), FP8_128X128), ValueError, "at least 2 dim"),
+        (lambda: quantize_blocks(torch.randn(5, 5, 5), FP8_128X128, 0), ValueError, "transpose first"),
+        (lambda: quantize_blocks(x, MXFP4, mode="nearest"), ValueError, "mode must be"),
+        (lambda: quantize_blocks(x, MXFP4, bits=torch.zeros(4, 32, dtype=torch.uint8)), ValueError, "stochastic"),
+        (lambda: quantize_blocks(x, MXFP4, mode="stochastic", bits=torch.zeros(4, 32)), TypeError, "uint8"),
+        (lambda: quantize_blocks(x, MXINT8, mode="stochastic"), ValueError, "nearest even"),
+        (lambda: BlockFormat("b", FP16), ValueError, "at most 8 bits"),
+        (lambda: BlockFormat("b", "e4m3fn"), TypeError, "FloatFormat"),
+        (lambda: BlockFormat("b", E2M1, 32), TypeError, "two ints"),
+        (lambda: BlockFormat("b", E2M1, (0, 32)), ValueError, "at least one row"),
+        (lambda: BlockFormat("b", E2M1, scale=FP16), ValueError, "E8M0, E4M3FN or FP32"),
+        (lambda: BlockFormat("b", E2M1, scale=8), TypeError, "E8M0, E4M3FN or FP32"),
+        (lambda: BlockFormat("b", E2M1, scale_rounding="nearest"), ValueError, "floor, ceil, even, rceil"),
+        (lambda: BlockFormat("b", E2M1, scale=FP32, tensor_scale=True), ValueError, "short of range"),
+        (
+            lambda: BlockFormat("b", E2M1, scale=E4M3FN, scale_rounding="4over6_mae_256"),
+            ValueError,
+            "tensor_scale=True",
+        ),
+        (lambda: E8M0.encode(torch.tensor([3.0])), ValueError, "powers of two"),
+        (lambda: E8M0.decode(torch.tensor([3.0])), TypeError, "integers"),
+        (lambda: hadamard(x, 3), ValueError, "dim must lie"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+
+
+def test_the_scale_of_a_block_never_comes_from_a_logarithm():
+    powers = torch.tensor([2.0**e for e in range(-100, 127)])
+    below = torch.nextafter(powers, torch.zeros(()))  # float32 log2 gives these the exponent of the power
+    q = quantize_blocks(below[:, None], MXFP8_E4M3)
+    assert q.scale_codes()[:, 0].tolist() == [e - 1 + 127 - 8 for e in range(-100, 127)]
