@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check bench notebooks labs clean
+.PHONY: lab test check bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -28,6 +28,9 @@ notebooks:  ## run every notebook, store its outputs, show how the texts differ
 
 labs:  ## student versions of the labs into notebooks/labs/release
 	$(RUN) python notebooks/labs/labs.py release $(ARGS)
+
+fork:  ## point badges and addresses to your fork: make fork OWNER=ada REPO=mpkit
+	$(FOUND) $(PYTHON) .ci/fork.py $(OWNER) $(REPO)
 
 clean:  ## remove the environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -47,13 +47,16 @@ _MNIST = {
 
 
 def data_dir() -> Path:
-    """The folder with the lessons' data: `MPKIT_DATA` if it holds `digits.npz`, else `data/` beside the package.
+    """The folder with the lessons' data: `MPKIT_DATA` if it holds `digits.npz`, else the one that came with mpkit.
 
-    `MPKIT_DATA` may also hold MNIST alone, in its folder `mnist`.
+    That is `share/data` inside an installed package and `data/` beside the package in a checkout. `MPKIT_DATA` may
+    also hold MNIST alone, in its folder `mnist`.
     """
     asked = Path(os.environ.get("MPKIT_DATA", ""))
-    beside = Path(__file__).resolve().parent.parent / "data"
-    return asked if os.environ.get("MPKIT_DATA") and (asked / "digits.npz").exists() else beside
+    if os.environ.get("MPKIT_DATA") and (asked / "digits.npz").exists():
+        return asked
+    installed = Path(__file__).resolve().parent / "share" / "data"
+    return installed if installed.exists() else installed.parents[2] / "data"
 
 
 def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
@@ -110,8 +113,8 @@ def mnist(
 def _packaged(name: str) -> Path:
     if not (data_dir() / name).exists():
         raise FileNotFoundError(
-            f"{name} was looked for in {data_dir()}; run mpkit from its repository (pip install -e .) "
-            f"or set MPKIT_DATA to the repository's data folder"
+            f"{name} was looked for in {data_dir()}; install mpkit again (its wheel carries the file), "
+            f"or set MPKIT_DATA to the data folder of the repository"
         )
     return data_dir() / name
 

@@ -15,6 +15,7 @@ LAYERS = (
     ("record", "replay", "diagnose", "bench"),
     ("plots",),
     ("explorers", "widgets", "check"),
+    ("command", "info", "lab", "__main__"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 UPWARD = "# upward:"  # marks a lazy import against the layers, with its reason on the same line

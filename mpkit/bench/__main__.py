@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -28,13 +29,13 @@ def line(row: Row) -> str:
     return f"  {row.case:44.44} {row.contender:34.34}{time_ms} {ratio}  {goal} {row.note}".rstrip()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mpkit.bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, metavar="TOPIC", help=", ".join(TOPICS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, for a first look")
     parser.add_argument("--out", type=Path, help="JSON file for the rows, with device and versions")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1: figures that repeat)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     device = default_device()
     where = describe(device)

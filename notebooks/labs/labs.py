@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import DeadKernelError
 
 HERE = Path(__file__).resolve().parent
 STUB = {"code": "# YOUR CODE HERE\nraise NotImplementedError()", "markdown": "YOUR ANSWER HERE"}
@@ -88,6 +86,9 @@ def grade(submission: Any, source: Any, timeout: int = 60) -> list[Score]:
     Raises:  ValueError if an answer cell of the source is missing in the submission; RuntimeError if the lab's own
              set-up cell fails, which is the grading machine's fault and must cost nobody a point.
     """
+    from nbclient import NotebookClient  # here: a release, also where the wheel is built, needs nbformat alone
+    from nbclient.exceptions import DeadKernelError
+
     merged = _merged(submission, source)
     client = NotebookClient(
         merged,

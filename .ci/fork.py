@@ -1,0 +1,52 @@
+"""Point every badge and address of this repository to a fork: `python .ci/fork.py OWNER REPO` (`make fork`).
+
+The address that stands now is read from `Repository` in pyproject.toml, so the command can be given again. Uses the
+standard library only.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("pyproject.toml", "CITATION.cff", "README.md", "notebooks/README.md")
+PREFIXES = r"github\.com/|colab\.research\.google\.com/github/|mybinder\.org/v2/gh/"
+
+
+def address(root: Path = ROOT) -> tuple[str, str]:
+    """(owner, repo) of today; ValueError if pyproject.toml names no repository."""
+    project = (root / FILES[0]).read_text("utf-8")
+    found = re.search(r'^Repository = "https://github\.com/([^/"]+)/([^/"]+)"', project, re.M)
+    if not found:
+        raise ValueError('pyproject.toml needs a line Repository = "https://github.com/OWNER/REPO" in [project.urls]')
+    return found[1], found[2]
+
+
+def fork(owner: str, repo: str, root: Path = ROOT) -> list[str]:
+    """Write OWNER/REPO into the addresses of FILES; the files that changed.
+
+    Raises:  ValueError if a name cannot be one on GitHub, or pyproject.toml names no repository; nothing is written.
+    """
+    for what, name in (("OWNER", owner), ("REPO", repo)):
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(f"{what} must be a name as GitHub has them, got {name!r}; make fork OWNER=ada REPO=mpkit")
+    now = re.escape("/".join(address(root)))
+    addresses = re.compile(rf"({PREFIXES}){now}(?![.-]*\w)")
+    changed = []
+    for name in FILES:
+        text = (root / name).read_text("utf-8")
+        led = addresses.sub(lambda m: f"{m[1]}{owner}/{repo}", text)
+        if led != text:
+            (root / name).write_text(led, "utf-8")
+            changed.append(name)
+    return changed
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: make fork OWNER=ada REPO=mpkit")
+    try:
+        written = fork(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"mpkit: {error}")
+    print(f"mpkit: written, commit them: {', '.join(written)}" if written else "mpkit: the addresses led there already")

@@ -1,0 +1,47 @@
+"""The command `mpkit`: `mpkit SUBCOMMAND [ARGUMENTS]`. `mpkit --help` names the subcommands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mpkit import __version__
+
+# name -> (module:function, what it does); the function takes the arguments after the name and returns the exit status
+COMMANDS: dict[str, tuple[str, str]] = {
+    "lab": ("mpkit.lab:main", "copy the lessons into a folder and open JupyterLab there"),
+    "info": ("mpkit.info:main", "device, versions, and what is installed"),
+    "bench": ("mpkit.bench.__main__:main", "measure what precision and boost cost on this machine"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; nothing of the others is imported.
+
+    Args:    arguments: the words after `mpkit`; None takes those of the process.
+    Returns: the exit status: 0, or 2 for an unknown subcommand, or the subcommand's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
+        print(f"mpkit {__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"mpkit: there is no {words[0]!r}; the subcommands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[words[0]][0].split(":")
+    try:
+        return getattr(import_module(module), function)(words[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def usage() -> str:
+    """What `mpkit --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    head, tail = "usage: mpkit [--help] [--version] SUBCOMMAND [ARGUMENTS]", "mpkit SUBCOMMAND --help tells more."
+    return "\n".join((head, "", *lines, "", tail))

@@ -1,0 +1,133 @@
+"""`mpkit lab`: the lessons in a folder of the reader's own, opened in JupyterLab."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+DEFAULT = "mpkit-lessons"
+FIRST_LESSON = "00_start_here.ipynb"
+RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what differs from it is the reader's own work
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Copy what is new, say what was kept, open JupyterLab at the first lesson; the exit status."""
+    words = list(arguments)
+    folder = Path(words.pop(0) if words and not words[0].startswith("-") else DEFAULT).expanduser()
+    parser = argparse.ArgumentParser(
+        prog="mpkit lab",
+        usage="mpkit lab [FOLDER] [--copy-only] [OPTIONS OF JUPYTER LAB]",
+        description="Copy the lessons and labs into FOLDER and open JupyterLab there. A file that you changed is "
+        "never written over: delete or rename it to get the lesson again.",
+        epilog=f"FOLDER stands first and is {DEFAULT} when it is left out. Other options go to JupyterLab, "
+        "for instance --no-browser, --port=8899, --ip=0.0.0.0.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--copy-only", action="store_true", help="copy, and do not start JupyterLab")
+    options, others = parser.parse_known_args(words)
+    try:
+        copied, kept = copy_lessons(folder)
+    except OSError as error:
+        return _fail(f"the lessons could not be copied into {folder} ({error}); name a folder that you may write in")
+    print(f"mpkit: {copied} files are new in {folder.resolve()}", flush=True)
+    if kept:
+        print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
+    if options.copy_only:
+        return 0
+    if find_spec("jupyterlab") is None:
+        return _fail("JupyterLab is not installed here; pip install 'mpkit[lab]'")
+    # not the file itself: the address that the server prints would lead to an empty launcher
+    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}", *others]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # containers and course servers
+    if os.name == "nt":  # there exec would start a second process and end this one
+        return subprocess.call(command, cwd=folder)
+    os.chdir(folder)
+    os.execv(command[0], command)  # the server gets the signals that were meant for this command
+
+
+def installed_lessons() -> Path | None:
+    """The lessons that came in the wheel; None in a checkout."""
+    folder = Path(__file__).resolve().parent / "share" / "notebooks"
+    return folder if folder.exists() else None
+
+
+def copy_lessons(folder: str | os.PathLike[str]) -> tuple[int, list[str]]:
+    """Copy lessons and released labs into `folder`; a file that its reader changed stays as it is.
+
+    A file is the reader's when it differs both from the lesson of today and from what an earlier copy wrote.
+
+    Returns: how many files were written, and the names of those kept though a lesson of that name differs.
+    Raises:  OSError if the folder cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        return _copy(installed_lessons() or _shipped(Path(scratch)), Path(folder))
+
+
+def _shipped(scratch: Path) -> Path:
+    """What would travel in the wheel, made from the checkout that this file stands in."""
+    script = Path(__file__).resolve().parent.parent / "notebooks" / "ship.py"
+    if not script.exists():
+        raise FileNotFoundError(f"{script.parent} holds no lessons: this mpkit is incomplete, install it again")
+    subprocess.run([sys.executable, str(script), str(scratch / "share")], check=True)
+    return scratch / "share" / "notebooks"
+
+
+def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
+    record = _read_record(folder / RECORD)
+    written, kept = 0, []
+    for source in sorted(path for path in lessons.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        name = source.relative_to(lessons).as_posix()
+        content = source.read_bytes()
+        target = folder / name
+        if target.is_symlink() or target.exists():
+            found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
+            if found is None or found not in (record.get(name), _sha256(content)):
+                kept.append(name)
+                continue
+            if found == _sha256(content):
+                record[name] = found
+                continue
+        _write(target, content)
+        record[name], written = _sha256(content), written + 1
+    _write(folder / RECORD, json.dumps(record, indent=1).encode())
+    return written, kept
+
+
+def _read_record(path: Path) -> dict[str, str]:
+    """The hashes of what was copied; nothing where the record is missing or damaged, so that every file is kept."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Beside its place first, then moved: never half a lesson."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as part:
+        part.write(content)
+    try:
+        os.chmod(part.name, 0o644)
+        os.replace(part.name, path)
+    except OSError:
+        os.unlink(part.name)
+        raise
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _fail(sentence: str) -> int:
+    print(f"mpkit: {sentence}", file=sys.stderr)
+    return 1

@@ -1,0 +1,161 @@
+"""The command `mpkit`: subcommands are found and refused, and lessons are copied without touching a reader's work."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+from mpkit import __version__, command, info, lab
+
+
+def test_help_names_every_subcommand_and_an_unknown_one_is_refused_with_them(capsys):
+    assert command.main(["--help"]) == command.main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in command.COMMANDS)
+    assert command.main(["lba"]) == 2
+    assert "there is no 'lba'; the subcommands are lab, info" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_subcommand_exists_and_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert "usage:" in capsys.readouterr().out
+
+
+def test_the_help_of_the_command_imports_no_torch():
+    code = "import sys; from mpkit.command import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_info_tells_version_data_and_device(capsys):
+    assert command.main(["info"]) == 0
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert said["mpkit"].startswith(__version__)
+    assert f"digits, {len(list((ROOT / 'data' / 'traces').glob('*.npz')))} traces" in said["data"]
+    assert {"device", "python", "torch", "cuda"} <= said.keys()
+
+
+def test_info_names_what_an_extra_lacks(monkeypatch):
+    wanted = ["numpy>=2", 'mpkit[lab]; extra == "test"', 'no-such-thing>=1; extra == "lab"']
+    monkeypatch.setattr(info.metadata, "requires", lambda name: wanted)
+    assert info.wanted() == {"": ["numpy"], "lab": ["no-such-thing"]}
+    assert dict(info.facts())["lab"] == "missing: no-such-thing; pip install 'mpkit[lab]'"
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    """A folder of lessons as the wheel has it."""
+    folder = tmp_path / "lessons"
+    (folder / "labs").mkdir(parents=True)
+    for name in ("00_start_here.ipynb", "01_number_formats.ipynb", "labs/lab01.ipynb"):
+        (folder / name).write_text(f"{name}, first edition")
+    return folder
+
+
+def test_lessons_are_copied_once_and_brought_up_to_date_where_nobody_changed_them(lessons, tmp_path):
+    mine = tmp_path / "mine"
+    assert lab._copy(lessons, mine) == (3, [])
+    assert lab._copy(lessons, mine) == (0, [])
+    (lessons / "labs" / "lab01.ipynb").write_text("second edition")
+    assert lab._copy(lessons, mine) == (1, [])
+    assert (mine / "labs" / "lab01.ipynb").read_text() == "second edition"
+    (mine / "00_start_here.ipynb").unlink()
+    assert lab._copy(lessons, mine) == (1, [])
+
+
+@pytest.mark.parametrize("record", ["whole", "lost", "damaged", "of another kind"])
+def test_a_changed_file_is_never_written_over(lessons, tmp_path, record):
+    mine = tmp_path / "mine"
+    lab._copy(lessons, mine)
+    (mine / "00_start_here.ipynb").write_text("my answers")
+    content = {"whole": None, "lost": None, "damaged": '{"00_st', "of another kind": "[1]"}[record]
+    if record == "lost":
+        (mine / lab.RECORD).unlink()
+    elif content:
+        (mine / lab.RECORD).write_text(content)
+    for edition in ("second", "third"):
+        (lessons / "00_start_here.ipynb").write_text(f"{edition} edition")
+        assert lab._copy(lessons, mine) == (0, ["00_start_here.ipynb"])
+        assert (mine / "00_start_here.ipynb").read_text() == "my answers"
+
+
+def test_work_in_the_folder_before_the_first_copy_is_kept(lessons, tmp_path):
+    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere.ipynb"
+    (mine / "labs" / "lab01.ipynb").mkdir(parents=True)  # a folder under the name of a lesson
+    (mine / "00_start_here.ipynb").write_text("my answers")
+    elsewhere.write_text("mine too")
+    (mine / "01_number_formats.ipynb").symlink_to(elsewhere)
+    written, kept = lab._copy(lessons, mine)
+    assert (written, set(kept)) == (0, {"00_start_here.ipynb", "01_number_formats.ipynb", "labs/lab01.ipynb"})
+    assert elsewhere.read_text() == "mine too"
+
+
+def test_a_folder_that_cannot_be_written_is_named(lessons, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    assert lab.main([str(taken), "--copy-only"]) == 1
+    assert f"could not be copied into {taken}" in capsys.readouterr().err
+    assert taken.read_text() == "a file"
+
+
+def test_without_jupyterlab_the_lessons_are_copied_and_the_way_on_is_named(lessons, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+    monkeypatch.setattr(lab, "find_spec", lambda name: None)
+    assert lab.main([str(tmp_path / "mine")]) == 1
+    assert "pip install 'mpkit[lab]'" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "00_start_here.ipynb").exists()
+
+
+def test_jupyterlab_gets_every_other_word_and_replaces_the_process(lessons, tmp_path, monkeypatch):
+    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+    monkeypatch.setattr(lab.os, "name", "posix")
+    monkeypatch.setattr(lab.os, "chdir", lambda folder: calls.append(folder))
+    monkeypatch.setattr(lab.os, "execv", lambda path, command: calls.append(command))
+    calls = []
+    lab.main([str(tmp_path / "mine"), "--no-browser", "--port", "8899"])
+    assert calls[0] == tmp_path / "mine"
+    assert calls[1][1:3] == ["-m", "jupyterlab"]
+    assert "--LabApp.default_url=/lab/tree/00_start_here.ipynb" in calls[1]
+    assert calls[1][4:7] == ["--no-browser", "--port", "8899"]
+
+
+@pytest.fixture
+def fork():
+    spec = importlib.util.spec_from_file_location("fork", ROOT / ".ci" / "fork.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_command_points_every_address_to_a_fork_and_back(fork, tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    for name in fork.FILES:
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    before = [(tmp_path / name).read_text("utf-8") for name in fork.FILES]
+    owner, repo = fork.address(ROOT)
+    assert fork.fork("ada", "fp-16.kit", tmp_path) == list(fork.FILES)
+    text = "".join((tmp_path / name).read_text("utf-8") for name in fork.FILES)
+    assert f"{owner}/{repo}" not in text
+    assert text.count("ada/fp-16.kit") == "".join(before).count(f"{owner}/{repo}") >= 8
+    assert fork.fork("ada", "fp-16.kit", tmp_path) == []
+    fork.fork(owner, repo, tmp_path)
+    assert [(tmp_path / name).read_text("utf-8") for name in fork.FILES] == before
+    for words in (("ada/x", "mpkit"), ("ada", ""), ("-ada", "mpkit")):
+        with pytest.raises(ValueError, match="as GitHub has them"):
+            fork.fork(*words, tmp_path)
+    assert [(tmp_path / name).read_text("utf-8") for name in fork.FILES] == before
+
+
+def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
+    assert lab.copy_lessons(tmp_path)[1] == []
+    copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ipynb")}
+    assert copied == {p.relative_to(ROOT / "notebooks").as_posix() for p in (ROOT / "notebooks").rglob("*.ipynb")}
+    for path in tmp_path.rglob("*.ipynb"):
+        assert "### BEGIN" not in path.read_text("utf-8")
+        assert json.loads(path.read_text("utf-8"))["nbformat"] == 4
