@@ -162,7 +162,7 @@ class FloatFormat:
             raise ValueError(f"{self.name} has 2**{self.bits} patterns, too many to list; decode() those you need")
         end = self._infinity if self.has_inf else self._first_nan
         positive = self.decode(torch.arange(1, end))
-        return torch.cat([-positive.flip(0), torch.zeros(1), positive])
+        return torch.cat([-positive.flip(0), positive.new_zeros(1), positive])
 
     def decode(self, patterns: Tensor) -> Tensor:
         """The value of each bit pattern.

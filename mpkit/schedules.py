@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
@@ -279,7 +278,7 @@ class LearningRateSchedule:
     def __call__(self, step: int | float) -> float: ...
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
-            return torch.as_tensor(self.rate(step.double()), device=step.device).float()
+            return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
         return float(self.rate(step))
 
     def rate(self, at: Any) -> Any:
@@ -312,7 +311,9 @@ class Chained(LearningRateSchedule):
 
     def rate(self, at: Any) -> Any:
         if isinstance(at, Tensor):
-            return torch.where(at < self.at, self.before.rate(at), self.after.rate(_at_least(at - self.at, 0)))
+            rates = self.before.rate(at), self.after.rate(_at_least(at - self.at, 0))
+            early, late = (torch.as_tensor(rate, dtype=torch.float64, device=at.device) for rate in rates)
+            return torch.where(at < self.at, early, late)
         return self.before.rate(at) if at < self.at else self.after.rate(at - self.at)
 
 
@@ -447,6 +448,7 @@ class ListedLR(LearningRateSchedule):
     """
 
     values: tuple[float, ...]
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))
@@ -460,16 +462,16 @@ class ListedLR(LearningRateSchedule):
 
     def rate(self, at: Any) -> Any:
         if isinstance(at, Tensor):
-            return torch.take(_table(self.values, at.device), at.long().clamp(0, len(self.values) - 1))
+            return torch.take(self._table(at.device), at.long().clamp(0, len(self.values) - 1))
         if not 0 <= at < len(self.values):
             raise RuntimeError(f"the list has {len(self.values)} rates, none for step {at}; make it longer")
         return self.values[int(at)]
 
-
-@cache
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """The rates on the device, copied there once and not once per step."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    def _table(self, device: torch.device) -> Tensor:
+        """The rates on the device, copied there once and not once per step."""
+        if device not in self._tables:
+            self._tables[device] = torch.tensor(self.values, dtype=torch.float64, device=device)
+        return self._tables[device]
 
 
 def lambda_lr(

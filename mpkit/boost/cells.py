@@ -242,7 +242,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
                 f"{type(scale_sense).__name__}"
             )
         # a group loss is seeded with 1: the markers in the network apply the scales
-        super().__init__(network, optimizer, torch.tensor(1.0) if groups is not None else scale_sense, **options)
+        super().__init__(network, optimizer, torch.tensor(1.0, dtype=torch.float32) if groups is not None else scale_sense, **options)
         self.groups = groups
         self.group_overflow: Tensor | None = None
         if groups is not None:

@@ -101,7 +101,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.blame, self.unscale_with = blame, unscale_with
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
-        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("table", torch.ones(2, dtype=torch.float32))
         self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
             self.loss_scale_groups = loss_scale_groups
@@ -137,7 +137,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     def set_loss_scale_status(self, loss_scale_number: int, init_loss_scale: float | Sequence[float]) -> None:
         """Make the table of `loss_scale_number` groups: a number starts all of them, a list one each."""
         inner = self._checked(loss_scale_number, init_loss_scale)
-        self.table = torch.tensor([1.0, *inner, 1.0], device=self._device())
+        self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=self._device())
         self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> Tensor:
@@ -190,13 +190,13 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         """
         used = self.scales.clone()
         grads = [[p.grad for p in group if p.grad is not None] for group in self._groups]
-        clean = torch.zeros((), device=used.device)  # what a group without gradients shows
+        clean = torch.zeros((), dtype=torch.float32, device=used.device)  # what a group without gradients shows
         found = torch.stack([check_and_unscale_(g, s) if g else clean for g, s in zip(grads, used)]).bool()
         came, left = self.passed[:, 1:-1]
         found |= ~left
         came[-1] = True  # behind the last group there is only the loss
         guilty = found & came if self.blame == "first" else found
-        factor = torch.where(guilty, self.shrink, torch.where(found, 1.0, self.growth)).to(used)
+        factor = torch.full_like(used, self.growth).masked_fill(found, 1.0).masked_fill(guilty, self.shrink)
         self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
         self.passed.fill_(True)
         if self.unscale_with == "updated":

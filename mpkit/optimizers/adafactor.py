@@ -89,8 +89,8 @@ class AdaFactor(Optimizer):
                 super()._step_some(some, group, numbers)
 
     def update(self, u: Update) -> None:
-        mix = u.count ** -u.group["decay_rate"]  # 1 - b2
-        steps = self._normalized(u, mix.float() if isinstance(mix, Tensor) else mix)
+        mix = u.counted ** -u.group["decay_rate"]  # 1 - b2
+        steps = self._normalized(u, mix.to(u.weights[0].dtype) if isinstance(mix, Tensor) else mix)
         sizes = [math.sqrt(w.numel()) for w in u.weights]
         limit = torch._foreach_norm(steps)
         torch._foreach_div_(limit, [size * u.group["clip_threshold"] for size in sizes])
@@ -143,9 +143,9 @@ class AdaFactor(Optimizer):
         """One 0-d rate per weight."""
         rate: Number = u.lr
         if u.group["relative_step"]:
-            most = 1e-6 * u.count if u.group["warmup_init"] else 1e-2
-            slow = 1 / root(u.count)
-            rate = slow.clamp(max=most).float() if isinstance(slow, Tensor) else min(slow, most)
+            most = 1e-6 * u.counted if u.group["warmup_init"] else 1e-2
+            slow = 1 / root(u.counted)
+            rate = slow.clamp(max=most).to(u.weights[0].dtype) if isinstance(slow, Tensor) else min(slow, most)
         if not u.group["scale_parameter"]:
             rates = [w.new_ones(()) for w in u.weights]
         else:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from mpkit.optimizers.arguments import Options, check_betas, check_flags
-from mpkit.optimizers.base import Numbers, Optimizer
+from mpkit.optimizers.base import Numbers, Optimizer, follow_
 from mpkit.optimizers.update import Update, root, unbiased
 
 
 def average_moments_(u: Update) -> None:
     """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2, in place."""
-    beta1, beta2 = u.group["beta1"], u.group["beta2"]
+    beta1, beta2 = u.group["betas"]
     m, v = u.state["moment1"], u.state["moment2"]
     u.decay_average_(m, beta1)
     torch._foreach_add_(m, u.grads, alpha=1 - beta1)
@@ -62,7 +62,7 @@ class Adam(Optimizer):
         check_flags(**flags, use_offload=use_offload, use_locking=use_locking)
         if use_lazy + use_offload + use_amsgrad > 1:
             raise ValueError("use_lazy, use_offload and use_amsgrad exclude each other; choose one")
-        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps), **flags}
+        hyper = {"betas": (beta1, beta2), "eps": float(eps), **flags}
         super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -81,18 +81,20 @@ class Adam(Optimizer):
         """Run the formula on the rows that a sparse gradient names, and on nothing else."""
         p = group["params"][i]
         grad = p.grad.coalesce()
-        rows, state = grad.indices()[0], self.state[p] or self._begin(p, group)
+        rows, state = tuple(grad.indices()), self._state(p, group)  # one index for each sparse axis
         whole = {"weight": state.get("master", p), **{name: t for name, t in state.items() if name != "master"}}
-        part = {name: [t.index_select(0, rows)] for name, t in whole.items()}
+        part = {name: [t[rows]] for name, t in whole.items()}
         weights = part.pop("weight")
-        self._apply([grad.values()], weights, part, group, [i], numbers.on(p.device))
-        for name, (values,) in {"weight": weights, **part}.items():
-            whole[name].index_copy_(0, rows, values)
         if "master" in state:
-            p.copy_(state["master"])
+            follow_(weights, [p[rows]])
+        self._apply([grad.values()], weights, part, group, [i], numbers.on(weights[0]))
+        for name, (values,) in {"weight": weights, **part}.items():
+            whole[name][rows] = values
+        if "master" in state:
+            p[rows] = weights[0].to(p.dtype)
 
     def update(self, u: Update) -> None:
-        beta1, beta2 = u.group["beta1"], u.group["beta2"]
+        beta1, beta2 = u.group["betas"]
         average_moments_(u)
         tops, spread = u.state["moment1"], u.state["moment2"]
         if u.group["use_nesterov"]:
@@ -183,7 +185,7 @@ class AdamWeightDecay(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
-        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps)}
+        hyper = {"betas": (beta1, beta2), "eps": float(eps)}
         super().__init__(params, learning_rate, weight_decay, hyper=hyper, options=options)
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -219,17 +221,17 @@ class AdaMax(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
-        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps)}
+        hyper = {"betas": (beta1, beta2), "eps": float(eps)}
         super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         return {name: torch.zeros_like(weight) for name in ("moment1", "largest")}
 
     def update(self, u: Update) -> None:
-        beta1, m, largest = u.group["beta1"], u.state["moment1"], u.state["largest"]
+        (beta1, beta2), m, largest = u.group["betas"], u.state["moment1"], u.state["largest"]
         u.decay_average_(m, beta1)
         torch._foreach_add_(m, u.grads, alpha=1 - beta1)
-        u.decay_average_(largest, u.group["beta2"])
+        u.decay_average_(largest, beta2)
         torch._foreach_maximum_(largest, torch._foreach_abs(u.grads))
         bottoms = torch._foreach_add(largest, u.group["eps"])
         u.move_by_ratio_(u.weights, m, bottoms, u.once("rate", lambda: u.lr / unbiased(beta1, u.count)))

@@ -7,7 +7,8 @@ tensor has been seen; then they live on the device, because only the device know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpkit.optimizers.arguments import (
     tensors_of,
     weight_decay_of,
 )
+from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.update import Number, Update, decayed_positions, silencer
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
@@ -46,9 +48,13 @@ class Numbers:
     keep: Tensor | None
     grad_scale: Tensor | None
 
-    def on(self, device: torch.device) -> Numbers:
-        """The same numbers, tensors moved to `device`."""
-        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor) and x.device != device}
+    def on(self, weight: Tensor) -> Numbers:
+        """The same numbers as `weight` needs them: tensors on its device, coefficients in its precision."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        tensors = {name: x.to(weight.device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        for name in ("lr", "decay", "keep"):
+            if name in tensors:
+                tensors[name] = tensors[name].to(wide)
         return replace(self, **tensors) if tensors else self
 
 
@@ -80,7 +86,6 @@ class Optimizer(torch.optim.Optimizer):
     Source:     MindSpore 2.7 nn.Optimizer.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler: pass found_inf on instead of reading it on the host
     decay_in_formula = False  # True where `update` applies weight decay itself
     decay_filter = True  # False where the reference ignores the beta/gamma rule
     centralizes = True
@@ -108,8 +113,10 @@ class Optimizer(torch.optim.Optimizer):
         self.gradient_rule: Callable[..., list[Tensor]] | None = None  # LARS puts its own here: decay, scaling and all
         self.count_skipped = options.get("count_skipped", False)
         self.faithful = options.get("faithful", False)
-        self._global_step: int | Tensor = 0
-        self._calls = 0  # at least the number of applied steps, known without a host read
+        # A dict, because torch.compile drops what a compiled step writes to attributes of an optimizer. "calls" is at
+        # least the number of applied steps, and known without a host read.
+        self._counts: dict[str, Any] = {"global_step": 0, "calls": 0}
+        self._plain_closure = False
         self.rates_grouped = any("lr" in group for group in groups)
         defaults = {
             "lr": learning_rate_of(learning_rate),
@@ -189,16 +196,24 @@ class Optimizer(torch.optim.Optimizer):
     # -- rates and counters
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks: pass found_inf on instead of reading it on the host, and do not unscale first.
+
+        False while a step without either runs its closure: nothing will be unscaled, so gradients may be clipped there.
+        """
+        return not self._plain_closure
+
+    @property
     def global_step(self) -> int:
         """Applied updates so far (with `count_skipped`, all steps). Reads the device after steps that could skip."""
-        return int(self._global_step)
+        return int(self._counts["global_step"])
 
     def _rate(self, group: dict[str, Any]) -> Number:
-        rate, step = group["lr"], self._global_step
+        rate, step = group["lr"], self._counts["global_step"]
         if isinstance(rate, LearningRateSchedule):
-            if isinstance(rate, ListedLR) and self._calls >= len(rate.values):
+            if isinstance(rate, ListedLR) and self._counts["calls"] >= len(rate.values):
                 step = int(step)  # perhaps past the end, which only the host can report
-            return rate(step)
+            return _at(rate, step)
         if isinstance(rate, Tensor):
             return rate
         if self.faithful and any(
@@ -209,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _decay(self, group: dict[str, Any]) -> Number:
         decay = group["weight_decay"]
-        return decay(self._global_step) if callable(decay) else decay
+        return _at(decay, self._counts["global_step"]) if callable(decay) else decay
 
     def get_lr(self) -> Tensor | list[Tensor]:
         """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
@@ -239,8 +254,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count_on_device(self, device: torch.device) -> None:
         """From now on the counters are tensors, because only the device knows which steps were skipped."""
-        if isinstance(self._global_step, int) and not self.count_skipped:
-            self._global_step = torch.full((), self._global_step, dtype=torch.int64, device=device)
+        if isinstance(self._counts["global_step"], int) and not (self.count_skipped and not torch.compiler.is_compiling()):
+            self._counts["global_step"] = torch.full((), self._counts["global_step"], dtype=torch.int64, device=device)
         for group in self.param_groups:
             if isinstance(group["updates"], int):
                 group["updates"] = torch.full((), group["updates"], dtype=torch.int64, device=device)
@@ -257,12 +272,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), plain_closure(self):
                 loss = closure()
         keep, found_inf, grad_scale = None, getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None:
             keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
+        elif torch.compiler.is_compiling():  # a number would be a constant of the graph, and be compiled for each time
+            self._count_on_device(self.param_groups[0]["params"][0].device)
         lean = keep is None and self.gradient_rule is None and not self.intermediates
         together = lean or self.gradient_transform is not None
         for group in self.param_groups:
@@ -270,8 +287,8 @@ class Optimizer(torch.optim.Optimizer):
             for chosen in _alike(group["params"], together):
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)
-        self._global_step += 1 if keep is None or self.count_skipped else keep.to(torch.int64)
-        self._calls += 1
+        self._counts["global_step"] += 1 if keep is None or self.count_skipped else keep.to(torch.int64)
+        self._counts["calls"] += 1
         return loss
 
     @staticmethod
@@ -281,10 +298,12 @@ class Optimizer(torch.optim.Optimizer):
     def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
         """Update the parameters group["params"][i] for i in chosen, which share a device and a dtype."""
         params = [group["params"][i] for i in chosen]
-        numbers = numbers.on(params[0].device)
         states = self._states(params, group)
         narrow = "master" in states[0]
         weights = [s["master"] for s in states] if narrow else params
+        numbers = numbers.on(weights[0])
+        if narrow:
+            follow_(weights, params)
         state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
         self._apply([p.grad for p in params], weights, state, group, chosen, numbers)
         if narrow:
@@ -317,7 +336,14 @@ class Optimizer(torch.optim.Optimizer):
             self.update(part)
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        return [self.state[p] or self._begin(p, group) for p in params]
+        return [self._state(p, group) for p in params]
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[p] or self._begin(p, group)
+        if ("master" in state) != (p.dtype.itemsize < 4):  # somebody has cast the network since
+            if state.pop("master", None) is None:
+                state["master"] = p.detach().float()
+        return state
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p]
@@ -382,8 +408,11 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken: state, hyper-parameters of the groups and every counter.
 
-        Raises:  KeyError without `global_step`, ValueError for other groups, as torch.
+        Raises:  ValueError for the state of another optimizer or of other groups; nothing is changed then.
         """
+        check_saved(self, state_dict, whole=True)
+        if "global_step" not in state_dict:
+            raise ValueError(f"this state has no global_step; {type(self).__name__} needs what its state_dict() gave")
         before = self.param_groups
         step = int(state_dict["global_step"])
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
@@ -395,12 +424,45 @@ class Optimizer(torch.optim.Optimizer):
         for old, new in zip(before, self.param_groups):
             for key in ("lr", "weight_decay"):
                 new.setdefault(key, old[key])
-        self._global_step = self._calls = step
+        self._counts = {"global_step": step, "calls": step}
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_global_step", "_calls")
+        mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_counts", "_plain_closure")
         rest = ("gradient_rule", "rates_grouped", "_order")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
+
+
+@contextmanager
+def plain_closure(optimizer: Any) -> Iterator[None]:
+    """While a closure runs in a step without `found_inf` and `grad_scale`, the optimizer unscales nothing and says so."""
+    if getattr(optimizer, "found_inf", None) is None and getattr(optimizer, "grad_scale", None) is None:
+        optimizer._plain_closure = True
+    try:
+        yield
+    finally:
+        optimizer._plain_closure = False
+
+
+def follow_(masters: list[Tensor], params: list[Tensor]) -> None:
+    """Read a 16-bit parameter anew where somebody else has written to it: it no longer is its master, rounded."""
+    if params[0].is_cuda and len(params) > 1:  # a few launches for all of them
+        merged = _followed(*map(torch._utils._flatten_dense_tensors, (masters, params)))
+        torch._foreach_copy_(masters, torch._utils._unflatten_dense_tensors(merged, masters))
+        return
+    for master, p in zip(masters, params):
+        master.copy_(_followed(master, p))
+
+
+def _followed(master: Tensor, p: Tensor) -> Tensor:
+    bits = torch.int16 if p.dtype.itemsize == 2 else torch.int8
+    return torch.where(master.to(p.dtype).view(bits) == p.view(bits), master, p.float())
+
+
+def _at(function: Callable[[Any], Any], step: int | Tensor) -> Number:
+    """A schedule or function of the step; a schedule on the device in float64, so that no weight loses digits."""
+    if isinstance(function, LearningRateSchedule) and isinstance(step, Tensor):
+        return torch.as_tensor(function.rate(step.double()), dtype=torch.float64, device=step.device)
+    return function(step)
 
 
 def _alike(params: list[Tensor], together: bool) -> list[list[int]]:

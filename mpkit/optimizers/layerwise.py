@@ -39,7 +39,7 @@ class Lamb(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
-        hyper = {"beta1": beta1, "beta2": beta2, "eps": float(eps)}
+        hyper = {"betas": (beta1, beta2), "eps": float(eps)}
         super().__init__(params, learning_rate, weight_decay, hyper=hyper, options=options)
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -47,8 +47,9 @@ class Lamb(Optimizer):
 
     def update(self, u: Update) -> None:
         average_moments_(u)
-        spread = root(unbiased(u.group["beta2"], u.count))
-        gain = spread / unbiased(u.group["beta1"], u.count)  # m' / (sqrt(v') + eps) = gain m / (sqrt(v) + eps spread)
+        beta1, beta2 = u.group["betas"]
+        spread = root(unbiased(beta2, u.count))
+        gain = spread / unbiased(beta1, u.count)  # m' / (sqrt(v') + eps) = gain m / (sqrt(v) + eps spread)
         bottoms = torch._foreach_sqrt(u.state["moment2"])
         add_(bottoms, u.group["eps"] * spread)
         steps = torch._foreach_div(u.state["moment1"], bottoms)
@@ -69,6 +70,10 @@ class Lamb(Optimizer):
             torch._foreach_add_(chosen, torch._foreach_mul(weights, u.decay))
         else:
             torch._foreach_add_(chosen, weights, alpha=u.decay)
+
+
+def _or(new: Any, old: dict[str, Any]) -> dict[str, Any]:
+    return old if new is None else new
 
 
 def _ratio(tops: Tensors, bottoms: Tensors) -> list[Tensor]:
@@ -106,8 +111,6 @@ class LARS(torch.optim.Optimizer):
     Source:  You et al. 2017, arXiv:1708.03888, algorithm 1; MindSpore 2.7 nn.LARS (formula; the form of use_clip is
              inferred, its kernel runs on no CPU).
     """
-
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -163,6 +166,10 @@ class LARS(torch.optim.Optimizer):
             out[k] = grad
         return out
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self.optimizer._step_supports_amp_scaling
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; see `Optimizer.step`."""
         passed_on = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
@@ -180,13 +187,22 @@ class LARS(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
-        return self.optimizer.state_dict()
+        """The inner optimizer's; hooks registered here run around it."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self.optimizer.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = _or(after(self, state), state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's."""
+        """Load the inner optimizer's; hooks registered here run around it."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _or(before(self, state_dict), state_dict)
         self.optimizer.load_state_dict(state_dict)
         self._share()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("optimizer", "use_clip", "lars_filter", "epsilon", "coefficient")

@@ -68,7 +68,7 @@ class Rprop(Optimizer):
             torch._foreach_add_(before, u.grads)
         for sign, old in zip(turned, before):
             old.masked_fill_((sign < 0) if u.keep is None else (sign < 0) & (u.keep != 0), 0.0)
-            sign.copy_(torch.where(sign > 0, up, torch.where(sign < 0, down, 1.0)))
+            sign.copy_(torch.where(sign > 0, up, torch.where(sign < 0, down, torch.ones_like(sign))))
         torch._foreach_mul_(step, turned)
         torch._foreach_clamp_min_(step, least)
         torch._foreach_clamp_max_(step, most)
@@ -129,12 +129,12 @@ class ASGD(Optimizer):
     @staticmethod
     def _eta(u: Update) -> Tensor:
         weight, lambd = u.weights[0], u.group["lambd"]
-        done: Number = u.count - 1 if isinstance(u.count, Tensor) else torch.tensor(float(u.count - 1))
+        done: Number = (u.count - 1).float() if isinstance(u.count, Tensor) else torch.tensor(u.count - 1, dtype=torch.float32)
         return _as_rate(u.lr / ((1 + lambd * u.lr * done) ** u.group["alpha"]), weight)
 
     @staticmethod
     def _mu(u: Update) -> Tensor:
-        over = u.count - 1 - u.group["t0"]
+        over = (u.count.double() if isinstance(u.count, Tensor) else u.count) - 1 - u.group["t0"]
         return _as_rate(1 / over.clamp(min=1.0) if isinstance(over, Tensor) else 1 / max(1.0, over), u.weights[0])
 
 

@@ -109,7 +109,7 @@ class SGD(Optimizer):
         """velocity += g at the first step and (1 - dampening) g later; adds -0.0 when the step is skipped."""
         dampening = u.group["dampening"]
         if dampening and isinstance(u.count, Tensor):
-            part = torch.where(u.count == 1, 0.0, -dampening).float() + 1.0
+            part = velocity[0].new_full((), 1.0 - dampening).masked_fill(u.count == 1, 1.0)
             torch._foreach_add_(velocity, torch._foreach_mul(u.grads, part))
         else:
             torch._foreach_add_(velocity, u.grads, alpha=1.0 if u.count == 1 else 1.0 - dampening)

@@ -48,6 +48,11 @@ class Update:
     keep: Tensor | None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def counted(self) -> Number:
+        """`count` as an int, or as 0-d float64: arithmetic with an int64 tensor would take torch's default dtype."""
+        return self.count.double() if isinstance(self.count, Tensor) else self.count
+
     def once(self, name: Any, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, computed for the first slice and kept for the others."""
         if name not in self.memo:

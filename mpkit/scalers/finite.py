@@ -151,6 +151,6 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
         raise ValueError(_NO_GRADIENTS)
     found = [all_finite(summed).logical_not().float()] if summed else []
     for (device, dtype), group in groups.items():
-        found.append(torch.zeros((), device=device))
+        found.append(torch.zeros((), dtype=torch.float32, device=device))
         _divide(group, found[-1], _cast(inverse, dtype).to(device, copy=True))
     return torch.stack([f.to(inverse.device) for f in found]).amax()

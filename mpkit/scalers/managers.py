@@ -15,7 +15,8 @@ from mpkit.policies import STOPS, advance, initial, preset
 from .scaler import checked_count, need_flag, need_keys, need_number
 
 # 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
-_DOWN, _UP, _ONE = torch.tensor(2.0**-64), torch.tensor(2.0**64), torch.tensor(1)
+_DOWN, _UP = (torch.tensor(factor, dtype=torch.float32) for factor in (2.0**-64, 2.0**64))
+_ONE = torch.tensor(1)
 
 
 class LossScaleManager(ABC):

@@ -56,12 +56,12 @@ class PolicyLossScaler(LossScaler):
             self._counter = torch.zeros((), dtype=torch.int32)
         else:
             self._state = initial(policy, "cpu")
-        self.stopped = torch.zeros(())  # the code of `STOPS`, in the dtype of the flag that it is computed from
+        self.stopped = torch.zeros((), dtype=torch.float32)  # the code of `STOPS`, in the dtype of the flag that it is computed from
         # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
         self._index = torch.arange(self._count)
         self._scales = torch.full((remember + 1, *self._shape), math.nan, dtype=self.scale_value.dtype)
         self._scales[0] = self.scale_value
-        self._found = torch.zeros(remember + 1, *self._shape)
+        self._found = torch.zeros(remember + 1, *self._shape, dtype=torch.float32)
 
     def get_loss_scale(self) -> Any:
         """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
