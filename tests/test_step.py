@@ -610,7 +610,7 @@ def test_a_refused_optimizer_state_leaves_the_scaler_alone():
     state["scale_sense"].fill_(2.0)
     before = copy.deepcopy(cell.state_dict())
     for load in (lambda: cell.set_extra_state(state["_extra_state"]), lambda: cell.load_state_dict(state)):
-        with pytest.raises(ValueError, match="different number of parameter groups"):
+        with pytest.raises(ValueError, match=r"has groups of \[\] parameters"):
             load()
         assert_same(before, cell.state_dict())
 

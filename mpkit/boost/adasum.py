@@ -283,8 +283,8 @@ class AdaSum(nn.Module):
         if self._node_group is None or not grads:
             return
         for grad in grads:
+            grad.div_(self.device_number)  # first: the sum of float16 gradients may overflow where the mean does not
             self._wait([dist.all_reduce(grad, group=self._node_group, async_op=True)])
-            grad.div_(self.device_number)
 
     def _hand_round_(self, weights: list[Tensor]) -> None:
         """Every rank of the node receives the slices that the others merged."""

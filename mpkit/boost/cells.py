@@ -125,6 +125,11 @@ class _Boosted(TrainOneStepCell):
                 self._freezing.after_backward(ctx)
             raise
 
+    def _clip(self) -> None:
+        """During an accumulation it is the mean that is clipped, in `_update_now`, and not each micro-gradient."""
+        if self.accumulation is None:
+            super()._clip()
+
     def reduce(self) -> None:
         """Average the gradients over the processes; AdaSum merges updates instead, frozen layers have nothing to send.
 
@@ -151,6 +156,8 @@ class _Boosted(TrainOneStepCell):
         found_inf = None if ctx is None or self.accumulation is not None else ctx.found_inf
         if self.accumulation is not None and self.adasum is None and distributed.several_processes():
             self._average()
+        if self.accumulation is not None:
+            super()._clip()
         before = self.optimizer.steps if isinstance(self.optimizer, FreezeOpt) else 0
         if self.dim_reduce is not None or self.adasum is not None:
             if found_inf is None or not found_inf.item():  # both measure losses or talk to peers: no skip on a device
@@ -242,7 +249,9 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
                 f"{type(scale_sense).__name__}"
             )
         # a group loss is seeded with 1: the markers in the network apply the scales
-        super().__init__(network, optimizer, torch.tensor(1.0, dtype=torch.float32) if groups is not None else scale_sense, **options)
+        super().__init__(
+            network, optimizer, torch.tensor(1.0, dtype=torch.float32) if groups is not None else scale_sense, **options
+        )
         self.groups = groups
         self.group_overflow: Tensor | None = None
         if groups is not None:

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from mpkit.boost.bn_rules import removable
 
 EPSILON = 1e-4
+READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Layers of torch that read the weights of their Linear children, in evaluation at least."""
 
 
 class NormalizedLinear(nn.Module):
@@ -90,12 +94,14 @@ class LessBN(nn.Module):
 
     Args:
         network:    traced with `torch.fx`; where that fails, its parts are, and last the module names decide.
-        fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`.
+        fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`; a layer whose weight
+                    its parent reads itself, inside attention or a transformer layer of torch, does not count.
         strict:     the original's patterns with their accidents: `shortcut + branch` never matches, a first basic
                     block may cost the stem its BatchNorm, and fn_flag converts the last FC of *every* container.
         last_fc:    qualified name of the layer that fn_flag converts, where it is not the last one.
         keep_bias:  the converted layer keeps its bias.
-    Raises:  TypeError if `network` is no module; ValueError if `last_fc` names no Linear or strict cannot trace.
+    Raises:  TypeError if `network` is no module; ValueError if `last_fc` names no Linear, if the layer to convert is
+             lazy, parametrised or of a subclass (its own forward would be lost), or strict cannot trace.
     Source:  MindSpore boost.LessBN (there a compiler pass that does nothing in eager mode).
 
     >>> from mpkit.networks import resnet18
@@ -143,9 +149,7 @@ class LessBN(nn.Module):
         else:
             names = names[-1:]
         for name in names:
-            linear = self.network.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            self.network.set_submodule(name, NormalizedLinear.of(linear, keep_bias))
+            self.network.set_submodule(name, NormalizedLinear.of(_plain_linear(self.network, name), keep_bias))
         return tuple(names)
 
 
@@ -154,8 +158,26 @@ def _is_kept(module: nn.Module, name: str, removed: dict[str, str]) -> bool:
 
 
 def _linears(network: nn.Module) -> Iterator[str]:
-    """Names of the Linear layers below `network`; attention reads the weight of its output layer itself."""
+    """Names of the Linear layers below `network` whose parent calls them and does not read their weight itself."""
     for name, module in network.named_modules():
         parent = network.get_submodule(name.rpartition(".")[0])
-        if name and isinstance(module, nn.Linear) and not isinstance(parent, nn.MultiheadAttention):
+        if name and isinstance(module, nn.Linear) and not isinstance(parent, READERS):
             yield name
+
+
+def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
+    """The layer of that name. Raises ValueError unless its output is x W^T + b and nothing else."""
+    linear = network.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    way_out = "leave fn_flag off, or name another layer with last_fc"
+    if isinstance(linear.weight, UninitializedParameter):
+        raise ValueError(f"{name!r} is lazy and has no weight yet; run one batch through the network first")
+    if is_parametrized(linear) or "weight" not in linear._parameters:
+        raise ValueError(
+            f"the weight of {name!r} is computed from others (weight_norm, say) before each call; {way_out}"
+        )
+    if type(linear).forward is not nn.Linear.forward or linear._forward_hooks or linear._forward_pre_hooks:
+        raise ValueError(
+            f"{name!r} is a {type(linear).__name__} with a forward or hooks of its own, which would be lost; {way_out}"
+        )
+    return linear

@@ -1,16 +1,14 @@
-"""A file that is whole or not there, and the random states that make a resumed run the same run."""
+"""A checkpoint file: whole or not there, and of this very network."""
 
 from __future__ import annotations
 
 import glob
 import os
-import random
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -63,38 +61,3 @@ def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: Any) -> 
             f"{path} belongs to another network or train cell: {name!r} is {theirs.get(name, 'missing')} there and "
             f"{ours.get(name, 'missing')} here ({len(differ)} tensors differ); build the model as it was saved"
         )
-
-
-def random_state(dataset: Any) -> dict[str, Any]:
-    """The states of all generators that a training run draws from: torch, CUDA, NumPy, Python, the data set's own."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the state that data sets of others may draw from
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].copy()), *map(_plain, numpy_state[2:])],
-        "python": random.getstate(),
-        "dataset": [generator.get_state() for generator in _generators(dataset)],
-    }
-
-
-def set_random_state(state: dict[str, Any], dataset: Any) -> None:
-    """The reverse of `random_state`."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002
-    random.setstate(state["python"])
-    for generator, saved in zip(_generators(dataset), state["dataset"]):
-        generator.set_state(saved)
-
-
-def _generators(dataset: Any) -> list[torch.Generator]:
-    """Generators of the data set and, for a DataLoader, of its sampler; each once."""
-    owners = (dataset, getattr(dataset, "sampler", None), getattr(dataset, "batch_sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _plain(number: Any) -> int | float:
-    return number.item() if hasattr(number, "item") else number

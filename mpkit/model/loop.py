@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.model.callbacks import Callback, Checkpoint, RunContext
-from mpkit.model.checkpoint import random_state, set_random_state
 from mpkit.model.interrupt import InterruptBetweenSteps
+from mpkit.model.randomness import random_state, ready_workers, set_random_state
 from mpkit.step import StepOutcome
 from mpkit.step.health import nonfinite_parameters, why_skipped
 from mpkit.step.rule import ScalerRule
@@ -141,10 +141,10 @@ class TrainingLoop:
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of an epoch after the first `skip`, which are drawn again but not used."""
-        if resumed is not None and skip:
-            set_random_state(resumed["random_at_epoch_start"], self.dataset)
-        elif resumed is not None:
-            set_random_state(resumed["random"], self.dataset)
+        if resumed is not None:
+            start = resumed["random_at_epoch_start" if skip else "random"]
+            ready_workers(self.dataset, start)
+            set_random_state(start, self.dataset)
         self._epoch_random = random_state(self.dataset)
         batches = iter(self.dataset)
         for drawn in range(skip):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mpkit.model.metrics import Metric, metrics_from
 from mpkit.step import WithLossCell, build_train_network
 from mpkit.step.build import Float32Loss, widened
 from mpkit.step.phases import device_of
+from mpkit.step.restore import load_all
 
 OPTIONS = (
     "loss_scale_manager",
@@ -76,6 +77,11 @@ class Model:
                 raise ValueError(f"unknown keyword {name!r}; Model takes {', '.join(OPTIONS)}")
         boost_level = kwargs.pop("acc_level", boost_level)
         manager = kwargs.get("loss_scale_manager")
+        for name, part, kind in (("loss_fn", loss_fn, nn.Module), ("eval_network", eval_network, nn.Module)):
+            if part is not None and not isinstance(part, kind):
+                raise TypeError(f"{name} must be an nn.Module or None, got {type(part).__name__}")
+        self._metrics = metrics_from(metrics)
+        self._eval_indexes = _three_indexes(eval_indexes)
         if optimizer is None and (amp_level != "O0" or boost_level != "O0" or manager is not None):
             raise ValueError(
                 "amp_level, boost_level and loss_scale_manager say how to train, which needs an optimizer; pass one, "
@@ -92,8 +98,7 @@ class Model:
             if boost is not None and eval_network is not None:
                 eval_network = boost.network_auto_process_eval(eval_network)
         self._widen = isinstance(getattr(self.train_network, "network", None), Float32Loss)
-        self._metrics = metrics_from(metrics)
-        self._eval_network, self._eval_indexes = eval_network, _three_indexes(eval_indexes)
+        self._eval_network = eval_network
         self._manager = manager if manager is not None and manager.get_drop_overflow_update() else None
         self._loop: TrainingLoop | None = None
         self._resumed: dict[str, Any] | None = None
@@ -119,9 +124,11 @@ class Model:
                  RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor.
         Ctrl-C ends the run after the step that is running, with KeyboardInterrupt; `request_stop` ends it silently.
         Either way weights, optimizer and scale belong to the same step. After `load`, the run goes on where it was
-        saved, with the same numbers as if it had not stopped.
+        saved, with the same numbers as if it had not stopped: the generators of torch, NumPy and Python, and those that
+        the data set, its samplers and transforms hold, are restored. What persistent workers of a DataLoader draw for
+        themselves cannot be, and a warning says so.
         """
-        self._train(epoch, train_dataset, callbacks, initial_epoch, {})
+        self._train(epoch, train_dataset, callbacks, initial_epoch)
 
     def fit(
         self,
@@ -143,9 +150,11 @@ class Model:
             raise ValueError(f"valid_frequency must be at least 1 epoch, got {valid_frequency}")
         if valid_dataset is not None and not self._metrics:
             raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
-        due = range(0, epoch + 1, valid_frequency) if isinstance(valid_frequency, int) else valid_frequency
-        evaluations = dict.fromkeys(due, valid_dataset) if valid_dataset is not None else {}
-        self._train(epoch, train_dataset, callbacks, initial_epoch, evaluations)
+        due: Container[int] = frozenset()
+        if valid_dataset is not None:
+            every = range(0, epoch + 1, valid_frequency) if isinstance(valid_frequency, int) else valid_frequency
+            due = every if isinstance(every, range) else frozenset(every)
+        self._train(epoch, train_dataset, callbacks, initial_epoch, due, valid_dataset)
 
     def eval(
         self, valid_dataset: Iterable[Any], callbacks: Any = None, dataset_sink_mode: bool = False
@@ -209,13 +218,14 @@ class Model:
         """Take over what `save` wrote; the next `train` or `fit` goes on from there.
 
         Raises:  FileNotFoundError; ValueError if the file is no such checkpoint, or the network, the hooks or the
-                 optimizer differ. A checkpoint of another network changes nothing.
+                 optimizer differ; nothing is changed then.
         """
         state = load_whole(Path(path), device_of(self.train_network.parameters()))
         need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
-        self.train_network.load_state_dict(state["train_network"])
+        parts = [(self.train_network, state["train_network"])]
         if self._manager is not None and "manager" in state:
-            self._manager.load_state_dict(state["manager"])
+            parts.insert(0, (self._manager, state["manager"]))
+        load_all(parts)
         self._resumed = _on_host(state["progress"])
 
     def _train(
@@ -224,7 +234,8 @@ class Model:
         dataset: Iterable[Any],
         callbacks: Callback | Sequence[Callback] | None,
         initial_epoch: int,
-        evaluations: Mapping[int, Iterable[Any]],
+        due: Container[int] = (),
+        valid_dataset: Iterable[Any] | None = None,
     ) -> None:
         _epochs(epoch, initial_epoch)
         if self.optimizer is None and not hasattr(self.train_network, "optimizer"):
@@ -247,7 +258,7 @@ class Model:
             initial_epoch,
             inputs=self._inputs,
             manager=self._manager,
-            after_epoch=lambda number: self._evaluate(loop, evaluations.get(number)),
+            after_epoch=lambda number: self._evaluate(loop, valid_dataset if number in due else None),
         )
         if self._resumed is not None:
             loop.restore(self._resumed)

@@ -254,7 +254,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count_on_device(self, device: torch.device) -> None:
         """From now on the counters are tensors, because only the device knows which steps were skipped."""
-        if isinstance(self._counts["global_step"], int) and not (self.count_skipped and not torch.compiler.is_compiling()):
+        if isinstance(self._counts["global_step"], int) and not (
+            self.count_skipped and not torch.compiler.is_compiling()
+        ):
             self._counts["global_step"] = torch.full((), self._counts["global_step"], dtype=torch.int64, device=device)
         for group in self.param_groups:
             if isinstance(group["updates"], int):
@@ -340,9 +342,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p] or self._begin(p, group)
-        if ("master" in state) != (p.dtype.itemsize < 4):  # somebody has cast the network since
-            if state.pop("master", None) is None:
-                state["master"] = p.detach().float()
+        narrow = p.dtype.itemsize < 4
+        if narrow != ("master" in state):  # somebody has cast the network since
+            state.update(master=p.detach().float()) if narrow else state.pop("master")
         return state
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -434,7 +436,7 @@ class Optimizer(torch.optim.Optimizer):
 
 @contextmanager
 def plain_closure(optimizer: Any) -> Iterator[None]:
-    """While a closure runs in a step without `found_inf` and `grad_scale`, the optimizer unscales nothing and says so."""
+    """While the closure of a step without `found_inf` and `grad_scale` runs, the optimizer says it unscales nothing."""
     if getattr(optimizer, "found_inf", None) is None and getattr(optimizer, "grad_scale", None) is None:
         optimizer._plain_closure = True
     try:

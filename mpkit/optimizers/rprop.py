@@ -129,7 +129,9 @@ class ASGD(Optimizer):
     @staticmethod
     def _eta(u: Update) -> Tensor:
         weight, lambd = u.weights[0], u.group["lambd"]
-        done: Number = (u.count - 1).float() if isinstance(u.count, Tensor) else torch.tensor(u.count - 1, dtype=torch.float32)
+        done: Number = (
+            (u.count - 1).float() if isinstance(u.count, Tensor) else torch.tensor(u.count - 1, dtype=torch.float32)
+        )
         return _as_rate(u.lr / ((1 + lambd * u.lr * done) ** u.group["alpha"]), weight)
 
     @staticmethod

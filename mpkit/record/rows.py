@@ -128,7 +128,12 @@ def moved(part: Part, device: torch.device) -> Part:
     counts, zeros, largest, size = part
     if device.type == "cpu":
         return counts.numpy(force=True), zeros, np.float32(largest), size
-    return counts.to(device), torch.tensor(zeros, device=device), torch.tensor(largest, dtype=torch.float32, device=device), size
+    return (
+        counts.to(device),
+        torch.tensor(zeros, device=device),
+        torch.tensor(largest, dtype=torch.float32, device=device),
+        size,
+    )
 
 
 def kept(value: Any) -> float | Tensor:

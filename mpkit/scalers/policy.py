@@ -56,7 +56,9 @@ class PolicyLossScaler(LossScaler):
             self._counter = torch.zeros((), dtype=torch.int32)
         else:
             self._state = initial(policy, "cpu")
-        self.stopped = torch.zeros((), dtype=torch.float32)  # the code of `STOPS`, in the dtype of the flag that it is computed from
+        self.stopped = torch.zeros(
+            (), dtype=torch.float32
+        )  # the code of `STOPS`, in the dtype of the flag that it is computed from
         # a ring of the last steps; NaN where none was yet. The entries at `_index`, one per scale, are the newest
         self._index = torch.arange(self._count)
         self._scales = torch.full((remember + 1, *self._shape), math.nan, dtype=self.scale_value.dtype)

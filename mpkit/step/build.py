@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.levels import protect_children
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
-from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_parts
 from mpkit.step.hooks import Hook
+from mpkit.step.restore import unchanged_on_error
 
 
 class Defaults(NamedTuple):
@@ -82,6 +83,30 @@ def build_train_network(
              update cell is refused on a CPU; mpkit makes a new manager each time and trains anywhere.
     """
     _check(network, optimizer, loss_fn, level, kwargs)
+    check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
+    with unchanged_on_error(network, optimizer):
+        return _built(
+            network,
+            optimizer,
+            loss_fn,
+            level,
+            boost_level,
+            kwargs,
+            hooks=hooks,
+            clip_norm=clip_norm,
+            accumulation_steps=accumulation_steps,
+        )
+
+
+def _built(
+    network: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: nn.Module | None,
+    level: str,
+    boost_level: str,
+    kwargs: dict[str, Any],
+    **options: Any,
+) -> TrainOneStepCell:
     defaults = LEVELS[level]
     keep = kwargs.get("keep_batchnorm_fp32", defaults.keep_batchnorm_fp32)
     cast = kwargs.get("cast_model_type", defaults.cast_model_type)
@@ -94,16 +119,7 @@ def build_train_network(
     if loss_fn is not None:
         wide = level in ("O2", "O3", "auto") or amp_level(network) in ("O2", "O3", "auto")
         network = (Float32Loss if wide else WithLossCell)(network, loss_fn)
-    cell = _train_cell(
-        network,
-        optimizer,
-        manager,
-        boosted,
-        hooks=hooks,
-        clip_norm=clip_norm,
-        accumulation_steps=accumulation_steps,
-    )
-    return cell.train()
+    return _train_cell(network, optimizer, manager, boosted, **options).train()
 
 
 def _cast(network: nn.Module, level: str, cast: torch.dtype, keep: bool) -> None:

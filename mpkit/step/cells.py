@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
@@ -24,6 +25,7 @@ from mpkit.step.phases import (
     parameters_of,
     scale_tensor,
 )
+from mpkit.step.restore import load_all
 from mpkit.step.rule import ScalerRule, adjust_, scale_and_rule
 
 _OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
@@ -56,7 +58,8 @@ class TrainOneStepCell(nn.Module):
         hooks:        see each phase of the step.
         clip_norm:    largest joint L2 norm of the gradients; needs `sens` 1, since gradients stay multiplied here.
         accumulation_steps:  calls per update. Every call adds the gradient of its loss / accumulation_steps, so k
-                      micro-batches of equal size give the gradient of the whole batch.
+                      micro-batches of equal size give the gradient of the whole batch. An error in a backward pass
+                      drops what was summed, since a part of that micro-batch is in it; the next call begins anew.
     Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`; names are those in the network itself.
     Raises:   TypeError for another kind, ValueError for another range of an argument.
     Source:   MindSpore nn.TrainOneStepCell. `state_dict()` holds everything that a resumed training needs: weights,
@@ -77,7 +80,7 @@ class TrainOneStepCell(nn.Module):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__()
-        _check_parts(network, optimizer, clip_norm, accumulation_steps)
+        check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
         sens = 1.0 if sens is None else sens
         if clip_norm is not None and sens != 1:
             raise ValueError(
@@ -96,6 +99,7 @@ class TrainOneStepCell(nn.Module):
         updated = {id(p) for p in parameters_of(optimizer)}
         self._others: list[Tensor] = [p for p in network.parameters() if id(p) not in updated]
         self._replica = distributed.averaging_wrapper(network)
+        self._averaged = distributed.averaged_by(self._replica)
         self.register_buffer("sens", scale_tensor(sens, device_of(network.parameters()), "sens"))
 
     def forward(self, *inputs: Any) -> Any:
@@ -135,8 +139,9 @@ class TrainOneStepCell(nn.Module):
         ctx.loss = loss = loss.detach()
         if self.accumulation_steps > 1:
             self.pending = 0 if last else self.pending + 1
-        for hook in self.hooks:
-            hook.after_backward(ctx)
+        with self._summing():
+            for hook in self.hooks:
+                hook.after_backward(ctx)
         return loss
 
     def reduce(self) -> None:
@@ -160,21 +165,23 @@ class TrainOneStepCell(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """The reverse of `get_extra_state`.
 
-        Raises:  ValueError if the saved cell had another number of hooks.
+        Raises:  ValueError if the saved cell had another number of hooks or another optimizer. All or nothing.
         """
         if len(state["hooks"]) != len(self.hooks):
             raise ValueError(
                 f"the saved step had {len(state['hooks'])} hooks and this one has {len(self.hooks)}; "
                 "build the cell with the same hooks in the same order before loading"
             )
+        load_all(self._stateful(state))
         self.index, self.pending = state["index"], state["pending"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for hook, saved in zip(self.hooks, state["hooks"]):
-            if saved is not None:
-                hook.load_state_dict(saved)  # type: ignore[attr-defined]
         if self.pending:
             for p, grad in zip(parameters_of(self.optimizer), state["gradients"]):
                 p.grad = None if grad is None else grad.to(p.device, copy=True)
+
+    def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """The objects that take over a part of a saved state, each with its part."""
+        hooks = [(hook, saved) for hook, saved in zip(self.hooks, state["hooks"]) if saved is not None]
+        return [(self.optimizer, state["optimizer"]), *hooks]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`half()` and `double()` are meant for the network: the scale stays float32, or a large one became inf."""
@@ -199,8 +206,18 @@ class TrainOneStepCell(nn.Module):
             hook.after_forward(ctx)
         for hook in hooks:
             hook.before_backward(ctx)
-        backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
+        with self._summing():
+            backward(loss, ctx.scale if self.accumulation_steps == 1 else ctx.scale / self.accumulation_steps)
         return loss
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        """An error in here leaves a part of this micro-batch in the sums, and the next call would add to it."""
+        try:
+            yield
+        except BaseException:
+            self.pending = 0
+            raise
 
     def _clip(self) -> None:
         if self.clip_norm is not None:
@@ -240,10 +257,9 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         clip_norm: float | None = None,
         accumulation_steps: int = 1,
     ) -> None:
-        super().__init__(network, optimizer, hooks=hooks, accumulation_steps=accumulation_steps)
-        _check_parts(network, optimizer, clip_norm, accumulation_steps)
+        options: Any = {"hooks": hooks, "clip_norm": clip_norm, "accumulation_steps": accumulation_steps}
+        super().__init__(network, optimizer, **options)
         del self.sens
-        self.clip_norm = clip_norm
         scale, self.adjust = scale_and_rule(scale_sense, device_of(network.parameters()))
         self.register_buffer("scale_sense", scale)
 
@@ -274,7 +290,8 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         if several:
             self.reduce()
         ctx.found_inf = check_and_unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
-        if several:
+        # what DistributedDataParallel has averaged is the same everywhere; inside its Join some processes are gone
+        if several and not all(id(p) in self._averaged for p in parameters_of(self.optimizer)):
             distributed.agree_(ctx.found_inf)
         ctx.overflow = overflow = ctx.found_inf.bool()
         for hook in self.hooks:
@@ -292,24 +309,13 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         rule = self.adjust.state_dict() if isinstance(self.adjust, ScalerRule) else None
         return {**super().get_extra_state(), "rule": rule}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """The reverse of `get_extra_state`.
-
-        Raises:  as of `TrainOneStepCell`, and ValueError if only one of the two cells has a `LossScaler`.
-        """
+    def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """Raises ValueError if only one of the two cells has a `LossScaler`."""
         rule = self.adjust if isinstance(self.adjust, ScalerRule) else None
         if (state["rule"] is None) != (rule is None):
             had, has = ("no LossScaler", "one") if rule else ("a LossScaler", "none")
             raise ValueError(f"the saved step had {had} and this one has {has}; build it with the same scale_sense")
-        before = rule.state_dict() if rule else None
-        if rule is not None:
-            rule.load_state_dict(state["rule"])
-        try:
-            super().set_extra_state(state)
-        except Exception:
-            if rule is not None and before is not None:
-                rule.load_state_dict(before)  # all or nothing
-            raise
+        return [*super()._stateful(state), *([] if rule is None else [(rule, state["rule"])])]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """nn.Module has copied the scale by the time `set_extra_state` refuses the rest."""
@@ -344,7 +350,10 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self.scale_sense.copy_(sens)
 
 
-def _check_parts(network: object, optimizer: object, clip_norm: object, accumulation_steps: object) -> None:
+def check_parts(
+    network: object, optimizer: object, hooks: object, clip_norm: object, accumulation_steps: object
+) -> None:
+    """Raise TypeError or ValueError unless a train cell can be made of these."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"network must be an nn.Module that returns the loss, got {type(network).__name__}")
     if not isinstance(optimizer, Optimizer):
@@ -359,6 +368,8 @@ def _check_parts(network: object, optimizer: object, clip_norm: object, accumula
             "the optimizer holds no parameter with requires_grad=True, so a step would change nothing; "
             "unfreeze some or build it from the parameters that train"
         )
+    if isinstance(hooks, str) or not isinstance(hooks, Iterable) or not all(isinstance(h, Hook) for h in hooks):
+        raise TypeError(f"hooks must be a list of Hook objects (an empty one for none), got {hooks!r:.80}")
     if clip_norm is not None:
         if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
             raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")

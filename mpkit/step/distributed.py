@@ -26,26 +26,69 @@ def averaging_wrapper(network: nn.Module) -> DistributedDataParallel | None:
     return next((m for m in network.modules() if isinstance(m, DistributedDataParallel)), None)
 
 
-def average_(parameters: Iterable[Tensor]) -> None:
-    """Replace every gradient by its mean over the processes; a missing one counts as zero.
+def averaged_by(replica: DistributedDataParallel | None) -> frozenset[int]:
+    """Identities of the parameters whose gradients `replica` averages, so that every process has the same ones."""
+    if replica is None:
+        return frozenset()
+    ignored = set(replica.parameters_to_ignore)
+    return frozenset(id(p) for name, p in replica.module.named_parameters() if name not in ignored)
 
-    One message per dtype. Called before the gradients are unscaled, as DistributedDataParallel does, so that an inf
-    or NaN of one process reaches all (MindSpore reduces after unscaling; for a power-of-two scale the sums agree bit
-    for bit unless one of them leaves the range).
+
+NONE, SPARSE, DENSE = 0, 1, 2  # what kind of gradient a parameter has; of two kinds the larger is the common one
+
+
+def average_(parameters: Iterable[Tensor]) -> None:
+    """Replace every gradient by its mean over the processes.
+
+    One that some processes lack counts as zero there; one that all lack stays missing, so that the optimizer leaves
+    its parameter alone. Sparse gradients stay sparse, with the entries of all. One message tells what kinds there are
+    (read on the host only where a gradient is missing or sparse), then one goes out per dtype. Called before the
+    gradients are unscaled, as DistributedDataParallel does, so that an inf or NaN of one process reaches all
+    (MindSpore reduces after unscaling; for a power-of-two scale the sums agree bit for bit unless one of them leaves
+    the range).
     """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return
+    kinds = [NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained]
+    common = torch.tensor(kinds, dtype=torch.uint8, device=trained[0].device)
+    dist.all_reduce(common, op=dist.ReduceOp.MAX)
+    if min(kinds) < DENSE:  # with a dense gradient for every parameter there is nothing to learn from the others
+        kinds = common.tolist()
     grads: dict[torch.dtype, list[Tensor]] = {}
-    for p in parameters:
-        if not p.requires_grad:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        grads.setdefault(p.grad.dtype, []).append(p.grad)
+    for p, kind in zip(trained, kinds):
+        if kind == SPARSE:
+            p.grad = _sparse_mean(p)
+        elif kind == DENSE:
+            if p.grad is None or p.grad.is_sparse:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+            grads.setdefault(p.grad.dtype, []).append(p.grad)
     for group in grads.values():
         flat = torch.cat([g.reshape(-1) for g in group])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
+        mean_([flat])
         for g, part in zip(group, flat.split([g.numel() for g in group])):
             g.copy_(part.view_as(g))
+
+
+def mean_(tensors: Iterable[Tensor], degree: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+    """Replace each tensor by its mean over the processes (their sum over `degree`), in place.
+
+    It is divided before it is summed, as DistributedDataParallel does: the sum of float16 gradients may overflow where
+    their mean does not.
+    """
+    for tensor in tensors:
+        tensor /= dist.get_world_size(group) if degree is None else degree
+        dist.all_reduce(tensor, group=group)
+
+
+def _sparse_mean(p: Tensor) -> Tensor:
+    """The mean of a gradient that is sparse in some processes and missing in the others."""
+    own = None if p.grad is None else p.grad.coalesce()
+    parts: list[tuple[Tensor, Tensor] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, None if own is None else (own.indices().cpu(), own.values().cpu()))
+    indices, values = zip(*(part for part in parts if part is not None))
+    mean = torch.cat([value / len(parts) for value in values], 0)
+    return torch.sparse_coo_tensor(torch.cat(indices, 1), mean, p.shape, device=p.device).coalesce()
 
 
 def agree_(found_inf: Tensor) -> Tensor:

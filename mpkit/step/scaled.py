@@ -20,6 +20,7 @@ from mpkit.step.phases import (
     gradients_of,
     parameters_of,
 )
+from mpkit.step.restore import load_all
 from mpkit.step.rule import adjust_, scale_and_rule
 
 
@@ -70,11 +71,18 @@ class ScaledStep:
         self.skip = skip
         self.average = average
         self.scale, self.adjust = scale_and_rule(scale_sense, device_of(parameters_of(self.optimizers[0])))
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the running step up, gradients and all; the next `backward` begins a new one. The scale stays."""
         self._begun = False
         self._found: list[Tensor] = []
+        self._updated = 0  # optimizers that this step has run
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Add the gradients of `loss * scale`; the first call of a step clears the old ones.
+
+        An error in the backward pass gives the step up, as `drop` does: a part of the gradients is in the sums already.
 
         Args:    loss: scalar; `options` go to `Tensor.backward` (`retain_graph`, `inputs`).
         Raises:  RuntimeError between `unscale_` and `update`; ValueError for a loss that cannot be differentiated.
@@ -82,13 +90,18 @@ class ScaledStep:
         if self._found:
             raise RuntimeError(
                 "backward after unscale_ would add gradients times the scale to gradients that are not; "
-                "run every backward pass of the step before unscale_(), or call update() first"
+                "run every backward pass of the step before unscale_(), or call update() first, or drop() to give the "
+                "step up"
             )
         if not self._begun:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        backward(checked_loss(loss), self.scale, **options)
         self._begun = True
+        try:
+            backward(checked_loss(loss), self.scale, **options)
+        except BaseException:
+            self.drop()
+            raise
 
     def unscale_(self) -> Tensor:
         """Divide the gradients of all optimizers by the scale, once; returns the 0-d bool "some were not finite"."""
@@ -118,16 +131,21 @@ class ScaledStep:
         return clip_([p for o in chosen for p in parameters_of(o)], max_norm)
 
     def update(self) -> Tensor:
-        """Update or skip, then adjust the scale; unscales first if that was not done. Returns the overflow flag."""
+        """Update or skip, then adjust the scale; unscales first if that was not done. Returns the overflow flag.
+
+        When an optimizer raises, the step stays open: `update()` again goes on with that optimizer, those before it are
+        not run twice, and `drop()` gives the step up.
+        """
         if not self._found:
             self.unscale_()
         anywhere = self._any()
         overflow = anywhere.to(torch.bool)
-        for optimizer, found in zip(self.optimizers, self._found):
+        for optimizer, found in list(zip(self.optimizers, self._found))[self._updated :]:
             apply_(optimizer, anywhere if self.skip == "all" else found)
+            self._updated += 1
         if self.adjust is not None:
             adjust_(self.adjust, self.scale, anywhere, overflow)
-        self._begun, self._found = False, []
+        self.drop()
         return overflow
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,11 +166,11 @@ class ScaledStep:
         if theirs != ours:
             saved, own = (f"{count} optimizers and {'no' if bare else 'a'} rule" for count, bare in (theirs, ours))
             raise ValueError(f"the saved step had {saved} for its scale, this one has {own}; build it as it was saved")
-        if rule is not None:
-            rule.load_state_dict(state["rule"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        self.scale.copy_(state["scale"])
+        scale = torch.as_tensor(state["scale"], dtype=self.scale.dtype).reshape(self.scale.shape)
+        parts = [*self.optimizers, *([] if rule is None else [rule])]
+        load_all([(part, saved) for part, saved in zip(parts, [*state["optimizers"], state["rule"]])])
+        self.scale.copy_(scale)
+        self.drop()
 
     def _any(self) -> Tensor:
         first, *rest = self._found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.boost.dim_reduce.pca import row_block
+from mpkit.step.distributed import mean_
 
 CURVATURE_FLOOR = 1e-20
 
@@ -208,8 +209,7 @@ class DimReduce(nn.Module):
         loss = loss.detach().to(self.momentum.dtype).reshape(())
         if self.rank_size > 1:
             loss = loss.clone()
-            dist.all_reduce(loss, group=self._group)
-            loss /= self.rank_size
+            mean_([loss], self.rank_size, self._group)
         return loss
 
 

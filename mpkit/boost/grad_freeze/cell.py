@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt
+from mpkit.step.distributed import mean_
 
 
 def freeze_cell(
@@ -88,7 +89,4 @@ def reduce_(grads: Sequence[Tensor], *, mean: bool = True, degree: int | None = 
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("reducing gradients needs torch.distributed.init_process_group(...) in every process")
-    for grad in grads:
-        torch.distributed.all_reduce(grad)
-    if mean and grads:
-        torch._foreach_div_(list(grads), float(degree or torch.distributed.get_world_size()))
+    mean_(grads, (degree or torch.distributed.get_world_size()) if mean else 1)

@@ -14,10 +14,14 @@ from torch.optim import Optimizer
 
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
+from mpkit.optimizers.base import plain_closure
 from mpkit.step import Hook, StepContext
 from mpkit.step.phases import skips_on_device
+from mpkit.step.restore import load_all
 
 State = Literal["shared", "per_group"]
+PATCHES = frozenset({"step", "_opt_called"})
+"""What a torch scheduler sets on the optimizer object that it drives."""
 
 
 class FreezeOpt(Optimizer):
@@ -59,8 +63,9 @@ class FreezeOpt(Optimizer):
         self.optimizer = opt
         self.groups = _checked_groups(train_parameter_groups, opt)
         self.strategy = _checked_strategy(train_strategy, len(self.groups))
-        self.step_index = 0
-        self.steps = 0  # calls of step()
+        # a dict, because torch.compile drops what a compiled step writes to attributes of an optimizer
+        self._counts = {"step_index": 0, "steps": 0}
+        self._plain_closure = False
         self.optimizers = [opt] if state == "shared" else self._copies(train_strategy)
         self._members = [{id(p) for p in group} for group in self.groups]
 
@@ -78,7 +83,7 @@ class FreezeOpt(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(skips_on_device(opt) for opt in self.optimizers)
+        return not self._plain_closure and all(skips_on_device(opt) for opt in self.optimizers)
 
     def __getattr__(self, name: str) -> Any:  # only for names that this class does not have
         if name in ("optimizer", "found_inf", "grad_scale") or name.startswith("__"):
@@ -86,7 +91,8 @@ class FreezeOpt(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        # a torch scheduler puts a `step` here that is bound to this object: a copy would train the original
+        return {name: value for name, value in self.__dict__.items() if name not in PATCHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -101,6 +107,20 @@ class FreezeOpt(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     # freezing
+
+    @property
+    def step_index(self) -> int:
+        """The place in the strategy, or the index itself where there is none."""
+        return self._counts["step_index"]
+
+    @step_index.setter
+    def step_index(self, place: int) -> None:
+        self._counts["step_index"] = place
+
+    @property
+    def steps(self) -> int:
+        """Calls of `step`."""
+        return self._counts["steps"]
 
     @property
     def index(self) -> int:
@@ -137,14 +157,14 @@ class FreezeOpt(Optimizer):
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
         loss = self.step_group(self.index, closure)
         self.advance()
-        self.steps += 1
+        self._counts["steps"] += 1
         return loss
 
     def step_group(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of one group; the strategy stays where it is. Drops the other gradients."""
         loss = None
         if closure is not None:
-            with torch.enable_grad(), self.frozen(index):
+            with torch.enable_grad(), self.frozen(index), plain_closure(self):
                 loss = closure()
         trained = self._members[index]
         for p in self.parameters:
@@ -163,7 +183,7 @@ class FreezeOpt(Optimizer):
     def advance(self) -> None:
         """Go on to the next index without an update (a skipped step)."""
         length = len(self.strategy) if self.strategy else len(self.groups)
-        self.step_index = (self.step_index + 1) % length
+        self._counts["step_index"] = (self.step_index + 1) % length
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
@@ -176,18 +196,18 @@ class FreezeOpt(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and the state= option."""
-        if len(state_dict["optimizers"]) != len(self.optimizers):
+        saved = state_dict.get("optimizers", ())
+        if len(saved) != len(self.optimizers):
             raise ValueError(
-                f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(state_dict['optimizers'])}; "
+                f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(saved)}; "
                 "make it with the same groups and the same state= option"
             )
         strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
         place, length = int(state_dict["step_index"]), len(strategy or self.groups)
         if not 0 <= place < length:
             raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
-        for opt, state in zip(self.optimizers, state_dict["optimizers"]):
-            opt.load_state_dict(state)
-        self.strategy, self.step_index, self.steps = strategy, place, int(state_dict.get("steps", 0))
+        load_all(list(zip(self.optimizers, saved)))
+        self.strategy, self._counts = strategy, {"step_index": place, "steps": int(state_dict.get("steps", 0))}
 
     def _copies(self, strategy: Any) -> list[Optimizer]:
         """One optimizer per group, without state, its listed learning rates split as the original does."""
@@ -274,6 +294,7 @@ def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     memo[id(own.state)] = defaultdict(dict)
     result = object.__new__(type(optimizer))
     memo[id(optimizer)] = result
-    result.__dict__.update({key: copy.deepcopy(value, memo) for key, value in optimizer.__dict__.items()})
+    own_names = (name for name in optimizer.__dict__ if name not in PATCHES)
+    result.__dict__.update({name: copy.deepcopy(optimizer.__dict__[name], memo) for name in own_names})
     regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
     return result

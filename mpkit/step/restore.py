@@ -1,0 +1,79 @@
+"""All or nothing: several objects take over a saved state together, and a failed set-up leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.optimizers.saved import check_saved
+
+
+def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """`part.load_state_dict(saved)` for each (part, saved); when one refuses, all are as they were.
+
+    Raises:  ValueError for the state of another kind of optimizer, and what the parts raise.
+    """
+    for part, saved in pairs:
+        if isinstance(part, torch.optim.Optimizer) and "param_groups" in part.state_dict():
+            check_saved(part, saved)
+    done: list[tuple[Any, Any]] = []
+    try:
+        for part, saved in pairs:
+            done.append((part, part.state_dict()))
+            part.load_state_dict(saved)
+    except BaseException:
+        for part, before in done:
+            part.load_state_dict(before)
+        raise
+
+
+@contextmanager
+def unchanged_on_error(*objects: Any) -> Iterator[None]:
+    """Leave modules (with all their parts) and optimizers as they were when the block raises.
+
+    Restored is what they hold: layers, parameters, hooks, options and groups. What is inside a tensor is not copied.
+    """
+    owners = [x for top in objects for x in (top.modules() if isinstance(top, nn.Module) else _wrapped(top))]
+    kept = [_Kept(vars(owner), depth=4) for owner in owners]
+    required = [(p, p.requires_grad) for top in objects if isinstance(top, nn.Module) for p in top.parameters()]
+    try:
+        yield
+    except BaseException:
+        for containers in kept:
+            containers.put_back()
+        for p, before in required:
+            p.requires_grad_(before)
+        raise
+
+
+def _wrapped(optimizer: Any) -> list[Any]:
+    """An optimizer and those inside it."""
+    own = vars(optimizer).get("optimizer")
+    return [optimizer, *_wrapped(own)] if isinstance(own, torch.optim.Optimizer) else [optimizer]
+
+
+class _Kept:
+    """What a dict or list held, and the dicts and lists in it down to a depth."""
+
+    def __init__(self, container: Any, depth: int) -> None:
+        self.container = container
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        self.items = {key: self._of(item, depth - 1) for key, item in items}
+
+    @classmethod
+    def _of(cls, item: Any, depth: int) -> Any:
+        return cls(item, depth) if depth and isinstance(item, dict | list) else item
+
+    def put_back(self) -> Any:
+        """The very same containers, with what they held."""
+        items = {key: item.put_back() if isinstance(item, _Kept) else item for key, item in self.items.items()}
+        if isinstance(self.container, dict):
+            self.container.clear()
+            self.container.update(items)
+        else:
+            self.container[:] = items.values()
+        return self.container
