@@ -36,13 +36,15 @@ SETTINGS = {
 # What is on the page: every widget output with its controls and pictures.
 OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) => ({
   index,
-  controls: ['.noUi-handle', 'select', 'input:not([type=range])', 'button']
+  controls: ['.noUi-handle', '.mpk .handle', '.mpk input[type=range]', 'select', 'input:not([type=range])', 'button',
+             '.mpk .pick[tabindex="0"]']
     .flatMap((kind) => [...cell.querySelectorAll('.jp-OutputArea ' + kind)])
+    .filter((e) => e instanceof SVGElement || e.offsetParent !== null)
     .map((e, n) => {
       e.setAttribute('data-control', index + '-' + n);
       const box = e.closest('.jupyter-widgets');
       const label = box && box.querySelector('.widget-label');
-      const kind = e.matches('.noUi-handle') ? 'slider' : e.matches('button') ? 'button'
+      const kind = e.matches('.noUi-handle, .handle, [type=range]') ? 'slider' : e.matches('button, .pick') ? 'button'
         : e.matches('select') ? 'select' : e.type;
       const named = e.labels && e.labels.length ? e.labels[0].textContent : '';
       return {id: index + '-' + n, kind, disabled: !!e.disabled, play: !!e.closest('.widget-play'),
@@ -51,7 +53,8 @@ OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) 
               focusable: e.tabIndex >= 0,
               chosen: !!e.closest('.widget-toggle-buttons') && e.classList.contains('mod-active')};
     }),
-  pictures: [...cell.querySelectorAll('.jp-OutputArea img')].map((e) => e.getAttribute('alt') || ''),
+  pictures: [...cell.querySelectorAll('.jp-OutputArea :is(img, svg[role=img])')]
+    .map((e) => e.getAttribute('alt') || e.getAttribute('aria-label') || ''),
 })).filter((cell) => cell.controls.length || cell.pictures.length)"""
 
 # Everything a reader sees of a cell's view (pictures, status line, table), as one short hash; when a key went down.
@@ -60,7 +63,8 @@ window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
-  const text = [all('img', (e) => e.src), words('[role=status]'), words('table')].join('#');
+  const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML);
+  const text = [all('img', (e) => e.src), drawn, words('[role=status]'), words('table')].join('#');
   let hash = 2166136261;
   for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
   return text.length + ':' + (hash >>> 0);
@@ -71,8 +75,9 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
   window.__pending = new Set();
   window.__values = [];
   kernel.anyMessage.connect((_, {msg, direction}) => {
-    if (direction === 'send' && msg.header.msg_type === 'comm_msg' && 'value' in (msg.content.data.state || {}))
-      window.__values.push(msg.content.data.state.value);
+    if (direction === 'send' && msg.header.msg_type === 'comm_msg')
+      for (const name of ['value', 'ask', 'index'])
+        if (name in (msg.content.data.state || {})) window.__values.push(msg.content.data.state[name]);
     if (direction === 'send' && msg.channel === 'shell') window.__pending.add(msg.header.msg_id);
     if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
       window.__pending.delete(msg.parent_header.msg_id);
@@ -115,7 +120,7 @@ READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.curren
   const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
   return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
 
-AT_TOP = """(e) => e.matches('.noUi-handle')
+AT_TOP = """(e) => e.matches('.noUi-handle, .handle')
   ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax') : e.max !== undefined && +e.value >= +e.max"""
 
 ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
@@ -268,7 +273,9 @@ class Page:
         self.lab.shutdown_kernels()
 
 
-SILENT = {"Stop"}  # with nothing going on it has nothing to change
+SILENT = {"Stop", "Ten times as fast"}  # with nothing going on they have nothing to change
+
+PLAY = ("Play or pause", "Play", "Pause")
 
 
 def press(page, control, *keys):
@@ -350,13 +357,13 @@ def use(page, cell):
         if control["name"] in ("Reset", "Back to start") and sliders:
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
-        starts = control["kind"] == "button" and (stop or control["name"] == "Play or pause")
+        starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
         delay = poke(page, index, control, patience=3 if starts else 0.25)  # the kernel is done before the work is
         if delay is None and not page.explains(index):
             dead.append(control["name"] or control["kind"])
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
-        if control["name"] == "Play or pause":
+        if control["name"] in PLAY:
             press(page, control, "Enter")
         if control["kind"] == "checkbox":
             press(page, control, "Space")  # back again: other controls may depend on it

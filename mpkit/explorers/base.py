@@ -39,6 +39,8 @@ class Explorer(HasTraits):
     controls: ClassVar[tuple[str, ...]] = ()
     actions: ClassVar[Mapping[str, str]] = {}
     """Button label -> name of the method that it calls."""
+    gestures: ClassVar[tuple[str, ...]] = ()
+    """Methods that a click, a drag or the pen in the picture calls with what was done."""
 
     revision = Int(0, help="raised after every recomputation; views redraw on it")
     message = Unicode("", help="why the last input was refused, or what is going on")
@@ -47,6 +49,7 @@ class Explorer(HasTraits):
 
     def __init__(self, **params: Any) -> None:
         self.lock = threading.RLock()
+        self.changes = 0  # of results, by other means than the controls
         self._quiet = True
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
@@ -97,16 +100,21 @@ class Explorer(HasTraits):
         """All parameters back to their defaults."""
         self.set(**self._defaults)
 
-    def act(self, method: str) -> None:
-        """Run the method of a button; a ValueError becomes `message`."""
+    def idle(self) -> tuple[str, ...]:
+        """Controls that change nothing as the others stand; a view hides them."""
+        return ()
+
+    def act(self, method: str, *given: Any) -> None:
+        """Run the method of a button or gesture; a ValueError becomes `message`."""
         try:
-            getattr(self, method)()
+            getattr(self, method)(*given)
         except ValueError as error:
             self.message = str(error)
 
     def touch(self) -> None:
         """Tell the views that results have changed."""
         with self.lock:
+            self.changes += 1
             self.revision += 1
 
     def start(self, work: Callable[[], Iterator[float]], redraw_every: float = 0.25) -> None:

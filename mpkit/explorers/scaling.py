@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from traitlets import Enum, Float, Int
+from traitlets import Bool, Enum, Float, Int
 
 from mpkit.data import data_dir
 from mpkit.explorers.base import Explorer
@@ -63,39 +64,91 @@ def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
     return np.stack([np.interp(np.arange(SHOWN), trace.rows, column) for column in share.T], axis=1)
 
 
-def stepped(policy: ScalePolicy, tops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`."""
-    done = simulate(tops, policy)
-    used, last = done.sampled[:, 0], done.final[0]
-    finite = used <= tops
-    return used, finite, explain(policy, used, np.append(used[1:], last), finite)
+def stepped(
+    policy: ScalePolicy, tops: np.ndarray, puts: Mapping[int, float] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`.
+
+    `puts` are scales set by hand, by step; the count of finite steps starts again there.
+    """
+    starts = {0: policy.init_scale} | {k: v for k, v in (puts or {}).items() if k < len(tops)}
+    ends, parts = [*sorted(starts)[1:], len(tops)], []
+    for first, end in zip(sorted(starts), ends):
+        own = replace(policy, init_scale=starts[first])
+        done = simulate(tops[first:end], own)
+        used = done.sampled[:, 0]
+        finite = used <= tops[first:end]
+        parts.append((used, finite, explain(own, used, np.append(used[1:], done.final[0]), finite)))
+    scale, finite, reasons = (np.concatenate(column) for column in zip(*parts))
+    return scale, finite, reasons
 
 
 class DynamicsExplorer(Explorer):
     """A `DynamicLossScaler` with any settings on a recorded run, step by step.
 
     After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `zeros` (share of the gradient values that are zero at
-    that scale), all (400,), and `headroom` = log2(ceiling / scale) in bits.
+    that scale), `good` (finite steps since the scale last changed, this one included), all (400,), and `headroom` =
+    log2(ceiling / scale) in bits. `drawn` holds ceilings drawn by hand, `puts` scales set by hand, by step.
     """
 
-    controls = ("run", "init_exponent", "scale_factor", "scale_window", "floor_exponent", "step")
+    controls = (
+        *("run", "init_exponent", "scale_factor", "apart", "down_factor", "scale_window", "floor_exponent"),
+        *("hold", "step"),
+    )
+    actions = {"Undo what was drawn": "undraw"}
+    gestures = ("draw", "put")
     run = Enum(list(RUNS), "gpt_sums").tag(label="recorded run", names=RUNS)
     init_exponent = Int(24, min=0, max=32).tag(label="initial scale, 2 to the")
     scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", unit="times", scale="log2", step=0.25)
+    apart = Bool(False).tag(label="another factor down")
+    down_factor = Float(2.0, min=1.25, max=16.0).tag(label="factor down", unit="times", scale="log2", step=0.25)
     scale_window = Int(50, min=1, max=400).tag(label="scale_window", unit="steps")
     floor_exponent = Int(0, min=-24, max=10).tag(label="floor, 2 to the")
+    hold = Bool(False).tag(label="hold the scale")
     step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown", animate=80)
 
     def __init__(self, **params: Any) -> None:
         self._key: Any = None
+        self.drawn: dict[int, float] = {}
+        self.puts: dict[int, float] = {}
         super().__init__(**params)
 
     def policy(self) -> ScalePolicy:
-        """MindSpore's rule with a floor that can be moved."""
-        factor, floor = self.scale_factor, 2.0**self.floor_exponent
+        """MindSpore's rule with a floor that can be moved; held, neither factor acts."""
+        up, floor = self.scale_factor, 2.0**self.floor_exponent
+        down = self.down_factor if self.apart else up
+        window = 2**30 if self.hold else self.scale_window
         return ScalePolicy(
-            2.0**self.init_exponent, factor, 1.0, self.scale_window, floor, backoff_divisor=factor, name="dynamic"
+            2.0**self.init_exponent, up, 1.0, window, floor, backoff_divisor=1.0 if self.hold else down, name="dynamic"
         )
+
+    def idle(self) -> tuple[str, ...]:
+        moving = ("scale_factor", "apart", "down_factor", "scale_window", "floor_exponent") if self.hold else ()
+        return (*moving, *(() if self.apart else ("down_factor",)), *(() if self.drawn or self.puts else ("undraw",)))
+
+    def draw(self, stroke: Mapping[str, float]) -> None:
+        """Take over a ceiling drawn by hand: step -> exponent."""
+        self._redo(self.drawn | {int(k): 2.0**v for k, v in stroke.items()}, self.puts)
+
+    def put(self, step: int, exponent: float) -> None:
+        """Set the scale of one step by hand; held, it is the scale of all steps."""
+        if self.hold:
+            return self.set(init_exponent=min(32, max(0, round(exponent))))
+        self._redo(self.drawn, self.puts | {int(step): 2.0**exponent})
+
+    def undraw(self) -> None:
+        """Forget what was drawn and set by hand."""
+        self._redo({}, {})
+
+    def reset(self) -> None:
+        self.drawn, self.puts, self._key = {}, {}, None
+        super().reset()
+
+    def _redo(self, drawn: dict[int, float], puts: dict[int, float]) -> None:
+        with self.lock:
+            self.drawn, self.puts, self._key = drawn, puts, None
+            self.compute()
+            self.touch()
 
     def compute(self) -> None:
         key = tuple(self.state().values())[:-1]
@@ -103,9 +156,15 @@ class DynamicsExplorer(Explorer):
             return
         if self.floor_exponent > self.init_exponent:
             raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
-        trace, self.ceiling = recorded(self.run)
-        self.scale, self.finite, self.reasons = stepped(self.policy(), self.ceiling)
-        self.zeros = zero_share(trace, np.append(self.scale, np.ones(len(trace) - SHOWN))[:, None])[:, 0]
+        self.trace, self.ceiling = recorded(self.run)
+        if self.drawn:
+            self.ceiling = self.ceiling.copy()
+            self.ceiling[list(self.drawn)] = list(self.drawn.values())
+        self.scale, self.finite, self.reasons = stepped(self.policy(), self.ceiling, {} if self.hold else self.puts)
+        fresh = self.finite & np.append(True, (self.scale[1:] != self.scale[:-1]) | ~self.finite[:-1])
+        starts = np.maximum.accumulate(np.where(fresh, np.arange(SHOWN), 0))
+        self.good = np.where(self.finite, (np.arange(SHOWN) - starts) % self.scale_window + 1, 0)
+        self.zeros = zero_share(self.trace, np.append(self.scale, np.ones(len(self.trace) - SHOWN))[:, None])[:, 0]
         with np.errstate(invalid="ignore"):
             self.headroom = np.log2(np.maximum(self.ceiling, 2.0**-60) / self.scale)
         self._key = key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from mpkit.plots.base import BLACK, BLUE, GREY, SKY, VERMILION, Picture, log2_axis
+from mpkit.plots.base import BLACK, BLUE, GREY, VERMILION, Picture, log2_axis
+from mpkit.plots.scene import Scene, exponents, linear, log2, power_of_two
 
 LOW, HIGH = -26, 34  # exponents on the scale axis; what lies outside is drawn at its edge
 
@@ -28,41 +30,89 @@ def _scale_axis(axes: Axes, steps: int, low: int = LOW, high: int = HIGH, every:
     axes.set_xlim(-0.5, steps - 0.5)
 
 
-class DynamicsPicture(Picture):
-    """Scale and ceiling up to the step shown, skipped steps as crosses; below, how many gradient values are zero."""
+def dynamics_scene(data: Any) -> Scene:
+    """A ball on the scale under its ceiling, 80 steps at a time; beside it the gradients; below, all steps."""
+    steps = np.arange(len(data.scale))
+    skips = np.flatnonzero(~data.finite)
+    real = np.log2(data.ceiling[data.ceiling > 0]), np.log2(data.scale)
+    low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real))) + 3
+    scale, tops = exponents(data.scale, low, high), exponents(data.ceiling, low, high)
+    scene = Scene(height=440, rows=(3.3, 1), cols=(2.7, 1))
+    scene.play("step", "step", len(steps), every=100)
+    kept = scene.keep("ceiling", tops)
+    x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(steps), 20)]}
+    y = log2("loss scale", low, high)
+    main = scene.panel(title="the scale climbs until it meets the ceiling", x=x, y=y)
+    main.boxes(skips - 0.5, [low], skips + 0.5, [high], fill="muted/0.3", since=skips, show="upto", quiet=True)
+    main.band(kept, high, label="here it would overflow")
+    main.add("pen", y=kept, color="overflow", name="draw", lo=low, hi=high, label="ceiling", width=1.6)
+    main.line(scale, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
+    main.points(scale[skips], skips, "overflow", since=skips, glyph="x", size=4.5, show="upto", label="skipped step")
+    share = data.good / max(1, min(data.scale_window, len(steps)))
+    ball = {"color": ["overflow", "own"], "hue": data.finite.astype(np.uint8), "size": 7, "glide": True}
+    main.points(scale, ring=share, show="at", **ball)
+    codes = sorted(set(map(str, data.reasons)))
+    index = np.searchsorted(codes, data.reasons.astype(str)).astype(np.uint8)
+    main.add("notes", label="decision", names=codes, codes=index)
+    totals = (np.cumsum(~data.finite), steps + 1, np.round(100 * data.zeros))
+    words = "skipped {} of {} steps;  {} % of this step's gradients are zero"
+    main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
+    main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, plain=True)
+    if not data.hold:
+        up, down = math.log2(data.scale_factor), math.log2(data.down_factor)
+        window = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {data.scale_window}"}
+        main.handle("x", "scale_window", data.scale_window, 1, 400, "scale_window, steps", **window)
+        factor = {"base": scale, "log2": True, "stem": True, "cross": 7, "step": 0.25}
+        main.handle("y", "scale_factor", up, 0.25, 4, "scale_factor", note=f"× {data.scale_factor:.4g}", **factor)
+        if data.apart:
+            main.handle(
+                "y", "down_factor", down, 0.25, 4, "factor down", slope=-1, note=f"÷ {data.down_factor:.4g}", **factor
+            )
+        floor = data.floor_exponent
+        main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
+    _gradients(scene, data)
+    whole = scene.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, len(steps), 8), y=log2("", low, high, 8))
+    whole.band(kept, high, quiet=True)
+    whole.line(kept, color="overflow", width=1)
+    whole.line(scale, step="mid", width=1.6)
+    whole.points(scale[skips], skips, "overflow", glyph="x", size=2.5, width=1.4)
+    whole.handle("x", "step", data.step, 0, len(steps) - 1, "step")
+    whole.handle("y", "init_exponent", data.init_exponent, 0, 32, "initial scale, 2 to the", cross=0, note="start")
+    return scene
 
-    size = (8.4, 4.4)
 
-    def layout(self, figure: Figure, data: Any) -> None:
-        n = len(data.scale)
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        _scale_axis(top, n)
-        top.set_ylabel("loss scale")
-        top.set_title("the scale climbs until it meets the ceiling; blue: it would overflow here", loc="left")
-        bottom.set(xlabel="step", ylabel="gradients that\nare zero, %", ylim=(-5, 105), xlim=(-0.5, n - 0.5))
-        self.above = self.moving(top.fill_between([0, 1], 1, 2, color=SKY, alpha=0.35, lw=0))
-        (self.ceiling,) = top.plot([], [], color=GREY, lw=1.2, label="ceiling: largest scale without overflow")
-        (self.scale,) = top.plot([], [], color=BLUE, lw=2, drawstyle="steps-mid", label="loss scale")
-        (self.skips,) = top.plot([], [], "x", color=VERMILION, ms=8, mew=2, label="skipped step")
-        (self.floor,) = top.plot([], [], color=GREY, lw=1.2, ls="--", label="floor")
-        (self.now,) = top.plot([], [], "o", color=BLACK, ms=7, mfc="white", mew=1.5)
-        (self.zeros,) = bottom.plot([], [], color=BLUE, lw=1.8)
-        self.moving(self.ceiling, self.floor, self.scale, self.skips, self.now, self.zeros)
-        handles = [self.scale, self.ceiling, self.skips, self.floor]
-        figure.legend(handles=handles, loc="outside upper right", ncols=4)
+REGIONS = (
+    (-25, "zero", "become zero"),
+    (-14, "subnormal", "subnormal"),
+    (16, "normal", ""),
+    (20, "overflow", "overflow"),
+)
+"""Of float16: up to which power of two, role, name."""
 
-    def update(self, data: Any) -> None:
-        shown = slice(0, data.step + 1)
-        steps = np.arange(len(data.scale))
-        tops = _inside(data.ceiling)
-        self.above.set_data(steps, tops, np.full(len(steps), 2.0**HIGH))
-        self.ceiling.set_data(steps, tops)
-        self.floor.set_data(steps[[0, -1]], [2.0**data.floor_exponent] * 2)
-        scale = _inside(data.scale)
-        self.scale.set_data(steps[shown], scale[shown])
-        self.skips.set_data(data.skipped, scale[data.skipped])
-        self.now.set_data([data.step], [scale[data.step]])
-        self.zeros.set_data(steps[shown], 100 * data.zeros[shown])
+
+def _gradients(scene: Scene, data: Any) -> None:
+    """This step's recorded gradients times its scale, over the regions of float16."""
+    part, low = data.trace.gradients, -32
+    share = part.total() / part.size.sum()
+    unit = 100 * share.max() / 255
+    x, y = linear("share, %", 0, 105 * share.max(), 3), log2("magnitude in float16", low, REGIONS[-1][0])
+    panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
+    for high, role, name in REGIONS:
+        panel.span("y", low, high, f"{role}/0.14", name)
+        low = high
+    rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
+    panel.bars(
+        scene.keep("gradients", np.round(255 * share / share.max()).astype(np.uint8)),
+        np.arange(part.lowest, part.lowest + part.bins) + 0.5,
+        axis="y",
+        width=1,
+        unit=unit,
+        rows=scene.keep("rows", rows),
+        shift=np.log2(data.scale),
+        zones=[[upto if upto < 20 else None, role] for upto, role, _ in REGIONS],
+        label="share of the gradients, %",
+        quiet=True,
+    )
 
 
 class SweepPicture(Picture):

@@ -6,13 +6,14 @@ from typing import Any
 
 from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
-from mpkit.plots.scaling import DynamicsPicture, LivePicture, NaivePicture, SweepPicture, ZooPicture
+from mpkit.plots.scaling import LivePicture, NaivePicture, SweepPicture, ZooPicture, dynamics_scene
 from mpkit.widgets.base import View
+from mpkit.widgets.scene import View as SceneView
 
 
-def dynamics_view(**params: Any) -> View:
+def dynamics_view(**params: Any) -> SceneView:
     """A recorded run under any dynamic scale, animated; parameters as `DynamicsExplorer`."""
-    return View(DynamicsExplorer(**params), DynamicsPicture())
+    return SceneView(DynamicsExplorer(**params), dynamics_scene)
 
 
 def sweep_view(**params: Any) -> View:

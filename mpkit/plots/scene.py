@@ -1,0 +1,298 @@
+"""What a picture shows, as data: panels with axes, and marks of a few kinds; no browser, no matplotlib.
+
+Values are in the coordinates of their axis: on an axis of powers of two that is the exponent. Colours are roles (what a
+thing means), "zero/0.3" is a tint of one. A mark with `show="upto"` reveals its items up to the step shown, with
+`show="at"` only the item of that step; `only=(a, b)` shows a whole mark from step a to step b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe and Ito 2008, "Color universal design"
+    "ink": ("#1f1f1f", "#ececec"),
+    "paper": ("#ffffff", "#111111"),
+    "grid": ("#e4e4e4", "#383838"),
+    "muted": ("#6e6e6e", "#a0a0a0"),
+    "reference": ("#4d4d4d", "#c4c4c4"),
+    "own": ("#a23b8f", "#e493cf"),
+    "overflow": ("#d55e00", "#ff8a47"),
+    "zero": ("#0072b2", "#4fb0ea"),
+    "subnormal": ("#e69f00", "#e0a526"),
+    "normal": ("#009e73", "#35c79c"),
+}
+SERIES = ("zero", "overflow", "normal", "own", "ink")
+"""Roles of lines that only have to differ; each comes with a dash and a glyph of its own."""
+DASHES = (None, "--", "-.", ":", "6 2 1 2 1 2")
+GLYPHS = ("o", "s", "^", "D", "v")
+
+KINDS = ("line", "band", "points", "boxes", "bars", "rule", "text", "arrows", "handle", "pen", "notes")
+_NUMBERS = frozenset(
+    ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
+) | {"codes"}
+_RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def exponents(values: Any, low: float, high: float) -> np.ndarray:
+    """Values -> positions on an axis of powers of two; zero, negative and infinite ones lie on its edges, NaN stays."""
+    values = np.asarray(values, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.clip(np.log2(np.maximum(values, 0)), low, high)
+
+
+def power_of_two(exponent: float) -> str:
+    """2^n in superscript digits: power_of_two(-14) is 2⁻¹⁴."""
+    return "2" + f"{exponent:g}".translate(_RAISED)
+
+
+def log2(label: str, low: float, high: float, every: int | None = None, **more: Any) -> dict[str, Any]:
+    """An axis of powers of two."""
+    every = every or next(k for k in (1, 2, 4, 8, 12, 16, 24, 32) if (high - low) / k <= 8)
+    ticks = [[e, power_of_two(e)] for e in range(math.ceil(low / every) * every, math.floor(high + 1e-9) + 1, every)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, "format": "log2", **more}
+
+
+def linear(label: str, low: float, high: float, count: int = 6, **more: Any) -> dict[str, Any]:
+    """An axis with round ticks, about `count` of them; it may run downwards."""
+    raw = abs(high - low) / count
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * k for k in (1, 2, 2.5, 5, 10) if size * k >= raw * (1 - 1e-9))
+    first, last = math.ceil(min(low, high) / step - 1e-9), math.floor(max(low, high) / step + 1e-9)
+    return {
+        "label": label,
+        "lo": low,
+        "hi": high,
+        "ticks": [[k * step, f"{k * step:.10g}"] for k in range(first, last + 1)],
+        **more,
+    }
+
+
+def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more: Any) -> dict[str, Any]:
+    """An axis of categories 0, 1, 2 ...; `down` puts the first at the top."""
+    ends = (len(labels) - 0.5, -0.5) if down else (-0.5, len(labels) - 0.5)
+    ticks = [[i, str(text)] for i, text in enumerate(labels)]
+    return {"label": label, "lo": ends[0], "hi": ends[1], "ticks": ticks, "names": list(map(str, labels))} | {
+        "bare": True,
+        **more,
+    }
+
+
+def space(low: float, high: float) -> dict[str, Any]:
+    """An axis without ticks, line or name."""
+    return {"lo": low, "hi": high, "ticks": [], "hidden": True}
+
+
+class Panel:
+    """One pair of axes; every method adds a mark."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.marks = given, list[dict[str, Any]]()
+
+    def add(self, kind: str, **mark: Any) -> None:
+        """A mark of one of `KINDS`; None leaves a property out. Raises ValueError for another kind."""
+        if kind not in KINDS:
+            raise ValueError(f"a mark is one of {', '.join(KINDS)}, got {kind!r}")
+        self.marks.append(
+            {"type": kind} | {k: pack(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
+        )
+
+    def line(self, y: Any, x: Any = None, color: str = "own", **look: Any) -> None:
+        """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
+        self.add("line", x=x, y=y, color=color, **look)
+
+    def points(self, y: Any, x: Any = None, color: Any = "own", **look: Any) -> None:
+        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
+        self.add("points", x=x, y=y, color=color, **look)
+
+    def band(self, y: Any, y2: Any, x: Any = None, color: str = "overflow/0.15", **look: Any) -> None:
+        """The area between two lines."""
+        self.add("band", x=x, y=y, y2=y2, color=color, **look)
+
+    def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: Any) -> None:
+        """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty."""
+        x, y = self.given["x"], self.given["y"]
+        a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
+        low, high = max(low, a), min(high, b)
+        if high <= low:
+            return
+        across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
+        self.add("boxes", **dict(zip(("x0", "y0", "x1", "y1"), across)), fill=color, quiet=True)
+        if text and axis == "x":
+            upright = (high - low) / (b - a) < 0.013 * len(text)
+            self.text(
+                text,
+                (low + high) / 2,
+                y["hi"],
+                valign="middle" if upright else "top",
+                rotate=90 if upright else None,
+                anchor="end" if upright else "middle",
+                dy=8 if upright else 4,
+                **look,
+            )
+        elif text:
+            self.text(text, x["lo"], high, anchor="start", valign="top", dx=6, dy=3, **look)
+
+    def rule(self, axis: str, at: float | str, color: str = "muted", **look: Any) -> None:
+        """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
+        self.add("rule", axis=axis, at=at, color=color, **look)
+
+    def text(self, text: Any, x: Any, y: Any, **look: Any) -> None:
+        """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps."""
+        values = look.pop("values", None)
+        self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
+        if values is not None:
+            self.marks[-1]["fields"] = [pack(v) for v in values]
+
+    def boxes(self, x0: Any, y0: Any, x1: Any, y1: Any, **look: Any) -> None:
+        """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key."""
+        self.add("boxes", x0=x0, y0=y0, x1=x1, y1=y1, **look)
+
+    def bars(self, values: Any, at: Any = None, **look: Any) -> None:
+        """Bars of `values` at positions `at` (0, 1, 2 ...), on axis "x" upright, on "y" lying.
+
+        Several rows of values, one for each step or `rows[step]`; `shift[step]` moves all of them along their axis;
+        `zones`, a list of [up to, role] that ends with [None, role], colours each by where it then lies.
+        """
+        if at is None:
+            at = np.arange(np.shape(values)[-1])
+        self.add("bars", values=values, at=at, count=np.size(at), **look)
+
+    def cells(self, values: Any, texts: Sequence[str], color: str = "zero", **look: Any) -> None:
+        """A heat map, row 0 at the top of an axis that runs downwards: the darker, the larger."""
+        values = np.asarray(values, dtype=float)
+        span = max(float(np.ptp(values)), 1e-12)
+        rows, cols = (a.ravel() for a in np.indices(values.shape))
+        share = ((values - values.min()) / span).ravel()
+        self.boxes(
+            *(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5),
+            fill=[f"{color}/{0.06 + 0.94 * s:.2f}" for s in share],
+            ink=["paper" if s > 0.6 else "ink" for s in share],
+            text=list(texts),
+            **look,
+        )
+
+    def handle(self, axis: str, name: str, at: Any, low: float, high: float, label: str, **more: Any) -> None:
+        """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
+
+        It lies at base + slope * value of its axis ("x", "y", or "xy" for a pair), across the whole panel or, with
+        `cross`, at one place of the other axis. `log2=True` sends 2^value; `gesture=True` calls the explorer's method
+        of that name with (step, value); `note` is written beside it.
+        """
+        self.add("handle", axis=axis, name=name, at=at, lo=low, hi=high, label=label, **{"step": 1, **more})
+
+
+class Scene:
+    """A picture: panels on a grid of rows and columns, sized in pixels, perhaps with a step to be played."""
+
+    def __init__(self, height: int = 360, width: int = 840, rows: Sequence[float] = (1,), cols: Sequence[float] = (1,)):
+        self.size, self.rows, self.cols = (width, height), list(rows), list(cols)
+        self.panels: list[Panel] = []
+        self.step: dict[str, Any] | None = None
+        self.kept: dict[str, Any] = {}
+
+    def keep(self, name: str, values: Any) -> dict[str, str]:
+        """Numbers that stay the same while parameters move: they travel to the page once. Use the result in a mark."""
+        self.kept[name] = pack(np.asarray(values))
+        return {"ref": name}
+
+    def panel(self, row: int = 0, col: int = 0, **given: Any) -> Panel:
+        """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`)."""
+        self.panels.append(Panel(row=row, col=col, **given))
+        return self.panels[-1]
+
+    def play(self, name: str, label: str, count: int, every: int = 80, first: int = 0) -> None:
+        """The steps of parameter `name` are `first`, `first` + 1 ...; the page plays and scrubs them by itself.
+
+        `every` is the time of a step in milliseconds. It need not be time: any parameter whose values are all sent.
+        """
+        self.step = {"name": name, "label": label, "count": count, "every": every, "first": first}
+
+    def spec(self) -> dict[str, Any]:
+        """What both renderers get: JSON with arrays as bytes."""
+        for p in self.panels:
+            p.given.setdefault("pad", _pads(p))
+        for own, sides in (("col", (1, 3)), ("row", (0, 2))):  # panels above one another start and end at the same x
+            for p in self.panels:
+                peers = [q.given["pad"] for q in self.panels if q.given[own] == p.given[own]]
+                p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
+        for p in self.panels:
+            self._tag(p)
+        panels = [{**p.given, "marks": p.marks} for p in self.panels]
+        spec: dict[str, Any] = {
+            "width": self.size[0],
+            "height": self.size[1],
+            "rows": self.rows,
+            "cols": self.cols,
+            "panels": panels,
+        }
+        spec |= {"kept": self.kept, "data": {}}
+        for m in (m for p in self.panels for m in p.marks):  # what several marks use travels once
+            for k, v in m.items():
+                if isinstance(v, dict) and "ref" not in v:
+                    name = f"#{hash(next(iter(v.values()))) & 0xFFFFFFFF:x}"
+                    spec["data"][name], m[k] = v, {"ref": name}
+        return spec | ({"index": self.step} if self.step else {})
+
+    def _tag(self, p: Panel) -> None:
+        """Write the label of each tagged line at its end, moved apart so that no two overlap."""
+        g = p.given
+        kept = self.kept
+        pixels = self.size[1] * self.rows[g["row"]] / sum(self.rows) - g["pad"][0] - g["pad"][2]
+        tagged = []
+        for m in p.marks:
+            if m.get("tag"):
+                y = np.asarray(unpack(m["y"], kept), dtype=float)
+                y = y[np.isfinite(y)]
+                if y.size:
+                    tagged.append([(y[-1] - g["y"]["lo"]) / (g["y"]["hi"] - g["y"]["lo"]) * pixels, m])
+        tagged.sort(key=lambda pair: pair[0])
+        for _ in range(60):
+            for low, high in pairwise(tagged):
+                if (short := 14 - (high[0] - low[0])) > 0:
+                    low[0], high[0] = low[0] - short / 2, high[0] + short / 2
+        for place, m in tagged:
+            y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
+            ink = m["color"].partition("/")[0]
+            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=6, free=True)
+
+
+def _pads(p: Panel) -> list[int]:
+    """Room around a panel for title, tick names and labels: top, right, bottom, left."""
+    g, tagged = p.given, max((len(m["label"]) for m in p.marks if m.get("tag")), default=0)
+    up, right = 28 if g.get("title") else 10, 14 + 7 * tagged
+    if g.get("bare"):
+        return [up, 6, 6, 6]
+    x, y = g["x"], g["y"]
+    widest = max((len(text) for _, text in y["ticks"]), default=0)
+    left = 4 if y.get("hidden") else 12 + 7 * widest + (20 if y.get("label") else 0)
+    slant = 5 * max((len(text) for _, text in x["ticks"]), default=0) if x.get("slant") else 0
+    down = 6 if x.get("hidden") else (8 if x.get("blank") else 24) + (18 if x.get("label") else 0) + slant
+    return [up, right, down, left]
+
+
+def pack(value: Any) -> Any:
+    """A number or word as it is, few numbers as a list, many as bytes: float32, or one byte each for integers."""
+    if isinstance(value, str | dict):
+        return value
+    if np.ndim(value) == 0:
+        return float(value)
+    array = np.asarray(value)
+    if array.size <= 12 and np.isfinite(array.astype(float)).all():
+        return [float(f"{v:.7g}") for v in array.ravel().tolist()]
+    if array.dtype == np.uint8:
+        return {"u1": array.tobytes()}
+    return {"f4": np.ascontiguousarray(array, dtype="<f4").tobytes()}
+
+
+def unpack(value: Any, kept: dict[str, Any]) -> Any:
+    """The way back; `kept` is the scene's."""
+    if isinstance(value, dict) and "ref" in value:
+        return unpack(kept[value["ref"]], kept)
+    if isinstance(value, dict):
+        return next(np.frombuffer(data, f"<{kind}") for kind, data in value.items())
+    return value

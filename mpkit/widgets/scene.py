@@ -1,0 +1,186 @@
+"""The view of an explorer: one widget that draws its scene in the page, with its controls, its sentence, its table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError
+
+from mpkit.explorers.base import Explorer
+from mpkit.plots.scene import ROLES, Scene
+from mpkit.plots.static import png, static_bundle
+
+try:
+    from anywidget import AnyWidget as _Widget
+except ImportError:  # what is stored still shows, with a word on what is missing
+    _Widget = HasTraits  # type: ignore[assignment,misc]
+
+HERE = Path(__file__).parent
+MISSING = "This picture moves where anywidget is installed: pip install anywidget, then start the kernel again."
+DARK = 'body[data-jp-theme-light="false"] .mpk, body.vscode-dark .mpk, html[theme="dark"] .mpk'
+INK, PAPER = (
+    "--jp-content-font-color1, var(--vscode-editor-foreground",
+    "--jp-layout-color0, var(--vscode-editor-background",
+)
+
+
+def stylesheet() -> str:
+    """scene.css after the colours of the roles, on a light and on a dark page."""
+    light, dark = ("".join(f"--mk-{role}:{pair[i]};" for role, pair in ROLES.items()) for i in (0, 1))
+    page = f"--mk-ink:var({INK}, {ROLES['ink'][0]}));--mk-paper:var({PAPER}, {ROLES['paper'][0]}));"
+    return f".mpk {{{light}{page}}}\n{DARK} {{{dark}{page}}}\n" + (HERE / "scene.css").read_text(encoding="utf-8")
+
+
+class View(_Widget):
+    """Draws `scene(explorer)`; what the reader does arrives in `ask`, and sets parameters or calls methods.
+
+    A change of a parameter sends the whole trajectory once; the page plays, scrubs and reads values by itself. The
+    stored output is picture and sentence, so a reader without a kernel, a screen reader and nbval all see what the view
+    shows. A refused value is put back and the reason shown.
+    """
+
+    _esm = HERE / "scene.js"
+    _css = stylesheet()
+    spec = Dict().tag(sync=True)
+    kept = Dict().tag(sync=True)
+    controls: Any = List().tag(sync=True)
+    state = Dict().tag(sync=True)
+    index = Int(0).tag(sync=True)
+    ask = Dict().tag(sync=True)
+    sentence: Any = List().tag(sync=True)
+    rows: Any = List().tag(sync=True)
+
+    def __init__(self, explorer: Explorer, scene: Callable[[Any], Scene]) -> None:
+        self.explorer, self.scene = explorer, scene
+        self._drawn: Any = None
+        self._table = False
+        with explorer.lock:
+            play = scene(explorer).step or {}
+        self._step = play["name"] if play.get("name") in explorer.controls else None
+        self._first = play.get("first", 0)
+        super().__init__(controls=self._form())
+        explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy", "progress"])
+        self.observe(lambda change: self._asked(change["new"]), "ask")
+        if self._step:
+            self.observe(lambda change: self._asked({self._step: change["new"] + self._first}), "index")
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Send what has changed: the scene if a parameter other than the step did, sentence and state; one message."""
+        with self.explorer.lock, self._together():
+            state = self.explorer.state()
+            key = [v for k, v in state.items() if k != self._step], self.explorer.changes
+            if key != self._drawn or self._step is None:
+                self._drawn, spec = key, self.scene(self.explorer).spec()
+                self.kept, self.spec = spec.pop("kept"), spec
+            if self._step:
+                self.index = state[self._step] - self._first
+            elif "index" in self.spec:
+                self.index = min(self.index or 10**9, self.spec["index"]["count"] - 1)
+            extra = {"busy": self.explorer.busy, "progress": self.explorer.progress, "idle": list(self.explorer.idle())}
+            self.state = {k: v for k, v in state.items() if k != self._step} | extra
+            self.sentence = [self.summary(), self.explorer.message]
+            self.rows = self.data() if self._table else []
+
+    def _together(self) -> Any:
+        return self.hold_sync() if hasattr(self, "hold_sync") else self.hold_trait_notifications()
+
+    def summary(self) -> str:
+        """The sentence on screen."""
+        return self.explorer.summary()
+
+    def data(self) -> list[dict[str, Any]]:
+        """The data on screen, one dict per row."""
+        return self.explorer.table()
+
+    def png(self) -> bytes:
+        """The picture as it would be stored now."""
+        return png(self.spec | {"kept": self.kept}, self.index)
+
+    def press(self, label: str) -> None:
+        """Press the button of that label. Raises KeyError if there is none."""
+        self._asked({next(c["name"] for c in self.controls if c["kind"] == "button" and c["label"] == label): True})
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        if _Widget is HasTraits:
+            return static_bundle(self.png(), f"{self.summary()} {MISSING}")
+        data, metadata = cast(Any, super())._repr_mimebundle_(**kwargs)
+        return data | static_bundle(self.png(), self.summary()), metadata
+
+    def _asked(self, what: dict[str, Any]) -> None:
+        explorer = self.explorer
+        with explorer.lock:
+            for name, value in what.items():
+                if name == "n":
+                    continue
+                if name == "table":
+                    self._table = bool(value)
+                    self.redraw()
+                elif name == "reset":
+                    explorer.reset()
+                elif name in explorer.controls:
+                    self._put(name, value)
+                elif name in explorer.actions.values():
+                    explorer.act(name)
+                elif name in explorer.gestures:
+                    explorer.act(name, *([value[0], value[1]] if isinstance(value, list) else [value]))
+
+    def _put(self, name: str, value: Any) -> None:
+        trait: Any = self.explorer.traits()[name]
+        value = round(value) if isinstance(trait, Int) else float(value) if isinstance(trait, Float) else value
+        if isinstance(trait, Int | Float):  # a handle may be pulled over the end
+            value = min(max(value, trait.min), trait.max)
+        if values := getattr(trait, "values", None):  # the page knows words only
+            value = next((v for v in values if str(v) == str(value)), value)
+        if getattr(self.explorer, name) != value:
+            try:
+                self.explorer.set(**{name: value})
+            except (ValueError, TraitError):  # the explorer kept its state and says why in its message
+                self._drawn = None
+                self.redraw()
+
+    def _form(self) -> list[dict[str, Any]]:
+        rows = []
+        for name in self.explorer.controls:
+            trait: Any = self.explorer.traits()[name]
+            tags = trait.metadata
+            if tags.get("hidden") or name == self._step:
+                continue
+            row = {"name": name, "label": tags.get("label", name) + (f", {tags['unit']}" if tags.get("unit") else "")}
+            if values := getattr(trait, "values", None):
+                shown = tags.get("names", {})
+                row |= {"kind": "choice", "options": [[str(shown.get(v, v)), str(v)] for v in values]}
+            elif isinstance(trait, Bool):
+                row |= {"kind": "check"}
+            elif isinstance(trait, Int | Float):
+                row |= {"kind": "range", "grid": _grid(trait)}
+            else:
+                row |= {"kind": "text"}
+            rows.append(row | ({"costly": True} if tags.get("costly") else {}))
+        rows += [{"name": method, "label": text, "kind": "button"} for text, method in self.explorer.actions.items()]
+        return [*rows, *([{"name": "reset", "label": "Reset", "kind": "button"}] if self.explorer.controls else [])]
+
+
+def _grid(trait: Any) -> list[float]:
+    """The values of a slider, ascending: its limits, and the whole steps from the default, in the trait's scale."""
+    scale = trait.metadata.get("scale", "linear")
+    step = trait.metadata.get("step", 1 if scale != "linear" or isinstance(trait, Int) else 0.01)
+    ahead, back = {
+        "linear": (float, float),
+        "log2": (math.log2, lambda exponent: 2.0**exponent),
+        "log10": (math.log10, lambda exponent: 10.0**exponent),
+    }[scale]
+    low, start, high = ahead(trait.min), ahead(float(trait.default_value)), ahead(trait.max)
+    first, last = math.ceil((low - start) / step - 1e-9), math.floor((high - start) / step + 1e-9)
+    positions = (round(start + i * step, 12) for i in range(first, last + 1))
+    if isinstance(trait, Int):
+        values: Any = (round(round(back(x), 6)) for x in positions)  # 12.5 is a tie, whatever the last bit
+    else:  # powers with a whole exponent are exact, others have four digits
+        values = (back(x) if scale == "linear" or x.is_integer() else float(f"{back(x):.4g}") for x in positions)
+    return sorted({trait.min, trait.max, *(min(max(v, trait.min), trait.max) for v in values)})

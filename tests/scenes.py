@@ -1,0 +1,70 @@
+"""Scenes in a bare page: scene.js with a stand-in for the widget model, no Jupyter; for quick tests and for looking."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from support import ROOT
+
+TRAITS = ("spec", "kept", "controls", "state", "index", "ask", "sentence", "rows")
+THEMES = {
+    "true": "--jp-layout-color0:#fff;background:#fff",
+    "false": "--jp-content-font-color1:#fff;--jp-layout-color0:#111;--jp-layout-color1:#222;background:#111;color:#fff",
+}
+
+
+def plain(value: Any) -> Any:
+    """What JSON can carry; bytes in a wrapper."""
+    if isinstance(value, bytes | memoryview):
+        return {"__b": base64.b64encode(bytes(value)).decode()}
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def weight(value: Any) -> int:
+    """Bytes on the wire, without the envelope."""
+    found: list[int] = []
+
+    def strip(part: Any) -> Any:
+        if isinstance(part, bytes):
+            found.append(len(part))
+            return None
+        if isinstance(part, dict):
+            return {k: strip(v) for k, v in part.items()}
+        return [strip(v) for v in part] if isinstance(part, list | tuple) else part
+
+    return len(json.dumps(strip(value)).encode()) + sum(found)
+
+
+def page(views: Sequence[Any], theme: str = "true") -> str:
+    """HTML with the views as the page draws them; `theme`: "true" is light, "false" dark, as JupyterLab says it.
+
+    Buffers are handed over unaligned, as the socket does. `models[i].sent` is what the reader did.
+    """
+    data = json.dumps([{name: plain(getattr(view, name)) for name in TRAITS} for view in views])
+    source, style = (ROOT / "mpkit" / "widgets" / "scene.js").read_text(), views[0]._css
+    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>scenes</title><style>{style}
+body{{{THEMES[theme]};font:13px sans-serif;margin:8px}} section{{margin-bottom:20px}}</style>
+<body data-jp-theme-light="{theme}"><main></main><script type=module>
+const source = new Blob([{json.dumps(source)}], {{ type: "text/javascript" }});
+const {{ default: widget }} = await import(URL.createObjectURL(source));
+const raw = (text) => Uint8Array.from("." + atob(text), (c) => c.charCodeAt(0));
+const revive = (v) => v?.__b !== undefined ? new DataView(raw(v.__b).buffer, 1) : Array.isArray(v) ? v.map(revive)
+  : v && typeof v === "object" ? Object.fromEntries(Object.entries(v).map(([k, x]) => [k, revive(x)])) : v;
+window.models = []; window.errors = []; window.revive = revive;
+addEventListener("error", (e) => errors.push(e.message));
+for (const given of {data}) {{
+  const on = {{}}, state = revive(given), sent = [], tell = (k) => (on["change:" + k] ?? []).forEach((f) => f());
+  const model = {{ state, sent, get: (k) => state[k], set(k, v) {{ state[k] = v; sent.push([k, v]); tell(k); }},
+    put(k, v) {{ state[k] = revive(v); tell(k); }}, save_changes() {{}},
+    on: (k, f) => (on[k] ??= []).push(f), off() {{}} }};
+  models.push(model);
+  const el = document.querySelector("main").appendChild(document.createElement("section"));
+  try {{ widget.render({{ model, el }}); }} catch (e) {{ errors.push(e.stack); }}
+}}
+window.done = true;
+</script>"""

@@ -1,0 +1,447 @@
+"""Pictures as data: what a scene says, and that the page and the stored picture show the same."""
+
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, QUIET
+from scenes import page, weight
+
+from mpkit.explorers.scaling import DynamicsExplorer
+from mpkit.plots.scaling import dynamics_scene
+from mpkit.plots.scene import KINDS, ROLES, Scene, exponents, linear, log2, names, power_of_two, unpack
+from mpkit.plots.static import figure, said
+from mpkit.widgets import scene as module
+from mpkit.widgets.scaling import dynamics_view
+from mpkit.widgets.scene import HERE, View
+
+VIEWS = {"dynamics": dynamics_view}
+INSIDE = """const inside = (e) => { const g = e.closest('[clip-path]'); // parts that move may be cut off
+  if (!g) return true;
+  const cut = document.getElementById(g.getAttribute('clip-path').slice(5, -1)).firstChild.getBBox();
+  const page = g.ownerSVGElement.getBoundingClientRect(), at = e.getBoundingClientRect();
+  const middle = (at.left + at.right) / 2 - page.left;
+  return middle >= cut.x + 5 && middle <= cut.x + cut.width - 5; };
+const words = (stage) => [...stage.querySelectorAll('text')]
+  .filter((e) => e.textContent && e.checkVisibility() && inside(e));"""
+WORDS = f"""() => {{ {INSIDE}
+  return words(document).map((e) => [...e.childNodes].map((t) => t.textContent).join('\\n')); }}"""
+LINES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path[data-mark]')]
+  .filter((e) => e.getAttribute('d') && e.checkVisibility())
+  .map((e) => { const b = e.getBBox(), dx = e.getCTM().e, points = e.dataset.mark === 'points';
+    return [b.x + dx, b.x + b.width + dx, b.y, b.y + b.height]
+      .map((v, i, all) => (points ? (all[i & 2] + all[i | 1]) / 2 : v)); })"""
+OVERLAPS = f"""() => {{ {INSIDE}
+  return [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {{
+    const all = words(stage).map((e) => [e.textContent, e.getBoundingClientRect()]), found = [];
+    for (const [i, [s, a]] of all.entries()) for (const [t, b] of all.slice(i + 1)) {{
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      if (wide > 3 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5) found.push(s + ' | ' + t);
+    }}
+    return found; }}); }}"""
+SOURCE = (HERE / "scene.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine; install the package chromium to run the browser tests")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Views in a bare page, as wide as their scene; nothing may have failed when the test ends."""
+    tabs = []
+
+    def show(*views, theme="true", **given):
+        wide = max(view.spec["width"] for view in views)
+        tab = browser.new_page(viewport={"width": wide + 16, "height": 900}, **given)
+        file = tmp_path / "page.html"
+        file.write_text(page(views, theme))
+        tab.goto(file.as_uri())
+        tab.wait_for_function("window.done && models.length", polling=20)
+        tabs.append(tab)
+        return tab
+
+    yield show
+    for tab in tabs:
+        assert tab.evaluate("errors") == []
+        tab.close()
+
+
+def mark(view, label):
+    """The first mark of that label, with its numbers."""
+    kept = view.kept | view.spec["data"]
+    return next(
+        {k: unpack(v, kept) for k, v in m.items()}
+        for panel in view.spec["panels"]
+        for m in panel["marks"]
+        if m.get("label") == label
+    )
+
+
+def asked(tab):
+    """What the reader did, in order, without the counter."""
+    sent = tab.evaluate("models[0].sent")
+    return [{k: v for k, v in what.items() if k != "n"} for name, what in sent if name == "ask"]
+
+
+def test_the_scene_says_what_the_explorer_computed():
+    view = dynamics_view(scale_window=20)
+    data = view.explorer
+    assert np.allclose(2.0 ** mark(view, "loss scale")["y"], data.scale, rtol=1e-6)
+    assert mark(view, "skipped step")["since"].tolist() == np.flatnonzero(~data.finite).tolist()
+    assert np.array_equal(mark(view, "decision")["codes"], [sorted(set(data.reasons)).index(r) for r in data.reasons])
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_change_costs_at_most_25_kb(name):
+    assert weight(VIEWS[name]().spec) < 25_000
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_page_and_stored_picture_show_the_same(show, name):
+    """Every word in the same order and every line through the same pixels, at the first, a middle and the last step."""
+    view = VIEWS[name]()
+    tab = show(view)
+    count = view.spec.get("index", {"count": 1})["count"]
+    for index in {0, count // 2, count - 1}:
+        tab.evaluate(f"models[0].put('index', {index})")
+        drawn = figure(view.spec | {"kept": view.kept}, index)
+        drawn.canvas.draw()
+        seen = tab.evaluate(WORDS)
+        legends = tab.evaluate("[...document.querySelectorAll('.mpk-legend span')].map((e) => e.textContent)")
+        words = [
+            t.get_text() for a in drawn.axes for t in a.findobj(match=_is_text) if t.get_visible() and t.get_text()
+        ]
+        assert sorted(seen) == sorted(words)
+        assert legends == ([t.get_text() for t in drawn.legends[0].get_texts()] if drawn.legends else [])
+        lines = tab.evaluate(LINES)
+        stored = [box for a in drawn.axes for line in a.lines if line.get_gid() and (box := _pixels(a, line, drawn))]
+        assert len(lines) == len(stored)
+        assert np.abs(np.array(lines) - np.array(stored)).max() < 1.5
+
+
+def _is_text(artist):
+    from matplotlib.text import Text
+
+    return isinstance(artist, Text)
+
+
+def _pixels(axes, line, drawn):
+    at = axes.transData.transform(line.get_xydata())
+    at = at[np.isfinite(at).all(1)]
+    if not len(at):
+        return None
+    (left, low), (right, high) = at.min(0), at.max(0)
+    if line.get_gid() == "points":  # the size of the glyphs left out
+        left, low = right, high = (left + right) / 2, (low + high) / 2
+    total = drawn.bbox.height - 26
+    return [left, right, total - high, total - low]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_factor": 16.0},
+        {"scale_window": 1},
+        {"scale_window": 400},
+        {"run": "growing_activations"},
+        {"init_exponent": 0},
+    ],
+)
+def test_extreme_settings_draw_without_a_nan(show, settings):
+    tab = show(dynamics_view(**settings))
+    assert "NaN" not in tab.inner_html(".mpk-stage")
+    assert tab.locator(".mpk-stage path.line").count() >= 4
+
+
+def test_equal_steps_look_equal_and_others_do_not(show):
+    tab = show(dynamics_view())
+    look = lambda i: tab.evaluate(f"models[0].put('index', {i}); document.querySelector('.mpk-stage svg').innerHTML")  # noqa: E731
+    assert look(100) != look(300)
+    assert look(100) == look(100)
+
+
+def test_a_drag_and_the_keys_ask_for_values_in_steps(show):
+    tab = show(dynamics_view(floor_exponent=0, step=30))
+    tab.locator("[data-name=init_exponent]").focus()
+    grip = tab.locator("[data-name=init_exponent] circle").bounding_box()
+    tab.mouse.move(grip["x"] + 7, grip["y"] + 7)
+    tab.mouse.down()
+    tab.mouse.move(grip["x"] + 7, grip["y"] + 30, steps=5)
+    tab.mouse.up()
+    tab.keyboard.press("ArrowUp")
+    values = [what["init_exponent"] for what in asked(tab)]
+    assert len(values) >= 3
+    assert values[:-1] == sorted(values[:-1], reverse=True)
+    assert values[-1] == values[-2] + 1
+    assert all(v == round(v) for v in values)
+    assert tab.locator("[data-name=init_exponent]").get_attribute("aria-valuenow") == str(values[-1])
+
+
+def test_every_handle_moves_by_keyboard_and_is_named(show):
+    view = dynamics_view(apart=True)
+    tab = show(view)
+    handles = tab.locator(".handle")
+    assert handles.count() == 7
+    for i in range(handles.count()):
+        handle = handles.nth(i)
+        assert len(handle.get_attribute("aria-label")) > 3
+        before = handle.get_attribute("aria-valuenow")
+        handle.press("ArrowDown" if float(before) > float(handle.get_attribute("aria-valuemin")) else "ArrowUp")
+        assert handle.get_attribute("aria-valuenow") != before
+
+
+def test_the_kernel_does_what_a_handle_asks_for():
+    view = dynamics_view()
+    for what in ({"scale_window": 10.2}, {"scale_factor": 4.0}, {"floor_exponent": -30}, {"put": [40, 20]}):
+        view.ask = {**what, "n": len(what)}
+    model = view.explorer
+    assert (model.scale_window, model.scale_factor, model.floor_exponent) == (10, 4.0, -24)
+    assert model.scale[40] == 2.0**20
+    view.ask = {"draw": {"100": 3.0, "101": 3.5}}
+    assert model.ceiling[100] == 8.0
+    assert not model.finite[100]
+    view.ask = {"hold": True}
+    assert (model.scale == 2.0**24).all()
+    view.ask = {"reset": True}
+    assert (model.scale_window, model.drawn, model.puts, model.hold) == (50, {}, {}, False)
+
+
+def test_a_refused_value_comes_back_with_its_reason():
+    view = dynamics_view(init_exponent=4)
+    view.ask = {"floor_exponent": 10}
+    assert view.explorer.floor_exponent == 0
+    assert "must not lie above the start" in view.sentence[1]
+
+
+def test_the_page_can_name_no_other_method():
+    view = dynamics_view()
+    before = view.explorer.state()
+    view.ask = {"stop": True, "_recompute": True, "__init__": True, "no": 1}
+    assert view.explorer.state() == before
+
+
+def test_a_stroke_is_told_whole(show):
+    tab = show(dynamics_view(step=200))
+    box = tab.locator(".mpk-over").bounding_box()
+    tab.mouse.move(box["x"] + 200, box["y"] + 100)
+    tab.mouse.down()
+    for x in (220, 300, 380):
+        tab.mouse.move(box["x"] + x, box["y"] + 220)
+    tab.mouse.up()
+    stroke = {int(k): v for k, v in asked(tab)[-1]["draw"].items()}
+    assert sorted(stroke) == list(range(min(stroke), max(stroke) + 1))  # no gap, though the pointer jumped
+    counters = tab.evaluate("models[0].sent.filter((s) => s[0] === 'ask').map((s) => s[1].n)")
+    assert counters == list(range(1, len(asked(tab)) + 1))
+
+
+def test_a_handle_of_the_played_step_needs_no_kernel(show):
+    tab = show(dynamics_view(step=50))
+    tab.locator("[data-name=step]").focus()
+    tab.keyboard.press("Home")
+    assert tab.evaluate("models[0].sent") == []  # the kernel hears of it a moment later, once
+    tab.wait_for_function("models[0].sent.length", polling=20)
+    assert tab.evaluate("models[0].sent") == [["index", 0]]
+    assert "step 0" in tab.inner_text(".mpk-player")
+
+
+def test_a_question_takes_the_step_along(show):
+    """Or a Reset right after a scrub would leave the page where it is: the kernel never heard of the step."""
+    tab = show(dynamics_view(step=50))
+    tab.locator("[data-name=step]").press("ArrowLeft")
+    tab.get_by_role("button", name="Reset").click()
+    assert [name for name, _ in tab.evaluate("models[0].sent")][:2] == ["index", "ask"]
+    assert tab.evaluate("models[0].sent[0][1]") == 49
+
+
+def test_play_moves_the_picture_and_tells_the_kernel_where_it_stops(show):
+    tab = show(dynamics_view(step=10))
+    tab.get_by_role("button", name="Ten times as fast").click()
+    tab.get_by_role("button", name="Play").click()
+    tab.wait_for_function("+document.querySelector('.mpk-player input').value > 20", polling=20)
+    assert tab.evaluate("models[0].sent") == []
+    tab.get_by_role("button", name="Pause").click()
+    tab.wait_for_function("models[0].sent.length", polling=20)
+    assert tab.evaluate("models[0].sent.length") == 1
+    assert tab.evaluate("models[0].state.index > 20")
+
+
+def test_reduced_motion_moves_by_whole_steps(show):
+    tab = show(dynamics_view(step=10), reduced_motion="reduce")
+    tab.evaluate("""() => { window.seen = new Set(); new MutationObserver(() =>
+        seen.add(document.querySelector('.mpk-stage g[transform]').getAttribute('transform')))
+      .observe(document.querySelector('.mpk-stage'), {subtree: true, attributes: true}); }""")
+    tab.get_by_role("button", name="Play").click()
+    tab.wait_for_function("+document.querySelector('.mpk-player input').value >= 12", polling=20)
+    assert tab.evaluate("seen.size") <= 4
+
+
+def test_focus_and_drag_survive_a_new_scene(show):
+    """Traps: nodes of handles stay when the picture is drawn anew, and a drag keeps the axes it began on."""
+    view = dynamics_view()
+    tab = show(view)
+    grip = tab.locator("[data-name=init_exponent] circle").bounding_box()
+    x, y = grip["x"] + 7, grip["y"] + 7
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x, y + 12)
+    first = asked(tab)[-1]["init_exponent"]
+    view.explorer.set(init_exponent=8)  # another vertical axis
+    from scenes import plain
+
+    tab.evaluate("(spec) => models[0].put('spec', spec)", plain(view.spec))
+    assert tab.evaluate("document.activeElement.dataset.name") == "init_exponent"
+    tab.mouse.move(x + 1, y + 24)
+    tab.mouse.move(x + 1, y + 12)
+    assert asked(tab)[-1]["init_exponent"] == first
+    tab.mouse.up()
+
+
+def test_jupyterlab_leaves_the_keys_to_the_controls(show):
+    """Trap: Lab takes the arrow keys of every focused element that does not itself carry this attribute."""
+    tab = show(dynamics_view())
+    missing = tab.evaluate(
+        "[...document.querySelectorAll('.mpk :is(input, select, button, summary, [tabindex])')]"
+        ".filter((e) => !e.hasAttribute('data-lm-suppress-shortcuts')).map((e) => e.outerHTML.slice(0, 80))"
+    )
+    assert missing == []
+
+
+def test_controls_have_names_and_stand_below_the_picture(show):
+    view = dynamics_view()
+    tab = show(view)
+    assert tab.locator("svg[role=img]").get_attribute("aria-label") == view.summary()
+    for kind in ("slider", "spinbutton", "combobox", "checkbox", "button"):
+        found = tab.get_by_role(kind)
+        assert found.count()
+    top, form = tab.locator(".mpk-stage").bounding_box(), tab.locator(".mpk-form").bounding_box()
+    assert top["y"] < 60
+    assert form["y"] > top["y"] + top["height"]
+    assert form["height"] < 70  # two rows
+    assert not tab.get_by_label("factor down, times, number").is_visible()  # acts only when both factors are apart
+
+
+def test_words_do_not_overlap(show):
+    """At the narrow width of a notebook and at a wide one."""
+    tab = show(dynamics_view(step=200))
+    for wide in (760, 1180):
+        tab.set_viewport_size({"width": wide, "height": 900})
+        tab.wait_for_function(
+            f"Math.abs(document.querySelector('.mpk-stage svg').clientWidth - Math.min({wide} - 16, 1092)) < 4",
+            polling=20,
+        )
+        assert overlaps(tab) == []
+
+
+def overlaps(tab):
+    """Pairs of words in one picture whose boxes overlap by more than a few pixels."""
+    return tab.evaluate(OVERLAPS)
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_lines_and_words_stand_out_from_the_page(theme):
+    def light(role):
+        parts = [int(ROLES[role][theme][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    def contrast(role):
+        a, b = sorted((light(role), light("paper")), reverse=True)
+        return (a + 0.05) / (b + 0.05)
+
+    for role, need in {
+        "own": 4.5,
+        "ink": 7,
+        "muted": 4.5,
+        "reference": 4.5,
+        "zero": 3,
+        "overflow": 3,
+        "normal": 3,
+    }.items():
+        assert contrast(role) >= need, role
+
+
+def test_two_threads_leave_the_scene_of_the_last_settings():
+    view = dynamics_view()
+
+    def drag(values):
+        for value in values:
+            view.ask = {"scale_window": value}
+
+    threads = [threading.Thread(target=drag, args=(r,)) for r in (range(20, 60, 4), range(100, 140, 4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert view.spec == dynamics_view(**view.explorer.state()).spec
+
+
+def test_without_anywidget_the_stored_picture_says_what_to_install(monkeypatch):
+    from traitlets import HasTraits
+
+    plain = type(
+        "Plain",
+        (HasTraits,),
+        {k: v for k, v in vars(View).items() if k not in ("__dict__", "__weakref__", "__module__")},
+    )
+    monkeypatch.setattr(module, "_Widget", HasTraits)
+    plain.__init__ = _rebound(View.__init__, plain)
+    view = plain(DynamicsExplorer(step=20), dynamics_scene)
+    bundle = view._repr_mimebundle_()
+    assert bundle["text/plain"] == f"{view.summary()} {module.MISSING}"
+    assert bundle["image/png"]
+    assert "pip install anywidget" in bundle["text/html"]
+
+
+def _rebound(function, cls):
+    """`super()` in the function means the given class."""
+    from types import CellType, FunctionType
+
+    return FunctionType(function.__code__, function.__globals__, closure=(CellType(cls),))
+
+
+def test_the_module_is_one_readable_file_without_imports():
+    lines = SOURCE.splitlines()
+    assert len(lines) <= 600
+    assert len(SOURCE.encode()) <= 36_000
+    assert not re.search(r"^\s*import\b|https?://(?!www\.w3\.org)|\bfetch\(|innerHTML", SOURCE, re.M)
+    drawers = SOURCE[SOURCE.index("const DRAW") :]
+    assert all(re.search(rf"\b{kind}(\(| ?:)", drawers) for kind in KINDS)
+
+
+def test_numbers_are_read_out_alike(show):
+    tab = show(dynamics_view())
+    for value in (0.1, 1 / 3, 12345.678, 3.66e-05, 100.0, 0.0):
+        got = tab.evaluate("(v) => String(+v.toPrecision(4))", value)
+        assert float(got) == float(said(value))
+
+
+def test_axes_have_round_ticks_within_their_limits():
+    for axis in (linear("", 0, 1), linear("", 5, -5), linear("", 0.9, 1.1), log2("", -26, 34), log2("", 0, 3)):
+        ticks = [v for v, _ in axis["ticks"]]
+        assert 2 <= len(ticks) <= 12
+        assert min(axis["lo"], axis["hi"]) - 1e-9 <= min(ticks) <= max(ticks) <= max(axis["lo"], axis["hi"]) + 1e-9
+    assert names(["a", "b"], down=True)["lo"] > 0
+    assert power_of_two(-14) == "2⁻¹⁴"
+    assert exponents([0.0, 1.0, np.inf], -4, 4).tolist() == [-4, 0, 4]
+
+
+def test_a_mark_is_of_a_known_kind():
+    panel = Scene().panel(x=linear("", 0, 1), y=linear("", 0, 1))
+    with pytest.raises(ValueError, match="a mark is one of line"):
+        panel.add("blob")
+
+
+def test_the_roles_reach_the_page():
+    assert json.dumps(ROLES)
+    assert all(f"--mk-{role}:{dark}" in View._css for role, (_, dark) in ROLES.items() if role not in ("ink", "paper"))
