@@ -25,6 +25,13 @@ from mpkit.blocks import (
     round_with_bits,
 )
 from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32
+from mpkit.policies import (
+    TensorScalePolicy,
+    advance,
+    initial_tensor_scale,
+    stack_tensor_scales,
+    tensor_scale_preset,
+)
 
 ELEMENT = {"e4m3": E4M3FN, "e5m2": E5M2, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
 
@@ -198,3 +205,81 @@ def test_fp8_blocks(name):
         q = quantize_blocks(x.t().contiguous(), fmt)
         same(q.scales, z[f"{key}.scale_t"])
         same(q.codes(), z[f"{key}.codes_t"])
+
+
+def numbers(patterns: list[str]) -> list[float]:
+    return floats(np.array([int(p, 16) for p in patterns], dtype=np.uint32)).tolist()
+
+
+def traces(key: str) -> list[Any]:
+    return [case for file in golden_data("recipes", key) for case in file[key]]
+
+
+DELAYED = {f"{i}.{case['name']}": case for i, case in enumerate(traces("delayed"))}
+
+
+def delayed_policy(case: dict[str, Any], rule: str) -> TensorScalePolicy:
+    return tensor_scale_preset(
+        "te_delayed" if rule == "fused" else "te_delayed_unfused",
+        ELEMENT[case["element"]],
+        margin=case["margin"],
+        amax_history_len=case["history_len"],
+        amax_compute_algo=case["algorithm"],
+    )
+
+
+@pytest.mark.parametrize("rule", ["fused", "unfused"])
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_scaling_on_numbers_and_on_tensors(name, rule):
+    case = DELAYED[name]
+    policy, want = delayed_policy(case, rule), numbers(case[rule])
+    by_number, by_tensor = initial_tensor_scale(policy), initial_tensor_scale(policy, "cpu")
+    for amax, scale in zip(numbers(case["amax"]), want):
+        by_number = advance(policy, by_number, amax)
+        by_tensor = advance(policy, by_tensor, torch.tensor(amax))
+        assert by_number.scale == by_tensor.scale.item() == scale
+    history = torch.tensor(numbers(case[f"{rule}_history"]))
+    torch.testing.assert_close(torch.tensor(by_number.history), history, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(by_tensor.history, history, rtol=0, atol=0, equal_nan=True)
+
+
+def test_all_delayed_traces_as_one_vector_of_policies():
+    lanes = [(delayed_policy(case, rule), case, rule) for case in DELAYED.values() for rule in ("fused", "unfused")]
+    if not lanes:
+        pytest.skip("no delayed traces in this folder")
+    policy = stack_tensor_scales(lane[0] for lane in lanes)
+    state = initial_tensor_scale(policy)
+    amaxes = [numbers(case["amax"]) for _, case, _ in lanes]
+    wants = [numbers(case[rule]) for _, case, rule in lanes]
+    for step in range(max(map(len, amaxes))):
+        state = advance(policy, state, torch.tensor([a[step] if step < len(a) else 1.0 for a in amaxes]))
+        scales = state.scale.tolist()
+        assert all(w[step] == s for w, s in zip(wants, scales) if step < len(w))
+
+
+@pytest.mark.parametrize("case", traces("current"), ids=lambda c: f"{c['element']}-{c['pow2']}-{c['eps']}")
+def test_current_scaling(case):
+    policy = tensor_scale_preset(
+        "te_current", ELEMENT[case["element"]], power_of_two=case["pow2"], amax_floor=numbers([case["eps"]])[0]
+    )
+    special = [numbers(pair) for pair in case["special"]]
+    amax = numbers(case["amax"]) + [a for a, _ in special]
+    want = numbers(case["scale"]) + [s for _, s in special]
+    assert [advance(policy, initial_tensor_scale(policy), a).scale for a in amax] == want
+    vector = stack_tensor_scales([policy] * len(amax))
+    got = advance(vector, initial_tensor_scale(vector), torch.tensor(amax)).scale
+    assert got.tolist() == want
+    inverse = torch.ones(()) / got[: len(case["inverse"])]
+    same(inverse, np.array([int(p, 16) for p in case["inverse"]], dtype=np.uint32))
+
+
+@pytest.mark.parametrize("case", traces("torchao"), ids=lambda c: f"{c['element']}-{c['pow2']}")
+def test_torchao_scales(case):
+    preset = "torchao_rowwise" if case["pow2"] else "torchao_tensorwise"
+    policy = tensor_scale_preset(preset, ELEMENT[case["element"]])
+    amax, want = numbers(case["amax"]), torch.tensor(numbers(case["scale"]))
+    one = torch.tensor([advance(policy, initial_tensor_scale(policy), a).scale for a in amax])
+    torch.testing.assert_close(one, want, rtol=0, atol=0, equal_nan=True)
+    vector = stack_tensor_scales([policy] * len(amax))
+    got = advance(vector, initial_tensor_scale(vector), torch.tensor(amax)).scale
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

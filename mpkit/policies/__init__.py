@@ -2,20 +2,37 @@
 
 from .history import ScaleHistory, explain, naive_loss_ratio, run
 from .presets import FRAMEWORKS, preset
-from .rule import REASONS, STOPS, ScalePolicy, ScaleState, advance, initial, stack
+from .rule import REASONS, STOPS, ScalePolicy, ScaleState, initial, stack
+from .tensor_scale import (
+    TENSOR_SCALE_PRESETS,
+    TensorScalePolicy,
+    TensorScaleState,
+    advance,
+    advance_tensor_scale,
+    initial_tensor_scale,
+    stack_tensor_scales,
+    tensor_scale_preset,
+)
 
 __all__ = [
     "FRAMEWORKS",
     "REASONS",
     "STOPS",
+    "TENSOR_SCALE_PRESETS",
     "ScaleHistory",
     "ScalePolicy",
     "ScaleState",
+    "TensorScalePolicy",
+    "TensorScaleState",
     "advance",
+    "advance_tensor_scale",
     "explain",
     "initial",
+    "initial_tensor_scale",
     "naive_loss_ratio",
     "preset",
     "run",
     "stack",
+    "stack_tensor_scales",
+    "tensor_scale_preset",
 ]

@@ -10,6 +10,7 @@ from .managers import (
 )
 from .policy import PolicyLossScaler
 from .scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from .tensor_scale import TensorScaler, update_all_
 
 __all__ = [
     "DynamicLossScaleManager",
@@ -21,6 +22,8 @@ __all__ = [
     "LossScaler",
     "PolicyLossScaler",
     "StaticLossScaler",
+    "TensorScaler",
     "all_finite",
+    "update_all_",
     "check_and_unscale_",
 ]

@@ -1,0 +1,94 @@
+"""The scale of one tensor, live: its state on the device, agreed on by all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from mpkit.policies import TensorScalePolicy, TensorScaleState, advance_tensor_scale, initial_tensor_scale
+
+from .scaler import need_keys
+
+
+class TensorScaler:
+    """Follows a `TensorScalePolicy` step by step, without a host read.
+
+    In a step `observe_` is told the amax of every tensor that was cast (accumulated micro-batches: the largest counts);
+    between steps `update_` renews the scale. Several scalers of one step are updated together by `update_all_`.
+
+    Args:    policy: one delayed policy (a current one has no state: use `advance` on the amax itself).
+    Raises:  TypeError for anything but one TensorScalePolicy; ValueError if it is not delayed.
+
+    >>> from mpkit.policies import tensor_scale_preset
+    >>> scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=4))
+    >>> scaler.observe_(torch.tensor(3.5)); scaler.update_(); float(scaler.scale)
+    128.0
+    """
+
+    def __init__(self, policy: TensorScalePolicy) -> None:
+        if not isinstance(policy, TensorScalePolicy) or policy.shape:
+            raise TypeError(f"policy is one TensorScalePolicy, got {policy!r}; tensor_scale_preset(...) makes one")
+        if not policy.delayed:
+            raise ValueError(f"{policy.name or 'this policy'} takes its scale from the tensor itself and has no state")
+        self.policy = policy
+        self.state: TensorScaleState = initial_tensor_scale(policy, "cpu")
+        self.amax = torch.zeros(())
+        self.pending = False  # whether an amax waits for `update_`
+
+    @property
+    def scale(self) -> Tensor:
+        """What the next cast multiplies by, () float32."""
+        return self.state.scale
+
+    def observe_(self, amax: Tensor) -> None:
+        """Take in the largest magnitude of one tensor, () float32; NaN stays visible to the policy."""
+        self.follow_(amax.device)
+        self.amax = torch.maximum(self.amax, amax.detach().float())
+        self.pending = True
+
+    def update_(self) -> None:
+        """End the step: the scale for the next one, from the amax seen here and in every other process."""
+        update_all_([self])
+
+    def follow_(self, device: torch.device) -> None:
+        """Move the state to where the tensors are."""
+        if self.amax.device != device:
+            self.amax = self.amax.to(device)
+            self.state = TensorScaleState(*(part.to(device) for part in self.state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, scale, history, and the amax of a step that is not over."""
+        return {
+            "policy": {field.name: getattr(self.policy, field.name) for field in fields(self.policy)},
+            "scale": self.state.scale.clone(),
+            "history": self.state.history.clone(),
+            "amax": self.amax.clone(),
+            "pending": self.pending,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
+        need_keys(state, self.state_dict())
+        if (saved := TensorScalePolicy(**state["policy"])) != self.policy:
+            raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
+        device = self.amax.device
+        self.state = TensorScaleState(state["scale"].clone().to(device), state["history"].clone().to(device))
+        self.amax, self.pending = state["amax"].clone().to(device), bool(state["pending"])
+
+
+def update_all_(scalers: Sequence[TensorScaler]) -> None:
+    """`update_` of several scalers with one message between processes: one tensor has one scale on all of them."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        amaxes = torch.stack([scaler.amax.to(scalers[0].amax.device) for scaler in scalers])
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)
+        for scaler, amax in zip(scalers, amaxes.unbind()):
+            scaler.amax = amax.to(scaler.amax.device)
+    for scaler in scalers:
+        scaler.state = advance_tensor_scale(scaler.policy, scaler.state, scaler.amax)
+        scaler.amax = torch.zeros_like(scaler.amax)
+        scaler.pending = False
