@@ -12,18 +12,27 @@ from mpkit.casting.levels import (
     to_float,
 )
 from mpkit.casting.presets import PRESETS, cast_like
+from mpkit.casting.products import end_step, recipe_linear, recipe_of
+from mpkit.casting.recipe import RECIPES, Cast, Recipe, uniform
 
 __all__ = [
     "LEVELS",
     "PRESETS",
+    "RECIPES",
+    "Cast",
     "Ledger",
+    "Recipe",
     "amp_level",
     "auto_mixed_precision",
     "cast_like",
     "custom_mixed_precision",
+    "end_step",
     "get_black_list",
     "get_white_list",
     "ledger",
+    "recipe_linear",
+    "recipe_of",
     "remove_mixed_precision",
     "to_float",
+    "uniform",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mpkit.casting import operations as ops
 from mpkit.casting.mode import CastMode, Running
+from mpkit.casting.recipe import Operand, OperandRow, row_of
 from mpkit.casting.rules import CASTING, Handler, looks_inside
 from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
 
@@ -94,6 +95,7 @@ class Ledger:
         self.rows: list[Operation] = []
         self.results: list[Tensor] = []
         self.casts: list[Cast] = []
+        self.operands: list[OperandRow] = []
         self.measured_bytes = 0
         self._path: list[str] = []
         self._operation = ""
@@ -182,6 +184,16 @@ class Ledger:
         source, target = name_of(precision(x)), name_of(precision(y))
         self.casts.append(Cast(where, self._operation, name, source, target, x.numel(), *lost))
 
+    def operand_notes(self) -> Callable[..., None]:
+        """What a product under a recipe calls for each operand, in the forward and later in the backward pass."""
+        where = self._path[-1] if self._path else ""
+
+        def note(product: str, name: str, operand: Operand | None, native: bool) -> None:
+            if self._hooks:
+                self.operands.append(row_of(where, product, name, operand, native))
+
+        return note
+
     def _note_saved(self, x: Tensor) -> Tensor:
         if self._path and _storage(x) not in self._weights and _storage(x) not in self._measured:
             self._measured[_storage(x)] = x
@@ -215,6 +227,12 @@ class Ledger:
         import pandas as pd
 
         return pd.DataFrame([asdict(cast) for cast in self.casts], columns=list(Cast.__dataclass_fields__))
+
+    def operands_to_frame(self) -> pd.DataFrame:
+        """The operands of the products under a recipe as a table: backward passes inside the `with` block count too."""
+        import pandas as pd
+
+        return pd.DataFrame([asdict(row) for row in self.operands], columns=list(OperandRow.__dataclass_fields__))
 
     def summary(self) -> list[ModuleSummary]:
         """One line per module that ran an operation of its own, in the order of first use."""

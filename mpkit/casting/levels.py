@@ -13,6 +13,7 @@ from torch import nn
 from mpkit.casting import operations as ops
 from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
 from mpkit.casting.mode import Forward, mark, mark_of, unmark
+from mpkit.casting.products import drop_scales
 from mpkit.casting.rules import Rule, everything, operator_lists, protected, white_operators
 from mpkit.casting.targets import Target, target_of
 from mpkit.formats import FloatFormat
@@ -262,6 +263,7 @@ def remove_mixed_precision(network: Any) -> Any:
         return network.inner
     if not isinstance(network, nn.Module):
         raise TypeError(f"remove_mixed_precision restores an nn.Module, got {network!r}")
-    for module in network.modules():
+    for module in list(network.modules()):
         unmark(module)
+        drop_scales(module)
     return network

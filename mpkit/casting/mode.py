@@ -30,6 +30,7 @@ class CastMode(TorchFunctionMode):
         self.rule: Rule = PLAIN
         self.kept: dict[tuple[int, Target], tuple[Tensor, int, bool]] = {}
         self.ledger: Ledger | None = None
+        self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
         self.hands_over = False  # the next result stays in 16 bits, since its only taker casts it back
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,11 +236,11 @@ def mark_of(module: Any) -> Forward | None:
     return forward if isinstance(forward, Forward) else None
 
 
-def mark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
-    """Put `rule` on this one module in place of any mark it has."""
+def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:
+    """Put `rule` on this one module in place of any mark it has; `kind` is the class of the mark."""
     old = module.__dict__.get("forward")
     inner = old.inner if isinstance(old, Forward) else old
-    forward = Forward(module, rule, inner=inner, **options)
+    forward = kind(module, rule, inner=inner, **options)
     module.__dict__["forward"] = forward
     return forward
 

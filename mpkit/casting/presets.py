@@ -33,6 +33,8 @@ from mpkit.casting.levels import lowered, protect_children, spread
 from mpkit.casting.lists import CONVOLUTIONS
 from mpkit.casting.mode import mark, mark_of
 from mpkit.casting.operations import words
+from mpkit.casting.products import Keep, cast_by_recipe
+from mpkit.casting.recipe import RECIPES, Recipe
 from mpkit.casting.rules import operator_lists
 from mpkit.casting.targets import Target, target_of
 from mpkit.formats import FloatFormat
@@ -134,18 +136,23 @@ PRESETS: dict[str, tuple[Callable[[nn.Module, Target], None], torch.dtype]] = {
 
 def cast_like(
     network: nn.Module,
-    preset: str,
+    preset: str | Recipe,
     dtype: torch.dtype | FloatFormat | None = None,
     *,
     grad_dtype: FloatFormat | None = None,
+    keep: Keep = None,
 ) -> nn.Module:
-    """Cast `network` as another framework does at one of its levels; the same object comes back.
+    """Cast `network` as another framework does at one of its levels, or its linear layers by a recipe; it comes back.
 
     Args:
-        preset:     a key of PRESETS; the table above says what each does.
-        dtype:      the low precision; None: the preset's own. A FloatFormat is emulated.
-        grad_dtype: format of the gradients of an emulated format.
-    Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype. At apex_O1 and
+        preset:     a key of PRESETS (see the table above) or of RECIPES (see the table in `recipe`), or a Recipe.
+        dtype:      of a preset: the low precision; None: the preset's own. A FloatFormat is emulated.
+        grad_dtype: of a preset: format of the gradients of an emulated format.
+        keep:       of a recipe: layers that stay in high precision, as a pattern of their paths ("lm_head",
+                    "blocks.0", "blocks.*.proj"), a list of them, or a function (path, module) -> bool. Everything that
+                    is no linear layer stays high anyway; an attention counts as one layer.
+    Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype, an option that is not the
+             preset's, a recipe on a network without linear layers, or a `keep` that matches nothing. At apex_O1 and
              torch_autocast, RuntimeError when the network calls binary_cross_entropy, which their lists ban.
 
     >>> net = cast_like(nn.Linear(2, 1), "keras_mixed_bfloat16")
@@ -154,8 +161,15 @@ def cast_like(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"cast_like casts an nn.Module, got {network!r}; pass the network object itself")
+    if isinstance(preset, Recipe) or preset in RECIPES:
+        if dtype is not None or grad_dtype is not None:
+            raise ValueError("a recipe names the format of every cast; replace its casts instead of giving a dtype")
+        return cast_by_recipe(network, preset if isinstance(preset, Recipe) else RECIPES[preset], keep)
     if preset not in PRESETS:
-        raise ValueError(f"preset is one of {', '.join(PRESETS)}, got {preset!r}")
+        known = f"preset is one of {', '.join(PRESETS)}, or a recipe: {', '.join(RECIPES)}"
+        raise ValueError(f"{known}; got {preset!r}")
+    if keep is not None:
+        raise ValueError(f"keep goes with a recipe; {preset} has its own lists of what stays float32")
     put, low = PRESETS[preset]
     put(network, target_of(low if dtype is None else dtype, grad_dtype))
     root = mark_of(network)

@@ -165,6 +165,11 @@ def advance(policy: Any, state: Any, news: Value) -> Any:
     return rule.advance(policy, state, news)
 
 
+def current_scale(policy: TensorScalePolicy, amax: Tensor) -> Tensor:
+    """Encoding scales for amaxes (*) float32 -> (*), each amax by itself, for one policy that is not delayed."""
+    return _current_tensors(policy, amax)
+
+
 def _renewed(p: TensorScalePolicy, amax: float) -> float:
     if p.unfused:
         scale = in_float32(in_float32(in_float32(1 / amax) * p.element_max) / 2.0**p.margin)
@@ -240,7 +245,9 @@ def _current_tensors(p: TensorScalePolicy, amax: Tensor) -> Tensor:
         if p.power_of_two is False:
             return scale
         exponent = scale.double().log2().float().floor()  # float32 log2, correctly rounded: as torchao's on a CPU
-        return torch.where(torch.as_tensor(p.power_of_two, device=scale.device), exponent.double().exp2().float(), scale)
+        return torch.where(
+            torch.as_tensor(p.power_of_two, device=scale.device), exponent.double().exp2().float(), scale
+        )
 
     def single() -> Tensor:
         floored = torch.maximum(amax, _tensor(p.amax_floor, amax))
@@ -291,7 +298,7 @@ TENSOR_SCALE_PRESETS: dict[str, TensorScalePolicy] = {
     "te_blockwise_fp32": TensorScalePolicy(delayed=False),
     "torchao_blockwise": TensorScalePolicy(delayed=False, double=True, amax_floor=1e-12),
 }
-"""Presets: TransformerEngine 2.20 (te_) and torchao 0.18 (torchao_). A granularity (tensor, row, block) is the cast's."""
+"""Presets: TransformerEngine 2.20 (te_) and torchao 0.18 (torchao_); tensor, row or block is the choice of a cast."""
 TENSOR_SCALE_PRESETS = {name: replace(policy, name=name) for name, policy in TENSOR_SCALE_PRESETS.items()}
 
 

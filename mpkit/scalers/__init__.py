@@ -24,6 +24,6 @@ __all__ = [
     "StaticLossScaler",
     "TensorScaler",
     "all_finite",
-    "update_all_",
     "check_and_unscale_",
+    "update_all_",
 ]

@@ -1,0 +1,333 @@
+"""Linear layers under a recipe: three products of cast operands, and the scales that live from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mpkit.casting import operations as ops
+from mpkit.casting.mode import Forward, mark, mark_of
+from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
+from mpkit.casting.rules import Rule, computing, looks_inside
+from mpkit.casting.targets import Emulated
+from mpkit.formats import FloatFormat
+from mpkit.scalers.tensor_scale import TensorScaler, update_all_
+
+STATE = "recipe_scales"  # the name of the module that holds the scales of a layer; there is none without state
+TENSORS = ("input", "weight", "grad")
+
+
+class RecipeScales(nn.Module):
+    """The delayed scales of one layer. It is a child of the layer, so it is saved, loaded, copied and pickled with it.
+
+    A step ends when the weight changes: the first forward after that renews the scales from the amaxes seen since, so
+    accumulated micro-batches count as one step and a recomputed forward has the scale of the first. Where the weight is
+    not trained, every forward outside a backward pass counts as a step.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.sites: dict[str, dict[str, TensorScaler]] = {}
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def site(self, key: str, weight: Tensor) -> dict[str, TensorScaler]:
+        """The scalers of the layer's product number `key`, renewed if a step has ended."""
+        if key not in self.sites:
+            self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
+        scalers = self.sites[key]
+        owner = weight if weight._base is None else weight._base
+        now = (id(owner), owner._version)
+        in_backward = torch._C._current_graph_task_id() != -1
+        ended = self.seen.get(key) != now if owner.requires_grad else not in_backward
+        if ended:
+            self.seen[key] = now
+            self.renew(key)
+        return scalers
+
+    def renew(self, key: str) -> None:
+        """End the step of one site, if anything was seen in it."""
+        pending = [scaler for scaler in self.sites[key].values() if scaler.pending]
+        if pending:
+            update_all_(list(self.sites[key].values()))
+
+    def forward(self) -> None:
+        """Nothing is computed here."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "seen": {}}  # a copy has other weights; what is pending is renewed at its next forward
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Every scale, history and amax, by site and tensor."""
+        sites = {key: {n: s.state_dict() for n, s in scalers.items()} for key, scalers in self.sites.items()}
+        return {"recipe": self.recipe.name, "sites": sites}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_extra_state` gave. Raises ValueError if it belongs to another recipe."""
+        if not isinstance(state, dict) or "sites" not in state:
+            raise ValueError(f"this is not the state of a recipe's scales: {state!r:.100}")
+        loaded: dict[str, dict[str, TensorScaler]] = {}
+        for key, scalers in state["sites"].items():
+            loaded[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
+            if scalers.keys() != loaded[key].keys():
+                raise ValueError(f"this state belongs to recipe {state.get('recipe')!r}, not to {self.recipe.name!r}")
+            for name, scaler in scalers.items():
+                loaded[key][name].load_state_dict(scaler)
+        self.sites, self.seen = loaded, {}
+
+
+class RecipeForward(Forward):
+    """The mark of a layer under a recipe: it also tells the products which layer they belong to."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls = 0
+        return super().__call__(*args, **kwargs)
+
+    def _run(self, mode: Any, args: Any, kwargs: Any) -> Any:
+        outer, mode.layer = mode.layer, self
+        try:
+            return super()._run(mode, args, kwargs)
+        finally:
+            mode.layer = outer
+
+    def scalers(self, weight: Tensor) -> dict[str, TensorScaler]:
+        """The delayed scales of the layer's next product, {} without state."""
+        assert self.module is not None
+        state = self.module._modules.get(STATE)
+        key, self.calls = str(self.calls), self.calls + 1
+        return state.site(key, weight) if isinstance(state, RecipeScales) else {}
+
+
+@cache
+def recipe_rule(recipe: Recipe) -> Rule:
+    """Linear operations compute by the recipe; everything else is as without one."""
+
+    def handle(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
+            :3
+        ]
+        scalers = mode.layer.scalers(weight) if recipe.delayed() else {}
+        note = None if mode.ledger is None else mode.ledger.operand_notes()
+        y = recipe_linear(x, weight, recipe, scalers, note)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    element = recipe.fprop_input.element if recipe.fprop_input else None
+    grad = recipe.dgrad_grad.element if recipe.dgrad_grad else element
+    handler = computing(Emulated(element, grad), handle) if isinstance(element, FloatFormat) else handle  # type: ignore[arg-type]
+    inside = {func.__name__: looks_inside(inner) for func, inner in ops.COMPOSED.items()}
+    return Rule({**inside, "linear": handler}, None, None, (recipe_rule, (recipe,)))
+
+
+def recipe_linear(
+    x: Tensor,
+    weight: Tensor,
+    recipe: Recipe,
+    scalers: dict[str, TensorScaler] | None = None,
+    note: Callable[..., None] | None = None,
+) -> Tensor:
+    """x @ weight.T with the three products of `recipe`, differentiable once.
+
+    Operands are decoded to float32 and multiplied there; the result is rounded once to the dtype of `x`. Exact are the
+    casts and scales, not the order in which a device sums.
+
+    Shapes:  x (*, in), weight (out, in) -> (*, out) in the dtype of x.
+    """
+    return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note)
+
+
+class _RecipeLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, scalers: Any, note: Any) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scales = {name: scaler.scale for name, scaler in scalers.items()}
+        tracks = any(ctx.needs_input_grad)
+        for name, tensor in (("input", x), ("weight", weight)):
+            if name in scalers:
+                scalers[name].follow_(tensor.device)
+                scales[name] = scalers[name].scale
+                if tracks:
+                    scalers[name].observe_(amax_of(tensor))
+        ctx.save_for_backward(rows, weight)
+        ctx.settings = (recipe, scalers, scales, note, x.shape)
+        y = _product("fprop", (rows, weight), (1, 1), recipe, scales, note, x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        recipe, scalers, scales, note, shape = ctx.settings
+        grad = grads[0].reshape(-1, weight.shape[0])
+        if "grad" in scalers:
+            scalers["grad"].follow_(grad.device)
+            scales = {**scales, "grad": scalers["grad"].scale}
+            scalers["grad"].observe_(amax_of(grad))
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product("dgrad", (grad, weight), (1, 0), recipe, scales, note, rows.dtype).view(shape)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _product("wgrad", (grad, rows), (0, 0), recipe, scales, note, weight.dtype)
+        return grad_x, grad_weight, None, None, None
+
+
+_OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
+
+
+def _product(
+    product: str,
+    tensors: tuple[Tensor, Tensor],
+    axes: tuple[int, int],
+    recipe: Recipe,
+    scales: dict[str, Tensor],
+    note: Callable[..., None] | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Two matrices, each with the axis that is summed over -> their product (rows of the first, rows of the second)."""
+    cast: list[Operand | Tensor] = []
+    for name, tensor, axis in zip(_OPERANDS[product], tensors, axes):
+        how: Cast | None = getattr(recipe, f"{product}_{name}")
+        cast.append(tensor if how is None else how(tensor, axis, scales.get(name) if how.delayed else None))
+    result = _native(cast[0], cast[1], axes, dtype)
+    if note is not None:
+        for name, operand in zip(_OPERANDS[product], cast):
+            note(product, name, operand if isinstance(operand, Operand) else None, result is not None)
+    if result is not None:
+        return result
+    a, b = (c.values if isinstance(c, Operand) else c for c in cast)
+    if a.dtype is not b.dtype:  # one operand in high precision
+        a, b = a.float(), b.float()
+    a, b = (a if axes[0] == 1 else a.t()), (b.t() if axes[1] == 1 else b)
+    with torch.autocast(a.device.type, enabled=False):
+        return (a @ b).to(dtype)
+
+
+def native_product(device: torch.device) -> bool:
+    """Whether tensor cores of this device multiply 8-bit floats."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _native(a: Operand | Tensor, b: Operand | Tensor, axes: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+    """The product on tensor cores by `torch._scaled_mm`; None where the recipe, the shapes or the device have none."""
+    if not (isinstance(a, Operand) and isinstance(b, Operand)) or not native_product(a.values.device):
+        return None
+    natives = [operand.cast.element.torch_dtype for operand in (a, b)]
+    kinds = {operand.cast.granularity for operand in (a, b)}
+    eight = all(native in (torch.float8_e4m3fn, torch.float8_e5m2) for native in natives)
+    if not eight or natives == [torch.float8_e5m2] * 2 or len(kinds) > 1 or kinds == {"block"}:
+        return None
+    if kinds == {"axis"} and dtype is not torch.bfloat16:
+        return None
+    left, right = (o.elements if axis == 1 else o.elements.t() for o, axis in zip((a, b), axes))
+    if any(size % 16 for size in (*left.shape, *right.shape)) or not left.numel() or not right.numel():
+        return None
+    scales = [torch.reciprocal(o.scale if axis == 1 else o.scale.t()) for o, axis in zip((a, b), axes)]
+    low, high = left.contiguous().to(natives[0]), right.contiguous().to(natives[1])
+    return torch._scaled_mm(low, high.t(), scales[0].contiguous(), scales[1].t().contiguous(), out_dtype=dtype)
+
+
+# --- put on a network, and taken off ----------------------------------------------------------------------------------
+
+
+def linear_layers(network: nn.Module) -> dict[str, nn.Module]:
+    """Path -> layer, for every linear layer and every attention (whose projections are linear layers too)."""
+    found: dict[str, nn.Module] = {}
+    inside: set[int] = set()
+    for name, module in network.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside |= {id(child) for child in module.modules()}
+            found[name] = module
+        elif isinstance(module, nn.Linear) and id(module) not in inside:
+            found[name] = module
+    return found
+
+
+Keep = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+
+def kept_layers(layers: Iterable[tuple[str, nn.Module]], keep: Keep) -> set[str]:
+    """The paths that `keep` names.
+
+    A pattern names a layer when it matches a run of its path's components: "lm_head" names "model.lm_head", "blocks.0"
+    names all in that block, "blocks.*.proj" one layer of each.
+    Raises:  ValueError for a pattern that matches nothing: the layer it means would be cast silently.
+    """
+    layers = list(layers)
+    if keep is None:
+        return set()
+    if callable(keep):
+        chosen = {name for name, module in layers if keep(name, module)}
+        if not chosen:
+            raise ValueError(f"keep picked no layer; there are {_listed(layers)}")
+        return chosen
+    patterns = [keep] if isinstance(keep, str) else list(keep)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"keep is a pattern, a list of them or a function (path, module) -> bool, got {keep!r}")
+    kept: set[str] = set()
+    for pattern in patterns:
+        named = {name for name, _ in layers if _names(pattern, name)}
+        if not named:
+            raise ValueError(f"keep={pattern!r} matches no linear layer, so nothing would stay high; {_listed(layers)}")
+        kept |= named
+    return kept
+
+
+def _names(pattern: str, path: str) -> bool:
+    parts, length = path.split("."), pattern.count(".") + 1
+    return any(fnmatchcase(".".join(parts[i : i + length]), pattern) for i in range(len(parts) - length + 1))
+
+
+def _listed(layers: Iterable[tuple[str, nn.Module]]) -> str:
+    names = [name or "(the network itself)" for name, _ in layers]
+    return "there are " + ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.Module:
+    """Put `recipe` on the linear layers of `network`; see `cast_like`."""
+    layers = linear_layers(network)
+    if not layers:
+        raise ValueError(f"a recipe casts linear layers, and this {type(network).__name__} has none")
+    kept = kept_layers(layers.items(), keep)
+    for name, module in layers.items():
+        old = mark_of(module)
+        around = {} if old is None else {"result": old.result, "level": old.level}
+        drop_scales(module)
+        if name in kept:
+            if isinstance(old, RecipeForward):
+                mark(module, Rule(), **around)
+            continue
+        mark(module, recipe_rule(recipe), kind=RecipeForward, **around)
+        if recipe.delayed():
+            module.add_module(STATE, RecipeScales(recipe))
+    root = mark_of(network) or mark(network, Rule())
+    root.level = recipe.name
+    return network
+
+
+def drop_scales(module: nn.Module) -> None:
+    """Take the scales of a recipe off this one module."""
+    if isinstance(module._modules.get(STATE), RecipeScales):
+        del module._modules[STATE]
+
+
+def end_step(network: nn.Module) -> None:
+    """Say that a step is over, for loops that change weights where it cannot be seen (through `.data`)."""
+    for module in network.modules():
+        if isinstance(module, RecipeScales):
+            for key in module.sites:
+                module.renew(key)
+
+
+def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:
+    """Path of each linear layer -> the recipe it runs under, None where it stays high."""
+    found: dict[str, Recipe | None] = {}
+    for name, module in linear_layers(network).items():
+        forward = mark_of(module)
+        under = isinstance(forward, RecipeForward) and forward.rule.recipe is not None
+        found[name] = forward.rule.recipe[1][0] if under else None  # type: ignore[union-attr,index]
+    return found
