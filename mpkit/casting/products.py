@@ -108,20 +108,28 @@ class RecipeForward(Forward):
 def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
 
+    linear = _linear_with_state if recipe.delayed() else _linear
+
     def handle(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
             :3
         ]
-        scalers = mode.layer.scalers(weight) if recipe.delayed() else {}
         note = None if mode.ledger is None else mode.ledger.operand_notes()
-        y = recipe_linear(x, weight, recipe, scalers, note)
-        return y if bias is None else y + bias.to(y.dtype)
+        return linear(x, weight, bias, recipe, mode.layer, note)
 
     element = recipe.fprop_input.element if recipe.fprop_input else None
     grad = recipe.dgrad_grad.element if recipe.dgrad_grad else element
     handler = computing(Emulated(element, grad), handle) if isinstance(element, FloatFormat) else handle  # type: ignore[arg-type]
     inside = {func.__name__: looks_inside(inner) for func, inner in ops.COMPOSED.items()}
     return Rule({**inside, "linear": handler}, None, None, (recipe_rule, (recipe,)))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: Any, note: Any) -> Tensor:
+    y = recipe_linear(x, weight, recipe, layer.scalers(weight) if recipe.delayed() else {}, note)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+_linear_with_state = torch.compiler.disable(_linear, reason="whether a step has ended is decided in Python")
 
 
 def recipe_linear(
@@ -138,15 +146,14 @@ def recipe_linear(
 
     Shapes:  x (*, in), weight (out, in) -> (*, out) in the dtype of x.
     """
-    return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note)
+    return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note, torch.is_grad_enabled())
 
 
 class _RecipeLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, scalers: Any, note: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, scalers: Any, note: Any, tracks: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         scales = {name: scaler.scale for name, scaler in scalers.items()}
-        tracks = any(ctx.needs_input_grad)
         for name, tensor in (("input", x), ("weight", weight)):
             if name in scalers:
                 scalers[name].follow_(tensor.device)
@@ -173,7 +180,7 @@ class _RecipeLinear(torch.autograd.Function):
             grad_x = _product("dgrad", (grad, weight), (1, 0), recipe, scales, note, rows.dtype).view(shape)
         if ctx.needs_input_grad[1]:
             grad_weight = _product("wgrad", (grad, rows), (0, 0), recipe, scales, note, weight.dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 _OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "input")}
@@ -265,7 +272,7 @@ def kept_layers(layers: Iterable[tuple[str, nn.Module]], keep: Keep) -> set[str]
         if not chosen:
             raise ValueError(f"keep picked no layer; there are {_listed(layers)}")
         return chosen
-    patterns = [keep] if isinstance(keep, str) else list(keep)
+    patterns = [keep] if isinstance(keep, str) else list(keep) if isinstance(keep, Sequence) else [keep]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"keep is a pattern, a list of them or a function (path, module) -> bool, got {keep!r}")
     kept: set[str] = set()

@@ -72,13 +72,13 @@ class Operand:
     blocks: Blocks | None = None
 
     def clipped(self) -> Tensor:
-        """Share of elements beyond what their scale can hold, () float32."""
-        top = self.cast.element.max
+        """Share of elements beyond what their scale can hold, () float32; a last bit does not count."""
+        top, slack = self.cast.element.max, 1 + 2.0**-22
         if self.blocks is None:
-            beyond = (self.source * self.scale).abs() > top
+            beyond = (self.source * self.scale).abs() > top * slack
         else:
             limit = replace(self.blocks, elements=torch.full_like(self.elements, top)).dequantize(torch.float32)
-            beyond = self.source.abs() > limit
+            beyond = self.source.abs() > limit.abs() * slack
         return _share(beyond)
 
     def flushed(self) -> Tensor:

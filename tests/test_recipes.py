@@ -1,0 +1,391 @@
+"""Recipes on networks: what is cast, what lives from step to step, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpkit.blocks import MXFP4, MXFP8_E4M3
+from mpkit.casting import (
+    RECIPES,
+    Cast,
+    Recipe,
+    amp_level,
+    cast_like,
+    end_step,
+    ledger,
+    products,
+    recipe_of,
+    remove_mixed_precision,
+    uniform,
+)
+from mpkit.formats import E4M3FN, E5M2, FP32
+from mpkit.policies import tensor_scale_preset
+
+SHORT = tensor_scale_preset("te_delayed", amax_history_len=3)
+DELAYED = uniform("short delayed", Cast(E4M3FN, "tensor", SHORT), Cast(E5M2, "tensor", SHORT))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+
+
+def batches(count: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 32, generator=generator) * scale * 1.5**i for i in range(count)]
+
+
+def train(net: nn.Module, data: list[Tensor], optimizer: Any = None) -> Any:
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.01)
+    for x in data:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_stays_near_float32_and_comes_off(name):
+    net, plain = network(), network()
+    keys = set(net.state_dict())
+    assert cast_like(net, name) is net
+    assert amp_level(net) == name
+    assert set(recipe_of(net).values()) == {RECIPES[name]}
+    new = set(net.state_dict()) - keys
+    assert bool(new) == (name == "te_hybrid_delayed")  # new keys only where there is state
+    x = batches(1)[0]
+    error = (net(x) - plain(x)).norm() / plain(x).norm()
+    # two layers, each operand within half a gap: 2^-4 of E4M3, 1/4 of E2M1 beside its smallest values
+    assert 0 < error < (0.5 if "fp4" in name else 0.125)
+    before = weights(net)
+    train(net, batches(3))
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(net)))
+    remove_mixed_precision(net)
+    plain.load_state_dict(net.state_dict())
+    assert torch.equal(net(x), plain(x))
+    assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_products_are_those_of_the_casts():
+    recipe = RECIPES["mxfp8"]
+    layer = cast_like(nn.Linear(64, 40, bias=False), recipe)
+    x, grad = torch.randn(5, 64, requires_grad=True), torch.randn(5, 40)
+    y = layer(x)
+    y.backward(grad)
+
+    def values(cast: Cast | None, t: Tensor, axis: int) -> Tensor:
+        assert cast is not None
+        return cast(t, axis).values
+
+    w = layer.weight
+    assert torch.equal(y, values(recipe.fprop_input, x, 1) @ values(recipe.fprop_weight, w, 1).t())
+    torch.testing.assert_close(x.grad, values(recipe.dgrad_grad, grad, 1) @ values(recipe.dgrad_weight, w, 0))
+    torch.testing.assert_close(w.grad, values(recipe.wgrad_grad, grad, 0).t() @ values(recipe.wgrad_input, x, 0))
+
+
+def test_a_recipe_of_nothing_is_float32():
+    net = cast_like(network(), Recipe("nothing"))
+    x = batches(1)[0]
+    assert torch.equal(net(x), network()(x))
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("2", {"2"}),
+        (["blocks.*.proj"], {"blocks.0.proj", "blocks.1.proj"}),
+        ("lm_head", {"lm_head"}),
+        ("blocks.1", {"blocks.1.proj", "blocks.1.up"}),
+        (lambda path, module: module.out_features == 3, {"lm_head"}),
+    ],
+)
+def test_layers_that_stay_high(keep, kept):
+    blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4), "proj": nn.Linear(4, 4)}) for _ in range(2))
+    net = nn.ModuleDict({"blocks": blocks, "lm_head": nn.Linear(4, 3), "2": nn.Linear(4, 4)})
+    cast_like(net, "mxfp8", keep=keep)
+    assert {path for path, recipe in recipe_of(net).items() if recipe is None} == kept
+
+
+def test_a_filter_that_matches_nothing_fails_and_changes_nothing():
+    net = nn.ModuleDict({"lm_head": nn.Linear(4, 3)})
+    for keep in ("output", ["lm_head", "norm"], lambda path, module: False):
+        with pytest.raises(ValueError, match="lm_head"):
+            cast_like(net, "mxfp8", keep=keep)
+        assert recipe_of(net) == {"lm_head": None}
+
+
+def test_a_kept_layer_is_released_when_a_recipe_is_changed():
+    net = cast_like(network(), "te_hybrid_delayed")
+    cast_like(net, "mxfp8", keep="0")
+    assert recipe_of(net) == {"0": None, "2": RECIPES["mxfp8"]}
+    assert set(net.state_dict()) == set(network().state_dict())
+
+
+def test_attention_is_cast_inside():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 5, 32)
+    plain = layer(x)
+    cast_like(layer, "mxfp4")
+    with ledger(layer) as log:
+        y = layer(x)
+        y.sum().backward()
+    assert {row.module for row in log.operands} == {"self_attn", "linear1", "linear2"}
+    assert sum(row.product == "fprop" for row in log.operands) == 2 * (2 + 1 + 1)  # in_proj and out_proj
+    assert sum(row.product == "wgrad" for row in log.operands) == 2 * 4
+    assert not torch.equal(y, plain)
+    with torch.no_grad():
+        cast_like(layer.eval(), "te_hybrid_delayed")(x)
+        layer(x)
+    assert list(layer.self_attn._modules["recipe_scales"].sites) == ["0", "1"]
+
+
+def test_the_ledger_counts_what_a_scale_clips_and_flushes():
+    net = cast_like(nn.Linear(64, 8, bias=False), uniform("floor", Cast(MXFP4)))
+    x = torch.zeros(2, 64)
+    x[0, :2] = torch.tensor([7.9, 0.1])  # floor: scale 1, so 7.9 is beyond 6 and 0.1 below a quarter
+    x[1, 40] = 4.0
+    with ledger(net) as log:
+        net(x).sum().backward()
+    row = log.operands[0]
+    assert (row.product, row.operand, row.format, row.native) == ("fprop", "input", "mxfp4", False)
+    assert (row.clipped, row.flushed) == (1 / 128, 1 / 128)
+    assert row.scale_max == 1.0
+    frame = log.operands_to_frame()
+    assert frame["product"].tolist() == ["fprop", "fprop", "wgrad", "wgrad"]
+    rows = len(log.operands)
+    net(x).sum().backward()
+    assert len(log.operands) == rows  # nothing is written outside the block
+
+
+def test_delayed_scales_follow_the_rule_on_the_tensors_of_each_step():
+    net, policy = cast_like(nn.Linear(32, 4, bias=False), DELAYED), replace(SHORT, element_max=448.0)
+    data, seen = batches(5), []
+    for step, x in enumerate(data):
+        amaxes = [b.abs().max().item() for b in data[max(0, step - 3) : step]]
+        with ledger(net) as log:
+            train(net, [x])
+        seen.append((log.operands[0].scale_max, policy.element_max / max(amaxes) if amaxes else 1.0))
+    for got, want in seen:
+        assert got == torch.tensor(want).item()
+
+
+def test_a_spike_is_clipped_by_a_stale_scale_and_not_by_a_current_one():
+    calm = batches(1)[0]
+    for recipe, clips in ((DELAYED, True), (RECIPES["te_current"], False)):
+        net = cast_like(nn.Linear(32, 4), recipe)
+        train(net, [calm] * 3)
+        with ledger(net) as log:
+            net(calm * 100)
+        assert (log.operands[0].clipped > 0) == clips
+
+
+def test_accumulated_micro_batches_are_one_step_with_their_largest_amax():
+    net = cast_like(nn.Linear(32, 4), DELAYED)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    small, large = torch.ones(2, 32), 8 * torch.ones(2, 32)
+    scales = net._modules["recipe_scales"]
+    for _ in range(2):
+        for x in (large, small):
+            net(x).sum().backward()
+            assert float(scales.sites["0"]["input"].scale) in (1.0, 56.0)
+        optimizer.step()
+    net(small)
+    scaler = scales.sites["0"]["input"]
+    assert (float(scaler.scale), scaler.state.history.tolist()) == (56.0, [0.0, 8.0, 8.0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_recomputed_forward_has_the_scale_of_the_first(reentrant, frozen):
+    nets = [cast_like(network(), DELAYED) for _ in range(2)]
+    for net in nets:
+        net[2].weight.requires_grad_(not frozen)
+    optimizers = [torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.01) for net in nets]
+    for x in batches(4):
+        x.requires_grad_()
+        for net, optimizer, recomputes in zip(nets, optimizers, (False, True)):
+            optimizer.zero_grad()
+            y = checkpoint(net, x, use_reentrant=reentrant) if recomputes else net(x)
+            y.square().mean().backward()
+            optimizer.step()
+        assert_same(weights(nets[0]), weights(nets[1]))
+    scales = [net[2]._modules["recipe_scales"].get_extra_state() for net in nets]
+    assert_same(*scales)
+
+
+def test_evaluation_changes_no_scale():
+    net = cast_like(network(), DELAYED)
+    optimizer = train(net, batches(2))
+    twin = copy.deepcopy(net)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), 0.01)
+    with torch.no_grad():
+        net(batches(1)[0] * 1e4)
+    train(net, batches(3), optimizer)
+    train(twin, batches(3), twin_optimizer)
+    assert_same(weights(net), weights(twin))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict"])
+def test_a_copy_or_a_resumed_run_goes_on_bit_for_bit(way):
+    net = cast_like(network(), DELAYED)
+    train(net, batches(3))
+    if way == "state_dict":
+        other = cast_like(network(), DELAYED)
+        train(other, batches(1, 50.0))
+        other.load_state_dict(pickle.loads(pickle.dumps(net.state_dict())))
+    else:
+        other = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+    for module in (net, other):
+        train(module, batches(4))
+    assert_same(weights(net), weights(other))
+    assert_same(
+        *[[m.get_extra_state() for m in n.modules() if isinstance(m, products.RecipeScales)] for n in (net, other)]
+    )
+
+
+def test_the_state_of_another_recipe_is_refused_and_nothing_changes():
+    net = cast_like(network(), DELAYED)
+    train(net, batches(2))
+    before = copy.deepcopy(net[0]._modules["recipe_scales"].get_extra_state())
+    other = cast_like(network(), "te_hybrid_delayed")
+    train(other, batches(2))
+    with pytest.raises(ValueError, match="another policy"):
+        net.load_state_dict(other.state_dict())
+    assert_same(net[0]._modules["recipe_scales"].get_extra_state(), before)
+    with pytest.raises(RuntimeError, match="recipe_scales"):
+        net.load_state_dict(network().state_dict())
+
+
+def test_a_loop_that_hides_its_updates_says_where_a_step_ends():
+    net = cast_like(nn.Linear(32, 4), DELAYED)
+    for _ in range(2):
+        net(torch.full((2, 32), 7.0)).sum().backward()
+        net.weight.data.mul_(0.99)
+    scaler = net._modules["recipe_scales"].sites["0"]["input"]
+    assert float(scaler.scale) == 1.0
+    end_step(net)
+    assert float(scaler.scale) == 64.0
+
+
+def test_dtypes_shapes_and_autocast():
+    layer = cast_like(nn.Linear(32, 8), "mxfp8").to(torch.bfloat16)
+    assert layer(torch.randn(2, 3, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    layer = cast_like(nn.Linear(32, 8), "nvfp4")
+    for shape in ((32,), (0, 32), (2, 1, 5, 32)):
+        x = torch.randn(shape, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == ((*shape[:-1], 8), x.shape)
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layer(x)
+    assert torch.equal(inside, layer(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp8", "te_current"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
+def test_compiled_in_one_graph(name):
+    torch._dynamo.reset()
+    net, twin = (cast_like(nn.Sequential(network()[0]), name) for _ in range(2))
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = batches(1)[0]
+    net(x).sum().backward()
+    compiled(x).sum().backward()
+    for p, q in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch's compiler raises them
+def test_delayed_scales_compile_with_breaks():
+    torch._dynamo.reset()
+    net, twin = cast_like(network(), DELAYED), cast_like(network(), DELAYED)
+    compiled = torch.compile(twin, backend="eager")
+    optimizer, other = (torch.optim.SGD(n.parameters(), 0.01) for n in (net, twin))
+    train(net, batches(3), optimizer)
+    train(compiled, batches(3), other)
+    for p, q in zip(weights(net), weights(twin)):
+        torch.testing.assert_close(p, q)
+
+
+def test_tensor_cores_get_the_same_operands(monkeypatch):
+    calls = []
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+        calls.append((a.dtype, b.dtype))
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    want, net = cast_like(network(), "te_current"), cast_like(network(), "te_current")
+    x = torch.cat(batches(2))
+    want(x).square().sum().backward()
+    monkeypatch.setattr(products, "native_product", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    with ledger(net) as log:
+        net(x).square().sum().backward()
+    assert (
+        calls == [(torch.float8_e4m3fn, torch.float8_e4m3fn)] * 2 + [(torch.float8_e5m2, torch.float8_e4m3fn)] * 3
+    )  # no gradient of the network's own input
+    assert all(row.native for row in log.operands)
+    for p, q in zip(net.parameters(), want.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+    calls.clear()
+    cast_like(network(), "mxfp8")(x)
+    assert not calls
+
+
+def test_descriptions_and_own_recipes():
+    own = replace(RECIPES["mxfp8"], name="mine", wgrad_grad=None, wgrad_input=None)
+    assert own.describe()["wgrad.grad"] == "high precision"
+    assert RECIPES["nvfp4"].describe() == {
+        "fprop.input": "nvfp4 per 1x16, te",
+        "fprop.weight": "nvfp4_16x16 per 16x16, te",
+        "dgrad.grad": "nvfp4 per 1x16, te, stochastic",
+        "dgrad.weight": "nvfp4_16x16 per 16x16, te",
+        "wgrad.grad": "nvfp4 per 1x16, te, stochastic, Hadamard",
+        "wgrad.input": "nvfp4 per 1x16, te, Hadamard",
+    }
+    assert pickle.loads(pickle.dumps(own)) == own == copy.deepcopy(own)
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    block = Cast(MXFP8_E4M3)
+    for wrong, error, words in (
+        (lambda: cast_like(nn.ReLU(), "mxfp8"), ValueError, "has none"),
+        (lambda: cast_like(network(), "mxfp9"), ValueError, "mxfp8"),
+        (lambda: cast_like(network(), "mxfp8", torch.bfloat16), ValueError, "every cast"),
+        (lambda: cast_like(network(), "apex_O1", keep="0"), ValueError, "own lists"),
+        (lambda: cast_like(network(), "mxfp8", keep=3), TypeError, "pattern"),
+        (lambda: cast_like([], "mxfp8"), TypeError, "nn.Module"),
+        (lambda: Cast("e4m3"), TypeError, "FloatFormat"),
+        (lambda: Cast(MXFP4, "tensor"), ValueError, "by block"),
+        (lambda: Cast(E4M3FN, "block"), ValueError, "tensor or axis"),
+        (lambda: Cast(MXFP4, policy=SHORT), ValueError, "scale_rounding"),
+        (lambda: Cast(E4M3FN, "axis", SHORT), ValueError, "current one"),
+        (lambda: Cast(E4M3FN, policy="te_delayed"), TypeError, "tensor_scale_preset"),
+        (lambda: Cast(E4M3FN, rounding="nearest"), ValueError, "nearest_even"),
+        (lambda: Cast(FP32), ValueError, "high precision"),
+        (lambda: Recipe(block), TypeError, "name first"),
+        (lambda: Recipe("r", E4M3FN), TypeError, "is a Cast"),
+        (lambda: Recipe("r", replace(block, hadamard=True), block), ValueError, "cancels"),
+        (
+            lambda: replace(DELAYED, wgrad_input=Cast(E4M3FN, policy=replace(SHORT, history_len=4))),
+            ValueError,
+            "same policy",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
