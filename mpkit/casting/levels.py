@@ -249,7 +249,7 @@ def to_float(
     target = target_of(dtype, grad_dtype, also=(torch.float32,))
     for inner in module.modules():
         old = mark_of(inner)
-        around = {} if old is None else {"result": old.result, "level": old.level}
+        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
         mark(inner, lowered(inner, target), by_user=True, **around)
     return module
 

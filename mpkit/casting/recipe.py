@@ -308,8 +308,8 @@ def _recipes() -> list[Recipe]:
     tensor, row = (tensor_scale_preset(name) for name in ("torchao_tensorwise", "torchao_rowwise"))
     by_row = Cast(E4M3FN, "axis", row)
     rowwise = uniform("torchao_rowwise", by_row)
-    te_block = {"scale": E8M0, "scale_rounding": "te"}
-    mx = {"scale_rounding": "rceil"}
+    te_block: dict[str, Any] = {"scale": E8M0, "scale_rounding": "te"}
+    mx: dict[str, Any] = {"scale_rounding": "rceil"}
     row16, square16 = Cast(NVFP4), Cast(replace(NVFP4, name="nvfp4_16x16", block=(16, 16)))
     random16 = replace(row16, rounding="stochastic")
     return [

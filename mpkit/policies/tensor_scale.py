@@ -89,8 +89,12 @@ class TensorScalePolicy:
         """One policy of a vector, as Python numbers."""
         if not self.shape:
             raise TypeError("this is one policy, not a vector of them; make a vector with stack_tensor_scales([...])")
-        own = vars(self).items()
-        return replace(self, **{k: v.expand(self.shape)[index].item() for k, v in own if isinstance(v, Tensor)})
+        picked: dict[str, Any] = {
+            key: value.expand(self.shape)[index].item()
+            for key, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **picked)
 
 
 class TensorScaleState(NamedTuple):
