@@ -12,7 +12,7 @@ LAYERS = (
     ("casting", "policies", "scalers"),
     ("schedules", "optimizers", "step", "model"),
     ("boost",),
-    ("record", "replay", "diagnose", "bench"),
+    ("record", "replay", "diagnose", "experiment", "bench"),
     ("plots",),
     ("explorers", "widgets", "check"),
     ("command", "info", "lab", "__main__"),

@@ -1,0 +1,106 @@
+"""Batches for `train`: data by name, tensors, data sets, loaders, or what makes one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.data import digits, mnist
+
+
+def found(name: str) -> Any:
+    """What "package.module:name" names.
+
+    Raises:  ValueError when it names nothing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name!r} names nothing that can be imported as package.module:name: {error}") from error
+
+
+@dataclass
+class Batches:
+    """Batches of an epoch whenever `train` is iterated; `test` None where there is none; steps of an epoch."""
+
+    train: Iterable[Any]
+    test: Iterable[Any] | None
+    steps: int
+
+
+class _Shuffled:
+    """Batches of two tensors, in another order in every epoch."""
+
+    def __init__(self, pair: tuple[Tensor, Tensor], batch: int, seed: int, shuffle: bool) -> None:
+        self.pair, self.batch, self.shuffle = pair, batch, shuffle
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-len(self.pair[0]) // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.pair
+        order = torch.randperm(len(x), generator=self.generator) if self.shuffle else torch.arange(len(x))
+        for rows in order.to(x.device).split(self.batch):
+            yield x[rows], y[rows]
+
+
+def batches_of(data: Any, batch: int, seed: int, device: torch.device) -> Batches:
+    data = _named(data)
+    test: Any = None
+    if isinstance(data, Mapping):
+        if set(data) - {"train", "test"} or "train" not in data:
+            raise ValueError(f"data as a dict has 'train' and perhaps 'test', got {sorted(data)}")
+        data, test = _named(data["train"]), _named(data.get("test"))
+    elif _is_pair(data) and _is_pair(data[0]):
+        data, test = data
+    elif _is_pair(data) and isinstance(data[0], Tensor):
+        keep = len(data[0]) - max(1, len(data[0]) // 5)
+        data, test = (data[0][:keep], data[1][:keep]), (data[0][keep:], data[1][keep:])
+    elif isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__len__"):
+        rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
+        keep = len(rows) - max(1, len(rows) // 5)
+        data, test = (torch.utils.data.Subset(data, part) for part in (rows[:keep], rows[keep:]))
+    batches = _batches(data, batch, seed, True, device)
+    steps = len(batches) if hasattr(batches, "__len__") else sum(1 for _ in batches)
+    return Batches(batches, None if test is None else _batches(test, 250, seed, False, device), steps)
+
+
+def _named(data: Any) -> Any:
+    if isinstance(data, str):
+        if data in ("digits", "digits8"):
+            size = 8 if data == "digits8" else 28
+            return digits(size=size), digits("test", size)
+        if data == "mnist":
+            return mnist(), mnist(split="test")
+        if ":" not in data:
+            raise ValueError(
+                f"no data set is called {data!r}; there are digits, digits8, mnist and 'package.module:name'"
+            )
+        data = found(data)
+    return data() if callable(data) and not hasattr(data, "__iter__") else data
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | tuple | list) for d in data)
+
+
+def _batches(data: Any, batch: int, seed: int, shuffle: bool, device: torch.device) -> Any:
+    if _is_pair(data) and all(isinstance(part, Tensor) for part in data):
+        if len(data[0]) != len(data[1]) or not len(data[0]):
+            raise ValueError(f"data needs as many labels as rows, got {len(data[0])} rows and {len(data[1])} labels")
+        return _Shuffled((data[0].to(device), data[1].to(device)), batch, seed, shuffle)
+    if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.IterableDataset):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.utils.data.DataLoader(data, batch, shuffle=shuffle, generator=generator)
+    if not hasattr(data, "__iter__"):
+        raise TypeError(
+            f"data must be a name, tensors, a Dataset or batches that can be iterated, got {type(data).__name__}"
+        )
+    return data

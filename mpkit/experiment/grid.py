@@ -1,0 +1,144 @@
+"""A grid of cells: every combination, a name for each, and the cell that each is compared with."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpkit.experiment.identity import Description, canonical, name_of
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid: the arguments as they are passed, as they are stored, and as they are called."""
+
+    arguments: dict[str, Any]
+    described: dict[str, Any]
+    label: str
+
+
+def cells_of(grid: Any, describe: Description) -> list[Cell]:
+    """The cells of a grid, in order, each once.
+
+    Args:    grid: a dict of lists (every combination) or a list of dicts (these cells).
+    Raises:  TypeError, ValueError for another kind, an empty grid, a cell twice, or a value that cannot be stored.
+    """
+    arguments = _arguments(grid)
+    described = [{name: describe(value) for name, value in cell.items()} for cell in arguments]
+    for number, cell in enumerate(described):
+        if cell in described[:number]:
+            raise ValueError(f"the grid holds the cell {named(cell, list(cell))} twice; more runs of it are more seeds")
+    return [Cell(a, d, label) for a, d, label in zip(arguments, described, labels(described))]
+
+
+def _arguments(grid: Any) -> list[dict[str, Any]]:
+    if isinstance(grid, Mapping):
+        for name, values in grid.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise TypeError(f"grid[{name!r}] must be a list of values, got {values!r}; write [{values!r}]")
+        values = [list(v) for v in grid.values()]
+        if not all(values):
+            raise ValueError(
+                f"every list of the grid needs a value; empty: {[n for n, v in zip(grid, values) if not v]}"
+            )
+        cells = [dict(zip(grid, choice)) for choice in itertools.product(*values)]
+    elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(c, Mapping) for c in grid):
+        cells = [dict(cell) for cell in grid]
+    else:
+        raise TypeError(f"grid must be a dict of lists or a list of dicts, got {type(grid).__name__}")
+    if not cells:
+        raise ValueError("the grid is empty; it needs at least one cell")
+    for cell in cells:
+        if wrong := [name for name in cell if not isinstance(name, str)]:
+            raise TypeError(f"the arguments in a grid have names, got {wrong[0]!r}")
+        if "seed" in cell or "only_time" in cell:
+            raise ValueError("a grid sets neither seed (give seeds=[...] to experiment) nor only_time")
+    return cells
+
+
+def labels(described: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells each cell from the others, in a few characters.
+
+    >>> labels([{"level": "O0", "lr": 0.1}, {"level": "O2", "lr": 0.1}])
+    ['level=O0', 'level=O2']
+    """
+    names = list(dict.fromkeys(name for cell in described for name in cell))
+    texts = {name: {canonical(cell[name]) if name in cell else "" for cell in described} for name in names}
+    varying = [name for name in names if len(texts[name]) > 1] or names
+    found = [named(cell, varying) for cell in described]
+    if len(set(found)) < len(found):  # two functions of one name: number them
+        found = [
+            f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label
+            for i, label in enumerate(found)
+        ]
+    return found
+
+
+def named(cell: Mapping[str, Any], names: Sequence[str]) -> str:
+    """`name=value` for the names that the cell has."""
+    return ", ".join(f"{name}={name_of(cell[name])}" for name in names if name in cell) or "(no arguments)"
+
+
+def baselines(described: Sequence[Mapping[str, Any]], baseline: Any, describe: Description) -> list[int]:
+    """For each cell the number of the one that it is compared with.
+
+    Args:    baseline: None for the first cell, a cell's number, or arguments: of all cells equal to a given one but for
+             these arguments, the one that has them; where there is none such, the only cell that has them.
+    Raises:  TypeError, ValueError when there is no such cell.
+    """
+    count = len(described)
+    if baseline is None:
+        return [0] * count
+    if isinstance(baseline, int) and not isinstance(baseline, bool):
+        if not 0 <= baseline < count:
+            raise ValueError(f"baseline must be a cell's number from 0 to {count - 1}, got {baseline}")
+        return [baseline] * count
+    if not isinstance(baseline, Mapping):
+        raise TypeError(f"baseline must be None, a cell's number or a dict of arguments, got {type(baseline).__name__}")
+    wanted = {name: describe(value) for name, value in baseline.items()}
+    having = [
+        i for i, cell in enumerate(described) if all(name in cell and cell[name] == v for name, v in wanted.items())
+    ]
+    if not having:
+        raise ValueError(
+            f"no cell of the grid has {named(wanted, list(wanted))}; the baseline must be one of the cells"
+        )
+    found = []
+    for cell in described:
+        own = [i for i in having if {**cell, **wanted} == described[i]]
+        if not own and len(having) > 1:
+            raise ValueError(
+                f"{len(having)} cells have {named(wanted, list(wanted))} and none of them is like "
+                f"{named(cell, list(cell))} otherwise; name more arguments of the baseline"
+            )
+        found.append((own or having)[0])
+    return found
+
+
+def check_call(run: Callable[..., Any], cells: Sequence[Cell]) -> None:
+    """Every cell can be passed to `run`.
+
+    Raises:  TypeError otherwise, before anything runs.
+    """
+    if not callable(run):
+        raise TypeError(f"run must be a function run(seed=..., **cell), got {type(run).__name__}")
+    try:
+        signature = inspect.signature(run)
+    except (TypeError, ValueError):
+        return  # a built-in tells it when it is called
+    for cell in cells:
+        try:
+            signature.bind(seed=0, **cell.arguments)
+        except TypeError as error:
+            raise TypeError(f"run{signature} cannot be called as run(seed=..., {cell.label}): {error}") from None
+
+
+def times_itself(run: Callable[..., Any]) -> bool:
+    """Whether `run` has the argument `only_time`, with which it trains just long enough to be timed."""
+    try:
+        return "only_time" in inspect.signature(run).parameters
+    except (TypeError, ValueError):
+        return False

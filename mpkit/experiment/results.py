@@ -1,0 +1,314 @@
+"""What an experiment found: every run as a row, every cell beside its baseline with an interval and a sentence."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.experiment.identity import name_of
+from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
+from mpkit.experiment.store import Folder, Row, cell_key
+from mpkit.record import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
+DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
+
+
+class Results:
+    """The runs of an experiment, of this call or of earlier ones with the same code.
+
+    Args:
+        index:   what was asked for: cells with labels and baselines, seeds, jobs.
+        rows:    the finished runs.
+        folder:  where they lie.
+        stopped: whether the call ended before all was done.
+    """
+
+    def __init__(self, index: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, stopped: bool = False) -> None:
+        self.labels: list[str] = [cell["label"] for cell in index["cells"]]
+        self.seeds: list[int] = list(index["seeds"])
+        self.folder, self.stopped = folder, stopped
+        self._index = index
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._timed: dict[tuple[int, int], Row] = {}
+        place = {cell_key(c["cell"], s, False): (i, s) for i, c in enumerate(index["cells"]) for s in self.seeds}
+        for row in rows:
+            at = place.get(cell_key(row.cell, row.seed, False))
+            if at is not None:
+                (self._timed if row.timed else self._rows)[at] = row
+        self._times = {name for row in self._timed.values() for name in row.numbers}
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Results:
+        """The results that lie in a folder, as far as they are finished; nothing is run.
+
+        Raises:  FileNotFoundError where no experiment was. Warns: of files that were changed or cut.
+        """
+        place = Folder(folder)
+        index = place.read_index()
+        if not index:
+            raise FileNotFoundError(f"no experiment in {place.path}; experiment(run, grid, folder=...) makes one")
+        both = [False, True] if index["apart"] else [False]
+        stems = [cell_key(c["cell"], s, t) for c in index["cells"] for s in index["seeds"] for t in both]
+        there = place.names()
+        wanted = [stem for key in stems if (stem := f"{key}-{index['code']}") in there]
+        return cls(index, [row for stem in wanted if (row := place.read(stem)) is not None], folder=place.path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        failed = sum(bool(row.error) for row in self._rows.values())
+        open_ = len(self.labels) * len(self.seeds) - len(self)
+        text = f"{len(self)} runs of {len(self.labels)} cells from {len(self.seeds)} seeds"
+        return text + (f", {failed} failed" if failed else "") + (f", {open_} not run yet" if open_ else "")
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all numbers that a run returned."""
+        rows = [*self._rows.values(), *self._timed.values()]
+        return list(dict.fromkeys(name for row in rows for name in row.numbers))
+
+    @property
+    def note(self) -> str:
+        """What a reader must know before he trusts the numbers: how times were taken, what failed or is missing."""
+        said = []
+        beside = sum(not row.alone for row in self._rows.values())
+        if self._timed:
+            names = ", ".join(sorted(self._times))
+            said.append(f"{names} of separate, short runs, one at a time; all else of runs side by side.")
+        elif beside:
+            said.append(
+                f"Times cannot be compared: {beside} of {len(self)} runs had others beside them; take n_jobs=1."
+            )
+        elif len(self):
+            said.append("Runs one at a time, the cells of a seed in random order: times can be compared.")
+        failed = [key for key, row in self._rows.items() if row.error]
+        if failed:
+            said.append(f"{len(failed)} of {len(self)} runs failed; `.failures` has their tracebacks.")
+        missing = len(self.labels) * len(self.seeds) - len(self)
+        if missing:
+            said.append(f"{missing} runs are not done; the same call goes on with them.")
+        return " ".join(said)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row a run: the cell's arguments, seed, numbers, wall seconds of the run, and what went wrong.
+
+        Times that were taken apart stand in the row of their cell and seed.
+        """
+        import pandas as pd
+
+        metrics = self.metrics
+        rows = [self._line(at, metrics) for at in self._order()]
+        arguments = list(dict.fromkeys(name for cell in self._index["cells"] for name in cell["cell"]))
+        return pd.DataFrame(rows, columns=["cell", *arguments, "seed", *metrics, "run_seconds", "alone", "error"])
+
+    @property
+    def failures(self) -> dict[tuple[str, int], str]:
+        """(cell, seed) -> traceback of every failed run."""
+        return {(self.labels[i], s): self._rows[i, s].error for i, s in self._order() if self._rows[i, s].error}
+
+    def values(self, cell: int | str, metric: str) -> dict[int, float]:
+        """Seed -> number, of the runs of a cell that ended well; NaN and inf included.
+
+        Raises:  ValueError for a metric that no run returned, or an unknown cell.
+        """
+        if metric not in self.metrics and metric != "run_seconds":
+            raise ValueError(f"no run returned {metric!r}; there are {', '.join(self.metrics) or 'no numbers at all'}")
+        i = self._number(cell)
+        ended = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
+        values = {s: self._value((i, s), metric) for s in ended}
+        return {s: v for s, v in values.items() if v is not None}
+
+    def series(self, cell: int | str, name: str, seed: int | None = None) -> np.ndarray:
+        """A series of the run of a cell from a seed (None: the first seed that is there).
+
+        Raises:  ValueError for a run that is not there, failed, or returned no such series.
+        """
+        row = self._row(cell, seed)
+        held = row.series()
+        if name not in held:
+            raise ValueError(f"this run returned no series {name!r}; there are {', '.join(held) or 'none'}")
+        return held[name]
+
+    def trace(self, cell: int | str, seed: int | None = None) -> Trace:
+        """The trace of the run of a cell from a seed (None: the first seed that is there)."""
+        return self._row(cell, seed).load_trace()
+
+    def difference(self, cell: int | str, metric: str, baseline: int | str | None = None) -> Paired | None:
+        """The paired difference to the baseline over the seeds that both have; None where they share no finite one."""
+        i = self._number(cell)
+        j = self._index["cells"][i]["baseline"] if baseline is None else self._number(baseline)
+        own, other = self.values(i, metric), self.values(j, metric)
+        both = [own[s] - other[s] for s in own if s in other and math.isfinite(own[s]) and math.isfinite(other[s])]
+        return paired(both) if both else None
+
+    def summary(self, metric: str, *, higher_is_better: bool | None = None) -> pd.DataFrame:
+        """One row a cell: mean, spread, the difference to its baseline seed by seed, and what may be said of it.
+
+        Args:    higher_is_better: None: known for the usual names (accuracy, loss, seconds ...), else "higher" and
+                 "lower" are said instead of "better" and "worse".
+        Columns: n (runs with a finite number), mean, spread (standard deviation), difference, low and high (its 95 %
+                 interval, each comparison for itself), p (paired t test) and p_holm (corrected for the number of
+                 comparisons), verdict (which needs p_holm below 0.05) and sentence.
+        Raises:  ValueError for a metric that no run returned.
+        Source:  Student's paired t interval; Holm 1979 for several comparisons. With few seeds both lean on the
+                 differences being about normal.
+        """
+        import pandas as pd
+
+        cells = range(len(self.labels))
+        against = [cell["baseline"] for cell in self._index["cells"]]
+        found = [None if against[i] == i else self.difference(i, metric) for i in cells]
+        corrected = holm([math.nan if d is None else d.p for d in found])
+        comparisons = sum(not math.isnan(p) for p in corrected)
+        up = direction(metric) if higher_is_better is None else higher_is_better
+        rows = []
+        for i in cells:
+            numbers = self.values(i, metric)
+            finite = [v for v in numbers.values() if math.isfinite(v)]
+            verdict, sentence = self._said(i, against[i], metric, found[i], corrected[i], comparisons, up)
+            d = found[i]
+            rows.append(
+                {
+                    "n": len(finite),
+                    "mean": statistics.fmean(finite) if finite else math.nan,
+                    "spread": statistics.stdev(finite) if len(finite) > 1 else math.nan,
+                    "difference": math.nan if d is None else d.mean,
+                    "low": math.nan if d is None else d.low,
+                    "high": math.nan if d is None else d.high,
+                    "p": math.nan if d is None else d.p,
+                    "p_holm": corrected[i],
+                    "verdict": verdict,
+                    "sentence": sentence,
+                }
+            )
+        return pd.DataFrame(rows, index=pd.Index(self.labels, name="cell"))
+
+    def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
+        """Mean of a cell and half its 95 % interval on both sides: (low, mean, high); NaN where it cannot be known."""
+        finite = [v for v in self.values(cell, metric).values() if math.isfinite(v)]
+        if len(finite) < 2:
+            return math.nan, finite[0] if finite else math.nan, math.nan
+        mean = statistics.fmean(finite)
+        half = student_quantile(0.975, len(finite) - 1) * statistics.stdev(finite) / math.sqrt(len(finite))
+        return mean - half, mean, mean + half
+
+    def plot(self, metric: str = "accuracy", *, against: str = "seconds_per_step", kind: str = "cost") -> Any:
+        """A picture with its sentence.
+
+        Args:    kind: "cost" is `metric` over `against`, each cell with its 95 % intervals; "curves" the series
+                 `metric` of every cell, all seeds; "scales" the loss scale of every cell.
+        Raises:  ValueError for another kind or a metric that is not there.
+        """
+        from mpkit.plots import experiment as pictures  # upward: pictures need matplotlib, and only here
+
+        if kind == "cost":
+            return pictures.cost(self, metric, against)
+        if kind not in ("curves", "scales"):
+            raise ValueError(f"kind is cost, curves or scales, got {kind!r}")
+        return pictures.curves(self, "scale" if kind == "scales" else metric)
+
+    def _said(
+        self, i: int, j: int, metric: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None
+    ) -> tuple[str, str]:
+        """Verdict and sentence on a cell."""
+        numbers = self.values(i, metric)
+        finite = [v for v in numbers.values() if math.isfinite(v)]
+        lost = len(self.seeds) - len(finite)
+        left_out = (
+            f" {lost} of {len(self.seeds)} runs gave no finite number and are left out." if lost and finite else ""
+        )
+        if not finite:
+            return "no number", f"{self.labels[i]}: none of the {len(self.seeds)} runs gave a finite number."
+        if i == j:
+            return (
+                "baseline",
+                f"{self.labels[i]}: the baseline, {statistics.fmean(finite):.4g} in {_seeds(len(finite))}.{left_out}",
+            )
+        return _verdict(self.labels[i], self.labels[j], d, corrected, comparisons, up, left_out)
+
+    def _order(self) -> list[tuple[int, int]]:
+        return [(i, s) for i in range(len(self.labels)) for s in self.seeds if (i, s) in self._rows]
+
+    def _line(self, at: tuple[int, int], metrics: Sequence[str]) -> dict[str, Any]:
+        row, cell = self._rows[at], self._index["cells"][at[0]]["cell"]
+        shown = {k: v if v is None or isinstance(v, int | float | str) else name_of(v) for k, v in cell.items()}
+        numbers = {name: value for name in metrics if (value := self._value(at, name)) is not None}
+        tail = {"seed": at[1], "run_seconds": row.seconds, "alone": row.alone, "error": row.error}
+        return {"cell": self.labels[at[0]], **shown, **numbers, **tail}
+
+    def _value(self, at: tuple[int, int], metric: str) -> float | None:
+        if metric == "run_seconds":
+            return self._rows[at].seconds
+        source = self._timed.get(at) if metric in self._times else self._rows[at]
+        return None if source is None else source.numbers.get(metric)
+
+    def _number(self, cell: int | str) -> int:
+        if isinstance(cell, str):
+            if cell not in self.labels:
+                raise ValueError(f"no cell {cell!r}; there are {'; '.join(self.labels)}")
+            return self.labels.index(cell)
+        if not 0 <= cell < len(self.labels):
+            raise ValueError(f"cells are numbered 0 to {len(self.labels) - 1}, got {cell}")
+        return cell
+
+    def _row(self, cell: int | str, seed: int | None) -> Row:
+        i = self._number(cell)
+        seeds = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
+        if (seed is None and not seeds) or (seed is not None and seed not in seeds):
+            raise ValueError(f"{self.labels[i]} has no run from seed {seed} that ended well; it has {seeds}")
+        return self._rows[i, seeds[0] if seed is None else seed]
+
+
+def direction(metric: str) -> bool | None:
+    """Whether more of a metric is better, as far as its name tells.
+
+    >>> direction("accuracy"), direction("final_loss"), direction("last_scale")
+    (True, False, None)
+    """
+    if any(word in metric for word in UP):
+        return True
+    return False if any(word in metric for word in DOWN) else None
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' * (count != 1)}"
+
+
+def _verdict(
+    label: str, base: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None, left_out: str
+) -> tuple[str, str]:
+    if d is None:
+        return "no comparison", f"{label}: no seed gave a finite number in it and in {base}.{left_out}"
+    if d.n == 1:
+        text = (
+            f"{label}: {d.mean:+.3g} against {base} in the one seed that both have, which may be chance; run 5 or more."
+        )
+        return "one seed", text + left_out
+    interval = f"{d.mean:+.3g} against {base} (95 % interval {d.low:+.3g} to {d.high:+.3g}, {_seeds(d.n)})"
+    words = {True: ("better", "worse"), False: ("worse", "better"), None: ("higher", "lower")}[up]
+    word = words[d.mean < 0]
+    if corrected < 0.05:
+        among = f", also among {comparisons} comparisons" if comparisons > 1 else ""
+        return word, f"{label}: {word}, {interval}{among}.{left_out}"
+    more = (
+        "over a thousand more seeds" if d.more is None else f"about {d.more} more {'seed' if d.more == 1 else 'seeds'}"
+    )
+    if d.p < 0.05:
+        why = f"{word} if it were the only comparison, but not among {comparisons} (Holm)"
+        return "not distinguishable", f"{label}: {why}: {interval}.{left_out}"
+    if d.spread == 0:
+        return "not distinguishable", f"{label}: equal to {base} in every one of {_seeds(d.n)}.{left_out}"
+    take = f"a difference of this size would take {more} to show" if d.more != 0 else "more seeds would show it"
+    return "not distinguishable", f"{label}: not distinguishable, {interval}; {take}.{left_out}"

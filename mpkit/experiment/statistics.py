@@ -1,0 +1,133 @@
+"""Paired differences of a few seeds: an interval, a p-value, the seeds that it would take, and many comparisons."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+ENOUGH = 1000  # seeds beyond which the answer is "more than anybody will run"
+
+
+def student_cdf(t: float, df: int) -> float:
+    """P(T <= t) of Student's t with a whole number of degrees of freedom, by its finite series: exact but for rounding.
+
+    Source:  Abramowitz and Stegun 1964, 26.7.3 (df odd) and 26.7.4 (df even).
+
+    >>> student_cdf(1.0, 1)  # Cauchy: 1/2 + atan(1) / pi
+    0.75
+    """
+    if df < 1:
+        raise ValueError(f"Student's t has at least 1 degree of freedom, got {df}: two seeds or more are needed")
+    angle = math.atan2(t, math.sqrt(df))
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    first = 1 if df % 2 == 0 else 2
+    term = total = 1.0 if df % 2 == 0 else math.cos(angle)
+    for k in range(first, df - 2, 2):  # the factors k / (k + 1), each with cos squared
+        term *= k / (k + 1) * square
+        total += term
+    both = sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
+    return 0.5 + both / 2
+
+
+@cache
+def student_quantile(probability: float, df: int) -> float:
+    """The t with P(T <= t) = probability, for a probability of 0.5 or more and below 1.
+
+    >>> round(student_quantile(0.975, 4), 3)
+    2.776
+    """
+    if not 0.5 <= probability < 1:
+        raise ValueError(f"need 0.5 <= probability < 1, got {probability}")
+    low, high = 0.0, 1.0
+    while student_cdf(high, df) < probability:
+        low, high = high, 2 * high
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, df) < probability else (low, middle)
+    return high
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean of `n` paired differences with its uncertainty.
+
+    mean, spread:  of the differences; spread is the standard deviation (n - 1), NaN for a single one.
+    low, high:     95 % interval of the mean by Student's t; NaN for a single difference.
+    p:             two-sided p-value of the paired t test against no difference; NaN for a single difference.
+    more:          further seeds until a true difference of this size would be found in 4 of 5 studies; 0 when this
+                   study has enough, None when it is over `ENOUGH` or cannot be known.
+    """
+
+    n: int
+    mean: float
+    spread: float
+    low: float
+    high: float
+    p: float
+    more: int | None
+
+
+def paired(differences: Sequence[float]) -> Paired:
+    """What the differences, one per seed, say about their mean.
+
+    Raises:  ValueError without a difference.
+
+    >>> paired([1.0, 2.0, 3.0]).low < 0 < paired([2.0, 2.1, 2.2]).low
+    True
+    """
+    n = len(differences)
+    if n == 0:
+        raise ValueError("a paired difference needs at least one seed that both cells finished, got none")
+    mean = statistics.fmean(differences)
+    if n == 1:
+        return Paired(1, mean, math.nan, math.nan, math.nan, math.nan, None)
+    spread = statistics.stdev(differences)
+    if spread <= 1e-12 * max(abs(d) for d in differences):  # equal but for rounding, all zero included
+        same = mean == 0
+        return Paired(n, mean, 0.0, mean, mean, 1.0 if same else 0.0, None if same else 0)
+    error = spread / math.sqrt(n)
+    half = student_quantile(0.975, n - 1) * error
+    p = 2 * student_cdf(-abs(mean) / error, n - 1)
+    return Paired(n, mean, spread, mean - half, mean + half, p, more_seeds(mean, spread, n))
+
+
+def more_seeds(difference: float, spread: float, n: int) -> int | None:
+    """Further seeds, beyond `n`, until a true `difference` is told from 0 (5 % two-sided) in 4 of 5 studies.
+
+    Units:   `spread` is the standard deviation of a paired difference, in the unit of `difference`.
+    Source:  the usual approximation (t_0.975 + t_0.8) * spread / sqrt(n) <= |difference|, both quantiles at n - 1.
+    """
+
+    def found(seeds: int) -> bool:
+        both = student_quantile(0.975, seeds - 1) + student_quantile(0.8, seeds - 1)
+        return both * spread / math.sqrt(seeds) <= abs(difference)
+
+    if found(max(n, 2)):
+        return max(2 - n, 0)
+    low, high = max(n, 2), ENOUGH
+    if not found(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if found(middle) else (middle, high)
+    return high - n
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p-value corrected for there being several: the chance of even one false finding stays at the level.
+
+    NaN (no test was possible) stays NaN and counts as no comparison.
+    Source:  Holm 1979, "A simple sequentially rejective multiple test procedure".
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    tested = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    corrected, floor = [math.nan] * len(p_values), 0.0
+    for rank, (p, i) in enumerate(tested):
+        floor = max(floor, min(1.0, p * (len(tested) - rank)))
+        corrected[i] = floor
+    return corrected

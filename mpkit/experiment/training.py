@@ -1,0 +1,417 @@
+"""`train`: a ready-made run of `experiment`, in which every level, format, policy, boost and recipe has a name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit import networks, optimizers
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
+from mpkit.boost.auto import FLAGS
+from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.casting.levels import LEVELS
+from mpkit.device import default_device
+from mpkit.experiment.batches import Batches, batches_of, found
+from mpkit.formats import FloatFormat, get_format
+from mpkit.policies import ScalePolicy, preset
+from mpkit.policies.presets import FRAMEWORKS
+from mpkit.record import Recorder
+from mpkit.scalers import DynamicLossScaleManager, LossScaler, PolicyLossScaler, StaticLossScaler
+from mpkit.step import StepOutcome, WithLossCell
+from mpkit.step.build import Float32Loss, widened
+
+WARM, TIMED = 5, 25
+"""Steps that fill caches and buffers and are not timed, and steps that a run for its time alone takes then."""
+
+
+def train(
+    network: Any = "Network",
+    data: Any = "digits",
+    *,
+    optimizer: Any = "Momentum",
+    lr: Any = 0.05,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    level: Any = "O0",
+    dtype: Any = "float16",
+    scaler: Any = None,
+    boost: Any = "O0",
+    recipe: Any = None,
+    epochs: int = 5,
+    batch: int = 32,
+    seed: int = 0,
+    trace: bool = False,
+    only_time: bool = False,
+) -> dict[str, Any]:
+    """Train a network from one seed and measure it.
+
+    Args:
+        network:   what builds it: a class or function without arguments, the name of one in `mpkit.networks`
+                   ("Network", "LeNet5", "TinyGPT"), or "package.module:name".
+        data:      "digits" (28x28), "digits8" (8x8), "mnist"; (x, y) or ((x, y), (test_x, test_y)) tensors; a Dataset;
+                   anything that can be iterated for batches (x, y), a DataLoader say; {"train": ..., "test": ...} of
+                   these; or a function that returns one of them. Without test data the last fifth of (x, y), or a fixed
+                   fifth of a Dataset, is kept for the test; batches that come ready-made are then not tested.
+        optimizer: a name in `mpkit.optimizers`, "torch.Adam" for one of torch, or a function of the parameters.
+        lr:        learning rate of an optimizer that is given by its name; a schedule for mpkit's own.
+        loss:      (output, label) -> scalar; None: cross entropy for whole-number labels, else the mean squared error.
+        level:     "O0" to "O3", "auto", a preset of `cast_like` such as "torch_autocast", or a function of the network.
+        dtype:     "float16" and "bfloat16" are the native types; the name of a format ("fp16", "e5m2", "e4m7") or a
+                   `FloatFormat` is emulated, which on a CPU is the faster way for convolutions.
+        scaler:    None: no loss scaling; a number: a static scale; "dynamic": MindSpore's; a framework's name of
+                   `policies.preset`; a `ScalePolicy`; a `LossScaler`; or a function of the network.
+        boost:     "O0" to "O2", "tuned", names of algorithms joined by "+" ("less_bn+grad_freeze",
+                   "grad_centralization"), a configuration of `AutoBoost` (its "level" beside the sections), or one.
+        recipe:    a recipe that `cast_like` knows, by name or as an object, in place of `level`.
+        epochs, batch, seed:  epochs (>= 1), rows of a batch made here, what fixes weights and order.
+        trace:     also return the `Trace` of the run.
+        only_time: train just long enough to be timed, and return `seconds_per_step` and `peak_memory_mib` alone.
+    Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch) and
+              accuracy_curve (after every epoch) where labels are classes, else test_loss and test_loss_curve;
+              seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without scaling), peak_memory_mib,
+              and the trace if asked for.
+    Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
+              waited for at both ends. peak_memory_mib is what torch allocated on a GPU; on Linux the largest resident
+              size of the process while it trained; NaN elsewhere.
+    Raises:   TypeError, ValueError for arguments, before a step is made.
+    """
+    _check(epochs, batch, level, recipe)
+    device = default_device()
+    torch.manual_seed(seed)
+    given = batches_of(data, batch, seed, device)
+    parts = _Parts.built(
+        network, optimizer, lr, loss, level, dtype, scaler, boost, recipe, epochs * given.steps, device
+    )
+    recorder = Recorder(parts.network, parts.optimizer, format=_low(level, dtype, recipe)) if trace else None
+    cell = parts.cell([recorder] if recorder is not None else [])
+    memory = _Memory(device)
+    if only_time:
+        clock = _Clock(device)
+        endless = chain.from_iterable(repeat(given.train))
+        _steps(cell, (one for one, _ in zip(endless, range(WARM + TIMED))), device, clock)
+        return {"seconds_per_step": clock.per_step(), "peak_memory_mib": memory.peak()}
+    return _whole(cell, parts, given, epochs, device, recorder, memory)
+
+
+def _whole(
+    cell: nn.Module,
+    parts: _Parts,
+    given: Batches,
+    epochs: int,
+    device: torch.device,
+    recorder: Recorder | None,
+    memory: _Memory,
+) -> dict[str, Any]:
+    clock = _Clock(device)
+    outcomes: list[StepOutcome] = []
+    tests: list[tuple[str, float]] = []
+    for _ in range(epochs):
+        cell.train()
+        outcomes += _steps(cell, given.train, device, clock)
+        if given.test is not None:
+            tests.append(_tested(parts, given.test, device))
+    losses = torch.stack([o.loss.float() for o in outcomes]).tolist()
+    scales = torch.stack([o.scale.float().mean() for o in outcomes]).tolist()
+    result: dict[str, Any] = {"loss": losses, "final_loss": statistics.fmean(losses[-given.steps :])}
+    for name in dict.fromkeys(name for name, _ in tests):
+        result[name] = tests[-1][1]
+        result[f"{name}_curve"] = [value for _, value in tests]
+    result["seconds_per_step"] = clock.per_step()
+    result["skipped"] = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
+    result |= {"last_scale": scales[-1], "scale": scales, "peak_memory_mib": memory.peak()}
+    if recorder is not None:
+        result["trace"] = recorder.trace()
+    return result
+
+
+def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:
+    outcomes = []
+    for x, y in batches:
+        with clock:
+            out = cell(_moved(x, device), _moved(y, device))
+        if not isinstance(out, StepOutcome):  # a step without loss scaling returns the loss alone
+            out = StepOutcome(out, torch.zeros((), dtype=torch.bool), torch.ones(()))
+        outcomes.append(out)
+    if not outcomes:
+        raise ValueError("the data gave no batch; pass what can be iterated anew in every epoch, not a generator")
+    return outcomes
+
+
+def _tested(parts: _Parts, batches: Iterable[Any], device: torch.device) -> tuple[str, float]:
+    """("accuracy", percent) where labels are classes, else ("test_loss", mean over the rows)."""
+    parts.network.eval()
+    total, rows, name = 0.0, 0, "test_loss"
+    with torch.no_grad():
+        for x, y in batches:
+            out, y = widened(parts.network(_moved(x, device))), _moved(y, device)
+            if isinstance(out, Tensor) and not y.is_floating_point() and out.dim() == y.dim() + 1:
+                name, classes = "accuracy", out.dim() - 1 if y.dim() > 1 and out.shape[:-1] == y.shape else 1
+                total += 100 * float((out.argmax(classes) == y).sum())
+                rows += y.numel()
+            else:
+                total += float(parts.loss(out, y)) * len(y)
+                rows += len(y)
+    return name, total / rows
+
+
+@dataclass
+class _Parts:
+    """What a training is made of, put together in the order in which each part must see the others."""
+
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: nn.Module
+    scaler: Any
+    boost: AutoBoost | None
+    wide: bool
+
+    @classmethod
+    def built(
+        cls,
+        network: Any,
+        optimizer: Any,
+        lr: Any,
+        loss: Any,
+        level: Any,
+        dtype: Any,
+        scaler: Any,
+        boost: Any,
+        recipe: Any,
+        steps: int,
+        device: torch.device,
+    ) -> _Parts:
+        net = _made(network).to(device)
+        rule = _optimizer(optimizer, net, lr)
+        boosted = _boost(boost, steps)
+        if boost == "grad_centralization":
+            process = OptimizerProcess(rule)
+            process.add_grad_centralization(net)
+            rule = process.generate_new_optimizer()
+        elif boosted is not None:
+            net, rule = boosted.network_auto_process_train(net, rule)
+        _cast(net, level, dtype, recipe)
+        wide = recipe is not None or level != "O0"
+        return cls(net, rule, _Loss(loss), _scaler(scaler, net), boosted, wide)
+
+    def cell(self, hooks: list[Any]) -> nn.Module:
+        whole = (Float32Loss if self.wide else WithLossCell)(self.network, self.loss)
+        if self.scaler is None:
+            return BoostTrainOneStepCell(whole, self.optimizer, boost=self.boost, hooks=hooks).train()
+        sense = self.scaler
+        return BoostTrainOneStepWithLossScaleCell(whole, self.optimizer, sense, boost=self.boost, hooks=hooks).train()
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.function = _usual if loss is None else loss
+
+    def forward(self, output: Tensor, label: Tensor) -> Tensor:
+        return self.function(output, label)
+
+
+def _usual(output: Tensor, label: Tensor) -> Tensor:
+    if label.is_floating_point():
+        return F.mse_loss(output, label)
+    if output.dim() > 2 and output.shape[:-1] == label.shape:  # a class for every position of a sequence
+        output, label = output.flatten(0, -2), label.flatten()
+    return F.cross_entropy(output, label)
+
+
+def _check(epochs: Any, batch: Any, level: Any, recipe: Any) -> None:
+    for name, value in (("epochs", epochs), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if recipe is not None and level != "O0":
+        raise ValueError(
+            f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}; give one of them"
+        )
+
+
+def _made(network: Any) -> nn.Module:
+    if isinstance(network, nn.Module):
+        raise TypeError(
+            f"network must be what builds a network, got a {type(network).__name__} that is built already, whose "
+            "weights would not follow the seed; pass the class, or `lambda: Network(hidden=64)`"
+        )
+    if isinstance(network, str):
+        known = getattr(networks, network, None)
+        if known is None and ":" not in network:
+            raise ValueError(f"mpkit.networks has no {network!r}; give a class, a function, or 'package.module:name'")
+        network = known if known is not None else found(network)
+    if not callable(network):
+        raise TypeError(f"network must be a class, a function or a name, got {network!r}")
+    net = network()
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"network() must return an nn.Module, got {type(net).__name__}")
+    return net
+
+
+def _optimizer(optimizer: Any, net: nn.Module, lr: Any) -> torch.optim.Optimizer:
+    if isinstance(optimizer, str):
+        home: Any = torch.optim if optimizer.startswith("torch.") else optimizers
+        rule = getattr(home, optimizer.removeprefix("torch."), None)
+        if rule is None:
+            raise ValueError(
+                f"no optimizer is called {optimizer!r}; there are {', '.join(optimizers.__all__)} and torch.*"
+            )
+        needs = inspect.signature(rule).parameters
+        options = (
+            {"momentum": 0.9} if "momentum" in needs and needs["momentum"].default is inspect.Parameter.empty else {}
+        )
+        made = rule(net.parameters(), lr, **options)
+    elif callable(optimizer):
+        made = optimizer(net.parameters())
+    else:
+        raise TypeError(f"optimizer must be a name or a function of the parameters, got {type(optimizer).__name__}")
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer(parameters) must return a torch.optim.Optimizer, got {type(made).__name__}")
+    return made
+
+
+def _dtype(dtype: Any) -> Any:
+    if isinstance(dtype, str):
+        native = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+        return native[dtype] if dtype in native else get_format(dtype)
+    return dtype
+
+
+def _low(level: Any, dtype: Any, recipe: Any) -> str:
+    """The name of the format whose range bounds the scaled gradients."""
+    if recipe is not None or level == "O0":
+        return "fp32"
+    low = _dtype(dtype)
+    return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
+
+
+def _cast(net: nn.Module, level: Any, dtype: Any, recipe: Any) -> None:
+    if recipe is not None:
+        cast_like(net, recipe)
+    elif callable(level):
+        level(net)
+    elif level in LEVELS:
+        auto_mixed_precision(net, level, _dtype(dtype))
+    else:
+        cast_like(net, level, _dtype(dtype))
+
+
+def _scaler(scaler: Any, net: nn.Module) -> Any:
+    if callable(scaler) and not isinstance(scaler, nn.Module | LossScaler):
+        scaler = scaler(net)
+    if isinstance(scaler, str):
+        if scaler == "dynamic":
+            return DynamicLossScaleManager().get_update_cell()
+        if scaler not in FRAMEWORKS:
+            raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
+        scaler = preset(scaler)
+    if isinstance(scaler, ScalePolicy):
+        return PolicyLossScaler(scaler)
+    if isinstance(scaler, int | float) and not isinstance(scaler, bool):
+        return StaticLossScaler(float(scaler))
+    if hasattr(scaler, "get_update_cell"):
+        return scaler.get_update_cell()
+    if scaler is None or isinstance(scaler, LossScaler | nn.Module):
+        return copy.deepcopy(scaler)  # its state belongs to one run
+    raise TypeError(f"scaler must be None, a number, a name, a policy, a LossScaler or a function, got {scaler!r}")
+
+
+def _boost(boost: Any, steps: int) -> AutoBoost | None:
+    freeze = {"total_steps": steps}
+    if isinstance(boost, AutoBoost):
+        return copy.deepcopy(boost)
+    if isinstance(boost, Mapping):
+        sections = dict(boost)
+        named = sections.pop("level", "O1")
+        return AutoBoost(named, {**sections, "grad_freeze": {**freeze, **sections.get("grad_freeze", {})}})
+    if not isinstance(boost, str):
+        raise TypeError(f"boost must be a name, a configuration or an AutoBoost, got {type(boost).__name__}")
+    if boost in ("O0", "grad_centralization"):
+        return None
+    if boost in ("O1", "O2"):
+        return AutoBoost(boost, {"grad_freeze": freeze})
+    if boost == "tuned":
+        return AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": freeze})
+    names = boost.split("+")
+    unknown = [name for name in names if name not in FLAGS]
+    if unknown:
+        raise ValueError(
+            f"no boost is called {unknown[0]!r}; there are O0, O1, O2, tuned, grad_centralization, {', '.join(FLAGS)}"
+        )
+    sections = {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
+    if "grad_freeze" in names:
+        sections["grad_freeze"] = freeze
+    if "grad_accumulation" in names:
+        sections["grad_accumulation"] = {"grad_accumulation_step": 2}
+    return AutoBoost("O0", sections)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+class _Clock:
+    """Wall time of the steps made inside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> None:
+        if self.cuda and len(self.seconds) == WARM:
+            torch.cuda.synchronize()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+    def per_step(self) -> float:
+        """Seconds; of the first steps too where there are no others."""
+        timed = self.seconds[WARM:] or self.seconds
+        if self.cuda:
+            start = time.perf_counter()
+            torch.cuda.synchronize()
+            timed[-1] += time.perf_counter() - start  # what was still queued
+            return statistics.fmean(timed)
+        return statistics.median(timed)
+
+
+class _Memory:
+    """The largest memory in use since it was made, MiB."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._reset()
+
+    @staticmethod
+    def _reset() -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the largest resident size so far
+        except OSError:
+            return
+
+    def peak(self) -> float:
+        """MiB; NaN where the system does not tell."""
+        if self.cuda:
+            return torch.cuda.max_memory_allocated() / 2**20
+        try:
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            return float("nan")
+        return float(status.partition("VmHWM:")[2].split()[0]) / 1024

@@ -1,0 +1,126 @@
+"""One cell in one process: claimed, run on one thread, and its files written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpkit.experiment.store import Folder, Outcome, Row, files_of
+
+DONE, ELSEWHERE, STOPPED = "done", "elsewhere", "stopped"
+WATCH_EVERY = 0.25  # seconds
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be run: `row` describes it, the rest is what a process needs to do it."""
+
+    run: Callable[..., Any]
+    arguments: dict[str, Any]
+    row: Row
+    stem: str
+    folder: str
+    token: str
+    threads: int
+    devices: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a task; `files` where the worker does not see the folder, so that the caller writes them."""
+
+    stem: str
+    state: str
+    files: dict[str, bytes] | None = None
+
+
+def work(task: Task) -> Answer:
+    """Run a cell unless it is finished, somebody else runs it, or a stop was asked for."""
+    folder = Folder(task.folder)
+    _take_device(task.devices, task.folder)
+    if folder.token != task.token:  # a machine that does not share the folder
+        return Answer(task.stem, DONE, _ran(task))
+    if folder.stopping:
+        return Answer(task.stem, STOPPED)
+    with folder.claim(task.stem) as mine:
+        if not mine:
+            return Answer(task.stem, ELSEWHERE)
+        if not folder.has(task.stem):
+            folder.write(task.stem, _ran(task))
+        return Answer(task.stem, DONE)
+
+
+def _ran(task: Task) -> dict[str, bytes]:
+    extra = {"only_time": True} if task.row.timed else {}
+    outcome: Outcome | None = None
+    error = ""
+    with _as_if_alone(task.row.seed, task.threads):
+        start = time.perf_counter()
+        try:
+            outcome = Outcome(task.run(seed=task.row.seed, **task.arguments, **extra))
+        except Exception:
+            error = traceback.format_exc()
+        seconds = time.perf_counter() - start
+    numbers = {} if outcome is None else outcome.numbers
+    return files_of(replace(task.row, numbers=numbers, seconds=seconds, error=error), outcome)
+
+
+@contextlib.contextmanager
+def _as_if_alone(seed: int, threads: int) -> Iterator[None]:
+    """One set of threads and random states that depend on the seed alone; afterwards those of before."""
+    before, drawn, numpy_drawn = torch.get_num_threads(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng():
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  a run may use the old functions
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+            random.setstate(drawn)
+            np.random.set_state(numpy_drawn)  # noqa: NPY002
+
+
+_watched = 0
+
+
+def watch_parent(parent: int) -> None:
+    """End this process when `parent` is gone, however it went: a killed experiment leaves no workers behind."""
+    global _watched
+    if _watched == parent:
+        return
+    _watched = parent
+    threading.Thread(target=_watch, args=(parent,), name="mpkit-watch-parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_EVERY)
+    os._exit(1)  # nothing to clean up: a cell's files are whole or not there
+
+
+_device: Any = None  # the open lock of this process's GPU
+
+
+def _take_device(devices: int, folder: str) -> None:
+    """On a machine with several GPUs: the first that no other worker has, for the life of this process."""
+    global _device
+    if devices < 2 or _device is not None:
+        return
+    for number in range(devices):
+        held = contextlib.ExitStack()
+        if held.enter_context(Folder(folder).claim(f"cuda{number}")):
+            _device = held
+            os.environ["MPKIT_DEVICE"] = f"cuda:{number}"
+            return
