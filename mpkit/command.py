@@ -12,6 +12,7 @@ from mpkit import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "lab": ("mpkit.lab:main", "copy the lessons into a folder and open JupyterLab there"),
     "info": ("mpkit.info:main", "device, versions, and what is installed"),
+    "experiment": ("mpkit.experiment.command:main", "run a grid from a JSON file, or go on with it"),
     "bench": ("mpkit.bench.__main__:main", "measure what precision and boost cost on this machine"),
 }
 

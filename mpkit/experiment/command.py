@@ -1,0 +1,99 @@
+"""`python -m mpkit experiment grid.json`: a grid on a server, which a second call of the same line goes on with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpkit.experiment.batches import found
+from mpkit.experiment.engine import experiment
+from mpkit.experiment.results import Results
+from mpkit.experiment.training import train
+
+KEYS = ("run", "fixed", "grid", "seeds", "baseline", "n_jobs", "metrics")
+HELP = """grid.json, for instance:
+  {"grid": {"level": ["O0", "O2"], "dtype": ["fp16", "bfloat16"], "scaler": [null, "torch"]},
+   "fixed": {"network": "LeNet5", "data": "digits", "epochs": 3},
+   "seeds": 5, "baseline": {"level": "O0"}, "metrics": ["accuracy", "seconds_per_step"]}
+"run" is "package.module:function" (default: mpkit.experiment.train); "fixed" are arguments of every cell.
+The finished cells go to the folder beside it, grid/; a file named stop in it ends the experiment; Ctrl-C does, too."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a grid and print what it found.
+
+    Returns:  0; 1 when a run failed; 2 for a file that cannot be used; 130 when it was stopped before its end.
+    """
+    parser = argparse.ArgumentParser(
+        prog="mpkit experiment", description=__doc__, epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("grid", type=Path, help="a JSON file")
+    parser.add_argument("--folder", type=Path, help="where the finished cells go (default: the name of the file)")
+    parser.add_argument("--jobs", type=int, help="processes; -1: one per core (default: n_jobs of the file, else 1)")
+    parser.add_argument("--retry", action="store_true", help="run failed cells again")
+    parser.add_argument("--show", action="store_true", help="run nothing, print what is finished")
+    options = parser.parse_args(arguments)
+    folder = options.folder or options.grid.with_suffix("")
+    try:
+        if options.show:
+            results = Results.load(folder)
+            asked: dict[str, Any] = {}
+        else:
+            asked = read(options.grid)
+            results = _results(asked, folder, options)
+        print(told(results, asked.get("metrics")))
+    except (OSError, TypeError, ValueError) as error:
+        print(f"mpkit experiment: {error}", file=sys.stderr)
+        return 2
+    if results.stopped:
+        return 130
+    return 1 if results.failures else 0
+
+
+def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -> Results:
+    sys.path.insert(0, str(Path.cwd()))  # "package.module:function" may lie beside the file, as with python -m
+    run = found(asked["run"]) if "run" in asked else train
+    grid, fixed = asked["grid"], asked.get("fixed", {})
+    if isinstance(grid, dict):
+        grid = {**{name: [value] for name, value in fixed.items()}, **grid}
+    else:
+        grid = [{**fixed, **cell} for cell in grid]
+    return experiment(
+        run,
+        grid,
+        seeds=asked.get("seeds", 5),
+        folder=folder,
+        baseline=asked.get("baseline"),
+        n_jobs=asked.get("n_jobs") if options.jobs is None else options.jobs,
+        retry=options.retry,
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a grid file asks for.
+
+    Raises:  ValueError for what is no JSON, or has no grid or unknown keys; FileNotFoundError.
+    """
+    try:
+        asked = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(asked, dict) or "grid" not in asked or set(asked) - set(KEYS):
+        came = sorted(set(asked) - set(KEYS)) if isinstance(asked, dict) else type(asked).__name__
+        raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came}")
+    return asked
+
+
+def told(results: Results, metrics: Sequence[str] | None = None) -> str:
+    """The findings in sentences, on `metrics` or else on accuracy (or the first number there is) and seconds a step."""
+    usual = [m for m in ("accuracy", "seconds_per_step") if m in results.metrics] or results.metrics[:1]
+    lines = [repr(results), results.note]
+    for metric in metrics or usual:
+        lines += ["", metric, *(f"  {sentence}" for sentence in results.summary(metric)["sentence"])]
+    for (cell, seed), text in results.failures.items():
+        lines += ["", f"failed: {cell}, seed {seed}: {text.strip().splitlines()[-1]}"]
+    return "\n".join(lines)
