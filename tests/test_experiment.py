@@ -16,9 +16,8 @@ import torch
 from support import ROOT
 
 from mpkit.experiment import Results, experiment
-from mpkit.experiment.identity import Description, canonical, name_of
-from mpkit.experiment.store import Folder, Outcome
-from mpkit.experiment.worker import watch_parent  # noqa: F401  (the module must be importable in a worker)
+from mpkit.experiment.identity import Description, name_of, without_torch
+from mpkit.experiment.store import Folder, Outcome, canonical
 from mpkit.formats import FP16
 from mpkit.policies import preset
 from mpkit.record import Trace
@@ -538,3 +537,26 @@ def test_a_gpu_each(tmp_path, monkeypatch):
     assert [name for name, _ in taken] == ["cuda:0", "cuda:1"]
     for _, held in taken:
         held.close()
+
+
+def test_code_that_cannot_reach_torch_is_told_from_code_that_may():
+    def light(seed):
+        import json
+
+        return {"y": len(json.dumps(seed))}
+
+    def heavy(seed):
+        import torch
+
+        return torch.rand(1)
+
+    for run, expected in ((light, True), (heavy, False), (keyed, False), (lambda seed: quiet, False)):
+        describe = Description()
+        describe(run)
+        assert without_torch(describe.libraries) is expected
+
+
+def test_a_worker_starts_without_torch():
+    code = "import sys, mpkit.experiment.worker; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "set()"

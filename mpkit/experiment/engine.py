@@ -14,15 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from mpkit.device import default_device
 from mpkit.experiment.grid import Cell, baselines, cells_of, check_call, times_itself
-from mpkit.experiment.identity import Description, canonical, digest, run_name, versions
+from mpkit.experiment.identity import Description, run_name, versions, without_torch
 from mpkit.experiment.results import Results
-from mpkit.experiment.store import Folder, Row, cell_key, code_key, files_of
+from mpkit.experiment.store import Folder, Row, canonical, cell_key, code_key, digest, files_of
 from mpkit.experiment.worker import DONE, STOPPED, Answer, Task, watch_parent, work
 
 Progress = bool | Callable[[int, int, Row], None]
@@ -114,6 +115,7 @@ class _Plan:
         against = baselines(described, baseline, describe)
         self.run, self.code = run, digest(canonical(describe(run)))
         self.versions = versions(describe.libraries)
+        self.without_torch = without_torch(describe.libraries)
         self.jobs, self.threads, self.local = _parallel(n_jobs)
         self.n_jobs = n_jobs
         self.apart = self.jobs > 1 and times_itself(run)
@@ -136,7 +138,7 @@ class _Plan:
     def _task(self, cell: Cell, seed: int, timed: bool) -> Task:
         alone = timed or self.jobs == 1
         row = Row(cell.described, seed, timed, {}, alone, 0.0, self.versions, self.code)
-        return Task(self.run, cell.arguments, row, row.stem, "", "", self.threads)
+        return Task(self.run, cell.arguments, row, row.stem, "", "", self.threads, self.without_torch)
 
 
 def _seeds(seeds: Any) -> list[int]:
@@ -154,19 +156,19 @@ def _joblib() -> Any:
     try:
         import joblib
     except ImportError:
-        raise ImportError(
-            "experiment runs its cells by joblib, which is not installed: pip install 'mpkit[lab]'"
-        ) from None
+        raise ImportError("n_jobs above 1 needs joblib, which is not installed: pip install 'mpkit[lab]'") from None
     return joblib
 
 
 def _parallel(n_jobs: int | None) -> tuple[int, int, bool]:
     """Processes, threads of each, and whether they are children of this one."""
-    joblib = _joblib()
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, int)):
         raise TypeError(f"n_jobs must be an int or None, got {n_jobs!r}")
     if n_jobs == 0:
         raise ValueError("n_jobs must be a number of processes, or -1 for one per core, got 0")
+    if n_jobs in (None, 1) and find_spec("joblib") is None:
+        return 1, 1, True
+    joblib = _joblib()
     backend, configured = joblib.parallel.get_active_backend()
     jobs = joblib.effective_n_jobs(configured if n_jobs is None else n_jobs)
     local = type(backend).__name__ == "LokyBackend"

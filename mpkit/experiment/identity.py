@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
-import hashlib
 import importlib
 import inspect
-import json
 import math
 import platform
 import sys
@@ -20,17 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpkit.experiment.store import canonical, digest
+
 _DRAW = ("plots", "explorers", "widgets", "check", "bench")  # parts of mpkit that no run computes with
-
-
-def canonical(value: Any) -> str:
-    """JSON in which equal values give equal text; nothing but finite numbers."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def digest(text: str | bytes) -> str:
-    """128 bits of SHA-256 in hex."""
-    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:32]
 
 
 class Description:
@@ -158,6 +149,7 @@ class Description:
             return {"kind": type(member).__qualname__}
 
     def _function(self, function: types.FunctionType) -> str:
+        self.libraries |= _imports(function.__code__)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
         referred = {name: function.__globals__[name] for name in _names(function.__code__) & set(function.__globals__)}
         return canonical(
@@ -182,6 +174,17 @@ def _filled(cell: Any) -> bool:
 def _names(code: types.CodeType) -> set[str]:
     inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _imports(code: types.CodeType) -> set[str]:
+    """Top-level packages that the code itself imports when it is called."""
+    own = {str(step.argval).split(".")[0] for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
+    return own.union(*(_imports(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def without_torch(libraries: set[str]) -> bool:
+    """Whether code that refers to these packages cannot reach torch, so that a worker need not load it."""
+    return libraries <= {*sys.stdlib_module_names, "numpy", "__main__", "builtins"}
 
 
 def _code_text(code: types.CodeType) -> list[Any]:

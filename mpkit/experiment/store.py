@@ -1,24 +1,29 @@
-"""A folder of finished cells: one small JSON file each, arrays beside it as npz, written whole or not at all."""
+"""A folder of finished cells: one small JSON file each, arrays beside it as npz, written whole or not at all.
+
+Neither torch nor NumPy is loaded before a cell needs it: a worker starts by importing this.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
+import sys
 import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-from mpkit.experiment.identity import canonical, digest
-from mpkit.record import Trace
+    from mpkit.record import Trace
 
 try:
     import fcntl
@@ -28,6 +33,16 @@ except ImportError:  # Windows: two processes on one folder may then do the same
 SCHEMA = "mpkit.experiment/1"
 _HEAD, _MIDDLE = '{"sha256":"', '","row":'
 INDEX, STOP, TOKEN = "experiment.json", "stop", "token"
+
+
+def canonical(value: Any) -> str:
+    """JSON in which equal values give equal text; nothing but finite numbers."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(text: str | bytes) -> str:
+    """128 bits of SHA-256 in hex."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,8 @@ class Row:
 
         Raises:  ValueError when the file was changed since it was written.
         """
+        import numpy as np
+
         if not self.arrays:
             return {}
         with np.load(io.BytesIO(self._read("npz", self.arrays)), allow_pickle=False) as file:
@@ -82,6 +99,8 @@ class Row:
         """
         if not self.trace:
             raise ValueError("this run returned no Trace; with `train` ask for one by trace=True")
+        from mpkit.record import Trace
+
         self._read("trace.npz", self.trace)
         return Trace.load(self.folder / f"{self.stem}.trace.npz")
 
@@ -126,7 +145,7 @@ class Outcome:
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.trace: Trace | None = None
-        if isinstance(result, Trace):
+        if _is_trace(result):
             result = {"trace": result, **of_trace(result)}
         if not isinstance(result, Mapping):
             raise TypeError(f"a run returns a dict of numbers and series, or a Trace, got {type(result).__name__}")
@@ -134,7 +153,7 @@ class Outcome:
             self._take(str(name), value)
 
     def _take(self, name: str, value: Any) -> None:
-        if isinstance(value, Trace):
+        if _is_trace(value):
             if self.trace is not None:
                 raise TypeError(f"a run returns at most one Trace, {name!r} is the second")
             self.trace = value
@@ -144,6 +163,11 @@ class Outcome:
             return
         if hasattr(value, "detach"):
             value = value.detach().cpu().numpy()
+        if isinstance(value, bool | int | float):
+            self.numbers[name] = float(value)
+            return
+        import numpy as np
+
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":
             kind = type(value).__name__
@@ -152,6 +176,11 @@ class Outcome:
             self.numbers[name] = float(array)
         else:
             self.arrays[name] = array
+
+
+def _is_trace(value: Any) -> bool:
+    record = sys.modules.get("mpkit.record")  # who made a trace has loaded it
+    return record is not None and isinstance(value, record.Trace)
 
 
 def of_trace(trace: Trace) -> dict[str, Any]:
@@ -172,6 +201,8 @@ def files_of(row: Row, outcome: Outcome | None) -> dict[str, bytes]:
     """Ending -> bytes of the files of a finished run, the one that makes it count last."""
     files: dict[str, bytes] = {}
     if outcome is not None and outcome.arrays:
+        import numpy as np
+
         held = io.BytesIO()
         np.savez_compressed(held, **outcome.arrays)  # type: ignore[arg-type]
         files["npz"] = held.getvalue()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-import torch
 
 from mpkit.experiment.store import Folder, Outcome, Row, files_of
 
@@ -32,6 +30,7 @@ class Task:
     folder: str
     token: str
     threads: int
+    without_torch: bool = False
     devices: int = 0
 
 
@@ -64,7 +63,7 @@ def _ran(task: Task) -> dict[str, bytes]:
     extra = {"only_time": True} if task.row.timed else {}
     outcome: Outcome | None = None
     error = ""
-    with _as_if_alone(task.row.seed, task.threads):
+    with _as_if_alone(task):
         start = time.perf_counter()
         try:
             outcome = Outcome(task.run(seed=task.row.seed, **task.arguments, **extra))
@@ -76,20 +75,24 @@ def _ran(task: Task) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _as_if_alone(seed: int, threads: int) -> Iterator[None]:
-    """One set of threads and random states that depend on the seed alone; afterwards those of before."""
-    before, drawn, numpy_drawn = torch.get_num_threads(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng():
-        torch.set_num_threads(threads)
-        torch.manual_seed(seed)
+def _as_if_alone(task: Task) -> Iterator[None]:
+    """Threads as told and random states that follow from the seed alone; afterwards those of before."""
+    seed = task.row.seed
+    if not task.without_torch:
+        import torch  # noqa: F401  before its threads and its generator are set
+    torch_, numpy_ = sys.modules.get("torch"), sys.modules.get("numpy")
+    with contextlib.ExitStack() as after:
+        after.callback(random.setstate, random.getstate())
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002  a run may use the old functions
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-            random.setstate(drawn)
-            np.random.set_state(numpy_drawn)  # noqa: NPY002
+        if numpy_ is not None:  # a run may use the functions with one state for all
+            after.callback(numpy_.random.set_state, numpy_.random.get_state())
+            numpy_.random.seed(seed % 2**32)
+        if torch_ is not None:
+            after.enter_context(torch_.random.fork_rng())
+            after.callback(torch_.set_num_threads, torch_.get_num_threads())
+            torch_.manual_seed(seed)
+            torch_.set_num_threads(task.threads)
+        yield
 
 
 _watched = 0
