@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.casting import operations as ops
-from mpkit.casting.mode import CastMode, Running
+from mpkit.casting.mode import CastMode, running
 from mpkit.casting.recipe import Operand, OperandRow, row_of
 from mpkit.casting.rules import CASTING, Handler, looks_inside
 from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
@@ -113,9 +113,7 @@ class Ledger:
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda x: x)
         self._saving.__enter__()
-        mode = CastMode()
-        mode.ledger = self
-        self._running = Running(mode)
+        self._running = running(ledger=self)
         self._running.__enter__()
         return self
 
@@ -296,7 +294,10 @@ def _bytes(x: Tensor) -> int:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    try:
+        return x.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors are made of others
+        return id(x)
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -321,7 +322,6 @@ _KEEPS_NOTHING = ops.words(
     chunk split unbind narrow select to float half bfloat16 double contiguous clone zeros_like ones_like masked_fill
     __getitem__ __setitem__ add_ sub_ __add__ __radd__ __sub__ __rsub__ copy_ fill_ zero_ dropout rsub"""
 )
-_RANDOM = ops.words("dropout rand bernoulli multinomial normal uniform rrelu gumbel")
 
 
 class _Call:
@@ -329,7 +329,7 @@ class _Call:
 
     def __init__(self, func: ops.Function, count: bool) -> None:
         self.func = func
-        self.__name__ = getattr(func, "__name__", str(func)).strip("_") if not _is_dunder(func) else func.__name__
+        self.__name__ = getattr(func, "__name__", str(func))
         self.count = count
         self.computed: Target | None = None
         self.inputs: list[Tensor] = []
@@ -357,15 +357,21 @@ class _Call:
         return out
 
     def _in_float64(self, args: Any, kwargs: Any) -> Any:
-        name = getattr(self.func, "__name__", "")
-        if self.func in ops.IN_PLACE or any(word in name for word in _RANDOM):
+        """The result in float64; None where there is none to compare with, as for a function that draws at random."""
+        if self.func in ops.IN_PLACE:
             return None
         widened = map_tensors(lambda x: x.detach().double() if x.is_floating_point() else x, (args, kwargs))
-        try:
-            with torch.no_grad():
-                return self.func(*widened[0], **widened[1] | ({"inplace": False} if "inplace" in kwargs else {}))
-        except (RuntimeError, TypeError, NotImplementedError):  # no float64 kernel: nothing to compare with
-            return None
+        later = {name: value for name, value in widened[1].items() if name != "out"}
+        later |= {"inplace": False} if "inplace" in kwargs else {}
+        devices = {x.device for x in float_tensors((args, kwargs)) if x.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng([*devices]):
+            before = _random_state(devices)
+            try:
+                out = self.func(*widened[0], **later)
+            except (RuntimeError, TypeError, NotImplementedError, ValueError):  # no float64 kernel
+                return None
+            drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices)))
+        return None if drew else out
 
     def kept(self) -> list[Tensor]:
         """What autograd keeps of this call."""
@@ -378,8 +384,8 @@ class _Call:
         return self.outputs if self.__name__ in _KEEPS_OUTPUT else self.inputs
 
 
-def _is_dunder(func: Any) -> bool:
-    return getattr(func, "__name__", "").startswith("__")
+def _random_state(devices: set[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 def _widest(inputs: list[Tensor]) -> Target | None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx._symbolic_trace as fx_tracing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule
-from mpkit.casting.targets import Target, converted, map_tensors
+from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule, computing
+from mpkit.casting.steps import in_steps, takes_steps
+from mpkit.casting.targets import Target, converted, map_tensors, taken_again
 
 if TYPE_CHECKING:
     from mpkit.casting.ledger import Ledger
@@ -22,50 +32,73 @@ if TYPE_CHECKING:
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
+class Kept:
+    """The cast of a parameter, and of which state of which parameter it is."""
+
+    __slots__ = ("cast", "of", "place", "version")
+
+    def __init__(self, x: Tensor, cast: Tensor) -> None:
+        self.of = weakref.ref(x)  # an id is given again when its owner dies
+        self.version = x._version
+        self.place = x.data_ptr()  # `x.data = other` changes no version
+        self.cast = cast
+
+    def fits(self, x: Tensor) -> bool:
+        return self.of() is x and self.version == x._version and self.place == x.data_ptr()
+
+
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledgers: tuple[Ledger, ...] = ()) -> None:
         super().__init__()
         self.rule: Rule = PLAIN
-        self.kept: dict[tuple[int, Target], tuple[Tensor, int, bool]] = {}
-        self.ledger: Ledger | None = None
+        self.kept: dict[tuple[int, Target], Kept] = {}
+        self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
         self.hands_over = False  # the next result stays in 16 bits, since its only taker casts it back
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rule
         handler = rule.handlers.get(func.__name__, rule.default)
-        if self.ledger is not None:
-            return self.ledger.run(self, handler, func, args, kwargs or {})
+        if self.ledgers:
+            for ledger in self.ledgers:
+                handler = _written_down(ledger, handler)
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
 
     def cast(self, x: Tensor, target: Target) -> Tensor:
-        """A float tensor of any shape -> the same values in `target`; integers and bools pass through.
+        """A float tensor of any shape -> the same values in `target`; whatever else passes through.
 
-        A parameter is cast once per forward. The kept cast is used again only while the parameter is unchanged
-        (an in-place update makes it stale) and gradients are asked for as when it was made.
+        The values of a parameter are cast once per forward, and again only when it changed. Each use is a step of its
+        own in the graph, so the gradients of several uses are added up in float32.
         """
-        dtype = x.dtype
+        try:
+            dtype = x.dtype
+        except AttributeError:  # no tensor: torch itself will say what it needs
+            return x
         if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
         if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
             return self._cast(x, target)
-        key = (id(x), target)
-        kept = self.kept.get(key)
-        grad = torch.is_grad_enabled()
-        if kept is None or kept[1] != x._version or kept[2] != grad:
-            kept = self.kept[key] = (self._cast(x, target), x._version, grad)
-        return kept[0]
+        if peek_interpreter_stack() is not None:  # in vmap or grad, what was cast outside belongs to another world
+            return self._cast(x, target)
+        kept = self.kept.get((id(x), target))
+        if kept is not None and kept.fits(x):
+            return taken_again(x, kept.cast, target)
+        y = self._cast(x, target)
+        if y is not x:
+            self.kept[id(x), target] = Kept(x, y)
+        return y
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
-        if type(target) is torch.dtype and x.dtype is not target and self.ledger is None:
+        if type(target) is torch.dtype and x.dtype is not target and not self.ledgers:
             return x.to(target)  # the common case, kept short
         y = converted(x, target)
-        if self.ledger is not None and y is not x:
-            self.ledger.note_cast(x, y)
+        if y is not x:
+            for ledger in self.ledgers:
+                ledger.note_cast(x, y)
         return y
 
     def cast_all(self, values: Any, target: Target) -> Any:
@@ -82,6 +115,16 @@ class CastMode(TorchFunctionMode):
         return map_tensors(lambda x: self.cast(x, target), value)
 
 
+def _written_down(ledger: Ledger, handler: Handler | None) -> Handler:
+    def handle(mode: CastMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return ledger.run(mode, handler, func, args, kwargs)
+
+    return computing(getattr(handler, "computes", None), handle)
+
+
+# --- the mode of this thread ------------------------------------------------------------------------------------------
+
+
 class _Local(threading.local):
     def __init__(self) -> None:  # in every thread's own dict from the start, or the compiler's guard on it would fail
         self.mode: CastMode | None = None
@@ -90,31 +133,61 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-class Running:
-    """A `with` block in which one CastMode sees every operation of this thread."""
+def _listens(mode: CastMode) -> bool:
+    """Whether `mode` sees the operations of this thread now. Inside a torch function it does not.
 
-    def __init__(self, mode: CastMode) -> None:
-        self.mode = mode
+    There user code may run all the same: a backward pass recomputes what was checkpointed.
+    """
+    if torch.compiler.is_compiling() or _get_current_function_mode() is mode:
+        return True
+    return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
 
-    def __enter__(self) -> CastMode:
-        self.outer, _LOCAL.mode = _LOCAL.mode, self.mode
-        self.mode.__enter__()
-        return self.mode
 
-    def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
-        _LOCAL.mode = self.outer
+def current() -> CastMode | None:
+    """The mode that sees the operations of this thread now, if any."""
+    mode = _LOCAL.mode
+    return mode if mode is not None and _listens(mode) else None
+
+
+@contextmanager
+def running(rule: Rule | None = None, *, layer: Any = None, ledger: Ledger | None = None) -> Iterator[CastMode]:
+    """A block whose operations compute by `rule` (None: as it is), in `layer`, and are written down by `ledger` too."""
+    mode, idle = current(), _LOCAL.mode
+    if mode is None:
+        mode = CastMode(() if idle is None else idle.ledgers)
+        _LOCAL.mode = mode
+        try:
+            with mode, running(rule, layer=layer, ledger=ledger):
+                yield mode
+        finally:
+            _LOCAL.mode = idle
+        return
+    outer, outer_layer, ledgers = mode.rule, mode.layer, mode.ledgers
+    mode.rule = outer if rule is None else rule
+    mode.layer = outer_layer if layer is None else layer
+    mode.ledgers = ledgers if ledger is None else (*ledgers, ledger)
+    try:
+        yield mode
+    finally:
+        mode.rule, mode.layer, mode.ledgers = outer, outer_layer, ledgers
+
+
+# --- what stands in a module's `forward` ------------------------------------------------------------------------------
+
+_OF_A_FUNCTION = frozenset(
+    ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
+)
 
 
 class Forward:
     """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
 
     It refers to the module alone, so `copy.deepcopy` and `pickle` carry it to the copy; `state_dict`, module types and
-    names stay as they are.
+    names stay as they are. Its signature, name and code are those of the forward that it runs.
 
     Args:
         module:  the module whose forward this is; None for a plain function.
-        rule:    how operations in it compute.
+        rule:    how operations in it compute; None once it was taken off, while somebody's wrapper still holds it.
         result:  float results are cast to this on the way out; None leaves them.
         level:   level recorded on the root of `auto_mixed_precision`, else "".
         by_user: True when `to_float` set the rule, which O1 and auto then respect.
@@ -124,7 +197,7 @@ class Forward:
     def __init__(
         self,
         module: nn.Module | None,
-        rule: Rule,
+        rule: Rule | None,
         *,
         result: Target | None = None,
         level: str = "",
@@ -139,19 +212,25 @@ class Forward:
         self.inner = inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = _LOCAL.mode
-        if mode is not None:
-            return self._run(mode, args, kwargs)
-        mode = CastMode()
+        mode, rule, module = _LOCAL.mode, self.rule, self.module
+        if module is not None and not torch.compiler.is_compiling() and sys.getrefcount(self) > _HELD_BY_ONE_MODULE:
+            module = self._called_on(sys._getframe(1))
+        if rule is None:
+            return self._plain(module)(*args, **kwargs)
+        if mode is not None and _listens(mode):
+            return self._run(mode, rule, module, args, kwargs)
+        if fx_tracing._is_fx_tracing_flag:
+            _refuse_proxies((*args, *kwargs.values()))
+        outside, mode = mode, CastMode(() if mode is None else mode.ledgers)
         _LOCAL.mode = mode
         try:
             with mode:
-                return self._run(mode, args, kwargs)
+                return self._run(mode, rule, module, args, kwargs)
         finally:
-            _LOCAL.mode = None
+            _LOCAL.mode = outside
 
-    def _run(self, mode: CastMode, args: Any, kwargs: Any) -> Any:
-        outer, rule = mode.rule, self.rule
+    def _run(self, mode: CastMode, rule: Rule, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+        outer = mode.rule
         try:
             if rule.entry is not None:
                 mode.rule = CASTING  # a cast is no operation of the module
@@ -159,14 +238,70 @@ class Forward:
             mode.rule = rule
             if self.inner is not None:
                 output = self.inner(*args, **kwargs)
-            elif type(self.module) is nn.Sequential and len(args) == 1 and not kwargs and _unwatched(mode):
-                output = _in_sequence(mode, self.module, args[0])
+            elif type(module) is nn.Sequential and len(args) == 1 and not kwargs and _unwatched(mode):
+                output = _in_sequence(mode, module, args[0])
             else:
-                output = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
+                output = type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
             mode.rule = CASTING
+            if type(output) is not Tensor and takes_steps(output):
+                return in_steps(output, functools.partial(running, rule, layer=mode.layer), self.delivered)
             return output if self.result is None else mode.cast_all(output, self.result)
         finally:
             mode.rule = outer
+            if outer is PLAIN:
+                mode.kept.clear()
+
+    def delivered(self, output: Any) -> Any:
+        """A result with its float tensors cast as on the way out of the module."""
+        if self.result is None:
+            return output
+        with running(CASTING) as mode:
+            return mode.cast_all(output, self.result)
+
+    def _called_on(self, caller: Any) -> nn.Module | None:
+        """The module whose call this is: a shallow copy, such as a replica of DataParallel, shares this object."""
+        module = caller.f_locals.get("self")
+        shares = isinstance(module, nn.Module) and module.__dict__.get("forward") is self
+        return module if shares else self.module
+
+    def _plain(self, module: nn.Module | None) -> Callable[..., Any]:
+        """The forward without any cast."""
+        if self.inner is not None:
+            return self.inner
+        assert module is not None
+        return MethodType(type(module).forward, module)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """A function decorated in the body of a class is a method, as any other."""
+        return self if owner is None else MethodType(self, owner)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._plain(self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain(self.module))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_FUNCTION and "inner" in self.__dict__:
+            return getattr(self._plain(self.module), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _refuse_proxies(values: tuple[Any, ...]) -> None:
+    if any(isinstance(value, torch.fx.Proxy) for value in values):
+        raise RuntimeError(
+            "torch.fx cannot trace a network through its casts; take the level off with "
+            "remove_mixed_precision(network), trace it, and cast what the tracing gives"
+        )
+
+
+class _Probe(Forward):
+    """Counts who refers to a mark while its module calls it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.getrefcount(self)
 
 
 # --- neighbours in an nn.Sequential -----------------------------------------------------------------------------------
@@ -217,40 +352,58 @@ def _round_trip(module: nn.Module) -> Handler | None:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks or module._compiled_call_impl is not None:
         return None
-    handler = forward.rule.handlers.get(operation[0].__name__)
+    handler = None if forward.rule is None else forward.rule.handlers.get(operation[0].__name__)
     return handler if getattr(handler, "round_trip", False) else None
 
 
 def _unwatched(mode: CastMode) -> bool:
     """Whether no ledger, compiler, hook on all modules or mode inside this one sees the single operations."""
-    watched = mode.ledger is not None or torch.compiler.is_compiling() or _has_any_global_hook()
+    watched = bool(mode.ledgers) or torch.compiler.is_compiling() or _has_any_global_hook()
     return not watched and _get_current_function_mode() is mode
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------
 
+_MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
+
 
 def mark_of(module: Any) -> Forward | None:
     """The casting mark on this very module (or decorated function), if any."""
-    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else module
+    forward = module.__dict__.get(_MARK) if isinstance(module, nn.Module) else module
     return forward if isinstance(forward, Forward) else None
 
 
 def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:
     """Put `rule` on this one module in place of any mark it has; `kind` is the class of the mark."""
-    old = module.__dict__.get("forward")
-    inner = old.inner if isinstance(old, Forward) else old
-    forward = kind(module, rule, inner=inner, **options)
-    module.__dict__["forward"] = forward
+    unmark(module)
+    forward = kind(module, rule, inner=module.__dict__.get("forward"), **options)
+    module.__dict__["forward"] = module.__dict__[_MARK] = forward
     return forward
 
 
 def unmark(module: nn.Module) -> None:
-    """Take the mark off this one module; whatever stood in its `forward` before is back."""
+    """Take the mark off this one module; whatever stood in its `forward` before is back.
+
+    A mark that somebody wrapped stays inside the wrapper and does nothing any more.
+    """
     forward = mark_of(module)
     if forward is None:
+        return
+    del module.__dict__[_MARK]
+    forward.rule = None
+    if module.__dict__.get("forward") is not forward:
         return
     if forward.inner is None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = forward.inner
+
+
+def _held_by_one_module() -> int:
+    """References to a mark while its module calls it and nobody else holds it (how many is up to the interpreter)."""
+    module = nn.Module()
+    module.__dict__["forward"] = module.__dict__[_MARK] = _Probe(module, PLAIN)
+    return int(module())
+
+
+_HELD_BY_ONE_MODULE = _held_by_one_module()

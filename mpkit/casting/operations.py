@@ -91,7 +91,7 @@ def _methods(names: Iterable[str]) -> frozenset[Function]:
 
 
 # These change what a tensor is seen as, no value in it.
-_SEEN_AS = _methods(
+SEEN_AS = _methods(
     words("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_ as_strided_ resize_ resize_as_ set_ detach_")
 )
 
@@ -99,7 +99,7 @@ _SEEN_AS = _methods(
 IN_PLACE = (
     _named(lambda name: name.endswith("_") and not name.startswith("_"))
     | _methods(("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow"))))
-) - (_methods(("requires_grad_", "share_memory_")) | _SEEN_AS)
+) - (_methods(("requires_grad_", "share_memory_")) | SEEN_AS)
 
 _REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
@@ -121,22 +121,42 @@ LEFT_ALONE = _methods(
     __array__ __deepcopy__ __reduce_ex__ __iter__ new_empty new_zeros new_ones new_full new_tensor new"""
     )
 ) | {torch.clone, torch.detach, torch.is_floating_point, torch.is_complex, torch.numel, torch.autograd.grad}
-LEFT_ALONE |= _SEEN_AS
+LEFT_ALONE |= SEEN_AS
 LEFT_ALONE |= frozenset(function for function in vars(torch.nn.init).values() if callable(function))
+_DATA: Any = Tensor.data
+# afterwards the tensor holds other memory, of which nothing is known
+GIVE_NEW_MEMORY = frozenset((Tensor.set_, Tensor.resize_, Tensor.resize_as_, _DATA.__set__))
+DATA_OF = _DATA.__get__
 _GRAD: Any = Tensor.grad
 LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
 
 CONVERSIONS = _methods(words("to float half bfloat16 double type type_as"))
 
-# These only move values or choose among them: what comes out of a format stays in it.
-EXACT = spellings(
+# The same memory seen otherwise: a write into the result is a write into the tensor. `.data` and `.T` are called by
+# their getters, and all getters have one name.
+VIEWED_AS = frozenset(getattr(Tensor, name).__get__ for name in words("T mT H mH real data")) | spellings("detach")
+VIEWS = spellings(
     *words(
-        """view reshape flatten unflatten permute transpose t squeeze unsqueeze expand expand_as movedim swapaxes
+        """adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_to broadcast_tensors detach diagonal dsplit
+    expand expand_as hsplit meshgrid moveaxis movedim narrow permute positive ravel select split
+    split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
+    unsafe_split unsqueeze view view_as vsplit"""
+    )
+)
+
+# These only move values or choose among them: what comes out of a format stays in it.
+EXACT = (
+    VIEWS
+    | spellings(
+        *words(
+            """view reshape flatten unflatten permute transpose t squeeze unsqueeze expand expand_as movedim swapaxes
     narrow select chunk split tensor_split unbind unfold roll flip repeat repeat_interleave tile gather
     index_select take_along_dim relu abs neg max_pool1d max_pool2d max_pool3d
     adaptive_max_pool2d maximum minimum amax amin zeros_like ones_like tril triu stack"""
+        )
     )
-) | _methods(("__getitem__", "__neg__", "__abs__", "view_as", "reshape_as"))
+    | _methods(("__getitem__", "__neg__", "__abs__", "view_as", "reshape_as"))
+)
 
 EXACT_NAMES = frozenset(function.__name__ for function in EXACT)
 

@@ -85,14 +85,11 @@ class RecipeScales(nn.Module):
 class RecipeForward(Forward):
     """The mark of a layer under a recipe: it also tells the products which layer they belong to."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, mode: Any, rule: Any, module: Any, args: Any, kwargs: Any) -> Any:
         self.calls = 0
-        return super().__call__(*args, **kwargs)
-
-    def _run(self, mode: Any, args: Any, kwargs: Any) -> Any:
         outer, mode.layer = mode.layer, self
         try:
-            return super()._run(mode, args, kwargs)
+            return super()._run(mode, rule, module, args, kwargs)
         finally:
             mode.layer = outer
 
@@ -114,14 +111,23 @@ def recipe_rule(recipe: Recipe) -> Rule:
         x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
             :3
         ]
-        note = None if mode.ledger is None else mode.ledger.operand_notes()
-        return linear(x, weight, bias, recipe, mode.layer, note)
+        return linear(x, weight, bias, recipe, mode.layer, _notes(mode))
 
     element = recipe.fprop_input.element if recipe.fprop_input else None
     grad = recipe.dgrad_grad.element if recipe.dgrad_grad else element
     handler = computing(Emulated(element, grad), handle) if isinstance(element, FloatFormat) else handle  # type: ignore[arg-type]
     inside = {func.__name__: looks_inside(inner) for func, inner in ops.COMPOSED.items()}
     return Rule({**inside, "linear": handler}, None, None, (recipe_rule, (recipe,)))
+
+
+def _notes(mode: Any) -> Callable[..., None] | None:
+    notes = [ledger.operand_notes() for ledger in mode.ledgers]
+
+    def note(*operand: Any) -> None:
+        for one in notes:
+            one(*operand)
+
+    return note if notes else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: Any, note: Any) -> Tensor:

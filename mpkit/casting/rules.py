@@ -18,8 +18,11 @@ from mpkit.casting.targets import (
     float_tensors,
     map_tensors,
     marked,
+    marked_as_part,
     precision,
     round_in_place_,
+    still,
+    unmarked,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ class Rule:
         return self  # immutable
 
 
-def computing(target: Target, handle: Handler, *, round_trip: bool = False) -> Handler:
+def computing(target: Target | None, handle: Handler, *, round_trip: bool = False) -> Handler:
     """The handler, with a note of what it computes in.
 
     A `round_trip` casts its first input to a native `target` and gives values of `target` as float32.
@@ -71,16 +74,35 @@ def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs:
 
 def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
-    out = func(*args, **kwargs)
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    out = func(*args, **kwargs)
     if len(inputs) != 1:
         return out
     (target,) = inputs
     if not isinstance(target, Emulated):
         return out
-    if func.__name__ in ops.EXACT_NAMES:
-        return map_tensors(lambda x: marked(x, target), out)
+    if func in ops.GIVE_NEW_MEMORY:
+        unmarked(args[0])
+        return out
+    if func in ops.SEEN_AS:
+        return still(out, target)
+    if func == ops.DATA_OF:  # the same memory, but writes into it are counted apart
+        return marked(out, target)
+    if func.__name__ in ops.EXACT_NAMES or func in ops.VIEWED_AS:
+        return moved(out, args, target)
     return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
+
+
+def moved(out: Any, args: tuple[Any, ...], target: Emulated) -> Any:
+    """What an operation gave that only moves values of `target`: in `target` too, and bound to what it is a view of."""
+    whole = args[0] if args else None
+
+    def part(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or x is whole:
+            return x
+        return marked_as_part(x, whole if isinstance(whole, Tensor) else x, target)
+
+    return map_tensors(part, out)
 
 
 def computed_in(low: Target, result: Target | None = None) -> Handler:
@@ -91,7 +113,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
             return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
             return _finished(mode, func(*mode.cast_all(args, low)), low, result)
-        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
+        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs, low), low))
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
     return computing(low, handle, round_trip=result is torch.float32)
@@ -101,9 +123,9 @@ def exactly_in(low: Emulated) -> Handler:
     """An operation that only moves values: inputs in the format give results in the format, with nothing to round."""
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs), low))
-        out = map_tensors(lambda x: marked(x, low) if x.dtype is torch.float32 else x, out)
-        return _delivered(out, args, kwargs)
+        inputs = mode.cast_all(args, low)
+        out = func(*inputs, **mode.cast_all(_without_out(kwargs, low), low))
+        return _delivered(moved(out, inputs, low), args, kwargs)
 
     return computing(low, handle)
 
@@ -116,14 +138,22 @@ def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> A
     return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
 
 
-def _without_out(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "out"} if "out" in kwargs else kwargs
+def _without_out(kwargs: dict[str, Any], low: Target) -> dict[str, Any]:
+    """What is written where it was asked for only when it has its final values: `out=`, and `inplace=` in a format."""
+    later = ("out", "inplace") if type(low) is Emulated else ("out",)
+    return {name: value for name, value in kwargs.items() if name not in later}
 
 
 def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result, written where `out=` or `inplace=True` asked for it."""
     into = args[0] if kwargs.get("inplace") else kwargs.get("out")
-    return out if into is None or into is out else into.copy_(out)
+    if into is None or into is out:
+        return out
+    if not isinstance(into, Tensor):  # a pair such as max gives
+        return type(into)(_delivered(part, (), {"out": place}) for part, place in zip(out, into))
+    bound = precision(into)
+    into.copy_(out)
+    return still(into, bound) if isinstance(bound, Emulated) and precision(out) == bound else into
 
 
 def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,9 +167,9 @@ def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: 
         return func(into, *args, **kwargs)
     compute = ops.OUT_OF_PLACE.get(func.__name__)
     if compute is not None:  # rounding in place what an operation saved for backward would spoil the gradient
-        return into.copy_(mode.cast(compute(into.clone(), *args, **kwargs), target))
+        return still(into.copy_(mode.cast(compute(into.clone(), *args, **kwargs), target)), target)
     out = func(into, *args, **kwargs)
-    round_in_place_(into)
+    round_in_place_(into, target)
     return out
 
 
@@ -148,7 +178,7 @@ def written_back(compute: ops.Function, low: Target, result: Target | None) -> H
     handle_new = computed_in(low, result)
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[0].copy_(handle_new(mode, compute, args, kwargs))
+        return _delivered(handle_new(mode, compute, args, kwargs), args, {"inplace": True})
 
     return handle
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -60,14 +61,59 @@ def target_of(dtype: Any, grad_dtype: FloatFormat | None = None, also: tuple[tor
     return dtype
 
 
+class Mark:
+    """That a tensor and its views hold values of a format, as long as nobody else writes into them.
+
+    All views of a tensor count the writes into it together. A write that rounds moves `version` on; any other leaves
+    it behind, and the mark no longer counts.
+    """
+
+    __slots__ = ("target", "version")
+
+    def __init__(self, target: Emulated, version: int) -> None:
+        self.target = target
+        self.version = version
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # inference tensors count no writes
+
+
 def precision(x: Tensor) -> Target:
     """The target `x` is in: the format it was rounded to, else its dtype."""
-    return getattr(x, _MARK, None) or x.dtype
+    mark = getattr(x, _MARK, None)
+    if mark is None:
+        return x.dtype
+    if type(mark) is Emulated:  # while compiling, where writes are traced and nobody else writes
+        return mark
+    return mark.target if mark.version == _version(x) else x.dtype
 
 
 def marked(x: Tensor, target: Emulated) -> Tensor:
     """The same tensor, from now on known to hold values of `target`."""
-    setattr(x, _MARK, target)
+    setattr(x, _MARK, target if torch.compiler.is_compiling() else Mark(target, _version(x)))
+    return x
+
+
+def marked_as_part(x: Tensor, whole: Tensor, target: Emulated) -> Tensor:
+    """`x` known to hold values of `target`; if it is a view of `whole`, a write into one is seen by both."""
+    if torch.compiler.is_compiling() or not _same_memory(x, whole) or precision(whole) != target:
+        return marked(x, target)
+    setattr(x, _MARK, getattr(whole, _MARK))
+    return x
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a tensor that stands for others, as inside vmap
+        return False
+
+
+def unmarked(x: Tensor) -> Tensor:
+    """The same tensor, from now on a plain one."""
+    if hasattr(x, _MARK):
+        delattr(x, _MARK)
     return x
 
 
@@ -83,14 +129,50 @@ def converted(x: Tensor, target: Target) -> Tensor:
     return x if not hasattr(x, _MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
 
 
-def round_in_place_(x: Tensor) -> Tensor:
-    """Round what an in-place operation wrote into a tensor that is bound to an emulated format."""
-    target = precision(x)
-    return x.copy_(quantize(x, target.fmt, target.grad_fmt)) if isinstance(target, Emulated) else x
+class _Again(torch.autograd.Function):
+    """One more use of values that were cast before: no new cast, and a gradient of its own in the dtype of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Tensor, target: Target) -> Tensor:
+        ctx.dtype, ctx.target = x.dtype, target
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        if isinstance(ctx.target, Emulated):
+            grad = quantize(grad, ctx.target.grad_fmt)
+        return grad.to(ctx.dtype), None, None
+
+
+def taken_again(x: Tensor, cast: Tensor, target: Target) -> Tensor:
+    """`cast`, which `converted(x, target)` gave before, for another use of `x`."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        again = cast.detach() if cast.requires_grad else cast
+    else:
+        again = _Again.apply(x, cast.detach(), target)
+    return marked_as_part(again, cast, target) if isinstance(target, Emulated) and again is not cast else again
+
+
+def round_in_place_(x: Tensor, target: Emulated) -> Tensor:
+    """Round what an in-place operation wrote into a tensor that is bound to `target`, and stays so."""
+    return still(x.copy_(quantize(x, target.fmt, target.grad_fmt)), target)
+
+
+def still(x: Tensor, target: Emulated) -> Tensor:
+    """`x` after values of `target` were written into it: it and its views are in `target` as before."""
+    mark = getattr(x, _MARK, None)
+    if type(mark) is not Mark:
+        return marked(x, target)
+    mark.version = _version(x)
+    return x
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`change` applied to every tensor in a nest of tuples (named too), lists and dicts; the nest keeps its types."""
+    """`change` applied to every tensor in a nest of tuples (named too), lists, dicts and dataclasses.
+
+    The nest keeps its types; what holds no other tensor than before comes back as it is, if it is a dataclass.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -98,16 +180,37 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         changed = {key: map_tensors(change, item) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(changed)
+        if type(value) is dict:
+            return changed
+        return _refilled(value, changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
+        replaced = {name: map_tensors(change, part) for name, part in parts.items()}
+        if all(replaced[name] is part for name, part in parts.items()):
+            return value
+        twin = copy.copy(value)
+        for name, part in replaced.items():
+            object.__setattr__(twin, name, part)  # frozen ones too
+        return twin
     return value
 
 
+def _refilled(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the same type, and with the same attributes, that holds `changed`."""
+    twin = copy.copy(value)
+    for key, item in changed.items():
+        twin[key] = item
+    return twin
+
+
 def float_tensors(value: Any) -> list[Tensor]:
-    """The float tensors in a nest of tuples, lists and dicts, in order."""
+    """The float tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, dict):
         value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name, None) for part in fields(value)]
     if isinstance(value, tuple | list):
         return [x for item in value for x in float_tensors(item)]
     return []

@@ -1,0 +1,64 @@
+"""Checkpointed functions are computed again under the rule that they were computed under.
+
+`torch.utils.checkpoint.checkpoint(function, ...)` calls `function` once more in the backward pass, when the forward and
+its rule have long ended. So whatever enters a checkpoint inside a cast forward carries the rule with it. That is done
+at the two places through which torch takes the function, once and for all: users hold `checkpoint` itself under names
+of their own. Outside a cast forward nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+
+from mpkit.casting.mode import CastMode, current, running
+from mpkit.casting.rules import PLAIN
+from mpkit.casting.targets import Emulated, Target, float_tensors, marked, precision
+
+
+class Carried:
+    """A function that computes by the rule of `mode` whenever it is called.
+
+    Arguments that were in an emulated format at the first call are so at the next ones, where they are other objects.
+    """
+
+    def __init__(self, function: Callable[..., Any], mode: CastMode) -> None:
+        self.function = function
+        self.rule, self.layer = mode.rule, mode.layer
+        self.formats: list[Target] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = float_tensors((args, kwargs))
+        if self.formats is None:
+            self.formats = [precision(x) for x in inputs]
+        for x, target in zip(inputs, self.formats):
+            if isinstance(target, Emulated) and precision(x) != target:
+                marked(x, target)
+        with running(self.rule, layer=self.layer):
+            return self.function(*args, **kwargs)
+
+
+def carrying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the rule that this thread computes by now, or `function` itself if there is none."""
+    mode = current()
+    return function if mode is None or mode.rule is PLAIN else Carried(function, mode)
+
+
+def install() -> None:
+    """Make torch's checkpoints carry rules; again is once."""
+    if getattr(torch_checkpoint, "_mpkit_carries_rules", False):
+        return
+    with_graph = torch_checkpoint._checkpoint_without_reentrant_generator
+    without_graph = torch_checkpoint.CheckpointFunction.forward
+
+    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_graph(carrying(fn), *args, **kwargs)
+
+    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return without_graph(ctx, carrying(run_function), *args)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    torch_checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+    torch_checkpoint._mpkit_carries_rules = True  # type: ignore[attr-defined]

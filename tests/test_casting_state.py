@@ -1,0 +1,613 @@
+"""What casting remembers between operations: kept casts, rules in recomputation, formats of tensors, marks on modules.
+
+Each test compares with a network in which nothing can be remembered wrongly: casts written out by hand, a native dtype,
+the same network without checkpoints, or without a ledger.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_casting import CASTING_LEVELS, made, tensors
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from mpkit.casting import (
+    LEVELS,
+    PRESETS,
+    auto_mixed_precision,
+    cast_like,
+    ledger,
+    remove_mixed_precision,
+    to_float,
+)
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16
+from mpkit.rounding import round_to
+
+bf16 = torch.bfloat16
+
+
+class Apply(nn.Module):
+    """A forward that is one function of the module and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def trained(network: nn.Module, *args: Any) -> list[Tensor]:
+    """The results of a forward and the gradients of what it was trained by."""
+    network.zero_grad()
+    out = network(*args)
+    floats = [x.float() for x in tensors(out)]
+    torch.stack([(x * torch.linspace(0.5, 1.5, x.numel()).view_as(x)).sum() for x in floats]).sum().backward()
+    return [*(x.detach() for x in floats), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.dtype is b.dtype
+        assert torch.equal(a, b)
+
+
+# --- kept casts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [bf16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_parameter_made_in_a_forward_never_inherits_the_cast_of_a_dead_one(level: str, dtype: Any) -> None:
+    def made_anew(_: nn.Module, x: Tensor) -> Tensor:
+        return torch.stack([(x @ nn.Parameter(torch.full((8, 8), float(2**i))))[0, 0] for i in range(9)])
+
+    got = auto_mixed_precision(Apply(made_anew), level, dtype)(torch.eye(8))
+    assert got.tolist() == [2.0**i if dtype is bf16 or i < 9 else torch.nan for i in range(9)]
+
+
+def test_a_parameter_whose_memory_is_replaced_is_cast_anew() -> None:
+    def swapped(module: Any, x: Tensor) -> Tensor:
+        before = x @ module.w
+        old, module.w.data = module.w.data, 2 * module.w.data
+        between = x @ module.w
+        module.w.data = old
+        return torch.stack([before, between, x @ module.w])
+
+    network = auto_mixed_precision(Apply(swapped, w=nn.Parameter(torch.eye(3))), "O3", bf16)
+    assert [y[0, 0].item() for y in network(torch.eye(3))] == [1.0, 2.0, 1.0]
+
+
+def test_offloaded_weights_are_their_own() -> None:
+    """As accelerate does: weights are put in before each module's forward and taken out after it."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*[nn.Linear(16, 16) for _ in range(24)])
+    x = torch.randn(4, 16)
+    want = auto_mixed_precision(copy.deepcopy(network), "O2", bf16)(x)
+    stored = {name: p.detach().clone() for name, p in network.named_parameters()}
+    auto_mixed_precision(network, "O2", bf16)
+
+    def put_in(module: nn.Module, _: Any, name: str) -> None:
+        for part in ("weight", "bias"):
+            module._parameters[part] = nn.Parameter(stored[f"{name}.{part}"].clone())
+
+    def take_out(module: nn.Module, *_: Any) -> None:
+        for part in ("weight", "bias"):
+            module._parameters[part] = None
+
+    for name, module in network.named_children():
+        take_out(module)
+        module.register_forward_pre_hook(functools.partial(put_in, name=name))
+        module.register_forward_hook(take_out)
+    with torch.no_grad():
+        assert torch.equal(network(x), want)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_gradients_of_a_weight_used_many_times_add_up_in_float32(level: str, watched: bool) -> None:
+    """600 gradients of 4 each: in bfloat16 the sum would stop at 1024."""
+
+    def often(module: Any, x: Tensor) -> Tensor:
+        return sum((module.linear(x).float() for _ in range(600)), torch.zeros(()))  # type: ignore[return-value]
+
+    network = auto_mixed_precision(Apply(often, linear=nn.Linear(3, 2)), level, bf16)
+    x = torch.ones(4, 3)
+    if watched:
+        with ledger(network) as book:
+            network(x).sum().backward()
+        assert len([cast for cast in book.casts if cast.tensor == "linear.weight"]) == 1
+    else:
+        network(x).sum().backward()
+    for p in network.parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, torch.full_like(p, 2400.0))
+
+
+@pytest.mark.parametrize(("native", "emulated"), [(bf16, BF16), (torch.float16, FP16)])
+def test_a_recurrent_cell_over_many_steps_has_the_gradients_of_casts_at_each_use(native: Any, emulated: Any) -> None:
+    def steps(module: Any, x: Tensor) -> Tensor:
+        h = c = torch.zeros(2, 8)
+        for _ in range(60):
+            h, c = module.cell(x, (h, c))
+        return h
+
+    def gradients(dtype: Any, keep: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        network = Apply(steps, cell=nn.LSTMCell(4, 8))
+        if keep:
+            return trained(auto_mixed_precision(network, "O1", dtype), torch.ones(2, 4))[1:]
+        cell = network.cell
+
+        def by_hand(_: Any, x: Tensor) -> Tensor:
+            h = c = torch.zeros(2, 8)
+            for _ in range(60):
+                weights = [p.to(dtype) for p in cell.parameters()]  # type: ignore[union-attr]
+                state = (h.to(dtype), c.to(dtype))
+                h, c = (y.float() for y in torch.lstm_cell(x.to(dtype), state, *weights))
+            return h
+
+        return trained(Apply(by_hand, cell=cell), torch.ones(2, 4))[1:]
+
+    want = gradients(native, False)
+    assert_same(gradients(native, True), want)
+    for a, b in zip(gradients(emulated, True), want):
+        assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+def test_a_frozen_weight_and_one_without_gradients_share_the_cast_too() -> None:
+    def twice(module: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = x @ module.w
+        return first + x @ module.w + x @ module.frozen + x @ module.frozen
+
+    parts = {"w": nn.Parameter(torch.eye(2)), "frozen": nn.Parameter(torch.eye(2), requires_grad=False)}
+    network = auto_mixed_precision(Apply(twice, **parts), "O3", bf16)
+    with ledger(network) as book:
+        network(torch.ones(2, 2)).sum().backward()
+    assert sorted(cast.tensor for cast in book.casts if cast.tensor != "activation") == ["frozen", "w"]
+    assert network.w.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert network.frozen.grad is None
+
+
+def test_higher_gradients_go_through_a_kept_cast() -> None:
+    def twice(module: Any, x: Tensor) -> Tensor:
+        return ((x * module.w) * module.w).sum()
+
+    network = auto_mixed_precision(Apply(twice, w=nn.Parameter(torch.tensor([3.0]))), "O3", bf16)
+    (first,) = torch.autograd.grad(network(torch.tensor([2.0])), network.w, create_graph=True)
+    assert first.item() == 12.0
+    assert torch.autograd.grad(first, network.w)[0].item() == 4.0  # d2/dw2 of 2 w**2
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+REENTRANT = [True, False]
+
+
+class Blocks(nn.Module):
+    """Functions of many kinds that may be checkpointed: a lambda, a method, a nested one, a module, a chunked loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(6, 6) / 2)
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 6))
+        self.reentrant: bool | None = None
+
+    def again(self, function: Any, *args: Any) -> Any:
+        if self.reentrant is None:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=self.reentrant)
+
+    def method(self, x: Tensor) -> Tensor:
+        return F.softmax(x @ self.w, -1) + self.block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.again(lambda y: torch.tanh(y @ self.w), x)
+        y = self.again(self.method, y)
+        y = self.again(lambda y: self.again(self.method, y) * 2, y)
+        y = self.again(self.block, y)
+        return torch.stack([self.again(lambda c: F.mse_loss(c @ self.w, c * 0), c) for c in y.chunk(2)]).sum()
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT)
+@pytest.mark.parametrize("dtype", [bf16, torch.float16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, "apex_O1", "torch_autocast", "keras_mixed_bfloat16"])
+def test_checkpointed_functions_are_recomputed_as_they_were_computed(level: str, dtype: Any, reentrant: bool) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = []
+    for kind in (None, reentrant):
+        network = Blocks()
+        (cast_like if level in PRESETS else auto_mixed_precision)(network, level, dtype)
+        network.reentrant = kind
+        found.append(trained(network, x))
+    for a, b in zip(*found):  # a weight's gradients are added up in another order
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_one_checkpointed_function_is_bit_equal(level: str, reentrant: bool) -> None:
+    def run(kind: bool | None) -> list[Tensor]:
+        def forward(module: Any, x: Tensor) -> Tensor:
+            def part(y: Tensor) -> Tensor:
+                return torch.exp(-(y @ module.w).square()).cumsum(0)
+
+            return part(x) if kind is None else checkpoint(part, x, use_reentrant=kind)
+
+        torch.manual_seed(0)
+        network = Apply(forward, w=nn.Parameter(torch.randn(5, 5)))
+        return trained(auto_mixed_precision(network, level, E4M3FN), torch.randn(5, 5, requires_grad=True))
+
+    assert_same(run(reentrant), run(None))
+
+
+def test_checkpoint_outside_of_a_cast_forward_is_torchs_own() -> None:
+    w = torch.randn(3, 3, requires_grad=True)
+    checkpoint(lambda x: x @ w, torch.ones(3, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert torch.equal(w.grad, torch.full((3, 3), 3.0))  # type: ignore[arg-type]
+    layers = nn.Sequential(*[auto_mixed_precision(nn.Linear(3, 3), "O2", bf16) for _ in range(2)])
+    out = checkpoint_sequential(layers, 2, torch.ones(1, 3, requires_grad=True), use_reentrant=False)
+    out.sum().backward()
+    assert torch.equal(out, layers(torch.ones(1, 3)))
+
+
+def test_a_level_changed_before_the_backward_pass_does_not_change_the_recomputation() -> None:
+    def part(module: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=False)
+
+    def run(change: bool) -> Tensor:
+        network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.full((2, 2), 0.3))), "O3", bf16)
+        loss = network(torch.full((2, 2), 0.7)).sum()
+        if change:
+            remove_mixed_precision(network)
+        loss.backward()
+        return network.w.grad  # type: ignore[return-value]
+
+    assert torch.equal(run(True), run(False))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
+@pytest.mark.parametrize("reentrant", REENTRANT)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", bf16), ("O2", E4M3FN), ("auto", bf16)])
+def test_checkpointed_functions_compile(level: str, dtype: Any, reentrant: bool) -> None:
+    def part(module: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=reentrant) * 1
+
+    torch._dynamo.reset()
+    network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.randn(4, 4))), level, dtype)
+    twin = copy.deepcopy(network)
+    x = torch.randn(4, 4, requires_grad=True)
+    eps = 2**-3 if dtype is E4M3FN else 2**-7
+    for a, b in zip(trained(torch.compile(twin, backend="aot_eager"), x), trained(network, x)):  # type: ignore[arg-type]
+        torch.testing.assert_close(a, b, rtol=eps, atol=eps)
+
+
+class Nested(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 6)) for _ in range(3)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        return x
+
+
+@pytest.mark.parametrize("reentrant", REENTRANT)
+@pytest.mark.parametrize("dtype", [bf16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_backward_pass_inside_a_ledger_recomputes_with_its_casts(level: str, dtype: Any, reentrant: bool) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    want = trained(auto_mixed_precision(Nested(None), level, dtype), x)
+    network = auto_mixed_precision(Nested(reentrant), level, dtype)
+    with ledger(network):
+        got = trained(network, x)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_taken_inside_a_forward_recomputes_with_its_casts(level: str) -> None:
+    class Slope(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.net = Nested(False if again else None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x)
+            return slope
+
+    x = torch.randn(4, 6)
+    got, want = (auto_mixed_precision(Slope(again), level, bf16)(x) for again in (True, False))
+    assert torch.equal(got, want)
+
+
+# --- the format of a tensor -------------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "diagonal": lambda y: y.diagonal(),
+    "T": lambda y: y.T,
+    "mT": lambda y: y.mT,
+    "H": lambda y: y.H,
+    "mH": lambda y: y.mH,
+    "real": lambda y: y.real,
+    "t": lambda y: y.t(),
+    "adjoint": lambda y: y.adjoint(),
+    "swapdims": lambda y: y.swapdims(0, 1),
+    "swapaxes": lambda y: torch.swapaxes(y, 0, 1),
+    "ravel": lambda y: y.ravel(),
+    "flatten": lambda y: y.flatten(),
+    "reshape": lambda y: y.reshape(2, 8),
+    "view": lambda y: y.view(8, 2),
+    "view_as": lambda y: y.view_as(torch.ones(2, 8)),
+    "moveaxis": lambda y: y.moveaxis(0, 1),
+    "movedim": lambda y: torch.movedim(y, 0, 1),
+    "as_strided": lambda y: y.as_strided((2, 2), (4, 1)),
+    "atleast_3d": lambda y: torch.atleast_3d(y),
+    "atleast_2d": lambda y: torch.atleast_2d(y),
+    "broadcast_to": lambda y: y.broadcast_to(4, 4),
+    "expand": lambda y: y.expand(4, 4),
+    "hsplit": lambda y: torch.hsplit(y, 2)[1],
+    "vsplit": lambda y: y.vsplit(2)[0],
+    "dsplit": lambda y: y.unsqueeze(0).dsplit(2)[0],
+    "tensor_split": lambda y: y.tensor_split(2)[1],
+    "split": lambda y: y.split(2)[1],
+    "chunk": lambda y: y.chunk(2, 1)[1],
+    "unbind": lambda y: y.unbind()[2],
+    "narrow": lambda y: y.narrow(0, 1, 2),
+    "select": lambda y: y.select(0, 1),
+    "index": lambda y: y[1:3],
+    "squeeze": lambda y: y.unsqueeze(0).squeeze(0),
+    "permute": lambda y: y.permute(1, 0),
+    "unflatten": lambda y: y.unflatten(1, (2, 2)),
+    "unfold": lambda y: y.unfold(0, 2, 2),
+    "detach": lambda y: y.detach(),
+    "data": lambda y: y.data,
+    "contiguous": lambda y: y.contiguous(),
+    "twice": lambda y: y.T.diagonal(),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_through_a_view_is_seen_and_rounded_as_natively(name: str, level: str) -> None:
+    def writes(_: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 1
+        with torch.no_grad():
+            VIEWS[name](y).fill_(0.0123)
+            VIEWS[name](y).add_(0.1)
+        z = y.clone()
+        y.add_(0.0123)
+        return y * 1, z, VIEWS[name](y) * 1
+
+    x = torch.linspace(-3, 3, 16).view(4, 4)
+    got = auto_mixed_precision(Apply(writes), level, FP16)(x)
+    want = auto_mixed_precision(Apply(writes), level, torch.float16)(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_gradients_flow_through_views_and_writes_as_natively() -> None:
+    def writes(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        y.diagonal().mul_(0.3)
+        y.T[0].tanh_()
+        return y * y
+
+    found = []
+    for dtype in (FP16, torch.float16):
+        x = torch.linspace(-3, 3, 16).view(4, 4).requires_grad_()
+        out = auto_mixed_precision(Apply(writes), "O3", dtype)(x)
+        out.sum().backward()
+        found.append((out, x.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=2**-9, atol=2**-12)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_format_ends_with_a_write_that_nobody_rounds(level: str) -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x + self.seen
+            self.seen = x * 1
+            return out
+
+    for dtype in (FP16, torch.float16):
+        network = auto_mixed_precision(Remembers(), level, dtype)
+        network(torch.ones(3))
+        network.load_state_dict({"seen": torch.full((3,), 1 + 2.0**-12)})
+        if dtype is FP16:
+            assert network(torch.zeros(3)).tolist() == [1.0] * 3
+    kept: list[Tensor] = []
+
+    def keeps(_: Any, x: Tensor) -> Tensor:
+        kept.append(x * 1)
+        return kept[0]
+
+    auto_mixed_precision(Apply(keeps), level, FP16)(torch.ones(3))
+    kept[0].add_(2.0**-12)
+    assert auto_mixed_precision(Apply(lambda _, x: x * 1), level, FP16)(kept[0]).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("change", [lambda y: y.detach_().add_(0.0123), lambda y: y.data.add_(0.0123)])
+def test_a_tensor_bound_to_a_format_rounds_what_is_written_into_it(change: Callable[[Tensor], Any]) -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        change(y)
+        return y * 1
+
+    x = torch.linspace(0, 1, 7)
+    got = auto_mixed_precision(Apply(forward), "O3", E4M3FN)(x)
+    assert torch.equal(got, round_to(got, E4M3FN))
+    assert torch.equal(got, round_to(round_to(x, E4M3FN) + round_to(torch.tensor(0.0123), FP16), E4M3FN))
+
+
+# --- ledgers ----------------------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Everything that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+        self.drops = nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout1d(0.5), nn.RReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.lstm(x)
+        y = y + self.attention(y, y, y)[0] + F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+        y = self.drops(y) + torch.poisson(y.abs().float()) + torch.randn_like(y) + torch.bernoulli(y.float().sigmoid())
+        return y + torch.empty_like(y).uniform_() + F.gumbel_softmax(y, -1)
+
+
+@pytest.mark.parametrize("count", [False, True])
+@pytest.mark.parametrize("dtype", [bf16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_ledger_draws_no_random_number(level: str, dtype: Any, count: bool) -> None:
+    torch.manual_seed(0)
+    network = auto_mixed_precision(Noisy(), level, dtype)
+    x = torch.randn(5, 2, 4)
+    torch.manual_seed(1)
+    want = trained(network, x)
+    end = torch.get_rng_state()
+    torch.manual_seed(1)
+    with ledger(network, count=count):
+        got = trained(network, x)
+    assert_same(got, want)
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_ledgers_inside_each_other_write_the_same_rows() -> None:
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "O2", bf16)
+    x = torch.ones(2, 3)
+    with ledger(network) as alone:
+        network(x)
+    with ledger(network) as outer, ledger(network, count=True) as inner:
+        network(x)
+    assert len(alone.rows) == 2
+    assert outer.rows == alone.rows
+    assert outer.casts == alone.casts
+    assert [(row.operation, row.compute, row.casts) for row in inner.rows] == [
+        (row.operation, row.compute, row.casts) for row in alone.rows
+    ]
+    assert inner.rows[0].flushed == 0
+    whole = nn.Sequential(network, nn.Tanh())
+    with ledger(whole) as of_whole:
+        whole(x)
+        with ledger(network) as of_part:
+            whole(x)
+        whole(x)
+    assert [row.module for row in of_part.rows] == ["0", "1"]
+    assert [row.module for row in of_whole.rows] == ["0.0", "0.1", "1"] * 3
+
+
+# --- marks on modules -------------------------------------------------------------------------------------------------
+
+
+def shallow(network: nn.Module) -> nn.Module:
+    twin = copy.copy(network)
+    twin.__dict__["_parameters"] = dict(network._parameters)
+    return twin
+
+
+def replica(network: nn.Module) -> nn.Module:
+    twin: nn.Module = network._replicate_for_data_parallel()  # type: ignore[operator]
+    twin._parameters.update(network._parameters)
+    return twin
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("copied", [shallow, replica])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_copy_that_shares_the_mark_computes_with_its_own_weights(
+    level: str, copied: Callable[[nn.Module], nn.Module], hooked: bool
+) -> None:
+    network = auto_mixed_precision(nn.Linear(2, 2, bias=False), level, bf16)
+    if hooked:
+        network.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        network.weight.fill_(1.0)
+    twin = copied(network)
+    twin._parameters["weight"] = torch.full((2, 2), 3.0)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        assert network(x).tolist() == [[2.0, 2.0]]
+        assert twin(x).tolist() == [[6.0, 6.0]]
+    with ledger(twin) as book:
+        twin(x)
+    assert book.rows[0].compute == "bfloat16"
+
+
+def wrapped_by_closure(network: nn.Module) -> None:
+    forward = network.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Any:
+        return forward(*args)
+
+    network.forward = wrapper  # type: ignore[method-assign]
+
+
+def wrapped_as_accelerate_does(network: Any) -> None:
+    network._old_forward = network.forward
+
+    def new_forward(module: Any, *args: Any) -> Any:
+        return module._old_forward(*args)
+
+    network.forward = functools.update_wrapper(functools.partial(new_forward, network), network._old_forward)
+
+
+@pytest.mark.parametrize("wrap", [wrapped_by_closure, wrapped_as_accelerate_does])
+def test_a_forward_wrapped_after_the_level_follows_changes_and_removal(wrap: Callable[[nn.Module], None]) -> None:
+    def computed(network: nn.Module) -> list[str]:
+        with ledger(network) as book:
+            network(torch.ones(1, 2))
+        return [row.compute for row in book.rows]
+
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "O2", bf16)
+    for module in network.modules():
+        wrap(module)
+    assert computed(network) == ["bfloat16"] * 2
+    with pytest.warns(UserWarning, match="'O2'.*'O3'"):
+        auto_mixed_precision(network, "O3", torch.float16)
+    assert computed(network) == ["float16"] * 2
+    to_float(network[1], torch.float32)
+    assert computed(network) == ["float16", "float32"]
+    remove_mixed_precision(network)
+    assert computed(network) == ["float32"] * 2
+    x = torch.rand(3, 2)
+    assert torch.equal(network(x), torch.tanh(F.linear(x, network[0].weight, network[0].bias)))
+    twin = copy.deepcopy(network) if wrap is wrapped_as_accelerate_does else network
+    assert torch.equal(twin(x), network(x))
+
+
+def test_every_network_gives_the_same_after_a_second_thought() -> None:
+    """A level, another, none, and the first again: nothing of the others is left."""
+    for name in ("convolutional", "lstm", "attention"):
+        network, args, kwargs = made(name)
+        network.eval()
+        want = tensors(auto_mixed_precision(network, "O2", E5M2)(*args, **kwargs))
+        remove_mixed_precision(network)
+        auto_mixed_precision(network, "auto", bf16)(*args, **kwargs)
+        remove_mixed_precision(network)
+        got = tensors(auto_mixed_precision(network, "O2", E5M2)(*args, **kwargs))
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
