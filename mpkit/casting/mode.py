@@ -391,12 +391,11 @@ def unmark(module: nn.Module) -> None:
         return
     del module.__dict__[_MARK]
     forward.rule = None
-    if module.__dict__.get("forward") is not forward:
-        return
-    if forward.inner is None:
-        del module.__dict__["forward"]
-    else:
+    stands_there: Any = module.__dict__.get("forward")
+    if stands_there is forward and forward.inner is not None:
         module.__dict__["forward"] = forward.inner
+    elif stands_there is forward:
+        del module.__dict__["forward"]
 
 
 def _held_by_one_module() -> int:

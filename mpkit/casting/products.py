@@ -341,6 +341,6 @@ def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:
     found: dict[str, Recipe | None] = {}
     for name, module in linear_layers(network).items():
         forward = mark_of(module)
-        under = isinstance(forward, RecipeForward) and forward.rule.recipe is not None
-        found[name] = forward.rule.recipe[1][0] if under else None  # type: ignore[union-attr,index]
+        rule = forward.rule if isinstance(forward, RecipeForward) else None
+        found[name] = None if rule is None or rule.recipe is None else rule.recipe[1][0]
     return found
