@@ -1,4 +1,5 @@
-"""Record the traces in this folder: `python data/traces/make_traces.py [name ...]`, all of them without a name.
+"""Record the traces in this folder: `python data/traces/make_traces.py [name ...]`, all of them without a name;
+`what_if` trains the runs of lesson 05 under other policies, for the tests.
 
 Every trace is a real training run on one CPU thread, recorded by `mpkit.record.Recorder` with the seed below. The
 numbers of another machine differ in the last bits of the arithmetic, and with them a skipped step here or there.
@@ -6,10 +7,14 @@ numbers of another machine differ in the last bits of the arithmetic, and with t
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +29,7 @@ from mpkit.scalers import PolicyLossScaler
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
 HERE = Path(__file__).parent
+REALLY_TRAINED = HERE.parent.parent / "tests" / "golden" / "what_if"
 SEED = 20
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -58,6 +64,58 @@ def train(
     return recorder.trace()
 
 
+def ceiling(network: nn.Module, loss: nn.Module, inputs: Tensor, target: Tensor, near: int) -> int | None:
+    """The largest loss scale with finite gradients in float16 at O2, in quarters of a power of two; None: no scale.
+
+    The search starts near the last step's answer. A scale that overflows still overflows when it is doubled.
+    """
+    half = auto_mixed_precision(deepcopy(network), "O2", torch.float16)
+    value = loss(half(inputs), target)
+
+    def finite(quarters: int) -> bool:
+        seed = torch.tensor(2.0 ** (quarters / 4), dtype=value.dtype)
+        grads = torch.autograd.grad(value, list(half.parameters()), seed, retain_graph=True)
+        return all(bool(g.isfinite().all()) for g in grads)
+
+    if not value.isfinite():
+        return None
+    low, high, width = near, near + 1, 1
+    while not finite(low):
+        if low < -160:
+            return None
+        low, high, width = low - width, low, 2 * width
+    while finite(high):
+        low, high, width = high, high + width, 2 * width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return low
+
+
+def in_float32(make: Callable[..., Trace]) -> Trace:
+    """The run of `make` in float32 without a scale, with the ceiling that float16 would have had in each step."""
+    found: list[int | None] = []
+
+    def measured(network: nn.Module, batches: Batches, _policy: ScalePolicy, what: str, **options: object) -> Trace:
+        loss = options["loss"] = options.get("loss") or nn.CrossEntropyLoss()
+        assert isinstance(loss, nn.Module)
+
+        def watched() -> Batches:
+            for inputs, target in batches:
+                near = next((q for q in reversed(found) if q is not None), 64)
+                found.append(ceiling(network, deepcopy(loss), inputs, target, near))
+                yield inputs, target
+
+        options |= {"level": "O0", "activations": False, "every": 1}
+        trace = train(network, watched(), UNSCALED, f"in float32: {what}", **options)  # type: ignore[arg-type]
+        return replace(trace, measured={"fp16": np.array([-1.0 if q is None else 2.0 ** (q / 4) for q in found])})
+
+    return make(measured)
+
+
+UNSCALED = ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0)
+
+
 def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batches:
     """`steps` random batches."""
     generator = torch.Generator().manual_seed(SEED)
@@ -66,7 +124,7 @@ def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batch
         yield images[chosen], labels[chosen]
 
 
-def mlp_digits() -> Trace:
+def mlp_digits(train: Callable[..., Trace] = train) -> Trace:
     return train(
         Network(),
         batches(*data.digits(), steps=400),
@@ -97,7 +155,7 @@ class Margin(nn.Module):
         return (logits.mean(1) - logits.gather(1, target[:, None])[:, 0]).mean()
 
 
-def growing_activations() -> Trace:
+def growing_activations(train: Callable[..., Trace] = train) -> Trace:
     return train(
         Squares(),
         batches(*data.digits(), steps=400),
@@ -122,7 +180,7 @@ class Outliers(nn.Module):
         return F.cross_entropy(logits, target) * 2.0**-10 * (2.0**36 if self.calls % 16 == 0 else 1.0)
 
 
-def rare_outliers() -> Trace:
+def rare_outliers(train: Callable[..., Trace] = train) -> Trace:
     return train(
         Network(),
         batches(*data.digits(), steps=500),
@@ -140,7 +198,7 @@ def mlp_float32() -> Trace:
     return train(
         Network(),
         batches(*data.digits(), steps=300),
-        ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0),
+        UNSCALED,
         "784-512-512-10 perceptron on digits in float32 without scaling: what its gradients need of a format",
         level="O0",
         activations=True,
@@ -158,7 +216,7 @@ def mnist_lenet() -> Trace:
     )
 
 
-def gpt_sums() -> Trace:
+def gpt_sums(train: Callable[..., Trace] = train) -> Trace:
     return train(
         TinyGPT(vocabulary=16, context=48),
         sums(steps=400),
@@ -198,6 +256,60 @@ def resnet_digits() -> Trace:
     )
 
 
+def mlp_digits_float32() -> Trace:
+    return in_float32(mlp_digits)
+
+
+def gpt_sums_float32() -> Trace:
+    return in_float32(gpt_sums)
+
+
+def rare_outliers_float32() -> Trace:
+    return in_float32(rare_outliers)
+
+
+def growing_activations_float32() -> Trace:
+    return in_float32(growing_activations)
+
+
+WHAT_IF = [  # (first scale, factor, window, floor), the first and the last as powers of two
+    (16, 2.0, 400, -24),
+    (16, 2.0, 10, -24),
+    (24, 2.0, 50, 0),
+    (0, 2.0, 5, 0),
+    (16, 8.0, 20, 0),
+]
+
+
+def what_if(make: Callable[..., Trace]) -> None:
+    """Really train the run of `make` in float16 under five policies, to test replays of the float32 run with."""
+    runs = []
+    for start, factor, window, floor in WHAT_IF:
+        policy = ScalePolicy(2.0**start, factor, 1.0, window, 2.0**floor, backoff_divisor=factor)
+
+        def steered(
+            network: nn.Module, batches: Batches, _policy: ScalePolicy, what: str, policy=policy, **options
+        ) -> Trace:
+            return train(network, batches, policy, what, **(options | {"activations": False, "every": 1}))
+
+        torch.manual_seed(SEED)
+        trace = make(steered)
+        zeros = trace.gradients.zeros.sum(1) / trace.gradients.size.sum()
+        runs.append(
+            {
+                "policy": {"init": start, "factor": factor, "window": window, "floor": floor},
+                "exponent": np.log2(trace.scale).round(6).tolist(),
+                "skipped": np.flatnonzero(trace.overflow).tolist(),
+                "zeros": zeros.round(4).tolist(),
+            }
+        )
+    REALLY_TRAINED.mkdir(parents=True, exist_ok=True)
+    path = REALLY_TRAINED / f"{make.__name__}.json"
+    path.write_text(json.dumps({"run": make.__name__, "made_by": "data/traces/make_traces.py", "runs": runs}) + "\n")
+    print(f"{path.name}: skipped {[len(run['skipped']) for run in runs]}")
+
+
+SHOWN = (mlp_digits, gpt_sums, rare_outliers, growing_activations)  # the runs of lesson 05
 MAKERS: dict[str, Callable[[], Trace]] = {
     f.__name__: f
     for f in (
@@ -208,6 +320,10 @@ MAKERS: dict[str, Callable[[], Trace]] = {
         mnist_lenet,
         gpt_sums,
         resnet_digits,
+        mlp_digits_float32,
+        gpt_sums_float32,
+        rare_outliers_float32,
+        growing_activations_float32,
     )
 }
 
@@ -215,10 +331,15 @@ MAKERS: dict[str, Callable[[], Trace]] = {
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names or MAKERS:
+        if name == "what_if":
+            continue
         torch.manual_seed(SEED)
         trace = MAKERS[name]()
         trace.save(HERE / f"{name}.npz")
         print(f"{name}: {trace}, {(HERE / f'{name}.npz').stat().st_size // 1000} kB")
+    if not names or "what_if" in names:
+        for make in SHOWN:
+            what_if(make)
 
 
 if __name__ == "__main__":

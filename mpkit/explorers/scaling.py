@@ -34,9 +34,13 @@ SHOWN = 400  # steps of each recorded run
 
 @cache
 def recorded(run: str) -> tuple[Trace, np.ndarray]:
-    """A trace from `data/traces` and the largest scale that each of its steps can bear (negative: none)."""
-    trace = Trace.load(data_dir() / "traces" / f"{run}.npz")
-    return trace, ceilings(trace)[:SHOWN]
+    """A trace from `data/traces` and the largest scale that each of its steps can bear in float16 (negative: none).
+
+    The runs were trained in float32, so that no recorded scale hides what another one would have kept, and the ceiling
+    of float16 was measured in each step.
+    """
+    trace = Trace.load(data_dir() / "traces" / f"{run}_float32.npz").before(SHOWN)
+    return trace, ceilings(trace, "fp16")
 
 
 def exponent(value: float) -> str:
@@ -53,15 +57,14 @@ def exponent(value: float) -> str:
 
 
 def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
-    """Share of gradient values that are zero, already in the recording or once float16 has them at these scales.
+    """Share of gradient values that are zero in float32 already, or become zero in float16 at these scales.
 
-    Shapes:  scales (N, P), one row per step -> (SHOWN, P); between recorded histograms interpolated.
+    Shapes:  scales (N, P), one row per step -> (N, P).
     """
     part = trace.gradients
-    lost = flushed(trace, scales[trace.rows])
+    lost = flushed(trace, scales, "fp16")
     nonzero = part.total().sum(axis=1)[:, None]
-    share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
-    return np.stack([np.interp(np.arange(SHOWN), trace.rows, column) for column in share.T], axis=1)
+    return (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
 
 
 def stepped(
@@ -164,7 +167,7 @@ class DynamicsExplorer(Explorer):
         fresh = self.finite & np.append(True, (self.scale[1:] != self.scale[:-1]) | ~self.finite[:-1])
         starts = np.maximum.accumulate(np.where(fresh, np.arange(SHOWN), 0))
         self.good = np.where(self.finite, (np.arange(SHOWN) - starts) % self.scale_window + 1, 0)
-        self.zeros = zero_share(self.trace, np.append(self.scale, np.ones(len(self.trace) - SHOWN))[:, None])[:, 0]
+        self.zeros = zero_share(self.trace, self.scale[:, None])[:, 0]
         with np.errstate(invalid="ignore"):
             self.headroom = np.log2(np.maximum(self.ceiling, 2.0**-60) / self.scale)
         self._key = key
@@ -224,12 +227,10 @@ class SweepExplorer(Explorer):
         done = simulate(tops, stack(policies))
         good = done.sampled <= tops[:, None]
         bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
-        padded = np.ones((len(trace), len(pairs)))
-        padded[:SHOWN] = done.sampled
         columns = {
             "skipped": done.skipped.astype(float),
             "headroom": bits.sum(0) / np.maximum(good.sum(0), 1),
-            "zeros": 100 * zero_share(trace, padded).mean(0),
+            "zeros": 100 * zero_share(trace, done.sampled).mean(0),
         }
         self.grids = {name: c.reshape(len(self.FACTORS), len(self.WINDOWS)) for name, c in columns.items()}
         self.grid = self.grids[self.figure]

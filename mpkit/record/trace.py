@@ -156,6 +156,8 @@ class Trace:
         gradients: exponent histograms of the unscaled gradients.
         activations: the same of module outputs, or None.
         format:    name of the format that the scaled gradients had to fit into, "fp16" in mixed precision.
+        measured:  by name of a format, (N,) float64 largest loss scale with finite gradients in that format, where it was
+                   measured in each step; negative where none has them. `replay` prefers it to the histograms.
         meta:      anything JSON can hold: versions, what was trained, `policy` with the scale policy in use.
     Raises:  ValueError when the arrays do not fit together.
     """
@@ -171,6 +173,7 @@ class Trace:
     activations: Ranges | None = None
     format: str = "fp16"
     meta: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in _SCALARS:
@@ -179,6 +182,11 @@ class Trace:
         if (self.scale < 0).any():
             raise ValueError("a loss scale is negative: the trace is damaged")
         get_format(self.format)
+        for name, tops in self.measured.items():
+            get_format(name)
+            _need_shape(f"measured[{name!r}]", tops, (len(self.step),))
+            if np.isnan(tops).any():
+                raise ValueError(f"a measured ceiling of {name} is NaN: the trace is damaged")
         for part in (self.gradients, self.activations):
             if part is not None and not np.isin(part.step, self.step).all():
                 raise ValueError("a histogram belongs to a step that the trace does not have")
@@ -206,6 +214,9 @@ class Trace:
             if part is not None:
                 head[prefix] = {"names": part.names, "lowest": part.lowest}
                 arrays |= {f"{prefix}_{key}": getattr(part, key) for key in _RANGES}
+        if self.measured:
+            head["measured"] = list(self.measured)
+            arrays |= {f"measured_{name}": tops for name, tops in self.measured.items()}
         arrays["head"] = np.array(json.dumps(head))  # raises before a file of that name is touched
         with Path(path).open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -225,7 +236,8 @@ class Trace:
                 raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
             parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
             scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
-            return cls(**scalars, **parts, format=head["format"], meta=head["meta"])
+            measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
+            return cls(**scalars, **parts, format=head["format"], meta=head["meta"], measured=measured)
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {what}") from error
@@ -248,6 +260,7 @@ class Trace:
             **scalars,
             gradients=gradients,
             activations=None if seen is None else seen._rows(np.isin(seen.step, kept)),
+            measured={name: tops[keep] for name, tops in self.measured.items()},
         )
 
     def __add__(self, later: Trace) -> Trace:
@@ -270,6 +283,8 @@ class Trace:
         seen = None
         if first.activations is not None and later.activations is not None:
             seen = first.activations._joined(later.activations)
+        both = [name for name in first.measured if name in later.measured]
+        columns["measured"] = {name: np.concatenate([first.measured[name], later.measured[name]]) for name in both}
         return replace(first, **columns, gradients=first.gradients._joined(later.gradients), activations=seen)
 
     def to_frame(self, part: str = "steps") -> pd.DataFrame:

@@ -19,6 +19,7 @@ CAVEAT = (
 def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
     """The largest loss scale with finite gradients, for each step.
 
+    Where the trace holds ceilings measured in this format, those. Else they follow from the histograms:
     A scale S overflows when S * (largest gradient) rounds to inf. In steps without a histogram the largest gradient is
     interpolated (in bits) between recorded ones. Of a step that overflowed only this much is known: the ceiling lies
     below the scale it was made with; the neighbours' ceiling is taken if it does too, else half that scale. Where the
@@ -29,6 +30,8 @@ def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
     Shapes:  (N,) float64; inf where a step has no gradient but zeros.
     """
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
+    if fmt.name in trace.measured:
+        return trace.measured[fmt.name].copy()
     largest = trace.gradients.finite_largest()
     clean = (trace.gradients.nonfinite.sum(axis=1) == 0) & (largest > 0)
     top = np.full(len(trace), math.inf)
