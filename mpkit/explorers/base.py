@@ -55,13 +55,13 @@ class Explorer(HasTraits):
         self._stop = threading.Event()
         super().__init__()
         self._quiet = False
-        self._defaults = {name: self.trait_defaults(name) for name in self.controls}
         self._good = self.state()
         self.observe(self._changed, list(self.controls))
         if params:
             self.set(**params)
         else:
             self._recompute()
+        self._opened = self.state()
 
     def compute(self) -> None:
         """Parameters -> results. A ValueError refuses the parameters."""
@@ -97,8 +97,8 @@ class Explorer(HasTraits):
                 self._quiet = False
 
     def reset(self) -> None:
-        """All parameters back to their defaults."""
-        self.set(**self._defaults)
+        """All parameters back to what they were when the explorer was made."""
+        self.set(**self._opened)
 
     def idle(self) -> tuple[str, ...]:
         """Controls that change nothing as the others stand; a view hides them."""
@@ -125,6 +125,7 @@ class Explorer(HasTraits):
         if self._worker is not None and self._worker.is_alive():
             raise ValueError("it is still at work; press Stop first")
         self._stop.clear()
+        self.message = ""  # why an earlier press was refused no longer holds
         self.busy, self.progress = True, 0.0
         self._worker = threading.Thread(target=self._run, args=(work, redraw_every), daemon=True)
         self._worker.start()

@@ -74,16 +74,17 @@ class Effect:
         return 1 / self.step
 
 
-def effect(boost: AutoBoost, trained: str = "") -> Effect:
-    """What a configuration does, with times from the stored benchmark."""
+def effect(boost: AutoBoost, trained: str = "", timed: str = "") -> Effect:
+    """What a configuration does, with times from the stored benchmark: those of `timed`, or else of `trained`."""
+    timed = timed or trained
     report = _report() if "less_bn" in boost.active else None
     odds = [1.0, *[0.0] * 9]
     if "grad_freeze" in boost.active:
         full = boost.hyper["freeze_p"]
         odds = [full, *((1 - full) * p for p in index_probabilities(10, boost.hyper["freeze_type"]))]
     network = "O1" if report else "plain"
-    if trained in (row["contender"] for row in measured()["speed"]):
-        step = relative_time(trained)
+    if timed in (row["contender"] for row in measured()["speed"]):
+        step = relative_time(timed)
     else:
         times = [relative_time(f"{network} index {v}") for v in range(10)]
         step = sum(p * t for p, t in zip(odds, times)) if report or odds[0] < 1 else 1.0
@@ -108,6 +109,13 @@ def _stages() -> tuple[tuple[str, bool], ...]:
         modules = list(dict.fromkeys(names[id(p)] for p in stage))
         stages.append((modules[0], bool(removed & set(modules))))
     return tuple(stages)
+
+
+@cache
+def _freezing(mode: str) -> tuple[float, int]:
+    """`freeze_p` and `freeze_type` that a mode brings when nobody sets them."""
+    hyper = AutoBoost("O1", {"boost": {"mode": mode}}).hyper
+    return hyper["freeze_p"], hyper["freeze_type"]
 
 
 def preset(name: str) -> AutoBoost:
@@ -136,15 +144,27 @@ class BoostExplorer(Explorer):
 
     def compute(self) -> None:
         """Both configurations, resolved."""
+        self._follow_mode()
         self.boost = AutoBoost(self.level, self._config())
-        self.this = effect(self.boost, self._measured_name())
+        trained = self._measured_name()
+        # O2 in one process trains what O1 trains; its steps were timed on their own
+        self.this = effect(self.boost, trained, "O2" if (self.level, trained) == ("O2", "O1") else "")
         self.other = effect(preset(self.compare), self.compare)
         self.stages = _stages()
+
+    def _follow_mode(self) -> None:
+        """A new mode brings its own freezing: the controls show it, unless they were moved in the same change."""
+        before, self._mode = getattr(self, "_mode", "auto"), self.mode
+        shown = self.full_step_fraction, self.freeze_type
+        if shown == _freezing(before) != _freezing(self.mode):
+            quiet, self._quiet = self._quiet, True
+            self.full_step_fraction, self.freeze_type = _freezing(self.mode)
+            self._quiet = quiet
 
     def _config(self) -> dict[str, Any]:
         flags = {name: getattr(self, name) for name in SWITCHES} if self.mode == "manual" else {}
         config: dict[str, Any] = {"boost": {"mode": self.mode, **flags}}
-        changed = self.full_step_fraction != 0.7 or self.freeze_type != 1
+        changed = (self.full_step_fraction, self.freeze_type) != _freezing(self.mode)
         probe = AutoBoost(self.level, config)
         if probe.flags["grad_freeze"] and changed:
             config["grad_freeze"] = {"freeze_p": self.full_step_fraction, "freeze_type": self.freeze_type}

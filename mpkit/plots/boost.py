@@ -189,8 +189,8 @@ class CentralizePicture(Picture):
         self.means.set_data(np.arange(len(means)), means)
 
 
-def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Speed-up of each measured contender with its quartiles, and its goal where there is one."""
+def speedups(rows: Sequence[Mapping[str, Any]], promises: Mapping[str, float]) -> Figure:
+    """Speed-up of each measured contender with its quartiles, and what was promised for it where something was."""
     figure = new_figure(8.2, 0.42 * len(rows) + 1.1)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]
@@ -200,15 +200,16 @@ def speedups(rows: Sequence[Mapping[str, Any]]) -> Figure:
     whiskers = np.maximum([values - low, high - values], 0)  # a whole training may lie outside its phases' quartiles
     axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=BLACK, capsize=4, lw=1.4)
     for place, row in zip(places, rows):
-        end = max(row["ratio"], row["quartiles"][1], row["goal"] or 0)
+        promise = promises.get(row["contender"])
+        end = max(row["ratio"], row["quartiles"][1], promise or 0)
         axes.text(end + 0.02, place, f"{row['ratio']:.2f}", va="center", fontsize=10)
-        if row["goal"] is not None:
-            axes.plot([row["goal"]] * 2, [place - 0.4, place + 0.4], color=VERMILION, lw=2.5)
+        if promise is not None:
+            axes.plot([promise] * 2, [place - 0.4, place + 0.4], color=VERMILION, lw=2.5)
     axes.axvline(1, color=BLACK, lw=1)
     axes.set_yticks(places, [row["contender"] for row in rows])
     axes.set(
         xlabel="speed-up against no boost (bar: whole training, whisker: quartiles of its phases)",
         xlim=(0, max(1.6, 1.12 * high.max())),
     )
-    axes.legend(handles=[Patch(color=VERMILION, label="goal")], loc="lower right")
+    axes.legend(handles=[Patch(color=VERMILION, label="promised by the original")], loc="lower right")
     return figure
