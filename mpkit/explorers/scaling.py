@@ -27,7 +27,7 @@ RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
     "gpt_sums": "small GPT on sums, healthy",
     "rare_outliers": "one huge batch in 16",
-    "growing_activations": "the model itself overflows from step 145 on",
+    "growing_activations": "a broken model, which overflows without any scale from step 129 on",
 }
 SHOWN = 400  # steps of each recorded run
 
@@ -56,15 +56,21 @@ def exponent(value: float) -> str:
     return f"2^{math.log2(value):.4g}"
 
 
+def _sentence(words: str) -> str:
+    """With a capital at the start; GPT stays GPT."""
+    return words[0].upper() + words[1:]
+
+
 def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
     """Share of gradient values that are zero in float32 already, or become zero in float16 at these scales.
 
-    Shapes:  scales (N, P), one row per step -> (N, P).
+    Shapes:  scales (N, P), one row per step -> (N, P); NaN in steps whose loss is not finite: they have no gradients.
     """
     part = trace.gradients
     lost = flushed(trace, scales, "fp16")
     nonzero = part.total().sum(axis=1)[:, None]
-    return (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
+    share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
+    return np.where((ceilings(trace, "fp16") < 0)[:, None], math.nan, share)
 
 
 def stepped(
@@ -90,8 +96,8 @@ class DynamicsExplorer(Explorer):
     """A `DynamicLossScaler` with any settings on a recorded run, step by step.
 
     After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `zeros` (share of the gradient values that are zero at
-    that scale), `good` (finite steps since the scale last changed, this one included), all (400,), and `headroom` =
-    log2(ceiling / scale) in bits. `drawn` holds ceilings drawn by hand, `puts` scales set by hand, by step.
+    that scale, NaN where there are no gradients), `good` (finite steps since the scale last changed, this one
+    included), all (400,), and `headroom` = log2(ceiling / scale) in bits. `drawn` holds ceilings drawn by hand, `puts` scales set by hand, by step.
     """
 
     controls = (
@@ -178,16 +184,14 @@ class DynamicsExplorer(Explorer):
         return np.flatnonzero(~self.finite[: self.step + 1])
 
     def summary(self) -> str:
-        i = self.step
-        top = self.ceiling[i]
-        if top < 0:
-            room = "no scale works here: the loss itself is not finite"
-        else:
-            room = f"the ceiling {exponent(top)}, the headroom {self.headroom[i]:.1f} bits"
+        i, skipped = self.step, len(self.skipped)
+        so_far = f"Up to here {skipped} of {i + 1} steps were skipped"
+        head = f"{_sentence(RUNS[self.run])}. Step {i}: the scale is {exponent(self.scale[i])}"
+        if self.ceiling[i] < 0:
+            return f"{head}; no scale helps, because the loss itself is not finite. {so_far}."
         return (
-            f"Step {i} of {RUNS[self.run]}: the scale is {exponent(self.scale[i])}, {room}; decision: "
-            f"{self.reasons[i]}. Up to here {len(self.skipped)} of {i + 1} steps were skipped, and "
-            f"{100 * self.zeros[i]:.0f} % of the gradient values of this step are zero."
+            f"{head}, the ceiling {exponent(self.ceiling[i])}, the headroom {self.headroom[i]:.1f} bits; decision: "
+            f"{self.reasons[i]}. {so_far}, and {100 * self.zeros[i]:.0f} % of this step's gradient values are zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -205,7 +209,11 @@ class DynamicsExplorer(Explorer):
 
 
 class SweepExplorer(Explorer):
-    """Every pair of factor and window on one recorded run: `grid` (factors, windows) of the chosen figure."""
+    """Every pair of factor and window on one recorded run: `grid` (factors, windows) of the chosen figure.
+
+    `best` is the pair that loses the least training signal, to skipped steps and to zeros together, as `replay` ranks
+    policies; None where all lose the same. It is the same pair whichever figure is shown.
+    """
 
     controls = ("run", "init_exponent", "figure")
     FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
@@ -214,6 +222,7 @@ class SweepExplorer(Explorer):
         "skipped": "skipped steps of 400",
         "headroom": "mean headroom, bits",
         "zeros": "gradient values that are zero, %",
+        "lost": "training signal lost, %",
     }
     run = Enum(list(RUNS)[:3], "gpt_sums").tag(label="recorded run", names=RUNS)
     init_exponent = Int(16, min=0, max=32).tag(label="initial scale, 2 to the", costly=True)
@@ -227,22 +236,29 @@ class SweepExplorer(Explorer):
         done = simulate(tops, stack(policies))
         good = done.sampled <= tops[:, None]
         bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
+        lost = np.where(good, flushed(trace, done.sampled, "fp16"), 0.0).sum(0) / np.maximum(good.sum(0), 1)
         columns = {
             "skipped": done.skipped.astype(float),
             "headroom": bits.sum(0) / np.maximum(good.sum(0), 1),
             "zeros": 100 * zero_share(trace, done.sampled).mean(0),
+            "lost": 100 * (1 - good.mean(0) * (1 - lost)),
         }
         self.grids = {name: c.reshape(len(self.FACTORS), len(self.WINDOWS)) for name, c in columns.items()}
         self.grid = self.grids[self.figure]
-        row, column = np.unravel_index(self.grid.argmin(), self.grid.shape)
-        self.best = int(row), int(column)
+        least = self.grids["lost"]
+        row, column = np.unravel_index(least.argmin(), least.shape)
+        self.best = (int(row), int(column)) if least.min() < least.max() else None
 
     def summary(self) -> str:
-        row, column = self.best
-        value = self.grid[row, column]
-        return (
-            f"{RUNS[self.run]}, from 2^{self.init_exponent}: fewest {self.FIGURES[self.figure]} with factor "
-            f"{self.FACTORS[row]:g} and window {self.WINDOWS[column]}: {value:.4g}; most {self.grid.max():.4g}."
+        head = f"{_sentence(RUNS[self.run])}, from 2^{self.init_exponent}: {self.FIGURES[self.figure]}, from "
+        head += f"{self.grid.min():.4g} to {self.grid.max():.4g}. "
+        if self.best is None:
+            return head + "All pairs lose the same share of the training signal."
+        at = {name: grid[self.best] for name, grid in self.grids.items()}
+        return head + (
+            f"The least training signal is lost with factor {self.FACTORS[self.best[0]]:g} and window "
+            f"{self.WINDOWS[self.best[1]]}: {at['lost']:.1f} %, with {at['skipped']:.0f} of 400 steps skipped and "
+            f"{at['zeros']:.1f} % of the gradient values zero."
         )
 
     def table(self) -> list[dict[str, Any]]:

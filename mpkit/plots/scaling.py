@@ -116,7 +116,7 @@ def _gradients(scene: Scene, data: Any) -> None:
 
 
 class SweepPicture(Picture):
-    """A table of factor x window, darker where the figure is larger; the smallest is framed."""
+    """A table of factor x window, darker where the figure is larger; the pair that loses least is framed."""
 
     size = (8.4, 4.0)
 
@@ -131,7 +131,7 @@ class SweepPicture(Picture):
         axes.set_xticks(range(len(data.WINDOWS)), map(str, data.WINDOWS))
         axes.set_yticks(range(len(data.FACTORS)), [f"{f:g}" for f in data.FACTORS])
         axes.set(xlabel="scale_window, finite steps", ylabel="scale_factor, times")
-        axes.set_title(f"{data.FIGURES[data.figure]} (darker is more, the best is framed)", loc="left")
+        axes.set_title(f"{data.FIGURES[data.figure]} (darker is more; framed: least training signal lost)", loc="left")
         self.numbers = [
             self.moving(axes.text(column, row, "", ha="center", va="center"))
             for row, column in np.ndindex(data.grid.shape)
@@ -145,8 +145,10 @@ class SweepPicture(Picture):
         digits = ".0f" if data.figure == "skipped" else ".1f"
         for text, value in zip(self.numbers, data.grid.flat):
             text.set(text=format(value, digits), color="white" if value > (low + high) / 2 else "black")
-        row, column = data.best
-        self.box.set_xy((column - 0.5, row - 0.5))
+        self.box.set_visible(data.best is not None)
+        if data.best is not None:
+            row, column = data.best
+            self.box.set_xy((column - 0.5, row - 0.5))
 
 
 class LivePicture(Picture):

@@ -156,8 +156,8 @@ class Trace:
         gradients: exponent histograms of the unscaled gradients.
         activations: the same of module outputs, or None.
         format:    name of the format that the scaled gradients had to fit into, "fp16" in mixed precision.
-        measured:  by name of a format, (N,) float64 largest loss scale with finite gradients in that format, where it was
-                   measured in each step; negative where none has them. `replay` prefers it to the histograms.
+        measured:  by name of a format, (N,) float64 largest loss scale that was measured to give finite gradients in
+                   it; negative where none does. `replay` prefers it to what the histograms tell.
         meta:      anything JSON can hold: versions, what was trained, `policy` with the scale policy in use.
     Raises:  ValueError when the arrays do not fit together.
     """
