@@ -1,12 +1,16 @@
 """Questions of lesson 16."""
 
+import math
+
 import numpy as np
 import torch
 
+from mpkit.casting import auto_mixed_precision
 from mpkit.check import Question
 from mpkit.formats import FP32
 from mpkit.optimizers import SGD
 from mpkit.policies import naive_loss_ratio
+from mpkit.scalers import all_finite
 
 
 def _steps_to_zero() -> int:
@@ -21,7 +25,45 @@ def _dampening() -> float:
     return float(SGD([parameter], 0.1, 0.9, 1e-4).param_groups[0]["dampening"])
 
 
+def _verdicts() -> list[bool]:
+    """Statement by statement, each computed."""
+    gradient = torch.tensor([1.5e-3, -0.0123, 2.0]).half()
+    vanished = torch.full((4,), 1e-9).half()
+    unscaled_late = torch.tensor([1.0]) / torch.tensor(math.inf)
+    network = auto_mixed_precision(torch.nn.Linear(2, 2), "O3")
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], 0.1)
+    weight.grad = torch.full((2,), math.inf)
+    finite = all_finite([weight.grad])
+    if finite:
+        optimizer.step()
+    other = torch.nn.Linear(2, 2)
+    return [
+        float(FP32.max) == 1.7e38,
+        torch.equal((gradient * 1024) / 1024, gradient),
+        float(np.float16(0.00006666666)) == 0.000067,
+        not all_finite([vanished]),
+        bool(all_finite([unscaled_late])) == bool(all_finite([torch.tensor([math.inf])])),
+        bool(torch.tensor(3e38).bfloat16().isfinite()),
+        {p.dtype for p in network.parameters()} == {torch.float16},
+        any(p is q for p in other.parameters() for q in optimizer.param_groups[0]["params"]),
+        SGD([weight], 0.1, 0.9, 1e-4).param_groups[0]["weight_decay"] == 1e-4,
+        torch.equal(weight.detach(), torch.ones(2)),
+        naive_loss_ratio(1.0, 2.3) >= 1.0,
+    ]
+
+
 QUESTIONS = {
+    "verdicts": Question(
+        "Which of the eleven statements are true? A list of eleven times True or False.",
+        _verdicts,
+        "All eleven verdicts are right. The sections below compute each of them.",
+        "At least one verdict is wrong. Run the sections below, then judge again.",
+        (
+            (lambda v: not isinstance(v, list | tuple) or len(v) != 11, "Give a list of eleven times True or False."),
+            ([False] * 11, "Some of the statements are true."),
+        ),
+    ),
     "max": Question(
         "What is the largest finite float32? (four digits are enough)",
         lambda: FP32.max,
