@@ -57,8 +57,8 @@ WHAT_IF = [
 def test_a_what_if_agrees_with_a_real_training_under_that_policy(name, number):
     """Five policies were really trained in float16 on each run of the lesson; a replay never trained.
 
-    A training that skips other steps has other weights a little later, so the ceilings part by fractions of a bit: a
-    probe may fail one growth earlier or later. Bounds: the first third of the run step by step, then totals.
+    Until a skipped step has made the weights of the two runs differ, the scales are equal. Afterwards the ceilings
+    part by fractions of a bit, so that a probe succeeds in one run and fails in the other: bounds on totals and means.
     """
     real = json.loads((GOLDEN / "what_if" / f"{name}.json").read_text())["runs"][number]
     policy = real["policy"]
@@ -69,14 +69,18 @@ def test_a_what_if_agrees_with_a_real_training_under_that_policy(name, number):
         scale_window=policy["window"],
         floor_exponent=policy["floor"],
     )
-    exponents, zeros = np.array(real["exponent"][:SHOWN]), np.array(real["zeros"][:SHOWN])
-    skipped = [i for i in real["skipped"] if i < SHOWN]
-    both = np.ones(SHOWN, dtype=bool)
-    both[skipped] = both[model.skipped] = False
-    assert abs(len(model.skipped) - len(skipped)) <= max(2, 0.1 * len(skipped))
-    assert np.abs(np.log2(model.scale) - exponents).mean() < 0.35 * math.log2(policy["factor"])
+    apart = np.abs(np.log2(model.scale) - real["exponent"][:SHOWN])
+    alive = model.ceiling > 0
+    ours, theirs = set(model.skipped[alive[model.skipped]]), {i for i in real["skipped"] if i < SHOWN and alive[i]}
+    if (apart > 0).any():
+        assert (apart > 0).argmax() > min(ours | theirs)
+    assert abs(len(ours) - len(theirs)) <= 0.02 * SHOWN
+    assert apart[alive].mean() <= 1 + 0.25 * math.log2(policy["factor"])
+    both = alive.copy()
+    both[list(ours | theirs)] = False
+    zeros = np.array(real["zeros"][:SHOWN])
     assert np.abs(model.zeros - zeros)[both].mean() < 0.03
-    assert abs(np.mean(model.zeros[both][-20:]) - np.mean(zeros[both][-20:])) < 0.06
+    assert abs(model.zeros[both][-20:].mean() - zeros[both][-20:].mean()) < 0.06
 
 
 def test_there_is_a_real_training_for_every_run_that_is_shown():
@@ -90,7 +94,7 @@ def test_a_short_window_keeps_the_values_that_a_long_one_loses():
         window: DynamicsExplorer(run="rare_outliers", init_exponent=16, scale_window=window, floor_exponent=-24)
         for window in (10, 400)
     }
-    late = {window: np.nanmean(model.zeros[-20:]) for window, model in runs.items()}
+    late = {window: np.nanmedian(model.zeros[-20:]) for window, model in runs.items()}
     assert late[400] > 0.9
     assert late[10] < 0.3
     assert runs[10].scale[-20:].min() >= 2.0**14 > 2.0**0 > runs[400].scale[-1]
@@ -101,9 +105,9 @@ def test_the_step_only_moves_along_the_trajectory():
     scale = model.scale
     model.step = 6
     assert model.scale is scale
-    assert len(model.skipped) == 7  # from 2^24 down to the ceiling of about 2^18
+    assert len(model.skipped) == 5  # from 2^24 down to the ceiling of about 2^19
     assert "Step 6" in model.summary()
-    assert [row["step"] for row in model.table()] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in model.table()] == [0, 1, 2, 3, 4]
     model.step = 0
     assert len(model.table()) == 1
 
@@ -111,7 +115,8 @@ def test_the_step_only_moves_along_the_trajectory():
 def test_a_broken_model_keeps_the_scale_at_its_floor():
     model = DynamicsExplorer(run="growing_activations", floor_exponent=4)
     assert model.scale[-1] == 2.0**4
-    assert model.finite[120:129].all()
+    assert not (model.ceiling[:129] < 0).any()
+    assert (model.ceiling[129:] < 0).all()
     assert not model.finite[129:].any()
     assert "from step 129 on" in RUNS["growing_activations"]
     assert "no scale helps" in model.summary()
