@@ -97,7 +97,8 @@ class DynamicsExplorer(Explorer):
 
     After `compute`: `ceiling`, `scale`, `finite`, `reasons`, `zeros` (share of the gradient values that are zero at
     that scale, NaN where there are no gradients), `good` (finite steps since the scale last changed, this one
-    included), all (400,), and `headroom` = log2(ceiling / scale) in bits. `drawn` holds ceilings drawn by hand, `puts` scales set by hand, by step.
+    included), all (400,), and `headroom` = log2(ceiling / scale) in bits. `drawn` holds ceilings drawn by hand, `puts`
+    scales set by hand, by step.
     """
 
     controls = (
