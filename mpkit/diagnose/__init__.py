@@ -4,6 +4,7 @@ from mpkit.diagnose.preflight import Finding, preflight
 from mpkit.diagnose.recommend import Recommendation, recommend
 from mpkit.diagnose.report import VERDICTS, Report
 from mpkit.diagnose.run import diagnose
+from mpkit.diagnose.stale import StaleScale, recommend_recipe, stale_scales
 from mpkit.diagnose.watch import Event, Operand, Watch
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "Operand",
     "Recommendation",
     "Report",
+    "StaleScale",
     "Watch",
     "diagnose",
     "preflight",
     "recommend",
+    "recommend_recipe",
+    "stale_scales",
 ]

@@ -5,6 +5,7 @@ from mpkit.optimizers.adagrad import FTRL, Adadelta, Adagrad, ProximalAdagrad, R
 from mpkit.optimizers.adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from mpkit.optimizers.arguments import centralized, trainable_params, untrainable_params
 from mpkit.optimizers.base import Optimizer
+from mpkit.optimizers.bf16 import BFloat16Weights, stochastic_bf16
 from mpkit.optimizers.layerwise import LARS, Lamb
 from mpkit.optimizers.rprop import ASGD, Rprop
 from mpkit.optimizers.sgd import SGD, Momentum
@@ -21,6 +22,7 @@ __all__ = [
     "Adam",
     "AdamOffload",
     "AdamWeightDecay",
+    "BFloat16Weights",
     "Lamb",
     "LazyAdam",
     "Momentum",
@@ -29,6 +31,7 @@ __all__ = [
     "RMSProp",
     "Rprop",
     "centralized",
+    "stochastic_bf16",
     "trainable_params",
     "untrainable_params",
 ]

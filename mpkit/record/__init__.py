@@ -1,7 +1,8 @@
 """What happened in a training run, step by step and parameter by parameter: `Recorder` writes a `Trace`."""
 
+from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import exponent_counts
 from mpkit.record.recorder import Recorder
 from mpkit.record.trace import Ranges, Trace
 
-__all__ = ["Ranges", "Recorder", "Trace", "exponent_counts"]
+__all__ = ["AmaxRecorder", "AmaxTrace", "Ranges", "Recorder", "Trace", "exponent_counts"]

@@ -3,5 +3,19 @@
 from mpkit.replay.ceilings import CAVEAT, ceilings, flushed
 from mpkit.replay.simulate import Simulation, can_compile, simulate
 from mpkit.replay.table import replay, sweep, swept
+from mpkit.replay.tensor_scales import TensorScaleReplay, replay_tensor_scales, sweep_tensor_scales
 
-__all__ = ["CAVEAT", "Simulation", "can_compile", "ceilings", "flushed", "replay", "simulate", "sweep", "swept"]
+__all__ = [
+    "CAVEAT",
+    "Simulation",
+    "TensorScaleReplay",
+    "can_compile",
+    "ceilings",
+    "flushed",
+    "replay",
+    "replay_tensor_scales",
+    "simulate",
+    "sweep",
+    "sweep_tensor_scales",
+    "swept",
+]

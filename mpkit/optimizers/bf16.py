@@ -1,0 +1,126 @@
+"""bfloat16 weights without a float32 master copy: an update is computed in float32, what is stored is rounded well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer as TorchOptimizer
+
+Way = Literal["stochastic", "kahan"]
+
+
+def stochastic_bf16(x: Tensor, bits: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    """Round float32 to bfloat16, away from zero with the chance that keeps the mean exact.
+
+    Args:    bits: 16 random bits r for each element (int32, 0 to 65535); None draws them. An element is rounded away
+             from zero where r is below the low 16 bits of its pattern.
+    Shapes:  x (*) float32 -> (*) bfloat16.
+    Edges:   NaN stays NaN and inf stays inf; beyond the largest bfloat16 the carry reaches inf.
+    Raises:  TypeError for another dtype; ValueError for bits of another shape.
+    Source:  torchao 0.18, prototype/low_bit_optim `_fp32_to_bf16_sr`, bit for bit given the bits.
+    """
+    if not isinstance(x, Tensor) or x.dtype is not torch.float32:
+        raise TypeError(f"need a float32 tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    if bits is None:
+        bits = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    if bits.shape != x.shape:
+        raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
+    pattern = x.detach().view(torch.int32)
+    up = (bits < (pattern & 0xFFFF)).int() << 16
+    rounded = ((pattern & ~0xFFFF) + up).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x.detach()).to(torch.bfloat16)
+
+
+class BFloat16Weights(TorchOptimizer):
+    """Any optimizer on bfloat16 weights, as if it had a float32 copy of them, but without one between steps.
+
+    Plain bfloat16 forgets an update below 2^-9 of the weight. "stochastic" rounds up or down by chance, so that small
+    updates arrive on average; "kahan" keeps what rounding lost in a second bfloat16 number beside each weight.
+
+    Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
+             way: "stochastic" or "kahan"; generator: source of the random bits.
+    Raises:  TypeError if `optimizer` is none; ValueError for another way, or if no parameter is bfloat16.
+    Source:  arXiv:2010.06192 (both ways); torchao 0.18 for the rounding.
+
+    >>> w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    >>> optimizer = BFloat16Weights(torch.optim.SGD([w], lr=2.0**-12), "kahan")
+    >>> for _ in range(64): w.grad = torch.ones_like(w); _ = optimizer.step()
+    >>> w.item()
+    0.984375
+    """
+
+    def __init__(
+        self, optimizer: TorchOptimizer, way: Way = "stochastic", *, generator: torch.Generator | None = None
+    ) -> None:
+        if not isinstance(optimizer, TorchOptimizer):
+            raise TypeError(f"need a torch.optim.Optimizer built on the bfloat16 parameters, got {optimizer!r}")
+        if way not in ("stochastic", "kahan"):
+            raise ValueError(f"way is 'stochastic' or 'kahan', got {way!r}")
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        if not any(p.dtype is torch.bfloat16 for group in groups for p in group["params"]):
+            raise ValueError("no parameter is bfloat16, so nothing would be rounded; network.to(torch.bfloat16) first")
+        self.way: Way = way
+        self.generator = generator
+        self.inner = optimizer
+        super().__init__(groups, dict(optimizer.defaults))
+        self._lost: dict[Tensor, Tensor] = {}
+        self._wide: list[tuple[Tensor, Tensor]] = []  # (bfloat16 parameter, its float32 stand-in)
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.dtype is torch.bfloat16:
+                    wide = nn.Parameter(torch.empty(0, device=p.device))
+                    group["params"][i] = wide
+                    self._wide.append((p, wide))
+                    if way == "kahan":
+                        self._lost[p] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the optimizer in float32; then the weights are rounded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for own, group in zip(self.param_groups, self.inner.param_groups):
+            group.update({key: value for key, value in own.items() if key != "params"})  # a scheduler changed them
+        for p, wide in self._wide:
+            wide.data = p.float() + self._lost[p].float() if p in self._lost else p.float()
+            wide.grad = None if p.grad is None else p.grad.float()
+        self.inner.step()
+        for p, wide in self._wide:
+            if wide.grad is not None:
+                if p in self._lost:
+                    p.copy_(wide)
+                    self._lost[p].copy_(wide - p.float())
+                else:
+                    p.copy_(stochastic_bf16(wide.data, generator=self.generator))
+            wide.data, wide.grad = wide.data.new_empty(0), None
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
+        generator = None if self.generator is None else self.generator.get_state()
+        lost = [value.clone() for value in self._lost.values()]
+        return {"inner": self.inner.state_dict(), "way": self.way, "lost": lost, "generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
+        if state.get("way") != self.way:
+            raise ValueError(f"this state belongs to way={state.get('way')!r}, this optimizer has way={self.way!r}")
+        if [v.shape for v in state["lost"]] != [v.shape for v in self._lost.values()]:
+            raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
+        for p, wide in self._wide:
+            wide.data = p.float()  # torch casts a state to the shape and dtype of its parameter
+        self.inner.load_state_dict(copy.deepcopy(state["inner"]))
+        for _, wide in self._wide:
+            wide.data = wide.data.new_empty(0)
+        for group, inner in zip(self.param_groups, self.inner.param_groups):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+        for value, saved in zip(self._lost.values(), state["lost"]):
+            value.copy_(saved)
+        if self.generator is not None and state["generator"] is not None:
+            self.generator.set_state(state["generator"])

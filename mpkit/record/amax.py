@@ -1,0 +1,119 @@
+"""The largest magnitude of each tensor of each linear layer, step by step: what a tensor-scale policy decides from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpkit.casting.products import linear_layers
+from mpkit.casting.recipe import amax_of
+from mpkit.step.hooks import Hook
+
+
+@dataclass(frozen=True)
+class AmaxTrace:
+    """Recorded amaxes.
+
+    Args:
+        tensors: names, "<path of the layer>.input", ".weight" and ".grad" (gradient of the output).
+        amax:    (steps, tensors) float32; 0 where a tensor did not occur in a step.
+    """
+
+    tensors: tuple[str, ...]
+    amax: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.amax)
+
+    def series(self) -> dict[str, np.ndarray]:
+        """Tensor -> its amaxes (steps,)."""
+        return {name: np.ascontiguousarray(self.amax[:, i]) for i, name in enumerate(self.tensors)}
+
+    def save(self, path: str | Path) -> None:
+        """Write an npz without pickle."""
+        np.savez_compressed(path, tensors=np.array(self.tensors, dtype=np.str_), amax=self.amax)
+
+    @classmethod
+    def load(cls, path: str | Path) -> AmaxTrace:
+        """Read what `save` wrote. Raises ValueError for a file of another kind."""
+        with np.load(path, allow_pickle=False) as z:
+            if not {"tensors", "amax"} <= set(z.files):
+                raise ValueError(f"{path} holds {', '.join(z.files)}, not an AmaxTrace; Trace.load reads other traces")
+            return cls(tuple(z["tensors"].tolist()), z["amax"].astype(np.float32))
+
+
+class AmaxRecorder(Hook):
+    """Records amaxes while a network trains, without a host read in a step.
+
+    Use it as a hook of a step or a Model, or in a loop of your own: call `end_step()` after the optimizer. The
+    micro-batches of one step count together. Of an attention the first input and the weight of the first projection
+    are recorded, and the gradient of its result.
+
+    Args:    network: the module to watch.
+    Raises:  TypeError if it is no module; ValueError if it has no linear layer.
+
+    >>> net = nn.Sequential(nn.Linear(4, 2))
+    >>> recorder = AmaxRecorder(net)
+    >>> net(torch.full((1, 4), -3.0)).sum().backward(); recorder.end_step()
+    >>> recorder.trace().series()["0.input"].tolist(), recorder.trace().series()["0.grad"].tolist()
+    ([3.0], [1.0])
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"a recorder watches an nn.Module, got {network!r}")
+        layers = linear_layers(network)
+        if not layers:
+            raise ValueError(f"amaxes are recorded of linear layers, and this {type(network).__name__} has none")
+        self._now: dict[str, Tensor] = {}
+        self._steps: list[dict[str, Tensor]] = []
+        self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
+        self._hooks: list[Any] = []
+        for path, layer in layers.items():
+            self._hooks.append(layer.register_forward_hook(self._watch(path)))
+
+    def _watch(self, path: str) -> Any:
+        def seen(layer: nn.Module, args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
+            if args and isinstance(args[0], Tensor):
+                self._note(f"{path}.input", args[0])
+            if isinstance(weight, Tensor):
+                self._note(f"{path}.weight", weight)
+            result = output[0] if isinstance(output, tuple) else output
+            if result.requires_grad:
+                result.register_hook(lambda grad: self._note(f"{path}.grad", grad))
+
+        return seen
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        amax = amax_of(tensor)
+        old = self._now.get(name)
+        self._now[name] = amax if old is None else torch.maximum(old, amax)
+
+    def end_step(self) -> None:
+        """The step is over: what comes now belongs to the next."""
+        self._steps.append(self._now)
+        self._now = {}
+
+    def after_update(self, ctx: Any) -> None:
+        """The step of a train cell is over."""
+        self.end_step()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def trace(self) -> AmaxTrace:
+        """What was recorded so far (reads the device)."""
+        zero = torch.zeros(())
+        rows = [torch.stack([step.get(name, zero).cpu() for name in self._names]).numpy() for step in self._steps]
+        return AmaxTrace(self._names, np.array(rows, dtype=np.float32).reshape(len(rows), len(self._names)))

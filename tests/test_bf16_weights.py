@@ -1,0 +1,111 @@
+"""bfloat16 weights without a master copy: rounding bit for bit torchao's, updates that arrive."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_golden_recipes import archives, floats
+from torch import nn
+
+from mpkit.optimizers import BFloat16Weights, stochastic_bf16
+
+GOLDEN = [z for _, z in archives("x", "r", "rounded")]
+
+
+@pytest.mark.parametrize("z", GOLDEN)
+def test_stochastic_rounding_with_given_bits_is_torchao_s(z):
+    got = stochastic_bf16(floats(z["x"]), torch.from_numpy(z["r"].astype(np.int32)))
+    assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), z["rounded"])
+
+
+def test_the_mean_is_exact_and_special_values_stay():
+    x = torch.full((1 << 16,), 1 + 2.0**-9)  # a quarter of the gap 2^-7 above 1
+    y = stochastic_bf16(x, torch.arange(1 << 16, dtype=torch.int32))
+    assert set(y.tolist()) == {1.0, 1 + 2.0**-7}
+    assert y.double().mean() == 1 + 2.0**-9  # every value of the 16 bits once: no luck in it
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    payload = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # cut to 16 bits this would be inf
+    assert stochastic_bf16(payload).isnan().all()
+    assert str(stochastic_bf16(special).tolist()) == "[nan, inf, -inf, 0.0, -0.0]"
+
+
+def drifted(way: str | None, steps: int = 2000, step: float = 1e-4) -> torch.Tensor:
+    torch.manual_seed(0)
+    start = (1 + torch.rand(512)).bfloat16()
+    w = nn.Parameter(start.clone())
+    inner = torch.optim.SGD([w], lr=step)
+    optimizer = inner if way is None else BFloat16Weights(inner, way, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    return w.detach().double() - start.double()
+
+
+def test_small_updates_arrive():
+    assert drifted(None, 50).abs().max() == 0  # plain bfloat16 forgets them all
+    assert (
+        drifted("kahan", 500) + 0.05
+    ).abs().max() < 2.0**-8 + 500 * 2.0**-17  # half a gap of w, and of c in each step
+    exact, noise = drifted("stochastic", 500).mean(), 2.0**-7 * (500 * 1e-4 / 2.0**-7 / 512) ** 0.5
+    assert abs(exact + 0.05) < 4 * noise
+
+
+def test_a_kahan_step_changes_weight_and_remainder_by_the_update():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(1000).bfloat16())
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=1.0), "kahan")
+    for _ in range(20):
+        before = w.double() + optimizer.state_dict()["lost"][0].double()
+        w.grad = (torch.randn(1000) * 1e-3).bfloat16()
+        optimizer.step()
+        after = w.double() + optimizer.state_dict()["lost"][0].double()
+        error = (after - (before - w.grad.double())).abs()
+        assert (error <= 2.0**-16 * w.abs().double() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
+    def made() -> tuple[nn.Module, BFloat16Weights]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4).to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(3)
+        return net, BFloat16Weights(torch.optim.AdamW(net.parameters(), 1e-2), way, generator=generator)
+
+    def train(net: nn.Module, optimizer: BFloat16Weights, start: int) -> None:
+        for step in range(start, start + 4):
+            optimizer.zero_grad()
+            net(torch.full((2, 8), 0.1 * step, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+
+    net, optimizer = made()
+    train(net, optimizer, 0)
+    other, resumed = made()
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(net, optimizer, 4)
+    train(other, resumed, 4)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
+    assert all(p.dtype is torch.bfloat16 for p in net.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = [p.clone() for p in net.parameters()]
+    train(net, optimizer, 8)
+    if way == "kahan":
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
+    assert optimizer.inner.param_groups[0]["lr"] == 0
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    low = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    for wrong, error, words in (
+        (lambda: BFloat16Weights([low]), TypeError, "torch.optim.Optimizer"),
+        (lambda: BFloat16Weights(torch.optim.SGD([low]), "nearest"), ValueError, "kahan"),
+        (lambda: BFloat16Weights(torch.optim.SGD([nn.Parameter(torch.ones(1))])), ValueError, "bfloat16"),
+        (lambda: stochastic_bf16(low), TypeError, "float32"),
+        (lambda: stochastic_bf16(torch.ones(2), torch.ones(1)), ValueError, "shape"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    optimizer = BFloat16Weights(torch.optim.SGD([low]), "kahan")
+    with pytest.raises(ValueError, match="way"):
+        BFloat16Weights(torch.optim.SGD([low]), "stochastic").load_state_dict(optimizer.state_dict())

@@ -1,0 +1,174 @@
+"""Replay of tensor-scale policies, the recorder of amaxes, and what is read from them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mpkit.casting import Cast, cast_like, ledger, uniform
+from mpkit.diagnose import recommend_recipe, stale_scales
+from mpkit.formats import E4M3FN, E5M2
+from mpkit.policies import (
+    TENSOR_SCALE_PRESETS,
+    TensorScalePolicy,
+    advance,
+    initial_tensor_scale,
+    stack_tensor_scales,
+    tensor_scale_preset,
+)
+from mpkit.record import AmaxRecorder, AmaxTrace
+from mpkit.replay import replay_tensor_scales, sweep_tensor_scales
+from mpkit.scalers import TensorScaler
+
+
+def series(kind: str, steps: int = 200) -> np.ndarray:
+    random = np.random.default_rng(7)
+    values = np.exp(np.cumsum(random.normal(size=steps) * 0.3)).astype(np.float32)
+    special = {"zeros": 0.0, "inf": math.inf, "nan": math.nan, "tiny": 1e-42}
+    for value in special.values() if kind == "mixed" else [special[kind]] if kind in special else []:
+        values[random.integers(0, steps, steps // 10)] = value
+    if kind == "none":
+        values[:] = 0
+    return values
+
+
+def policies() -> list[TensorScalePolicy]:
+    some = [
+        tensor_scale_preset(name, element, history_len=length, margin=margin, most_recent=recent)
+        for name in ("te_delayed", "te_delayed_unfused")
+        for element in (E4M3FN, E5M2)
+        for length in (1, 2, 3, 16, 37, 1024)
+        for margin in (0, 3)
+        for recent in (False, True)
+    ]
+    return [*some, *TENSOR_SCALE_PRESETS.values(), tensor_scale_preset("te_delayed", power_of_two=True)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "zeros", "inf", "nan", "tiny", "mixed", "none"])
+def test_replay_is_the_rule_step_by_step_bit_for_bit(kind):
+    amax, rows = series(kind), policies()
+    replayed = replay_tensor_scales(amax, rows, scales=True)
+    vector = stack_tensor_scales(rows)
+    state, used = initial_tensor_scale(vector), []
+    for value in amax:
+        before = state
+        state = advance(vector, state, torch.tensor(value))
+        used.append(torch.where(torch.as_tensor(vector.delayed), before.scale, state.scale))
+    want = torch.stack(used, 1).numpy()
+    np.testing.assert_array_equal(replayed.scales, want)
+    limit = np.array([p.element_max for p in rows], dtype=np.float32)[:, None]
+    with np.errstate(all="ignore"):
+        over = amax * want > limit * np.float32(1 + 2.0**-22)
+    np.testing.assert_array_equal(replayed.clipped, over.sum(1))
+    np.testing.assert_array_equal(replayed.first, np.where(over.any(1), over.argmax(1), -1))
+
+
+def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
+    amax = series("plain")
+    rows = [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 4, 16, 64)]
+    result = replay_tensor_scales(amax, [*rows, TENSOR_SCALE_PRESETS["te_current"]])
+    assert result.clipped[-1] == 0 < result.clipped[3] <= result.clipped[2] <= result.clipped[1] < result.clipped[0]
+    assert np.all(np.diff(result.unused_bits[:4]) > 0)  # and gives more range away
+    frame = sweep_tensor_scales({"a": amax, "b": amax}, history_len=(1, 4, 16), margin=(0, 1))
+    assert len(frame) == 2 * (3 + 1) * 2
+    assert frame.query("tensor == 'a' and history_len == 4 and not most_recent")["clipped"].tolist() == [
+        result.clipped[1],
+        frame["clipped"][3],
+    ]
+
+
+def test_recorded_amaxes_give_the_scales_that_a_recipe_trains_with():
+    policy = tensor_scale_preset("te_delayed", amax_history_len=3)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
+    cast_like(net, uniform("short", Cast(E4M3FN, "tensor", policy)))
+    recorder = AmaxRecorder(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    seen = []
+    for step in range(6):
+        optimizer.zero_grad()
+        with ledger(net) as log:
+            net(torch.randn(4, 16) * 1.4**step).square().sum().backward()
+        optimizer.step()
+        recorder.end_step()
+        seen.append({f"{r.module}.{r.operand}": r.scale_max for r in log.operands})
+    recorder.close()
+    trace = recorder.trace()
+    assert len(trace) == 6
+    for name, amax in trace.series().items():
+        scales = replay_tensor_scales(amax, [policy], scales=True).scales
+        assert [row[name] for row in seen] == scales[0].tolist()
+
+
+def test_a_trace_is_saved_and_loaded(tmp_path):
+    trace = AmaxTrace(("0.input", "0.grad"), np.arange(6, dtype=np.float32).reshape(3, 2))
+    trace.save(tmp_path / "amax.npz")
+    loaded = AmaxTrace.load(tmp_path / "amax.npz")
+    assert loaded.tensors == trace.tensors
+    np.testing.assert_array_equal(loaded.amax, trace.amax)
+    np.savez(tmp_path / "other.npz", x=np.zeros(1))
+    with pytest.raises(ValueError, match="not an AmaxTrace"):
+        AmaxTrace.load(tmp_path / "other.npz")
+
+
+def test_the_tensor_with_a_stale_scale_is_named():
+    amax = np.ones((10, 3), dtype=np.float32)
+    amax[6, 1], amax[7, 2] = 50, 4
+    trace = AmaxTrace(("a.input", "b.grad", "c.weight"), amax)
+    found = stale_scales(trace)
+    assert [(s.tensor, s.steps, s.first, s.overshoot) for s in found] == [
+        ("b.grad", 1, 6, 50.0),
+        ("c.weight", 1, 7, 4.0),
+    ]
+    assert recommend_recipe(trace)[0] == "te_current"
+    assert recommend_recipe(AmaxTrace(("a.input",), amax[:, :1]))[0] == "te_hybrid_delayed"
+    assert stale_scales(trace, margin=6) == []
+
+
+def test_the_live_scaler_is_the_rule_and_saves_every_counter():
+    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=4))
+    state = initial_tensor_scale(scaler.policy)
+    for step, value in enumerate(series("mixed", 40).tolist()):
+        scaler.observe_(torch.tensor(value))
+        if step == 20:
+            other = TensorScaler(scaler.policy)
+            other.load_state_dict(scaler.state_dict())
+            scaler = other
+        scaler.update_()
+        state = advance(scaler.policy, state, value)
+        assert float(scaler.scale) == state.scale
+    with pytest.raises(ValueError, match="another policy"):
+        TensorScaler(tensor_scale_preset("te_delayed")).load_state_dict(scaler.state_dict())
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    te = TENSOR_SCALE_PRESETS["te_delayed"]
+    for wrong, error, words in (
+        (lambda: replay_tensor_scales([1.0, -1.0], [te]), ValueError, "at step 1"),
+        (lambda: replay_tensor_scales([], [te]), ValueError, "one number per step"),
+        (lambda: replay_tensor_scales(["a"], [te]), TypeError, "series of numbers"),
+        (lambda: replay_tensor_scales([1.0], []), TypeError, "at least one"),
+        (lambda: replay_tensor_scales([1.0], ["te_delayed"]), TypeError, "TensorScalePolicy"),
+        (lambda: tensor_scale_preset("te"), ValueError, "te_delayed"),
+        (lambda: tensor_scale_preset("te_delayed", length=3), TypeError, "history_len"),
+        (lambda: tensor_scale_preset("te_delayed", amax_compute_algo="mean"), ValueError, "most_recent"),
+        (lambda: TensorScalePolicy(history_len=0), ValueError, "history_len"),
+        (lambda: TensorScalePolicy(history_len=1.5), TypeError, "history_len"),
+        (lambda: TensorScalePolicy(element_max=0), ValueError, "element_max"),
+        (lambda: TensorScalePolicy(unfused=1), TypeError, "True or False"),
+        (lambda: advance(te, initial_tensor_scale(te), -1.0), ValueError, "at least 0"),
+        (lambda: advance(te, initial_tensor_scale(te), "1"), TypeError, "number"),
+        (lambda: te[0], TypeError, "one policy"),
+        (lambda: stack_tensor_scales([]), TypeError, "at least one"),
+        (lambda: TensorScaler(TENSOR_SCALE_PRESETS["te_current"]), ValueError, "no state"),
+        (lambda: TensorScaler("te_delayed"), TypeError, "TensorScalePolicy"),
+        (lambda: stale_scales([1.0]), TypeError, "AmaxTrace"),
+        (lambda: AmaxRecorder(nn.ReLU()), ValueError, "has none"),
+        (lambda: AmaxRecorder([]), TypeError, "nn.Module"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
