@@ -79,7 +79,7 @@ class BFloat16Weights(TorchOptimizer):
                         self._lost[p] = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer in float32; then the weights are rounded."""
         loss = None
         if closure is not None:
