@@ -38,7 +38,7 @@ def test_a_phase_holds_one_cycle_of_the_tuned_strategy() -> None:
 
 
 def test_accuracy_rows_compare_seed_by_seed() -> None:
-    first, tuned = accuracies(TINY, (0, 1), CPU)
+    first, tuned = accuracies(TINY, (0, 1))
     assert [row["configuration"] for row in (first, tuned)] == ["none", "O1 tuned"]
     assert (first["difference"], first["speedup"]) == (0, 1)
     pairs = zip(tuned["accuracy_percent"], first["accuracy_percent"])

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from mpkit import networks
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.data import digits, mnist
+from mpkit.device import default_device
+from mpkit.experiment import Results, experiment
 from mpkit.optimizers import Momentum
 from mpkit.schedules import CosineDecayLR
 from mpkit.step import WithLossCell
@@ -115,29 +117,37 @@ def trained(config: Configuration, seed: int, data: tuple[Tensor, ...], study: S
     return 100 * float(sum(right)) / len(test_labels), seconds
 
 
-def accuracies(study: Study, seeds: Sequence[int], device: torch.device) -> list[dict[str, Any]]:
+def run(seed: int, name: str, study: Study) -> dict[str, float]:
+    """One training of a configuration by its name, as `experiment` calls it."""
+    known = configurations(study.steps)
+    if name == TOGETHER:
+        return {"accuracy": _in_processes(known["O2"], seed, study)}
+    percent, seconds = trained(known[name], seed, study.data(default_device()), study)
+    return {"accuracy": percent, "cpu_seconds": seconds}
+
+
+def accuracies(study: Study, seeds: Sequence[int], folder: Path | None = None) -> list[dict[str, Any]]:
     """One row per configuration: accuracy of every seed, mean, spread, and the difference to no boost seed by seed.
 
-    Configurations take turns within a seed, so that the times of their trainings can be compared.
+    One training at a time, the configurations of a seed in random order, so that their times can be compared. With a
+    folder a killed study goes on where it was.
     """
-    data = study.data(device)
-    scores: dict[str, list[Score]] = {name: [] for name in study.names}
-    known = configurations(study.steps)
-    for seed in seeds:
-        for name in scores:
-            if name in known:
-                scores[name].append(trained(known[name], seed, data, study))
-    if TOGETHER in scores:
-        scores[TOGETHER] = _in_processes(known["O2"], seeds, study)
-    rows = [_row(study, name, scores["none"], own) for name, own in scores.items()]
-    print(*(list(row.values()) for row in rows), sep="\n", flush=True)
+    study.data(default_device())  # raises where the images are missing, before anything is trained
+    results = experiment(partial(run, study=study), {"name": study.names}, seeds=list(seeds), folder=folder)
+    if results.failures:
+        raise RuntimeError("\n".join(results.failures.values()))
+    rows = [_row(study, results, name) for name in study.names]
+    print(*(list(row.values()) for row in rows), *results.summary("accuracy")["sentence"], sep="\n", flush=True)
     return rows
 
 
-def _row(study: Study, name: str, base: list[Score], own: list[Score]) -> dict[str, Any]:
-    differences = [a - b for (a, _), (b, _) in zip(own, base)]
-    percent = [score for score, _ in own]
+def _row(study: Study, results: Results, name: str) -> dict[str, Any]:
+    cell, base = study.names.index(name), study.names.index("none")
+    percent = list(results.values(cell, "accuracy").values())
+    difference = results.difference(cell, "accuracy", base)
+    assert difference is not None
     alone = name != TOGETHER  # processes share their work, so their times are no measure of a level
+    speedups = [results.values(base, "cpu_seconds")[s] / t for s, t in results.values(cell, "cpu_seconds").items()]
     return {
         "data": f"{study.source} {study.size}x{study.size}, {study.train} to train, {study.test} to test",
         "network": f"ResNet-18 width {study.width}, {study.epochs} epochs of batch {study.batch}",
@@ -145,27 +155,27 @@ def _row(study: Study, name: str, base: list[Score], own: list[Score]) -> dict[s
         "accuracy_percent": [round(score, 2) for score in percent],
         "mean": round(statistics.mean(percent), 2),
         "spread": round(statistics.stdev(percent), 2),
-        "difference": round(statistics.mean(differences), 2),
-        "difference_spread": round(statistics.stdev(differences), 2),
-        "speedup": round(statistics.median(b / t for (_, b), (_, t) in zip(base, own)), 3) if alone else None,
+        "difference": round(difference.mean, 2),
+        "difference_spread": round(difference.spread, 2),
+        "speedup": round(statistics.median(speedups), 3) if alone else None,
     }
 
 
-def _in_processes(config: Configuration, seeds: Sequence[int], study: Study) -> list[Score]:
-    """The same trainings in `PROCESSES` processes over gloo, on a CPU."""
+def _in_processes(config: Configuration, seed: int, study: Study) -> float:
+    """The same training in `PROCESSES` processes over gloo, on a CPU; its accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         level, keys = config
         config = (level, {**keys, "common": {"device_number": 1}})
-        mp.spawn(_process, (folder, config, tuple(seeds), study), nprocs=PROCESSES)
-        return [tuple(score) for score in json.loads((Path(folder) / "scores").read_text())]
+        mp.spawn(_process, (folder, config, seed, study), nprocs=PROCESSES)
+        return json.loads((Path(folder) / "score").read_text())
 
 
-def _process(rank: int, folder: str, config: Configuration, seeds: Sequence[int], study: Study) -> None:
+def _process(rank: int, folder: str, config: Configuration, seed: int, study: Study) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=PROCESSES)
     data = study.data(torch.device("cpu"))
-    scores = [trained(config, seed, data, study) for seed in seeds]
+    percent, _ = trained(config, seed, data, study)
     if rank == 0:
-        (Path(folder) / "scores").write_text(json.dumps(scores))
+        (Path(folder) / "score").write_text(json.dumps(percent))
     dist.barrier()
     dist.destroy_process_group()

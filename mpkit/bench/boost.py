@@ -194,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mpkit.bench.boost", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every part")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of every configuration")
+    parser.add_argument("--folder", type=Path, help="keep every training there, and go on with it after a break")
     parser.add_argument("--note", default="", help="what a reader must know of the machine, for the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -203,10 +204,12 @@ def main() -> None:
     print(*(f"{r.contender:28} {r.ratio:.3f} {r.quartiles} {r.note}" for r in rows), sep="\n", flush=True)
     found: list[dict[str, Any]] = []
     _store(options.out, rows, found, device, options.note)
-    for study in STUDIES:
+    for number, study in enumerate(STUDIES):
         print(f"{study.source}, {study.epochs} epochs, after {time.perf_counter() - start:.0f} s", flush=True)
         try:
-            found += accuracies(study, range(options.seeds * study.repeats), device)
+            found += accuracies(
+                study, range(options.seeds * study.repeats), options.folder and options.folder / f"{number}"
+            )
         except FileNotFoundError as error:
             print(f"{study.source} is left out: {error}")
         _store(options.out, rows, found, device, options.note)

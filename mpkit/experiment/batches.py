@@ -58,7 +58,7 @@ def batches_of(data: Any, batch: int, seed: int, device: torch.device) -> Batche
         if set(data) - {"train", "test"} or "train" not in data:
             raise ValueError(f"data as a dict has 'train' and perhaps 'test', got {sorted(data)}")
         data, test = _named(data["train"]), _named(data.get("test"))
-    elif _is_pair(data) and _is_pair(data[0]):
+    elif isinstance(data, tuple) and _is_pair(data) and _is_pair(data[0]):  # a list holds batches
         data, test = data
     elif _is_pair(data) and isinstance(data[0], Tensor):
         keep = len(data[0]) - max(1, len(data[0]) // 5)

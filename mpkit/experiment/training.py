@@ -64,13 +64,13 @@ def train(
                    these; or a function that returns one of them. Without test data the last fifth of (x, y), or a fixed
                    fifth of a Dataset, is kept for the test; batches that come ready-made are then not tested.
         optimizer: a name in `mpkit.optimizers`, "torch.Adam" for one of torch, or a function of the parameters.
-        lr:        learning rate of an optimizer that is given by its name; a schedule for mpkit's own.
+        lr:        learning rate of an optimizer that is given by its name, a schedule for mpkit's own; None: its default.
         loss:      (output, label) -> scalar; None: cross entropy for whole-number labels, else the mean squared error.
         level:     "O0" to "O3", "auto", a preset of `cast_like` such as "torch_autocast", or a function of the network.
         dtype:     "float16" and "bfloat16" are the native types; the name of a format ("fp16", "e5m2", "e4m7") or a
                    `FloatFormat` is emulated, which on a CPU is the faster way for convolutions.
         scaler:    None: no loss scaling; a number: a static scale; "dynamic": MindSpore's; a framework's name of
-                   `policies.preset`; a `ScalePolicy`; a `LossScaler`; or a function of the network.
+                   `policies.preset`, or {"framework": name, ...} with its parameters; a `ScalePolicy`; a `LossScaler`; or a function of the network.
         boost:     "O0" to "O2", "tuned", names of algorithms joined by "+" ("less_bn+grad_freeze",
                    "grad_centralization"), a configuration of `AutoBoost` (its "level" beside the sections), or one.
         recipe:    a recipe that `cast_like` knows, by name or as an object, in place of `level`.
@@ -272,7 +272,7 @@ def _optimizer(optimizer: Any, net: nn.Module, lr: Any) -> torch.optim.Optimizer
         options = (
             {"momentum": 0.9} if "momentum" in needs and needs["momentum"].default is inspect.Parameter.empty else {}
         )
-        made = rule(net.parameters(), lr, **options)
+        made = rule(net.parameters(), *([] if lr is None else [lr]), **options)
     elif callable(optimizer):
         made = optimizer(net.parameters())
     else:
@@ -316,7 +316,9 @@ def _scaler(scaler: Any, net: nn.Module) -> Any:
             return DynamicLossScaleManager().get_update_cell()
         if scaler not in FRAMEWORKS:
             raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
-        scaler = preset(scaler)
+        scaler = {"framework": scaler}
+    if isinstance(scaler, Mapping):
+        scaler = preset(**scaler)
     if isinstance(scaler, ScalePolicy):
         return PolicyLossScaler(scaler)
     if isinstance(scaler, int | float) and not isinstance(scaler, bool):

@@ -1,0 +1,249 @@
+"""`train`: every name reaches the thing it names, and what comes back is what a loop by hand gives."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mpkit import networks, optimizers
+from mpkit.boost import AutoBoost
+from mpkit.casting.levels import LEVELS
+from mpkit.casting.presets import PRESETS
+from mpkit.experiment import experiment, train
+from mpkit.experiment.training import _boost, _optimizer
+from mpkit.formats import get_format
+from mpkit.policies import ScalePolicy, preset
+from mpkit.policies.presets import FRAMEWORKS
+from mpkit.record import Trace
+from mpkit.scalers import DynamicLossScaler
+
+
+def rows(count=60, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=draw)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+tiny = functools.partial(train, network=net, data=rows, epochs=1, batch=16)
+
+
+def test_it_is_the_loop_by_hand():
+    got = train(net, rows, optimizer="torch.SGD", lr=0.1, epochs=2, batch=16, seed=3)
+    x, y = rows()
+    torch.manual_seed(3)
+    network = net()
+    rule = torch.optim.SGD(network.parameters(), 0.1, momentum=0.0)
+    order, losses, curve = torch.Generator().manual_seed(3), [], []
+    for _ in range(2):
+        for part in torch.randperm(48, generator=order).split(16):
+            rule.zero_grad()
+            loss = nn.functional.cross_entropy(network(x[:48][part]), y[:48][part])
+            loss.backward()
+            rule.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            curve.append(100 * (network(x[48:]).argmax(1) == y[48:]).double().mean().item())
+    assert got["loss"] == pytest.approx(losses, rel=1e-5)
+    assert got["accuracy_curve"] == pytest.approx(curve)
+    assert got["accuracy"] == got["accuracy_curve"][-1]
+    assert got["final_loss"] == pytest.approx(sum(losses[3:]) / 3, rel=1e-5)
+    assert (got["skipped"], got["last_scale"], set(got["scale"])) == (0, 1.0, {1.0})
+    assert got["seconds_per_step"] > 0
+    assert got["peak_memory_mib"] > 0 or math.isnan(got["peak_memory_mib"])
+
+
+@pytest.mark.parametrize("level", [*LEVELS, *PRESETS])
+def test_every_level_and_preset_trains_by_its_name(level):
+    assert math.isfinite(tiny(level=level, dtype="bfloat16")["final_loss"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "fp16", "e5m2", "e4m7", torch.bfloat16, get_format("e4m3fn")])
+def test_every_kind_of_format_trains_and_differs_from_float32(dtype):
+    assert tiny(level="O3", dtype=dtype)["loss"] != tiny()["loss"]
+
+
+NEEDS = {  # what a framework's own class has no default for
+    "jmp": {"loss_scale": 2.0**15},
+    "mindspore_scaler": {"scale_value": 2.0**15, "scale_factor": 2, "scale_window": 50},
+    "mindspore_cell": {"loss_scale_value": 2.0**15, "scale_factor": 2, "scale_window": 50},
+}
+
+
+@pytest.mark.parametrize("scaler", ["dynamic", *(f for f in FRAMEWORKS if f != "fairscale_layerwise")])
+def test_every_framework_scales_by_its_name(scaler):
+    if scaler in NEEDS:
+        with pytest.raises(TypeError, match="missing a required argument"):
+            tiny(scaler=scaler)
+        scaler = {"framework": scaler, **NEEDS[scaler]}
+    got = tiny(scaler=scaler)
+    name = {"framework": "mindspore_manager" if scaler == "dynamic" else scaler}
+    first = preset(**(scaler if isinstance(scaler, dict) else name))
+    assert got["scale"][0] in (float(first.init_scale), *(float(first.init_scale) * f for f in (0.5, 1.5, 2, 0.25)))
+    assert math.isfinite(got["final_loss"])
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        *(8, 8.0, ScalePolicy(8.0, growth_interval=0), DynamicLossScaler(8, 2, 100)),
+        lambda network: DynamicLossScaler(8, 2, 100),
+    ],
+)
+def test_every_kind_of_scaler_starts_at_its_scale_and_leaves_the_weights_alone(scaler):
+    got = tiny(scaler=scaler)
+    assert set(got["scale"]) == {8.0}
+    assert got["loss"] == pytest.approx(tiny()["loss"], rel=1e-5)
+
+
+def test_overflows_are_skipped_and_counted_and_a_scaler_that_is_given_stays_as_it_was():
+    scaler = DynamicLossScaler(2.0**40, 2, 100)
+    got = tiny(level="O3", dtype="fp16", scaler=scaler, epochs=4)
+    assert got["skipped"] == 12
+    assert got["last_scale"] == 2.0**28
+    assert float(scaler.scale_value) == 2.0**40
+
+
+@pytest.mark.parametrize(
+    "boost",
+    [
+        *("O0", "O1", "O2", "tuned", "less_bn", "grad_freeze", "less_bn+grad_freeze", "grad_accumulation", "adasum"),
+        *("grad_centralization", {"level": "O1", "less_bn": {"gc_flag": False}}),
+    ],
+)
+def test_every_boost_trains_by_its_name(boost):
+    assert math.isfinite(tiny(boost=boost)["final_loss"])
+
+
+def test_names_of_boosts_switch_on_what_they_name():
+    assert _boost("less_bn+grad_freeze", 100).active == ("less_bn", "grad_freeze")
+    assert _boost("tuned", 100).mode == "tuned"
+    assert _boost("O1", 123).hyper["total_steps"] == 123
+    assert _boost({"boost": {"mode": "manual", "less_bn": False}}, 9).active == ("grad_freeze",)
+    given = AutoBoost("O1")
+    assert _boost(given, 9).level == "O1"
+    assert _boost(given, 9) is not given
+
+
+@pytest.mark.parametrize("name", [n for n in optimizers.__all__ if n[0].isupper() and n not in ("Optimizer", "LARS")])
+def test_every_optimizer_trains_by_its_name(name):
+    assert isinstance(_optimizer(name, net(), None if name == "AdaFactor" else 0.01), torch.optim.Optimizer)
+    assert _optimizer(lambda p: torch.optim.Adam(p, 0.5), net(), 0.01).param_groups[0]["lr"] == 0.5
+    assert _optimizer("torch.AdamW", net(), 0.01).param_groups[0]["lr"] == 0.01
+
+
+def pairs():
+    return TensorDataset(*rows())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        rows(),
+        (rows(48), rows(12, 1)),
+        pairs(),
+        {"train": pairs(), "test": rows(12, 1)},
+        {"train": rows()},
+        {"train": [rows(16), rows(16, 1)], "test": [rows(8)]},
+        DataLoader(pairs(), 16),
+        [rows(16), rows(16, 1)],
+        lambda: DataLoader(pairs(), 16),
+        "test_experiment_train:rows",
+    ],
+)
+def test_every_kind_of_data_trains(data):
+    got = tiny(data=data)
+    assert math.isfinite(got["final_loss"])
+    untested = isinstance(data, DataLoader | list) or callable(data) or (isinstance(data, dict) and len(data) == 1)
+    assert ("accuracy" in got) is not untested
+
+
+def test_numbers_as_labels_are_fitted_and_tested_by_their_loss():
+    got = tiny(data=lambda: (torch.ones(20, 4), torch.zeros(20, 3)), epochs=3)
+    assert got["test_loss_curve"][-1] == got["test_loss"] < got["test_loss_curve"][0]
+    assert "accuracy" not in got
+
+
+def test_a_class_for_every_position_and_a_loss_of_ones_own():
+    def tokens():
+        x = torch.arange(64).reshape(8, 8) % 11
+        return x, (x + 1) % 11
+
+    got = train(lambda: networks.TinyGPT(11, 8, 16, 2, 1), tokens, optimizer="Adam", lr=0.01, epochs=8, batch=4)
+    assert got["accuracy"] > 50
+    assert tiny(loss=lambda out, label: out.square().mean())["loss"] != tiny()["loss"]
+
+
+def test_a_trace_of_the_run_when_asked():
+    got = tiny(level="O3", dtype="e5m2", scaler=2.0**30, trace=True)
+    assert isinstance(got["trace"], Trace)
+    assert got["trace"].format == "e5m2"
+    assert got["trace"].overflow.sum() == got["skipped"]
+    assert got["trace"].loss.tolist() == pytest.approx(got["loss"])
+
+
+def test_a_run_for_its_time_alone_returns_times_alone():
+    assert set(tiny(only_time=True)) == {"seconds_per_step", "peak_memory_mib"}
+
+
+def test_the_seed_decides_and_nothing_else():
+    assert tiny(seed=1)["loss"] == tiny(seed=1)["loss"] != tiny(seed=2)["loss"]
+
+
+def test_experiment_trains_a_grid_and_draws_it():
+    cells = {"level": ["O0", "O3"], "dtype": ["e5m2"], "scaler": [None, 2.0**40]}
+    results = experiment(tiny, cells, seeds=3, baseline={"level": "O0", "scaler": None}, progress=False)
+    assert not results.failures
+    assert results.labels == [f"level={v}, scaler={s}" for v in ("O0", "O3") for s in ("None", "1.09951e+12")]
+    sentences = results.summary("final_loss")["sentence"]
+    assert "the baseline" in sentences.iloc[0]
+    assert results.values(3, "skipped") == {0: 3.0, 1: 3.0, 2: 3.0}
+    for picture, words in (
+        (results.plot(), "accuracy, percent at seconds a step"),
+        (results.plot("loss", kind="curves"), "Mean of the last point of loss"),
+        (results.plot(kind="scales"), "scaler=1.09951e+12 1.1e+12"),
+    ):
+        assert words in repr(picture)
+        assert picture.png[1:4] == b"PNG"
+    with pytest.raises(ValueError, match="kind is cost, curves or scales"):
+        results.plot(kind="pie")
+    with pytest.raises(ValueError, match="no run returned 'nothing'"):
+        results.plot("nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"network": nn.Linear(1, 1)}, TypeError, "what builds a network"),
+        ({"network": "Nitwork"}, ValueError, "no 'Nitwork'"),
+        ({"network": lambda: 3}, TypeError, "must return an nn.Module"),
+        ({"network": 3}, TypeError, "a class, a function or a name"),
+        ({"data": "digit"}, ValueError, "no data set is called 'digit'"),
+        ({"data": "nothing_at:all"}, ValueError, "names nothing"),
+        ({"data": 3}, TypeError, "data must be"),
+        ({"data": {"test": rows()}}, ValueError, "'train' and perhaps 'test'"),
+        ({"data": (torch.zeros(3, 4), torch.zeros(2))}, ValueError, "as many labels as rows"),
+        ({"data": {"train": []}}, ValueError, "gave no batch"),
+        ({"optimizer": "Adem"}, ValueError, "no optimizer is called 'Adem'"),
+        ({"optimizer": 3}, TypeError, "a name or a function"),
+        ({"optimizer": lambda p: 3}, TypeError, "must return a torch.optim.Optimizer"),
+        ({"level": "O4"}, ValueError, "O4"),
+        ({"level": "O1", "recipe": "x"}, ValueError, "a recipe says itself what is cast"),
+        ({"dtype": "fp17", "level": "O2"}, ValueError, "fp17"),
+        ({"scaler": "tork"}, ValueError, "no loss scaler is called 'tork'"),
+        ({"scaler": [1]}, TypeError, "scaler must be"),
+        ({"boost": "o1"}, ValueError, "no boost is called 'o1'"),
+        ({"boost": 1}, TypeError, "boost must be"),
+        ({"epochs": 0}, ValueError, "at least 1"),
+        ({"batch": 1.0}, TypeError, "must be an int"),
+    ],
+)
+def test_wrong_arguments_are_told(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        tiny(**options)
