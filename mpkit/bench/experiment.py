@@ -53,7 +53,7 @@ def _digits(one: Any, count: int) -> list[Row]:
     }
     seeds = -(-count // 16)
     measured = partial(_measured, one)
-    both = {"seeds": seeds, "progress": False}
+    both: dict[str, Any] = {"seeds": seeds, "progress": False}
     experiment(measured, cells, seeds=1, n_jobs=JOBS, progress=False)  # starts the workers
     wall, cpu = {}, {}
     for name, jobs in (("serial", 1), ("side by side", JOBS)):

@@ -64,13 +64,14 @@ def train(
                    these; or a function that returns one of them. Without test data the last fifth of (x, y), or a fixed
                    fifth of a Dataset, is kept for the test; batches that come ready-made are then not tested.
         optimizer: a name in `mpkit.optimizers`, "torch.Adam" for one of torch, or a function of the parameters.
-        lr:        learning rate of an optimizer that is given by its name, a schedule for mpkit's own; None: its default.
+        lr:        learning rate of an optimizer that has a name, or a schedule for mpkit's own; None: its default.
         loss:      (output, label) -> scalar; None: cross entropy for whole-number labels, else the mean squared error.
         level:     "O0" to "O3", "auto", a preset of `cast_like` such as "torch_autocast", or a function of the network.
         dtype:     "float16" and "bfloat16" are the native types; the name of a format ("fp16", "e5m2", "e4m7") or a
                    `FloatFormat` is emulated, which on a CPU is the faster way for convolutions.
         scaler:    None: no loss scaling; a number: a static scale; "dynamic": MindSpore's; a framework's name of
-                   `policies.preset`, or {"framework": name, ...} with its parameters; a `ScalePolicy`; a `LossScaler`; or a function of the network.
+                   `policies.preset`, or {"framework": name, ...} with its parameters; a `ScalePolicy`; a `LossScaler`;
+                   or a function of the network.
         boost:     "O0" to "O2", "tuned", names of algorithms joined by "+" ("less_bn+grad_freeze",
                    "grad_centralization"), a configuration of `AutoBoost` (its "level" beside the sections), or one.
         recipe:    a recipe that `cast_like` knows, by name or as an object, in place of `level`.
