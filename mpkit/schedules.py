@@ -11,32 +11,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+
+from mpkit.arguments import check_count, check_flags
 
 # --- checks, shared by both families
 
 
 def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
-    if not isinstance(value, float):
+    if not isinstance(value, float | np.floating):
         raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
     if not (value >= 0.0 if zero else value > 0.0):
         raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'}, got {value}")
 
 
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count(name, value)
 
 
 def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+    check_flags(**{name: value})
 
 
 def _check_span(low: float, high: float) -> None:
@@ -455,10 +455,11 @@ class ListedLR(LearningRateSchedule):
         if not self.values:
             raise ValueError("a list of learning rates needs at least one entry")
         for value in self.values:
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"learning rates must be numbers, got {value!r}")
-            if not value >= 0:
-                raise ValueError(f"a learning rate must be at least 0, got {value}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
+        object.__setattr__(self, "values", tuple(map(float, self.values)))
 
     def rate(self, at: Any) -> Any:
         if isinstance(at, Tensor):

@@ -146,7 +146,7 @@ def test_the_clear_name_and_the_old_one_are_the_same_number() -> None:
         (([1], 1, 0.5, 5), {}, TypeError, "param_groups must be the number of groups"),
         ((10, 2, 0.5, 5), {}, ValueError, "freeze_type must be 0"),
         ((10, 1, 1.5, 5), {}, ValueError, r"in \[0, 1\], got 1.5"),
-        ((0, 1, 0.5, 5), {}, ValueError, "param_groups >= 1"),
+        ((0, 1, 0.5, 5), {}, ValueError, "param_groups must be at least 1"),
         ((10, 1, 0.5, 5), {"rule": "names"}, ValueError, "rule must be"),
         ((10, 1, 0.5, 5.0), {}, TypeError, "total_steps must be an int"),
         ((10, 1, "0.5", 5), {}, TypeError, "freeze_p must be a number"),

@@ -7,7 +7,7 @@ import sys
 from support import ROOT
 
 LAYERS = (
-    ("device", "data", "networks"),
+    ("arguments", "device", "data", "networks"),
     ("formats", "rounding", "blocks"),
     ("casting", "policies", "scalers"),
     ("schedules", "optimizers", "step", "model"),

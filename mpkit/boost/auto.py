@@ -367,7 +367,11 @@ def _loaded(config: Any) -> dict[str, Any]:
     if config is None or config == "":
         return {}
     if isinstance(config, str | Path):
-        config = json.loads(Path(config).read_text())
+        path = Path(config)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # of JSON, or of bytes that are no text
+            raise ValueError(f"boost_config_dict names {str(path)!r}, which is no JSON file: {error}") from error
     if not isinstance(config, Mapping):
         raise TypeError(f"boost_config_dict must be a dict or the path of a JSON file, got {type(config).__name__}")
     for section, keys in config.items():

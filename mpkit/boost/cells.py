@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_kind
 from mpkit.boost.adasum import AdaSum, adasum_enabled
 from mpkit.boost.auto import AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
@@ -35,8 +36,7 @@ class _Boosted(TrainOneStepCell):
 
     def _set_up(self, boost: AutoBoost | None) -> None:
         optimizer = self.optimizer
-        if boost is not None and not isinstance(boost, AutoBoost):
-            raise TypeError(f"boost must be an AutoBoost, got {type(boost).__name__}")
+        check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
         self.boost = boost
         self._running: StepContext | None = None
         self._freezing: Hook | None = None
@@ -242,6 +242,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
+        check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
         groups = scale_sense if isinstance(scale_sense, GroupLossScaleManager) else None
         if groups is None and boost is not None and boost.flags["loss_scale_group"]:
             raise TypeError(

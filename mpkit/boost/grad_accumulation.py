@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_count
+
 
 class GradientAccumulation(nn.Module):
     """Add gradients of N micro-steps and update the weights once with their mean.
@@ -44,10 +46,7 @@ class GradientAccumulation(nn.Module):
         reduce: Callable[[list[Tensor]], Any] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(max_accumulation_step, int) or isinstance(max_accumulation_step, bool):
-            raise TypeError(f"max_accumulation_step must be an int, got {max_accumulation_step!r}")
-        if max_accumulation_step < 1:
-            raise ValueError(f"max_accumulation_step must be 1 or more, got {max_accumulation_step}")
+        check_count("max_accumulation_step", max_accumulation_step)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.max_accumulation_step = max_accumulation_step
@@ -66,11 +65,6 @@ class GradientAccumulation(nn.Module):
     def accumulated(self) -> list[Tensor]:
         """The running sums of gradient / N, one per parameter; zeros right after an update."""
         return [self._sums.get(i, torch.zeros_like(p)) for i, p in enumerate(self.weights)]
-
-    @property
-    def updates_next(self) -> bool:
-        """The next counted call runs the update."""
-        return self.counter + 1 >= self.max_accumulation_step
 
     def forward(
         self, loss: Tensor, grads: Sequence[Tensor | None] | None = None, overflow: Tensor | bool = False

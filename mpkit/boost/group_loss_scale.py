@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_choice, check_number
 from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
@@ -88,14 +90,16 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         unscale_with: Literal["used", "updated"] = "used",
     ) -> None:
         super().__init__()
+        for name, value in (("shrink", shrink), ("growth", growth), ("min_scale", min_scale)):
+            check_number(name, value)
+        if max_scale != math.inf:
+            check_number("max_scale", max_scale)
         if not 0 < shrink < 1 <= growth:
             raise ValueError(f"need 0 < shrink < 1 <= growth, got shrink={shrink}, growth={growth}")
         if not 0 <= min_scale <= max_scale:
             raise ValueError(f"need 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
-        if blame not in ("first", "every"):
-            raise ValueError(f"blame must be 'first' or 'every', got {blame!r}")
-        if unscale_with not in ("used", "updated"):
-            raise ValueError(f"unscale_with must be 'used' or 'updated', got {unscale_with!r}")
+        check_choice("blame", blame, ("first", "every"))
+        check_choice("unscale_with", unscale_with, ("used", "updated"))
         self.shrink, self.growth = shrink, growth
         self.min_scale, self.max_scale = min_scale, max_scale
         self.blame, self.unscale_with = blame, unscale_with

@@ -178,9 +178,10 @@ class TrainingLoop:
         if not self.skipped_in_a_row:
             return
         outcome = self.run.net_outputs  # None when the run was resumed after the last step of the epoch
-        scale = float(outcome.scale if outcome is not None else getattr(self.cell, "scale_sense", math.inf))
-        sentence = why_skipped(self.cell, scale)
-        if nonfinite_parameters(self.cell):
+        scale = float(outcome.scale if outcome is not None else getattr(self.cell, "scale_sense", math.nan))
+        network = getattr(self.cell, "network", self.cell)  # without the scale, a buffer of the cell
+        sentence = why_skipped(network, scale)
+        if math.isinf(scale) or nonfinite_parameters(network):
             raise RuntimeError(sentence)
         if self.skipped_in_a_row >= STUCK and scale <= 1:
             message = f"the last {self.skipped_in_a_row} steps were skipped: {sentence}"

@@ -82,6 +82,8 @@ def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str
             if not all(hasattr(metric, method) for method in ("clear", "update", "eval")):
                 raise TypeError(f"metric {name!r} needs clear(), update() and eval(), got {type(metric).__name__}")
         return dict(given)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"metrics must be a set of names, a dict or None, got {given!r}")
     unknown = [name for name in given if name not in METRICS and name != "loss"]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; known are {', '.join([*METRICS, 'loss'])}, or pass a dict")

@@ -8,7 +8,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, check_flags, check_number
+from mpkit.arguments import check_flags, check_number
+from mpkit.optimizers.arguments import Options
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Number, Tensors, Update, root
 

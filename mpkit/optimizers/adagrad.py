@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, check_flags, check_float, check_number
+from mpkit.arguments import check_flags, check_float, check_number
+from mpkit.optimizers.arguments import Options
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Update
 from mpkit.schedules import LearningRateSchedule
@@ -265,7 +267,9 @@ class FTRL(Optimizer):
             raise ValueError(f"FTRL takes one fixed learning rate, got {type(learning_rate).__name__}")
         check_float("learning_rate", learning_rate, open_low=True)
         check_flags(use_locking=use_locking)
-        check_number("-lr_power", -lr_power)
+        check_number("lr_power", lr_power, low=-math.inf)
+        if lr_power > 0:
+            raise ValueError(f"lr_power must be at most 0, got {lr_power}")
         hyper = {"initial_accum": float(initial_accum), "lr_power": float(lr_power), "l1": float(l1), "l2": float(l2)}
         super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
 

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, check_betas, check_flags
+from mpkit.arguments import check_flags
+from mpkit.optimizers.arguments import Options, check_betas
 from mpkit.optimizers.base import Numbers, Optimizer, follow_
 from mpkit.optimizers.update import Update, root, unbiased
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, TypedDict
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from mpkit.arguments import check_float, check_number
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
 GradientTransform = Callable[[list[Tensor], list[Tensor], dict[str, Any]], list[Tensor]]
@@ -71,28 +74,6 @@ def centralized(grad: Tensor, multiple_of: int = 1) -> Tensor:
 # --- checks
 
 
-def check_number(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> None:
-    """Raise unless `value` is an int or float in [low, high), or in (low, high) with `open_low`."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (low < value < high if open_low else low <= value < high):
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}), got {value}")
-
-
-def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> None:
-    """As `check_number`, and a TypeError for an int."""
-    if not isinstance(value, float):
-        raise TypeError(f"{name} must be a float, got {value!r}")
-    check_number(name, value, low=low, high=high, open_low=open_low)
-
-
-def check_flags(**flags: object) -> None:
-    """Raise unless every value is True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
 def check_betas(beta1: object, beta2: object, eps: object) -> None:
     """Raise unless the betas are floats in (0, 1) and eps a positive number."""
     check_float("beta1", beta1, high=1.0, open_low=True)
@@ -103,21 +84,23 @@ def check_betas(beta1: object, beta2: object, eps: object) -> None:
 def learning_rate_of(value: Any) -> float | LearningRateSchedule:
     """What a user may pass as a rate -> a number or a schedule.
 
-    Raises:  TypeError for None and other kinds; ValueError for a negative number, a string or a tensor of two axes.
+    Raises:  TypeError for None and other kinds; ValueError for a negative or infinite number, a string or a tensor of
+             two axes.
     """
     if isinstance(value, LearningRateSchedule):
         return value
     if isinstance(value, str):
         raise ValueError(f"a learning rate is a number, a list or a schedule, got the string {value!r}")
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.ndarray):
         if value.ndim > 1:
             raise ValueError(f"a tensor of learning rates has 0 or 1 axes, got shape {tuple(value.shape)}")
         value = value.tolist()
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not value >= 0:
-            raise ValueError(f"a learning rate must be at least 0, got {value}")
-        return float(value)
-    if isinstance(value, Iterable):
+    if isinstance(value, Real) and not isinstance(value, bool):
+        rate = float(value)
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
+        return rate
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | Mapping):
         return ListedLR(tuple(value))
     raise TypeError(f"a learning rate is a number, a list, a tensor or a schedule, got {value!r}")
 

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_flags, check_number
 from mpkit.optimizers.arguments import (
     GROUP_KEYS,
     Options,
     centralized,
-    check_flags,
-    check_number,
     is_named,
     learning_rate_of,
     listed,
@@ -110,6 +109,11 @@ class Optimizer(torch.optim.Optimizer):
         groups, order, grouped = split_groups(params)
         self.loss_scale = float(loss_scale)
         self.gradient_transform = options.get("gradient_transform")
+        if not (self.gradient_transform is None or callable(self.gradient_transform)):
+            raise TypeError(
+                f"gradient_transform must be a function (gradients, parameters, group) -> gradients, or None, got "
+                f"{self.gradient_transform!r}"
+            )
         self.gradient_rule: Callable[..., list[Tensor]] | None = None  # LARS puts its own here: decay, scaling and all
         self.count_skipped = options.get("count_skipped", False)
         self.faithful = options.get("faithful", False)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_flags, check_number
 from mpkit.optimizers.adam import average_moments_
-from mpkit.optimizers.arguments import Options, check_betas, check_flags, check_number
+from mpkit.optimizers.arguments import Options, check_betas
 from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Tensors, Update, add_, decayed_positions, root, unbiased
 from mpkit.schedules import LearningRateSchedule

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, check_float
+from mpkit.arguments import check_float
+from mpkit.optimizers.arguments import Options
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Number, Update
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_count
 from mpkit.policies import STOPS, advance, initial, preset
 
-from .scaler import checked_count, need_flag, need_keys, need_number
+from .scaler import need_flag, need_keys, need_number
 
 # 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
 _DOWN, _UP = (torch.tensor(factor, dtype=torch.float32) for factor in (2.0**-64, 2.0**64))
@@ -98,7 +99,7 @@ class DynamicLossScaleManager(LossScaleManager):
             raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
         if scale_factor <= 0:
             raise ValueError(f"scale_factor must be above 0, got {scale_factor}")
-        self.scale_factor, self.scale_window = scale_factor, checked_count("scale_window", scale_window)
+        self.scale_factor, self.scale_window = scale_factor, check_count("scale_window", scale_window)
         self._policy = preset(
             "mindspore_manager",
             init_loss_scale=init_loss_scale,

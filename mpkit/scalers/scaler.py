@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_count
+
 
 class LossScaler(ABC):
     """Multiplies losses and divides gradients by `scale_value`, which lives in a 0-d tensor.
@@ -107,8 +109,8 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
         self.scale_value = _checked_scale(scale_value)
-        self.scale_factor = checked_count("scale_factor", scale_factor)
-        self.scale_window = checked_count("scale_window", scale_window)
+        self.scale_factor = check_count("scale_factor", scale_factor)
+        self.scale_window = check_count("scale_window", scale_window)
         self.counter = torch.zeros((), dtype=torch.int32)
 
     def adjust(self, grads_finite: Tensor) -> bool:
@@ -142,7 +144,7 @@ class DynamicLossScaler(LossScaler):
         """Take over what `state_dict` gave, settings too."""
         need_keys(state, self.state_dict())
         scale, counter = float(state["scale_value"]), int(state["counter"])
-        settings = [checked_count(name, state[name]) for name in ("scale_factor", "scale_window")]
+        settings = [check_count(name, state[name]) for name in ("scale_factor", "scale_window")]
         self.scale_factor, self.scale_window = settings
         self.scale_value.fill_(scale)
         self.counter.fill_(counter)
@@ -156,15 +158,6 @@ def _checked_scale(scale_value: Any) -> Tensor:
     if scale_value < 1:
         raise ValueError(f"scale_value must be at least 1, got {scale_value}; it multiplies the loss to lift gradients")
     return torch.tensor(scale_value, dtype=torch.float32)
-
-
-def checked_count(name: str, value: Any) -> int:
-    """A whole number >= 1, or an error that says so."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
 
 
 def need_number(name: str, value: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +39,11 @@ def why_skipped(network: nn.Module, scale: Tensor | float, floor: float = 1.0) -
         ) + (
             " inf or NaN, so every gradient does: no loss scale can repair weights; go back to a checkpoint from "
             "before, then lower the learning rate or look for a batch with inf in it"
+        )
+    if math.isinf(value):
+        return (
+            "the loss scale itself is inf, so every gradient is: its rule grew past the largest float32 and cannot "
+            "come back; set a finite scale, and give the rule a cap or a longer window"
         )
     if value <= floor:
         return (

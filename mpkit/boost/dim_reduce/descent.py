@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_count, check_number
 from mpkit.boost.dim_reduce.pca import row_block
 from mpkit.step.distributed import mean_
 
@@ -254,16 +255,13 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 def _check_numbers(
     n_components: int, rho: float, gamma: float, alpha: float, sigma: float, rank: int, rank_size: int
 ) -> None:
-    if n_components < 1:
-        raise ValueError(f"n_components must be 1 or more, got {n_components}")
-    for name, value, fits, need in (
-        ("rho", rho, 0 < rho < 1, "in (0, 1)"),
-        ("gamma", gamma, 0 <= gamma < 1, "in [0, 1)"),
-        ("alpha", alpha, alpha >= 0, "0 or more"),
-        ("sigma", sigma, 0 < sigma < 1, "in (0, 1)"),
-    ):
-        if not fits:
-            raise ValueError(f"{name} must be {need}, got {value}")
+    check_count("n_components", n_components)
+    for name, value in (("rho", rho), ("sigma", sigma)):
+        check_number(name, value, high=1.0, open_low=True)
+    check_number("gamma", gamma, high=1.0)
+    check_number("alpha", alpha)
+    check_count("rank_size", rank_size)
+    check_count("rank", rank, low=0)
     if not 0 <= rank < rank_size:
         raise ValueError(f"need 0 <= rank < rank_size, got rank={rank}, rank_size={rank_size}")
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_count, check_kind
 from mpkit.step import Hook, StepContext
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
@@ -40,8 +41,8 @@ class WeightSnapshots(Hook):
     """
 
     def __init__(self, network: nn.Module, directory: str | Path, every: int = 10) -> None:
-        if every < 1:
-            raise ValueError(f"every must be 1 step or more, got {every}")
+        check_kind("network", network, nn.Module, "an nn.Module")
+        check_count("every", every)
         self.network = network
         self.directory = Path(directory)
         self.every = every

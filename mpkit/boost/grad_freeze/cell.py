@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_flags, check_kind, check_number
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt
 from mpkit.step.distributed import mean_
@@ -39,8 +41,9 @@ def freeze_cell(
     """
     if not isinstance(optimizer, FreezeOpt):
         raise TypeError(f"optimizer must be a FreezeOpt, got {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer)")
-    if isinstance(sens, bool) or not isinstance(sens, int | float):
-        raise TypeError(f"sens must be a number, got {type(sens).__name__}")
+    check_kind("network", network, nn.Module, "an nn.Module that returns the loss")
+    check_number("sens", sens, low=-math.inf)
+    check_flags(reducer_flag=reducer_flag, use_grad_accumulation=use_grad_accumulation)
     steps = max_accumulation_step if use_grad_accumulation else 1
     cells = (
         FreezeTrainCell(network, optimizer, i, float(sens), reducer_flag, mean, degree, steps)

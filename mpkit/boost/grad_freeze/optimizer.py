@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_choice
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
 from mpkit.optimizers.base import plain_closure
@@ -56,8 +57,7 @@ class FreezeOpt(Optimizer):
     ) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
-        if state not in ("shared", "per_group"):
-            raise ValueError(f"state must be 'shared' or 'per_group', got {state!r}")
+        check_choice("state", state, ("shared", "per_group"))
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self.optimizer = opt

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_choice, check_count, check_kind
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt, State
 from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
 
@@ -66,8 +67,9 @@ class GradientFreeze:
             )
         if total_steps is None:
             raise TypeError("GradientFreeze needs total_steps, the length of the strategy in steps")
-        if rule not in ("modules", "mindspore"):
-            raise ValueError(f"rule must be 'modules' or 'mindspore', got {rule!r}")
+        check_choice("rule", rule, ("modules", "mindspore"))
+        check_choice("state", state, ("shared", "per_group"))
+        check_count("seed", seed, low=0)
         self.param_groups = param_groups
         self.freeze_type = freeze_type
         self.freeze_p = share
@@ -77,6 +79,8 @@ class GradientFreeze:
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """One list per freeze group: list i holds the parameters that are trained when the index is i."""
+        check_kind("net", net, nn.Module, "an nn.Module")
+        check_count("freeze_para_groups_number", freeze_para_groups_number)
         stages = stages_by_name(net) if self.rule == "mindspore" else stages_by_module(net)
         if not stages:
             raise ValueError(f"{type(net).__name__} has no trainable parameter to freeze or train")
@@ -141,10 +145,8 @@ class GradientFreeze:
 
 
 def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"total_steps must be an int, got {type(steps).__name__}")
-    if groups < 1 or steps < 0:
-        raise ValueError(f"need param_groups >= 1 and total_steps >= 0, got {groups} and {steps}")
+    check_count("param_groups", groups)
+    check_count("total_steps", steps, low=0)
     if groups > 1 and kind not in TYPES:
         raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {kind!r}")
     if isinstance(share, bool) or not isinstance(share, Real):

@@ -1,0 +1,60 @@
+"""Checks of arguments where they enter: TypeError for a kind, ValueError for a range, in the same words everywhere.
+
+A number is an int or a float, of Python or NumPy; a bool is none. What is checked comes back as Python's own kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+
+def check_number(
+    name: str, value: Any, *, low: float = 0.0, high: float = math.inf, open_low: bool = False
+) -> float:
+    """Raise unless `value` is a number in [low, high), or in (low, high) with `open_low`; -> it as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (low < value < high if open_low else low <= value < high):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
+    return float(value)
+
+
+def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> float:
+    """As `check_number`, and a TypeError for an int."""
+    if not isinstance(value, float | np.floating):
+        raise TypeError(f"{name} must be a float, got {value!r}")
+    return check_number(name, value, low=low, high=high, open_low=open_low)
+
+
+def check_count(name: str, value: object, low: int = 1) -> int:
+    """Raise unless `value` is a whole number >= low; -> it as an int."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+    return int(value)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise unless every value is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Raise unless `value` is one of the strings `choices`; -> it."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> None:
+    """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`)."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {type(value).__name__}")
