@@ -14,14 +14,15 @@ import numpy as np
 
 
 def check_number(
-    name: str, value: Any, *, low: float = 0.0, high: float = math.inf, open_low: bool = False
+    name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False
 ) -> float:
     """Raise unless `value` is a number in [low, high), or in (low, high) with `open_low`; -> it as a float."""
+    number: Any = value  # Real has no comparisons in its type
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (low < value < high if open_low else low <= value < high):
+    if not (low < number < high if open_low else low <= number < high):
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
-    return float(value)
+    return float(number)
 
 
 def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> float:
