@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check bench notebooks labs fork clean
+.PHONY: lab test check portable bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -19,6 +19,9 @@ check:  ## lint, format, types, import layers
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) python -m pytest -q -p no:cacheprovider tests/test_layers.py
+
+portable:  ## every notebook on stand-ins for other machines; make portable ARGS="--only seed --seeds 1 2"
+	$(RUN) python tests/other_machines.py $(ARGS)
 
 bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 	$(RUN) python -m mpkit.bench $(ARGS)

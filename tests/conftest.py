@@ -9,7 +9,7 @@ from support import SECOND_TRY
 
 torch.set_num_threads(1)
 
-collect_ignore = ["conftest.py"]  # it has no doctests, and shares its module name with the one of the notebooks
+collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
 JUPYTER_SIDE = ("browser", "test_browser*", "test_environment", "test_explorers_*", "test_labs", "test_notebooks")

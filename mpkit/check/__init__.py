@@ -1,6 +1,8 @@
-"""Questions at the end of a lesson, answered by code; the truth of each is computed, never written down.
+"""What a lesson checks: its questions, its claims about a live training, and the figures that only a screen shows.
 
-A lesson's questions live in `mpkit/check/lesson_NN.py` as `QUESTIONS`, a dict from a short name to a `Question`.
+A lesson's questions live in `mpkit/check/lesson_NN.py` as `QUESTIONS`, a dict from a short name to a `Question`; the
+truth of each is computed, never written down. The last digits of a live training differ from machine to machine, so a
+lesson stores a `claim` that holds with a margin on all of them, and `on_screen` shows the reader the digits themselves.
 """
 
 from __future__ import annotations
@@ -31,6 +33,53 @@ class Question:
     hint: str
     hints: Sequence[tuple[Any, str]] = ()
     rel: float = 1e-9
+
+
+heard: list[Callable[[str, float, float, float], None]] = []
+"""Called with (sentence, value, above, below) of every claim: how `tests/other_machines.py` measures margins."""
+
+
+def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float = math.inf) -> None:
+    """Print `sentence` if `value` (a number or a tensor of one) lies strictly between the bounds.
+
+    Raises:  AssertionError with the sentence, the value and the bound if it does not; NaN lies nowhere.
+             TypeError if no bound is given.
+
+    >>> claim("half of it is left", 0.48, above=0.4, below=0.6)
+    half of it is left
+    >>> claim("half of it is left", 0.7, above=0.4, below=0.6)
+    Traceback (most recent call last):
+    AssertionError: "half of it is left" does not hold here: 0.7 is not below 0.6
+    """
+    if above == -math.inf and below == math.inf:
+        raise TypeError("a claim needs a bound: above=, below= or both")
+    number = float(value)
+    for listener in heard:
+        listener(sentence, number, above, below)
+    if not above < number:
+        raise AssertionError(f'"{sentence}" does not hold here: {number:g} is not above {above:g}')
+    if not number < below:
+        raise AssertionError(f'"{sentence}" does not hold here: {number:g} is not below {below:g}')
+    print(sentence)
+
+
+def on_screen(figures: Any) -> Any:
+    """Show a DataFrame, or a text, of live figures in the browser; what is stored is one sentence without them.
+
+    Returns a widget, so a cell ends with it, or calls IPython's `display` on it.
+    """
+    import html
+
+    import ipywidgets as w
+
+    class OnScreen(w.HTML):
+        """HTML whose stored form is a sentence."""
+
+        def __repr__(self) -> str:
+            return "Run this cell: the figures of your machine then stand here."
+
+    as_html = getattr(figures, "_repr_html_", None)
+    return OnScreen(as_html() if as_html else f"<pre>{html.escape(str(figures))}</pre>")
 
 
 def answer(lesson: str, name: str, value: Any = None) -> None:

@@ -70,6 +70,10 @@ class Explorer(HasTraits):
         """One sentence with the numbers on screen."""
         return ""
 
+    def stored(self) -> str:
+        """The sentence that a stored page shows: `summary` without figures that differ from machine to machine."""
+        return self.summary()
+
     def table(self) -> list[dict[str, Any]]:
         """The data on screen, rounded, one dict per row."""
         return []

@@ -177,14 +177,17 @@ class CastingExplorer(Explorer):
         return [step for step in self.walk.steps if step.compute != "float32"]
 
     def summary(self) -> str:
+        error = "not finite" if math.isinf(self.walk.error) else f"{self.walk.error:.2g}"
+        return f"{self.stored()[:-1]}; relative error of the result {error}."
+
+    def stored(self) -> str:
         w = self.walk
         lost = sum(s.flushed for s in w.steps), sum(s.overflowed for s in w.steps)
         moved = f", layer {w.layers[self.kept - 1]} in float32" if self.kept else ""
-        error = "not finite" if math.isinf(w.error) else f"{w.error:.2g}"
         return (
             f"{self.network} at {self.level} in {self.fmt}{moved}: {len(self.low)} of {len(w.steps)} operations "
             f"compute in {self.fmt}; {w.parameter_casts} casts of parameters, {w.activation_casts} of activations; "
-            f"relative error of the result {error}; {lost[0]} values flushed to zero, {lost[1]} overflowed; "
+            f"{lost[0]} values flushed to zero, {lost[1]} overflowed; "
             f"{w.kept_bytes / 1024:.0f} KiB kept for the backward pass (float32: {self.plain.kept_bytes / 1024:.0f})."
         )
 

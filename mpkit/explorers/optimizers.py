@@ -241,11 +241,16 @@ class LossScaleExplorer(Explorer):
         self.agreed = train_scaled(self.optimizer, 1.0, 1.0, self.weight_decay)
 
     def summary(self) -> str:
+        return (
+            f"{self.stored()[:-1]}; loss after {len(self.losses)} steps {told(self.losses[-1])}, "
+            f"with agreeing scales {told(self.agreed[-1])} (guessing costs 2.3)."
+        )
+
+    def stored(self) -> str:
         ratio = 2.0 ** (self.sens_exponent - self.scale_exponent)
         return (
             f"{self.optimizer}, sens 2^{self.sens_exponent}, loss_scale 2^{self.scale_exponent}: gradients arrive "
-            f"{ratio:g} times their size; loss after {len(self.losses)} steps {told(self.losses[-1])}, "
-            f"with agreeing scales {told(self.agreed[-1])} (guessing costs 2.3)."
+            f"{ratio:g} times their size."
         )
 
     def table(self) -> list[dict[str, Any]]:

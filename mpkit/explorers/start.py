@@ -58,7 +58,7 @@ class Run:
     accuracy: float | None = None
 
     def row(self) -> dict[str, Any]:
-        """The run as a line of a table, rounded so that every CPU and GPU gives the same."""
+        """The run as a line of a table, rounded for reading; the digits differ from machine to machine."""
         return {
             "level": self.level,
             "first loss": round(self.losses[0], 1),

@@ -24,7 +24,7 @@ class View(w.VBox):
 
     Every number has a slider and a labelled number box (ipywidgets gives sliders no accessible name), every picture
     its sentence as text alternative and as status line, and a button shows the same data as a table. A refused value
-    is put back and the reason shown. The stored output is the picture and the sentence, so a reader without a
+    is put back and the reason shown. The stored output is the picture and `explorer.stored()`, so a reader without a
     kernel, a screen reader and nbval all see what the view shows.
 
     Args:
@@ -77,10 +77,10 @@ class View(w.VBox):
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
-        return data | static_bundle(self._png, self.summary())
+        return data | static_bundle(self._png, self.explorer.stored())
 
     def __repr__(self) -> str:
-        return self.summary()
+        return self.explorer.stored()
 
     # controls
 

@@ -105,13 +105,13 @@ class View(_Widget):
         self._asked({next(c["name"] for c in self.controls if c["kind"] == "button" and c["label"] == label): True})
 
     def __repr__(self) -> str:
-        return self.summary()
+        return self.explorer.stored()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         if _Widget is HasTraits:
-            return static_bundle(self.png(), f"{self.summary()} {MISSING}")
+            return static_bundle(self.png(), f"{self.explorer.stored()} {MISSING}")
         data, metadata = cast(Any, super())._repr_mimebundle_(**kwargs)
-        return data | static_bundle(self.png(), self.summary()), metadata
+        return data | static_bundle(self.png(), self.explorer.stored()), metadata
 
     def _asked(self, what: dict[str, Any]) -> None:
         explorer = self.explorer

@@ -1,0 +1,232 @@
+"""Stand-ins for other machines: every notebook on each of them, and a table of what differs.
+
+    python tests/other_machines.py                             # all variants: make portable
+    python tests/other_machines.py --only seed --seeds 41 42   # what CI runs, with seeds that change by commit
+
+A variant is a way in which machines differ: the last bits of matrix products (`tests/jitter`), the instruction sets
+that the libraries use, the number of threads, the versions of Python and of the packages. A notebook passes on a
+variant when every cell ends as it is stored and gives the stored text, the comparison of nbval without its kernels: one
+process per environment imports everything once and forks for each notebook, so a notebook costs what its cells cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/labs/*.ipynb")])
+OLDEST_X86 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+TIMES = float(os.environ.get("MPKIT_JITTER_TIMES", "1"))  # a larger one finds what is near to its edge
+MARGIN = 3.0  # distance to the bound of a claim, in spreads over the seeds
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A stand-in: environment variables, a seed of the jitter (None: no jitter), and the Python that runs it."""
+
+    name: str
+    variables: dict[str, str] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    python: str = sys.executable
+
+
+def variants(seeds: Sequence[int]) -> dict[str, list[Variant]]:
+    """The variants by family."""
+    return {
+        "seed": [Variant(f"seed {seed}", seed=seed) for seed in seeds],
+        "instructions": [
+            Variant("as it is"),
+            Variant("oldest kernels of torch", {"ATEN_CPU_CAPABILITY": "default"}),
+            Variant("oldest kernels of MKL, oneDNN", {k: v for k, v in OLDEST_X86.items() if "ATEN" not in k}),
+            Variant("oldest of all", OLDEST_X86),
+            Variant("AVX2", AVX2),
+        ],
+        "threads": [Variant(f"{n} threads", {"OMP_NUM_THREADS": str(n)}) for n in (2, 4)],
+    }
+
+
+# in the process of a variant
+
+
+def serve() -> None:
+    """Read jobs from stdin, one JSON object a line; run each in a fork; write its result to stdout, one line."""
+    for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
+        importlib.import_module(f"mpkit.widgets.{path.stem}")  # imported once, for all notebooks; starts no thread
+    for line in sys.stdin:
+        job = json.loads(line)
+        end, begin = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            with os.fdopen(begin, "w") as out:
+                out.write(json.dumps(run_here(Path(job["notebook"]), job["seed"])))
+            os._exit(0)
+        os.close(begin)
+        with os.fdopen(end) as found:
+            text = found.read()
+        os.waitpid(child, 0)
+        print(text or json.dumps({"differ": [{"cell": "process ended"}], "claims": [], "seconds": 0.0}), flush=True)
+
+
+def run_here(path: Path, seed: int | None) -> dict[str, Any]:
+    """Run a notebook in this process: which cells differ from what is stored, its claims, its seconds."""
+    import nbformat
+    from execute import texts
+    from IPython.core.displayhook import CapturingDisplayHook
+    from IPython.core.displaypub import CapturingDisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+    start = time.perf_counter()
+    if seed is not None:
+        install(seed, TIMES)
+    os.chdir(path.parent)
+    pd.set_option("display.max_columns", 20)  # as in a notebook, not as in a terminal
+    claims: list[list[Any]] = []
+    check.heard.append(lambda *claim: claims.append(list(claim)))
+    shell = InteractiveShell.instance()
+    shell.display_pub = published = CapturingDisplayPublisher()
+    shell.display_trap.hook = CapturingDisplayHook(shell, published.outputs)
+    differ = []
+    for number, cell in enumerate(c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"):
+        published.outputs.clear()
+        with redirect_stdout(StringIO()) as printed:
+            done = shell.run_cell(cell.source)
+        error = done.error_in_exec or done.error_before_exec
+        if error:  # IPython printed its traceback
+            outputs = [new_output("error", ename=type(error).__name__, evalue=str(error))]
+        else:
+            outputs = [new_output("stream", text=printed.getvalue())]
+        outputs += [new_output("display_data", shown["data"]) for shown in published.outputs]
+        stored, fresh = (texts(new_notebook(cells=[c])) for c in (cell, new_code_cell(outputs=outputs)))
+        if sorted(fresh) != sorted(stored):
+            differ.append({"cell": number, "stored": stored, "fresh": fresh})
+    return {"differ": differ, "claims": claims, "seconds": round(time.perf_counter() - start, 1)}
+
+
+# outside
+
+
+def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> Iterator[tuple[Variant, Path, dict]]:
+    """Run every notebook on every variant, `jobs` processes at a time; results as they come."""
+    found: Queue[tuple[Variant, Path, dict] | None] = Queue()
+    work = [(variant, path) for variant in todo for path in notebooks]
+    lock = threading.Lock()
+
+    def worker() -> None:
+        server, kind = None, None
+        try:
+            while True:
+                with lock:
+                    # the same environment if there is one, and the longest notebook first
+                    same = [w for w in work if (w[0].python, w[0].variables) == kind] or work
+                    if not same:
+                        return
+                    variant, path = max(same, key=lambda w: w[1].stat().st_size if kind else 0)
+                    work.remove((variant, path))
+                if kind != (variant.python, variant.variables):
+                    if server:
+                        server.__exit__(None, None, None)
+                    kind = (variant.python, variant.variables)
+                    server = started(variant)
+                server.stdin.write(json.dumps({"notebook": str(path), "seed": variant.seed}) + "\n")
+                server.stdin.flush()
+                found.put((variant, path, json.loads(server.stdout.readline())))
+        finally:
+            if server:
+                server.__exit__(None, None, None)  # closes its pipes, which ends it, and waits
+            found.put(None)
+
+    threads = [threading.Thread(target=worker) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        yield from iter(found.get, None)
+
+
+def started(variant: Variant) -> subprocess.Popen[str]:
+    """A process with everything imported, in the environment of the variant."""
+    settings = {"OMP_NUM_THREADS": "1", "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", ""), **variant.variables}
+    return subprocess.Popen(
+        [variant.python, __file__, "--serve"],
+        env={k: v for k, v in (os.environ | settings).items() if v} | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def margin(values: Sequence[float], above: float, below: float) -> float:
+    """The distance of the nearest value to its bound, in units of the spread of the values; inf without a spread."""
+    spread = max(values) - min(values)
+    distance = min(min(values) - above, below - max(values))
+    return distance / spread if spread else math.inf
+
+
+def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]]) -> int:
+    """The claims whose margin is below `MARGIN`, and the smallest of all; how many there are."""
+    found = {}
+    for where, heard in claims.items():
+        values, above, below = zip(*heard)
+        found[where] = margin(values, max(above), min(below)), min(values), max(values), max(above), min(below)
+    for (path, sentence), (room, low, high, above, below) in sorted(found.items(), key=lambda item: item[1][0]):
+        sign = "TOO SMALL" if room < MARGIN else "ok"
+        bounds = f"[{low:.4g} to {high:.4g}, above {above:g}, below {below:g}]"
+        print(f"margin {room:8.1f}  {sign:9}  {path}: {sentence}  {bounds}")
+    return sum(room < MARGIN for room, *_ in found.values())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", type=Path, help="all lessons and labs when none is named")
+    parser.add_argument("--only", nargs="+", default=["seed", "instructions", "threads"], help="families of variants")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    todo = [variant for family, some in variants(options.seeds).items() if family in options.only for variant in some]
+    notebooks = [path.resolve() for path in options.notebooks] or NOTEBOOKS
+    start, differences = time.perf_counter(), 0
+    claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for variant, path, result in results(todo, notebooks, options.jobs):
+        for sentence, *numbers in result["claims"]:
+            claims[path.stem, sentence].append(tuple(numbers))
+        for cell in result["differ"]:
+            differences += 1
+            print(f"{variant.name}: {path.stem} cell {cell['cell']}")
+            lines = difflib.unified_diff(cell.get("stored", []), cell.get("fresh", []), "stored", "here", "", "", 0, "")
+            print("\n".join(line[:200] for line in list(lines)[2:12]), flush=True)
+    small = print_margins(claims) if options.margins else 0
+    print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
+    return int(differences + small > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "tests" / "jitter")]
+        import pandas as pd
+        from sitecustomize import install
+
+        from mpkit import check
+
+        serve()
+    else:
+        sys.exit(main())

@@ -1,0 +1,95 @@
+"""The stand-ins for other machines: the jitter moves bits and repeats itself, and a cell that differs is named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import nbformat
+import other_machines
+import pytest
+from support import ROOT
+
+PRODUCTS = """
+import json, torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+a, b, x = torch.randn(6, 5), torch.randn(5, 6), torch.randn(2, 3, 8, 8)
+q = torch.randn(1, 2, 4, 8)
+conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(8, 3)
+def grads(module, x):
+    out = module(x)
+    return [out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
+def all_of_them():
+    return {
+        "mm": [a @ b], "addmm": [torch.addmm(b, b @ a, b)], "bmm": [torch.bmm(a[None], b[None])],
+        "baddbmm": [torch.baddbmm(a[None] @ b[None], a[None], b[None], beta=0.5)], "mv": [a @ b[:, 0]],
+        "addmv": [torch.addmv(a[:, 0], a, b[:, 0])], "dot": [a[0] @ b[:, 0]], "half": [a.half() @ b.half()],
+        "einsum": [torch.einsum("ij,jk->ik", a, b)], "double": [a.double() @ b.double()], "linear": grads(linear, x),
+        "convolution": grads(conv, x), "attention": [F.scaled_dot_product_attention(q, q, q)],
+        "compiled": [torch.compile(torch.mm, backend="aot_eager")(a, b)],
+    }
+first, second = all_of_them(), all_of_them()
+zero = torch.zeros(3, 3)
+print(json.dumps({
+    "bits": {name: [t.double().flatten().tolist() for t in ts] for name, ts in first.items()},
+    "repeats": all(torch.equal(s, t) for n in first for s, t in zip(first[n], second[n])),
+    "zero stays": bool((zero @ zero == 0).all()), "inf stays": bool((zero + torch.inf).mv(torch.ones(3)).isinf().all()),
+}))
+"""
+
+
+def products(seed):
+    """What `PRODUCTS` prints in a process of its own, with a seed or without."""
+    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'jitter'}", "OMP_NUM_THREADS": "1"}
+    if seed is not None:
+        variables["MPKIT_JITTER"] = str(seed)
+    return json.loads(subprocess.check_output([sys.executable, "-c", PRODUCTS], env=os.environ | variables, text=True))
+
+
+def test_the_jitter_moves_the_last_bits_of_every_product_and_repeats_itself():
+    plain, three, four = products(None), products(3), products(4)
+    assert all(seen[kept] for seen in (plain, three, four) for kept in ("repeats", "zero stays", "inf stays"))
+    for name, results in plain["bits"].items():
+        # a chain of up to eight products on values of size 10: the bound is generous, the point is that bits move
+        for ours, moved, other in zip(results, three["bits"][name], four["bits"][name], strict=True):
+            assert ours not in (moved, other), name
+            assert moved != other, name
+            size = max(map(abs, ours))
+            eps = {"half": 2.0**-10, "double": 2.0**-52}.get(name, 2.0**-23)
+            assert max(abs(s - t) for s, t in zip(ours, moved)) <= 200 * eps * size, name
+
+
+def test_without_the_variable_nothing_is_replaced():
+    code = "import torch, sys; print(torch.library.get_kernel('aten::mm', 'CPU') is not None, 'numpy' in sys.modules)"
+    path = {"PYTHONPATH": str(ROOT / "tests" / "jitter"), "MPKIT_JITTER": ""}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | path, check=True)
+
+
+CELLS = {  # source, what is stored, whether it must be named
+    "the same": ("print(6 * 7)", "42\n", False),
+    "another number": ("print(6 * 7)", "41\n", True),
+    "an error": ("1 / 0", "", True),
+    "a result": ("6 * 7", None, False),
+    "a claim": ("from mpkit.check import claim\nclaim('it is small', 0.1, below=0.5)", "it is small\n", False),
+}
+
+
+def test_a_notebook_is_run_in_a_fork_and_a_different_cell_is_named(tmp_path):
+    cells = []
+    for source, stored, _ in CELLS.values():
+        result = nbformat.v4.new_output("execute_result", {"text/plain": "42"}, execution_count=1)
+        outputs = [result] if stored is None else [nbformat.v4.new_output("stream", text=stored)]
+        cells.append(nbformat.v4.new_code_cell(source, outputs=outputs if stored != "" else []))
+    path = tmp_path / "small.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    todo = other_machines.variants([5])["seed"]
+    ((variant, _, result),) = other_machines.results(todo, [path], jobs=1)
+    assert variant.seed == 5
+    assert [cell["cell"] for cell in result["differ"]] == [i for i, (*_, named) in enumerate(CELLS.values()) if named]
+    assert [claim[:2] for claim in result["claims"]] == [["it is small", 0.1]]
+
+
+def test_a_margin_is_three_times_the_spread():
+    values = [0.50, 0.52, 0.51]
+    assert other_machines.margin(values, 0.4, 1.0) == pytest.approx(0.10 / 0.02)
+    assert other_machines.margin([3.0, 3.0], 2.0, float("inf")) == float("inf")
