@@ -1,0 +1,195 @@
+"""Explorers of the lessons on recipes: a tensor's scale over a run, blocks with an outlier, recorded trainings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from traitlets import Bool, Enum, Int
+
+from mpkit.blocks import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat, quantize_blocks
+from mpkit.data import data_dir
+from mpkit.explorers.base import Explorer
+from mpkit.formats import E4M3FN, E5M2
+from mpkit.policies import tensor_scale_preset
+from mpkit.record import AmaxTrace
+from mpkit.replay import replay_tensor_scales
+
+SHOWN = ("h.0.attn.c_attn", "h.1.mlp.2")
+TENSORS = tuple(f"{layer}.{tensor}" for layer in SHOWN for tensor in ("input", "weight", "grad"))
+
+
+@cache
+def load_amaxes() -> AmaxTrace:
+    """The amaxes of a recorded run: a small GPT on sums in float32, its loss multiplied by 64 in one step of 60."""
+    return AmaxTrace.load(data_dir() / "gpt_amax.npz")
+
+
+class AmaxExplorer(Explorer):
+    """What a delayed scale can hold at each step of a recorded run, and where it is too small.
+
+    After `compute`: `amax` (steps,), `holds` (steps,) the largest magnitude that the scale of the step can hold,
+    `clipped` the steps beyond it, `replayed` the replay.
+    """
+
+    controls = ("tensor", "history_len", "most_recent", "margin", "current", "spike")
+    tensor = Enum(TENSORS, TENSORS[2]).tag(label="tensor")
+    history_len = Int(16, min=1, max=128).tag(label="amax history", unit="steps")
+    most_recent = Bool(False).tag(label="the newest amax alone")
+    margin = Int(0, min=0, max=6).tag(label="margin", unit="powers of two")
+    current = Bool(False).tag(label="current scaling")
+    spike = Int(0, min=0, max=10).tag(label="spike of your own in step 200", unit="powers of two")
+
+    def compute(self) -> None:
+        self.amax = load_amaxes().series()[self.tensor].copy()
+        self.amax[200] *= 2.0**self.spike
+        self.element = E5M2 if self.tensor.endswith("grad") else E4M3FN
+        options = {"history_len": self.history_len, "most_recent": self.most_recent, "margin": self.margin}
+        name = "te_current" if self.current else "te_delayed"
+        self.policy = tensor_scale_preset(name, self.element, **({} if self.current else options))
+        self.replayed = replay_tensor_scales(self.amax, [self.policy], scales=True)
+        assert self.replayed.scales is not None
+        self.holds = self.element.max / self.replayed.scales[0].astype(float)
+        self.clipped = np.flatnonzero(self.amax > self.holds * (1 + 2.0**-22))
+
+    def idle(self) -> tuple[str, ...]:
+        return ("history_len", "most_recent", "margin") if self.current else ()
+
+    def summary(self) -> str:
+        worst = float(self.replayed.worst[0])
+        how = "its own amax" if self.current else f"the newest of {self.history_len} amaxes"
+        how = how if self.most_recent or self.current else how.replace("newest", "largest")
+        clipped = len(self.clipped)
+        told = f"clipped in {clipped} of {len(self.amax)} steps" + (f", at worst {worst:.3g} times" if clipped else "")
+        return f"{self.tensor} in {self.element.name} by {how}: {told}; {self.replayed.unused_bits[0]:.1f} bits unused"
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"step": int(i), "amax": f"{self.amax[i]:.3g}", "scale holds": f"{self.holds[i]:.3g}"}
+            for i in sorted({*range(0, len(self.amax), 25), *self.clipped.tolist()})
+        ]
+
+
+FORMATS: dict[str, BlockFormat] = {"MXFP8": MXFP8_E4M3, "MXFP4": MXFP4, "NVFP4": NVFP4}
+RULES = ("floor", "even", "rceil", "ceil")
+
+
+def block_format(name: str, size: int, rule: str) -> BlockFormat:
+    """A format of the lesson with blocks of another size; the rule is that of E8M0 scales, NVFP4 keeps its own."""
+    fmt = replace(FORMATS[name], block=(1, size))
+    return fmt if name == "NVFP4" else replace(fmt, scale_rounding=rule)
+
+
+@cache
+def gaussian(rows: int, columns: int = 128) -> torch.Tensor:
+    """Fixed values, normally distributed: the quantiles in a shuffled order, which is the same on every machine."""
+    count = rows * columns
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    share = (order.double() + 0.5) / count
+    return (math.sqrt(2) * torch.erfinv(2 * share - 1)).float().view(rows, columns)
+
+
+class BlockExplorer(Explorer):
+    """A row of 128 values in blocks: what one outlier does to its neighbours, by block size and scale rounding.
+
+    After `compute`: `x`, `decoded` (128,), `scales` per block, and over many rows `snr` (dB), `clipped_blocks`,
+    `flushed` (shares).
+    """
+
+    controls = ("fmt", "size", "rule", "outlier")
+    fmt = Enum(tuple(FORMATS), "MXFP4").tag(label="format")
+    size = Enum((16, 32, 64, 128), 32).tag(label="values that share a scale")
+    rule = Enum(RULES, "floor").tag(label="rounding of the scale")
+    outlier = Int(0, min=0, max=10).tag(label="outlier", unit="powers of two")
+
+    def compute(self) -> None:
+        many = gaussian(257).clone()
+        many[:, 40] = many[:, 40].sign() * 2.0**self.outlier * 1.9 if self.outlier else many[:, 40]
+        self.format = block_format(self.fmt, self.size, self.rule)
+        q = quantize_blocks(many, self.format)
+        y = q.dequantize()
+        tops = many.abs().view(257, -1, self.size).amax(-1)
+        limit = replace(q, elements=torch.full_like(q.elements, q.fmt.element.max)).dequantize().view((*tops.shape, -1))
+        self.clipped_blocks = float((tops > limit[..., 0] * (1 + 2.0**-22)).double().mean())
+        plain = [i for i in range(128) if i != 40]
+        noise, signal = (y - many)[:, plain].double(), many[:, plain].double()
+        self.snr = float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
+        self.flushed = float(((y == 0) & (many != 0)).double().mean())
+        self.x, self.decoded = many[0].numpy(), y[0].numpy()
+        self.scales = q.scales[0].numpy()
+
+    def idle(self) -> tuple[str, ...]:
+        return ("rule",) if self.fmt == "NVFP4" else ()
+
+    def summary(self) -> str:
+        rule = "E4M3" if self.fmt == "NVFP4" else self.rule
+        return (
+            f"{self.fmt}, blocks of {self.size}, scale {rule}: {self.snr:.1f} dB signal to noise, "
+            f"{100 * self.clipped_blocks:.1f} % of the blocks clipped, {100 * self.flushed:.1f} % of the values zero"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"place": i, "value": f"{a:.3f}", "stands": f"{b:.4g}", "scale": f"{self.scales[i // self.size]:.4g}"}
+            for i, (a, b) in enumerate(zip(self.x.tolist(), self.decoded.tolist()))
+        ]
+
+
+@cache
+def load_recipes() -> dict[str, Any]:
+    """Recorded trainings of a small GPT: names, losses (recipes, seeds, points), end (recipes, seeds), and meta."""
+    with np.load(data_dir() / "recipes.npz", allow_pickle=False) as z:
+        return {
+            "names": z["names"].tolist(),
+            "losses": z["losses"],
+            "end": z["end"],
+            "meta": json.loads(str(z["meta"])),
+        }
+
+
+RECIPES_SHOWN = (
+    "te_hybrid_delayed",
+    "te_current",
+    "torchao_rowwise",
+    "mxfp8",
+    "mxfp4",
+    "mxfp4, weight gradient high",
+    "nvfp4",
+    "nvfp4, nearest and no Hadamard",
+)
+
+
+class RecipeExplorer(Explorer):
+    """Recorded trainings under a recipe beside float32, every seed shown.
+
+    After `compute`: `own` and `plain`, (seeds, points) losses; `gap`, per seed the loss at the end minus float32's.
+    """
+
+    controls = ("recipe",)
+    recipe = Enum(RECIPES_SHOWN, "mxfp4").tag(label="recipe")
+
+    def compute(self) -> None:
+        data = load_recipes()
+        i, self.every = data["names"].index(self.recipe), data["meta"]["every"]
+        self.own, self.plain = data["losses"][i], data["losses"][0]
+        self.gap = data["end"][i].astype(float) - data["end"][0]
+        self.spread = float(np.ptp(data["end"][0]))
+        self.shares = data["meta"]["shares"][self.recipe]
+
+    def summary(self) -> str:
+        low, high = self.gap.min(), self.gap.max()
+        return (
+            f"{self.recipe}: the loss at the end is {low:+.3f} to {high:+.3f} from float32's with the same seed; "
+            f"float32's own seeds differ by {self.spread:.3f}"
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"operand": name, "clipped": f"{100 * clipped:.2f} %", "flushed": f"{100 * flushed:.2f} %"}
+            for name, (clipped, flushed) in self.shares.items()
+        ]

@@ -1,0 +1,64 @@
+"""Scenes of the lessons on recipes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpkit.plots.scene import Scene, exponents, linear, log2
+
+
+def amax_scene(data: Any) -> Scene:
+    """The largest element of each step under what the scale can hold; beyond it elements are clipped."""
+    real = np.log2(data.amax[data.amax > 0])
+    held = np.log2(data.holds[1:])
+    low, high = math.floor(min(real.min(), held.min())) - 1, math.ceil(max(real.max(), held.max())) + 1
+    amax, holds = exponents(data.amax, low, high), exponents(data.holds, low, high)
+    scene = Scene(height=400)
+    steps = len(amax)
+    panel = scene.panel(
+        title="the largest element, and the largest that the scale can hold",
+        x=linear("step", 0, steps - 1),
+        y=log2("magnitude", low, high),
+    )
+    panel.band(holds, high, label="clipped here")
+    panel.line(holds, color="overflow", step="mid", width=1.6, label="the scale holds")
+    panel.line(amax, color="own", width=1.6, label="amax")
+    if len(data.clipped):
+        panel.points(amax[data.clipped], data.clipped, "overflow", glyph="x", size=5, label="clipped step")
+    return scene
+
+
+def block_scene(data: Any) -> Scene:
+    """128 values and what stands for them, with the borders of the blocks."""
+    scene = Scene(height=420)
+    low, high = -6, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
+    panel = scene.panel(
+        title="magnitudes in a row, and what stands for them; at the bottom: zero",
+        x=linear("place in the row", -1, 128, 8),
+        y=log2("magnitude", low, high),
+    )
+    for border in range(data.size, 128, data.size):
+        panel.rule("x", border - 0.5)
+    panel.points(exponents(np.abs(data.x), low, high), color="reference", glyph="o", size=3.5, label="value")
+    panel.points(exponents(np.abs(data.decoded), low, high), color="own", glyph="x", size=4, label="stands for it")
+    return scene
+
+
+def recipe_scene(data: Any) -> Scene:
+    """Losses of every seed, float32 and the recipe."""
+    scene = Scene(height=380)
+    at = data.every * (1 + np.arange(data.own.shape[1]))
+    top = float(max(data.own.max(), data.plain.max()))
+    low = float(min(data.own.min(), data.plain.min()))
+    panel = scene.panel(
+        title="training loss, one line for each seed",
+        x=linear("step", 0, int(at[-1])),
+        y=linear("loss", math.floor(low * 4) / 4, math.ceil(top * 4) / 4),
+    )
+    for i, (plain, own) in enumerate(zip(data.plain, data.own)):
+        panel.line(plain, at, "reference", width=1.4, dash="--", **({"label": "float32"} if not i else {}))
+        panel.line(own, at, "own", width=1.6, **({"label": data.recipe} if not i else {}))
+    return scene
