@@ -120,6 +120,8 @@ def _kernel(
     """The fastest exact way for this combination."""
     native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
     special = fmt.specials == "ieee" or overflow != "inf"
+    if dtype == torch.float32 and mode not in ("nearest_even", "stochastic") and _steps_exactly(fmt):
+        return _directed_kernel(fmt, mode, overflow)
     if mode == "nearest_even" and fmt.torch_dtype in native:
         return _native_kernel(fmt, fmt.torch_dtype, overflow)
     if dtype == torch.float32 and mode in ("nearest_even", "stochastic") and special:
@@ -211,6 +213,76 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
         torch.add(c, b, alpha=0, out=out)
         if overflow != "inf":
             _overflow_(out, b, fmt, overflow)
+
+    return kernel
+
+
+def _steps_exactly(fmt: FloatFormat) -> bool:
+    """Whether `_directed_kernel` serves a format: its arithmetic neither overflows nor underflows in float32."""
+    narrow = fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and fmt.min_exponent <= 0
+    return narrow or (fmt.exponent_bits == 8 and fmt.fraction_bits < 23)
+
+
+def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
+    """The modes that look at a direction, in float32, for a block on a CPU that holds numbers up to `fmt.max` only.
+
+    8 exponent bits: dropping a number of bits of the pattern rounds the magnitude down; for the other directions
+    something is added first. Fewer: h = (x + C) - C is the nearest even (see `_shift_kernel`) and d = x - h exact, so
+    that its sign, seen along the direction, says whether h is one ulp too far: floor(d / 2**e) is -1 then, else 0. The
+    quotient is exact: d is at least 2**(e - 23), or lies below the smallest normal, where 2**e is at most 1.
+    Everything else, NaN and what overflows, goes the long way.
+    """
+    shift = _shifted(fmt, mode) if fmt.exponent_bits == 8 else _stepped(fmt, mode)
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        if x.is_cpu:  # where looking at a number waits for nothing
+            least, most = (extreme.numpy() for extreme in x.aminmax())
+            if -fmt.max <= least and most <= fmt.max:  # not so with a NaN
+                shift(x, out, b, c)
+                return
+        out.copy_(_exact(x, fmt, mode, overflow, None))
+
+    return kernel
+
+
+def _shifted(fmt: FloatFormat, mode: Mode) -> Kernel:
+    dropped = 23 - fmt.fraction_bits
+    mask = 2**dropped - 1
+
+    def kernel(x: Tensor, out: Tensor, _b: Tensor, _c: Tensor) -> None:
+        bits, pattern = x.view(torch.int32), out.view(torch.int32)
+        if mode == "nearest_away":
+            torch.add(bits, 1 << (dropped - 1), out=pattern).bitwise_and_(~mask)
+        elif mode == "toward_zero":
+            torch.bitwise_and(bits, ~mask, out=pattern)
+        else:
+            torch.bitwise_right_shift(bits, 31, out=pattern)  # all bits where x is negative, else none
+            if mode == "up":
+                pattern.bitwise_not_()
+            pattern.bitwise_and_(mask).add_(bits).bitwise_and_(~mask)
+
+    return kernel
+
+
+def _stepped(fmt: FloatFormat, mode: Mode) -> Kernel:
+    low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
+    alpha, gap = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0**-fmt.fraction_bits
+    half = torch.tensor(0.5 - 2.0**-25, dtype=torch.float32)  # the number before 0.5, as in `_to_integer`
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=b.view(torch.int32)).clamp_(low, high)
+        torch.add(x, b, alpha=alpha, out=out).sub_(b, alpha=alpha)
+        torch.sub(x, out, out=c)
+        if mode in ("toward_zero", "nearest_away"):
+            b.copysign_(x)
+        c.div_(b)
+        if mode == "nearest_away":  # a tie that went to the even neighbour nearer to 0 goes on by one ulp
+            torch.add(half, c, alpha=1 / gap, out=c).clamp_(min=0.0).floor_()  # trunc_ is not vectorised
+        elif mode == "up":
+            c.ceil_()
+        else:
+            c.floor_()
+        out.addcmul_(c, b, value=gap).copysign_(x)
 
     return kernel
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit import optimizers as opt
+from mpkit.optimizers import base
 from mpkit.schedules import CosineDecayLR, PolynomialDecayLR, WarmUpLR, lambda_lr
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -54,6 +55,14 @@ SHAPES = [(3, 4), (5,), (2, 3, 2, 2), (1, 1), ()]
 
 @pytest.fixture(params=MEMBERS)
 def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["on a device", "at hand"])
+def flags(request, monkeypatch) -> str:
+    """A CPU reads `found_inf`, which waits for nothing there; a device decides for itself, here played by the CPU."""
+    if request.param == "on a device":
+        monkeypatch.setattr(base, "AT_HAND", frozenset())
     return request.param
 
 
@@ -98,6 +107,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # --- the contract
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("at", "decay"), [(0, 0.0), (3, 0.01)])
 def test_a_skipped_step_changes_no_bit(name, at, decay, dtype):
@@ -129,6 +139,7 @@ def test_a_skipped_step_changes_no_bit(name, at, decay, dtype):
 def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, decay, monkeypatch):
     """On a CPU large tensors are updated slice by slice; a transposed weight and sums over a tensor need the whole."""
     seen: list[int] = []
+    monkeypatch.setattr(base, "AT_HAND", frozenset())
 
     def trained(size):
         monkeypatch.setattr("mpkit.optimizers.base.CACHED", size)
@@ -150,6 +161,7 @@ def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, d
     assert 64 in seen or not getattr(getattr(opt, name.split("-")[0]), "elementwise", False)
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("found", [None, 0.0])
 def test_weight_decay_may_meet_nothing_but_gammas_and_betas(name, found):
     def trained(decay):
@@ -161,6 +173,7 @@ def test_weight_decay_may_meet_nothing_but_gammas_and_betas(name, found):
     assert same(trained(0.01), trained(0.0)) == exempt
 
 
+@pytest.mark.usefixtures("flags")
 def test_a_skip_leaves_no_trace_in_later_steps(name):
     clean, bumpy = parameters(), parameters()
     a, b = MEMBERS[name](clean), MEMBERS[name](bumpy)
@@ -174,6 +187,7 @@ def test_a_skip_leaves_no_trace_in_later_steps(name):
     assert same(snapshot(a, clean), snapshot(b, bumpy))
 
 
+@pytest.mark.usefixtures("flags")
 def test_host_and_device_counters_give_the_same_weights(name):
     on_host, on_device = parameters(), parameters()
     train(MEMBERS[name](on_host, weight_decay=0.01), on_host, range(6))
@@ -192,6 +206,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("flags")
 def test_a_step_that_may_skip_reads_nothing_on_the_host(name):
     params = parameters()
     rate = {} if name in FIXED_RATE else {"lr": CosineDecayLR(0.0, 0.1, 10)}
@@ -207,6 +222,7 @@ def test_a_step_that_may_skip_reads_nothing_on_the_host(name):
     assert counter.reads == 1  # the counter counts
 
 
+@pytest.mark.usefixtures("flags")
 def test_torch_grad_scaler_drives_it_without_unscaling_first(name):
     params, plain = parameters(), parameters()
     optimizer, other = MEMBERS[name](params), MEMBERS[name](plain)
@@ -226,6 +242,7 @@ def test_torch_grad_scaler_drives_it_without_unscaling_first(name):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize(("found", "dtype"), [(None, torch.float32), (0.0, torch.float16)])
 def test_a_loaded_state_continues_bit_for_bit(name, found, dtype):
     through, copied = parameters(dtype), parameters(dtype)
@@ -245,6 +262,7 @@ def test_a_loaded_state_continues_bit_for_bit(name, found, dtype):
     assert resumed.state_dict()["global_step"] == 5
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
 def test_a_copy_continues_alike(name, copier):
     params = parameters()
@@ -536,6 +554,7 @@ def test_lazy_adam_touches_only_the_rows_of_a_sparse_gradient():
         opt.Adam(table.parameters()).step()
 
 
+@pytest.mark.usefixtures("flags")
 def test_a_skipped_sparse_step_changes_no_bit():
     table = nn.Embedding(6, 3, sparse=True)
     optimizer = opt.LazyAdam(table.parameters(), 0.1)
@@ -584,6 +603,7 @@ def test_a_fixed_rate_beside_a_schedule_is_exact_unless_faithful(faithful):
     assert optimizer.get_lr()[0].item() == pytest.approx(0.0736396, abs=1e-7)
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("found", [None, 0.0])
 def test_a_list_of_rates_must_cover_every_step(found):
     params = parameters()
@@ -593,6 +613,7 @@ def test_a_list_of_rates_must_cover_every_step(found):
         train(optimizer, params, range(1), found)
 
 
+@pytest.mark.usefixtures("flags")
 def test_skipped_steps_do_not_use_up_a_list_of_rates():
     params = parameters()
     optimizer = opt.SGD(params, [0.3, 0.2])
@@ -601,6 +622,7 @@ def test_skipped_steps_do_not_use_up_a_list_of_rates():
     assert optimizer.global_step == 2
 
 
+@pytest.mark.usefixtures("flags")
 def test_the_caller_chooses_whether_a_skipped_step_advances_the_schedule():
     for count, want in ((False, 0.1), (True, 0.2)):
         params = parameters()
@@ -628,6 +650,7 @@ def test_decay_by_name_only_without_groups_and_biases_are_decayed():
     assert moved([p for _, p in named]) == set(names)  # no names, no rule
 
 
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("found", [None, 0.0])
 def test_weight_decay_can_be_a_function_of_the_step(found):
     p = nn.Parameter(torch.ones(1))

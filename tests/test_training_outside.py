@@ -555,6 +555,14 @@ TWINS = {
 }
 
 
+@pytest.fixture(params=["on a device", "at hand"])
+def flags(request, monkeypatch):
+    """Where `found_inf` is read, and where neutral coefficients take the decision; see tests/test_optimizers.py."""
+    if request.param == "on a device":
+        monkeypatch.setattr(opt.base, "AT_HAND", frozenset())
+
+
+@pytest.mark.usefixtures("flags")
 @pytest.mark.parametrize("found", [None, 0.0])
 @pytest.mark.parametrize("name", TWINS)
 def test_float64_weights_are_trained_in_float64(name, found):
@@ -569,6 +577,7 @@ def test_float64_weights_are_trained_in_float64(name, found):
     torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.usefixtures("flags")
 def test_a_schedule_on_the_device_gives_float64_weights_all_their_digits():
     p = one_weight(torch.float64)
     optimizer = opt.SGD([p], CosineDecayLR(0.0, 0.1, 10))
@@ -605,6 +614,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("member", MEMBERS)
 
 
+@pytest.mark.usefixtures("flags")
 def test_optimizers_do_not_look_at_the_default_dtype(member, default_dtype):
     under = trained_under(member)
     torch.set_default_dtype(torch.float32)

@@ -2,7 +2,7 @@
 
 A subclass gives two things: `slots`, the state a weight starts with, and `update`, its formula in `torch._foreach_*`
 calls on an `Update`, the tensors of one device and dtype. Counters and rates are host numbers until a `found_inf`
-tensor has been seen; then they live on the device, because only the device knows which steps were applied.
+tensor has been seen on a device; then they live there, because only the device knows which steps were applied.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ from mpkit.schedules import LearningRateSchedule, ListedLR
 # Values of a lot on a CPU, and half of a slice: a quarter of a megabyte in float32, with state and intermediates about
 # one. Larger intermediates would be written to memory and back, and come from pages that the system hands out anew.
 CACHED = 2**16
+
+AT_HAND = frozenset({"cpu"})
+"""Devices whose memory is the host's own: looking at a flag there waits for nothing, and a step that is applied costs
+what it costs without the flag. Elsewhere the decision is taken on the device, by neutral coefficients."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Precision:  16-bit parameters are updated through float32 master copies (kept in the state); moments are float32.
     Skipping:   `step` follows torch.amp.GradScaler's protocol: when the attribute `found_inf` is a tensor, the decision
-                is taken on the device; weights, state and counters stay as they are bit for bit when it is not 0.
+                is taken where it lies, without waiting for a device; weights, state and counters stay as they are
+                bit for bit when it is not 0.
     Counters:   `global_step` counts applied updates (see `count_skipped`) and drives the schedules; each group counts
                 its own updates, so a group added later starts its moments afresh. Both are in `state_dict`.
     Raises:     TypeError for kinds, ValueError for ranges, KeyError for group keys, RuntimeError for a parameter in
@@ -281,7 +286,11 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad(), plain_closure(self):
                 loss = closure()
         keep, found_inf, grad_scale = None, getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None:
+        if found_inf is not None and found_inf.device.type in AT_HAND and not torch.compiler.is_compiling():
+            if found_inf.numpy(force=True).any():
+                self._counts["global_step"] += self.count_skipped
+                return loss
+        elif found_inf is not None:
             keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
         elif torch.compiler.is_compiling():  # a number would be a constant of the graph, and be compiled for each time

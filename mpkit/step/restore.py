@@ -37,7 +37,7 @@ def unchanged_on_error(*objects: Any) -> Iterator[None]:
 
     Restored is what they hold: layers, parameters, hooks, options and groups. What is inside a tensor is not copied.
     """
-    owners = [x for top in objects for x in (top.modules() if isinstance(top, nn.Module) else _wrapped(top))]
+    owners = [x for top in objects for x in (_layers(top) if isinstance(top, nn.Module) else _wrapped(top))]
     kept = [_Kept(vars(owner), depth=4) for owner in owners]
     required = [(p, p.requires_grad) for top in objects if isinstance(top, nn.Module) for p in top.parameters()]
     try:
@@ -48,6 +48,16 @@ def unchanged_on_error(*objects: Any) -> Iterator[None]:
         for p, before in required:
             p.requires_grad_(before)
         raise
+
+
+def _layers(network: nn.Module) -> Iterator[Any]:
+    """Its modules, and what stands in place of their `forward`: a cast that is taken off changes itself too."""
+    for module in network.modules():
+        yield module
+        forward = vars(module).get("forward")
+        while hasattr(forward, "__dict__"):
+            yield forward
+            forward = vars(forward).get("inner")
 
 
 def _wrapped(optimizer: Any) -> list[Any]:
