@@ -26,7 +26,7 @@ from mpkit.experiment.results import Results
 from mpkit.experiment.store import Folder, Row, canonical, cell_key, code_key, digest, files_of
 from mpkit.experiment.worker import DONE, STOPPED, Answer, Task, watch_parent, work
 
-Progress = bool | Callable[[int, int, Row], None]
+Progress = bool | Callable[[int, int, Row], Any]
 DEATHS = 3
 """How often a cell may take its worker with it, alone, before it counts as failed."""
 
@@ -53,7 +53,8 @@ def experiment(
         folder:    where the finished cells go; None: a temporary folder that ends with the results.
         baseline:  what every cell is compared with: None for the first cell, a cell's number, or a dict of arguments.
         n_jobs:    processes; None: what `joblib.parallel_config` says, else 1, in this process. -1: one per core.
-        progress:  True shows a bar with the time left; False nothing; a function is called (done, all, row).
+        progress:  True shows a bar with the time left; False nothing; a function is called (done, all, row),
+                   and ends the experiment by returning False.
         retry:     run failed cells again, which are otherwise kept as they are.
     Returns:  `Results`: `.frame`, `.summary(metric)`, `.plot()`.
     Raises:   TypeError, ValueError for arguments, before anything runs. A cell that raises is kept with its traceback
@@ -295,8 +296,8 @@ def _reported(progress: Progress, done: int, total: int) -> Iterator[Report]:
         def tell(row: Row | None) -> None:
             nonlocal count
             count += 1
-            if row is not None:
-                progress(count, total, row)
+            if row is not None and progress(count, total, row) is False:
+                raise KeyboardInterrupt  # what is finished is kept, as with Ctrl-C
 
         yield tell
         return

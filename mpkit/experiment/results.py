@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
+import tempfile
+import weakref
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +17,7 @@ import numpy as np
 
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
-from mpkit.experiment.store import Folder, Row, cell_key
+from mpkit.experiment.store import INDEX, Folder, Row, cell_key
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
@@ -51,8 +55,16 @@ class Results:
     def load(cls, folder: str | os.PathLike[str]) -> Results:
         """The results that lie in a folder, as far as they are finished; nothing is run.
 
+        Args:    folder: the folder, or the zip file that `save` made.
         Raises:  FileNotFoundError where no experiment was. Warns: of files that were changed or cut.
         """
+        if Path(folder).suffix == ".zip":
+            unpacked = Path(tempfile.mkdtemp(prefix="mpkit-experiment-"))
+            with zipfile.ZipFile(folder) as file:
+                file.extractall(unpacked)
+            results = cls.load(unpacked)
+            weakref.finalize(results, shutil.rmtree, unpacked, ignore_errors=True)
+            return results
         place = Folder(folder)
         index = place.read_index()
         if not index:
@@ -62,6 +74,20 @@ class Results:
         there = place.names()
         wanted = [stem for key in stems if (stem := f"{key}-{index['code']}") in there]
         return cls(index, [row for stem in wanted if (row := place.read(stem)) is not None], folder=place.path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """One zip file of these runs and no others, to keep or to send; `Results.load` opens it.
+
+        Raises:  ValueError unless the name ends in .zip.
+        """
+        if Path(path).suffix != ".zip":
+            raise ValueError(f"the name must end in .zip, by which load knows it, got {path}")
+        rows = [*self._rows.values(), *self._timed.values()]
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name in (INDEX, *(f"{r.stem}.{end}" for r in rows for end in ("json", "npz", "trace.npz"))):
+                if (self.folder / name).exists():
+                    stamp = zipfile.ZipInfo(name)  # without the time, so that equal runs give an equal file
+                    file.writestr(stamp, (self.folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
 
     def __len__(self) -> int:
         return len(self._rows)

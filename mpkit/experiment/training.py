@@ -80,8 +80,8 @@ def train(
         only_time: train just long enough to be timed, and return `seconds_per_step` and `peak_memory_mib` alone.
     Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch) and
               accuracy_curve (after every epoch) where labels are classes, else test_loss and test_loss_curve;
-              seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without scaling), peak_memory_mib,
-              and the trace if asked for.
+              step_seconds (each step), seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without
+              scaling), peak_memory_mib, and the trace if asked for.
     Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
               waited for at both ends. peak_memory_mib is what torch allocated on a GPU; on Linux the largest resident
               size of the process while it trained; NaN elsewhere.
@@ -128,6 +128,7 @@ def _whole(
     for name in dict.fromkeys(name for name, _ in tests):
         result[name] = tests[-1][1]
         result[f"{name}_curve"] = [value for _, value in tests]
+    result["step_seconds"] = list(clock.seconds)
     result["seconds_per_step"] = clock.per_step()
     result["skipped"] = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
     result |= {"last_scale": scales[-1], "scale": scales, "peak_memory_mib": memory.peak()}
