@@ -75,6 +75,23 @@ def test_a_list_of_cells_and_chosen_seeds():
     ]
 
 
+def test_named_cells_keep_their_names_and_a_name_can_be_the_baseline():
+    results = quiet(lambda seed, x: {"y": x}, {"one": {"x": 1}, "two": {"x": 2}}, seeds=2, baseline="two")
+    assert results.labels == ["one", "two"]
+    assert results.summary("y")["difference"].iloc[0] == -1
+    with pytest.raises(TypeError, match="names of cells are strings"):
+        quiet(lambda seed: {}, {1: {}, 2: {}})
+
+
+def test_results_travel_as_one_zip_file(tmp_path):
+    results = quiet(timed, {"x": [1, 2]}, seeds=2, folder=tmp_path / "f", n_jobs=2)
+    quiet(lambda seed, z: {}, {"z": [1]}, seeds=1, folder=tmp_path / "f")  # another grid in the folder
+    results.save(tmp_path / "a.zip")
+    assert Results.load(tmp_path / "a.zip").frame.equals(results.frame)
+    with pytest.raises(ValueError, match=r"must end in \.zip"):
+        results.save(tmp_path / "a.tar")
+
+
 def test_what_is_finished_is_not_run_again_and_what_is_new_is(tmp_path, marks):
     run = counting(marks)
     quiet(run, {"x": [1, 2]}, seeds=2, folder=tmp_path / "f")
@@ -465,7 +482,7 @@ def test_workers_that_do_not_see_the_folder_send_their_cells_back(tmp_path, monk
         ({"x": []}, ValueError, "every list of the grid needs a value"),
         ({"x": "O2"}, TypeError, r"must be a list of values, got 'O2'; write \['O2'\]"),
         ({"x": 3}, TypeError, "must be a list of values"),
-        ("x", TypeError, "a dict of lists or a list of dicts"),
+        ("x", TypeError, "a dict of lists, a list of dicts or a dict of dicts"),
         ({"x": [1], "seed": [1]}, ValueError, "a grid sets neither seed"),
         ([{1: 2}], TypeError, "have names"),
         ([{"x": 1}, {"x": 1}], ValueError, "twice"),
@@ -496,7 +513,8 @@ def test_a_wrong_grid_is_refused_before_anything_runs(tmp_path, grid, error, sen
         ({"n_jobs": 1.0}, TypeError, "an int or None"),
         ({"baseline": 7}, ValueError, "from 0 to 1"),
         ({"baseline": {"x": 9}}, ValueError, "no cell of the grid has x=9"),
-        ({"baseline": "x"}, TypeError, "a dict of arguments"),
+        ({"baseline": "x"}, ValueError, "is none of the cells x=1; x=2"),
+        ({"baseline": 1.5}, TypeError, "a dict of arguments"),
         ({"folder": __file__}, ValueError, "is a file"),
     ],
 )

@@ -21,7 +21,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     folder = sys.argv[1] if len(sys.argv) > 1 else None  # a second call with the same folder goes on
     run = partial(train, perceptron, "digits8", optimizer="Momentum", lr=0.1, epochs=6, batch=64)
-    results = experiment(run, list(CELLS.values()), seeds=10, baseline=0, folder=folder)
+    results = experiment(run, CELLS, seeds=10, baseline="float32", folder=folder)
     if results.failures or results.stopped:
         raise SystemExit(str(results.failures))
     results.save(FOLDER / "digits_levels.zip")

@@ -47,11 +47,12 @@ def experiment(
     Args:
         run:       returns a dict of numbers and series of numbers (and at most one `Trace`), or a `Trace`. `train` is a
                    ready-made one; `functools.partial(train, network=..., data=...)` fixes what all cells share.
-        grid:      a dict of lists (every combination) or a list of dicts (these cells). Values are numbers, strings,
-                   functions, classes, dtypes, policies, arrays: whatever has a content that can be compared.
+        grid:      a dict of lists (every combination), a list of dicts (these cells) or a dict of dicts (cells with
+                   names). Values are numbers, strings, functions, classes, dtypes, policies, arrays: whatever has a
+                   content that can be compared.
         seeds:     how many (0, 1, ...), or which.
         folder:    where the finished cells go; None: a temporary folder that ends with the results.
-        baseline:  what every cell is compared with: None for the first cell, a cell's number, or a dict of arguments.
+        baseline:  what every cell is compared with: None for the first cell, a cell's number or name, or arguments.
         n_jobs:    processes; None: what `joblib.parallel_config` says, else 1, in this process. -1: one per core.
         progress:  True shows a bar with the time left; False nothing; a function is called (done, all, row),
                    and ends the experiment by returning False.
@@ -113,6 +114,8 @@ class _Plan:
         check_call(run, self.cells)
         self.seeds = _seeds(seeds)
         described = [cell.described for cell in self.cells]
+        if isinstance(baseline, str):
+            baseline = _numbered(baseline, [cell.label for cell in self.cells])
         against = baselines(described, baseline, describe)
         self.run, self.code = run, digest(canonical(describe(run)))
         self.versions = versions(describe.libraries)
@@ -140,6 +143,12 @@ class _Plan:
         alone = timed or self.jobs == 1
         row = Row(cell.described, seed, timed, {}, alone, 0.0, self.versions, self.code)
         return Task(self.run, cell.arguments, row, row.stem, "", "", self.threads, self.without_torch)
+
+
+def _numbered(name: str, labels: list[str]) -> int:
+    if name not in labels:
+        raise ValueError(f"the baseline {name!r} is none of the cells {'; '.join(labels)}")
+    return labels.index(name)
 
 
 def _seeds(seeds: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +24,22 @@ class Cell:
 def cells_of(grid: Any, describe: Description) -> list[Cell]:
     """The cells of a grid, in order, each once.
 
-    Args:    grid: a dict of lists (every combination) or a list of dicts (these cells).
+    Args:    grid: a dict of lists (every combination), a list of dicts (these cells), or a dict of dicts (named cells).
     Raises:  TypeError, ValueError for another kind, an empty grid, a cell twice, or a value that cannot be stored.
     """
-    arguments = _arguments(grid)
+    are_named = isinstance(grid, Mapping) and len(grid) > 0 and all(isinstance(c, Mapping) for c in grid.values())
+    names = list(grid) if are_named else []
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"the names of cells are strings, got {wrong[0]!r}")
+    arguments = _arguments(list(grid.values()) if names else grid)
     described = [{name: describe(value) for name, value in cell.items()} for cell in arguments]
-    for number, cell in enumerate(described):
-        if cell in described[:number]:
+    seen: set[str] = set()
+    for cell in described:
+        text = canonical(cell)
+        if text in seen:
             raise ValueError(f"the grid holds the cell {named(cell, list(cell))} twice; more runs of it are more seeds")
-    return [Cell(a, d, label) for a, d, label in zip(arguments, described, labels(described))]
+        seen.add(text)
+    return [Cell(a, d, label) for a, d, label in zip(arguments, described, names or labels(described))]
 
 
 def _arguments(grid: Any) -> list[dict[str, Any]]:
@@ -48,7 +56,7 @@ def _arguments(grid: Any) -> list[dict[str, Any]]:
     elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(c, Mapping) for c in grid):
         cells = [dict(cell) for cell in grid]
     else:
-        raise TypeError(f"grid must be a dict of lists or a list of dicts, got {type(grid).__name__}")
+        raise TypeError(f"grid must be a dict of lists, a list of dicts or a dict of dicts, got {type(grid).__name__}")
     if not cells:
         raise ValueError("the grid is empty; it needs at least one cell")
     for cell in cells:
@@ -69,11 +77,11 @@ def labels(described: Sequence[Mapping[str, Any]]) -> list[str]:
     texts = {name: {canonical(cell[name]) if name in cell else "" for cell in described} for name in names}
     varying = [name for name in names if len(texts[name]) > 1] or names
     found = [named(cell, varying) for cell in described]
-    if len(set(found)) < len(found):  # two functions of one name: number them
-        found = [
-            f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label
-            for i, label in enumerate(found)
-        ]
+    times, met = Counter(found), Counter[str]()
+    for i, label in enumerate(found):
+        if times[label] > 1:  # two functions of one name, say: number them
+            met[label] += 1
+            found[i] = f"{label} #{met[label]}"
     return found
 
 
@@ -106,15 +114,16 @@ def baselines(described: Sequence[Mapping[str, Any]], baseline: Any, describe: D
         raise ValueError(
             f"no cell of the grid has {named(wanted, list(wanted))}; the baseline must be one of the cells"
         )
+    place = {canonical(described[i]): i for i in having}
     found = []
     for cell in described:
-        own = [i for i in having if {**cell, **wanted} == described[i]]
-        if not own and len(having) > 1:
+        own = place.get(canonical({**cell, **wanted}))
+        if own is None and len(having) > 1:
             raise ValueError(
                 f"{len(having)} cells have {named(wanted, list(wanted))} and none of them is like "
                 f"{named(cell, list(cell))} otherwise; name more arguments of the baseline"
             )
-        found.append((own or having)[0])
+        found.append(having[0] if own is None else own)
     return found
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
-from mpkit.experiment.store import INDEX, Folder, Row, cell_key
+from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
@@ -83,11 +83,12 @@ class Results:
         if Path(path).suffix != ".zip":
             raise ValueError(f"the name must end in .zip, by which load knows it, got {path}")
         rows = [*self._rows.values(), *self._timed.values()]
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-            for name in (INDEX, *(f"{r.stem}.{end}" for r in rows for end in ("json", "npz", "trace.npz"))):
-                if (self.folder / name).exists():
-                    stamp = zipfile.ZipInfo(name)  # without the time, so that equal runs give an equal file
-                    file.writestr(stamp, (self.folder / name).read_bytes(), zipfile.ZIP_DEFLATED)
+        files = {f"{r.stem}.{end}": self.folder for r in rows for end in ("json", "npz", "trace.npz")}
+        held = {name: (home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
+        held[INDEX] = index_text(self._index).encode()
+        with zipfile.ZipFile(path, "w") as file:
+            for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
+                file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -151,7 +152,7 @@ class Results:
         """
         if metric not in self.metrics and metric != "run_seconds":
             raise ValueError(f"no run returned {metric!r}; there are {', '.join(self.metrics) or 'no numbers at all'}")
-        i = self._number(cell)
+        i = self.number(cell)
         ended = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
         values = {s: self._value((i, s), metric) for s in ended}
         return {s: v for s, v in values.items() if v is not None}
@@ -173,8 +174,8 @@ class Results:
 
     def difference(self, cell: int | str, metric: str, baseline: int | str | None = None) -> Paired | None:
         """The paired difference to the baseline over the seeds that both have; None where they share no finite one."""
-        i = self._number(cell)
-        j = self._index["cells"][i]["baseline"] if baseline is None else self._number(baseline)
+        i = self.number(cell)
+        j = self._index["cells"][i]["baseline"] if baseline is None else self.number(baseline)
         own, other = self.values(i, metric), self.values(j, metric)
         both = [own[s] - other[s] for s in own if s in other and math.isfinite(own[s]) and math.isfinite(other[s])]
         return paired(both) if both else None
@@ -230,12 +231,14 @@ class Results:
         half = student_quantile(0.975, len(finite) - 1) * statistics.stdev(finite) / math.sqrt(len(finite))
         return mean - half, mean, mean + half
 
-    def plot(self, metric: str = "accuracy", *, against: str = "seconds_per_step", kind: str = "cost") -> Any:
+    def plot(
+        self, metric: str = "accuracy", *, against: str = "seconds_per_step", kind: str = "cost", cells: Any = None
+    ) -> Any:
         """A picture with its sentence.
 
-        Args:    kind: "cost" is `metric` over `against`, each cell with its 95 % intervals; "curves" the series
-                 `metric` of every cell, all seeds; "scales" the loss scale of every cell.
-        Raises:  ValueError for another kind or a metric that is not there.
+        Args:    kind: "cost" is `metric` of every cell with its 95 % interval, and over `against`; "curves" the series
+                 `metric`, all seeds; "scales" the loss scale. cells: up to five for the latter two; None: all.
+        Raises:  ValueError for another kind, too many cells, or a metric that is not there.
         """
         from mpkit.plots import experiment as pictures  # upward: pictures need matplotlib, and only here
 
@@ -243,7 +246,7 @@ class Results:
             return pictures.cost(self, metric, against)
         if kind not in ("curves", "scales"):
             raise ValueError(f"kind is cost, curves or scales, got {kind!r}")
-        return pictures.curves(self, "scale" if kind == "scales" else metric)
+        return pictures.curves(self, "scale" if kind == "scales" else metric, cells)
 
     def _said(
         self, i: int, j: int, metric: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None
@@ -251,12 +254,11 @@ class Results:
         """Verdict and sentence on a cell."""
         numbers = self.values(i, metric)
         finite = [v for v in numbers.values() if math.isfinite(v)]
-        lost = len(self.seeds) - len(finite)
-        left_out = (
-            f" {lost} of {len(self.seeds)} runs gave no finite number and are left out." if lost and finite else ""
-        )
+        done = sum((i, s) in self._rows for s in self.seeds)
+        lost = done - len(finite)
+        left_out = f" {lost} of {done} runs gave no finite number and are left out." if lost and finite else ""
         if not finite:
-            return "no number", f"{self.labels[i]}: none of the {len(self.seeds)} runs gave a finite number."
+            return "no number", f"{self.labels[i]}: none of {_runs(done)} gave a finite number."
         if i == j:
             return (
                 "baseline",
@@ -280,7 +282,8 @@ class Results:
         source = self._timed.get(at) if metric in self._times else self._rows[at]
         return None if source is None else source.numbers.get(metric)
 
-    def _number(self, cell: int | str) -> int:
+    def number(self, cell: int | str) -> int:
+        """The number of a cell that is given by its label or number. Raises ValueError where there is none."""
         if isinstance(cell, str):
             if cell not in self.labels:
                 raise ValueError(f"no cell {cell!r}; there are {'; '.join(self.labels)}")
@@ -290,7 +293,7 @@ class Results:
         return cell
 
     def _row(self, cell: int | str, seed: int | None) -> Row:
-        i = self._number(cell)
+        i = self.number(cell)
         seeds = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
         if (seed is None and not seeds) or (seed is not None and seed not in seeds):
             raise ValueError(f"{self.labels[i]} has no run from seed {seed} that ended well; it has {seeds}")
@@ -306,6 +309,10 @@ def direction(metric: str) -> bool | None:
     if any(word in metric for word in UP):
         return True
     return False if any(word in metric for word in DOWN) else None
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count != 1)}"
 
 
 def _seeds(count: int) -> str:

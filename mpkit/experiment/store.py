@@ -243,6 +243,11 @@ def parsed(text: str, folder: Path) -> Row:
     return Row(**held, folder=folder)
 
 
+def index_text(index: Mapping[str, Any]) -> str:
+    """The file that names what was asked for."""
+    return json.dumps({"schema": SCHEMA, **index}, indent=1)
+
+
 class Folder:
     """The files of one experiment. Any number of processes may read and write it at the same time.
 
@@ -317,7 +322,7 @@ class Folder:
 
     def write_index(self, index: Mapping[str, Any]) -> None:
         """What the last call asked for: the order of its cells, its baseline."""
-        self._replace(self.path / INDEX, json.dumps({"schema": SCHEMA, **index}, indent=1).encode())
+        self._replace(self.path / INDEX, index_text(index).encode())
 
     def read_index(self) -> dict[str, Any]:
         """What the last call asked for; empty when that is not there or not readable."""

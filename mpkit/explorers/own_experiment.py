@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from traitlets import Bool, Enum, Int
 
 from mpkit.data import data_dir
 from mpkit.experiment import Results, experiment, train
-from mpkit.experiment.store import Row
 from mpkit.explorers.base import Explorer
 from mpkit.networks import LeNet5, Network, resnet18
 
-CELLS: dict[str, dict[str, Any]] = {
+CELLS: Mapping[str, Mapping[str, Any]] = {
     name: {"level": level, "dtype": dtype, "scaler": scaler, "boost": boost}
     for name, level, dtype, scaler, boost in (
         ("float32", "O0", "float16", None, "O0"),
@@ -28,7 +27,7 @@ CELLS: dict[str, dict[str, Any]] = {
         ("fp16 O2, scaled", "O2", "fp16", "torch", "O0"),
         ("bf16 O2", "O2", "bf16", None, "O0"),
         ("e5m2 O2, scaled", "O2", "e5m2", "torch", "O0"),
-        ("e3m2 O2, scaled", "O2", "e3m2", "torch", "O0"),
+        ("e5m1 O2, scaled", "O2", "e5m1", "torch", "O0"),
         ("freezing", "O0", "float16", None, "grad_freeze"),
         ("centralized", "O0", "float16", None, "grad_centralization"),
     )
@@ -51,8 +50,148 @@ def residual() -> nn.Module:
     return resnet18(width=4, in_channels=1)
 
 
-NETWORKS: dict[str, Any] = {  # name -> how it is trained, small enough for a minute of several cells and seeds
-    "perceptron": partial(train, perceptron, "digits8", lr=0.1, epochs=2),
-    "LeNet-5": partial(train, lenet, "digits", lr=0.05, epochs=1),
-    "ResNet-18, width 4": partial(train, residual, "digits8", lr=0.05, epochs=1),
+NETWORKS: Mapping[str, Any] = {  # name -> how it is trained, small enough for a minute of several cells and seeds
+    "perceptron": partial(train, perceptron, "digits8", lr=0.1, epochs=2, batch=64),
+    "LeNet-5": partial(train, lenet, "digits", lr=0.05, epochs=1, batch=64),
+    "ResNet-18, width 4": partial(train, residual, "digits8", lr=0.05, epochs=1, batch=64),
 }
+
+
+@cache
+def recorded() -> Results:
+    """The experiment in `data/experiments`: the perceptron, eight cells, ten seeds, six epochs."""
+    return Results.load(data_dir() / "experiments" / "digits_levels.zip")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One row of the picture: the finished accuracies of a cell, percent, and (low, mean, high) of their mean."""
+
+    name: str
+    values: tuple[float, ...]
+    interval: tuple[float, float, float]
+
+
+class OwnExperimentExplorer(Explorer):
+    """Recorded runs until Run is pressed; then the reader's own, as they arrive.
+
+    Stop ends after the run that is going on, Run goes on with what is missing; a run is made once for all choices of
+    cells and seeds. `run` is a function of the reader's own instead of the three networks.
+    """
+
+    controls = ("network", *(f"cell_{i}" for i in range(len(CELLS))), "seeds", "one", "other", "seed", "step")
+    actions = {"Run": "run", "Stop": "stop", "Show recorded runs": "show_recorded"}
+    network = Enum(list(NETWORKS), "perceptron").tag(label="network of your runs")
+    cell_0, cell_1, cell_2, cell_3, cell_4, cell_5, cell_6, cell_7 = (Bool(True).tag(label=name) for name in CELLS)
+    seeds = Int(5, min=1, max=10).tag(label="seeds", unit="runs a cell")
+    one = Enum(list(CELLS), "float32").tag(label="compare the run of")
+    other = Enum(list(CELLS), "fp16 O2, scaled").tag(label="with the run of")
+    seed = Int(0, min=0, max=9).tag(label="from seed", unit="number")
+    step = Int(1, min=1, max=144).tag(label="step", unit="number", animate=80)
+
+    def __init__(self, run: Any = None, **params: Any) -> None:
+        self._own_run = run
+        self.results: Results | None = None
+        self._folder = tempfile.mkdtemp(prefix="mpkit-own-experiment-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        super().__init__(**params)
+
+    @property
+    def chosen(self) -> dict[str, Mapping[str, Any]]:
+        """The cells that are ticked."""
+        return {name: cell for i, (name, cell) in enumerate(CELLS.items()) if getattr(self, f"cell_{i}")}
+
+    def compute(self) -> None:
+        if "float32" not in self.chosen or len(self.chosen) < 2:
+            raise ValueError("choose float32, with which the others are compared, and at least one other cell")
+        self._read()
+
+    def _read(self) -> None:
+        """The rows and the two losses on screen, from the results at hand."""
+        results = self.results or recorded()
+        self.rows = []
+        for name in self.chosen:
+            if name in results.labels and "accuracy" in results.metrics:
+                numbers = results.values(name, "accuracy").values()
+                self.rows.append(Shown(name, tuple(numbers), results.interval(name, "accuracy")))
+            else:
+                self.rows.append(Shown(name, (), (np.nan,) * 3))
+        self.losses = [self._loss(results, name) for name in (self.one, self.other)]
+
+    def _loss(self, results: Results, name: str) -> np.ndarray:
+        try:
+            return np.asarray(results.series(name, "loss", self.seed), dtype=float)
+        except ValueError:  # not chosen or not there yet
+            return np.empty(0)
+
+    @property
+    def title(self) -> str:
+        """What is on screen."""
+        return "recorded: perceptron, 10 seeds" if self.results is None else f"your runs: {self.network}"
+
+    def run(self) -> None:
+        """Run what is missing of the chosen cells, in the background."""
+        self.start(self._running)
+
+    def show_recorded(self) -> None:
+        """Back to the recorded runs."""
+        if self.busy:
+            raise ValueError("it is still at work; press Stop first")
+        with self.lock:
+            self.results = None
+            self._read()
+            self.touch()
+
+    def _running(self) -> Iterator[float]:
+        with self.lock:
+            cells, seeds, name = self.chosen, self.seeds, self.network
+        run = self._own_run or NETWORKS[name]
+
+        def arrived(done: int, total: int, row: Any) -> bool:
+            with self.lock:
+                self.results = Results.load(self._folder)
+                self._read()
+                self.progress = done / total
+                self.touch()
+            return not self._stop.is_set()
+
+        results = experiment(run, cells, seeds=seeds, baseline="float32", folder=self._folder, progress=arrived)
+        with self.lock:
+            self.results = results
+            self._read()
+        yield 1.0
+
+    def summary(self) -> str:
+        results = self.results or recorded()
+        chosen = [name for name in self.chosen if name in results.labels]
+        if "accuracy" not in results.metrics:
+            failed = next(iter(results.failures.values()), "no run is finished yet").strip().splitlines()[-1]
+            return f"{self.title}: {failed}."
+        verdicts = results.summary("accuracy")["verdict"]
+        told = "; ".join(f"{name} {self._mean(results, name)}, {verdicts[name]}" for name in chosen)
+        return f"{self.title}. Accuracy in percent: {told}. {self._at_step()}"
+
+    @staticmethod
+    def _mean(results: Results, name: str) -> str:
+        mean = results.interval(name, "accuracy")[1]
+        return "none yet" if np.isnan(mean) else f"{mean:.1f}"
+
+    def _at_step(self) -> str:
+        told = [
+            f"{name} {run[min(self.step, len(run)) - 1]:.3f}"
+            for name, run in zip((self.one, self.other), self.losses)
+            if len(run)
+        ]
+        return f"Loss at step {self.step} from seed {self.seed}: {', '.join(told)}." if told else ""
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "cell": row.name,
+                "runs": len(row.values),
+                "accuracy, %": None if np.isnan(row.interval[1]) else round(row.interval[1], 1),
+                "from, %": None if np.isnan(row.interval[0]) else round(row.interval[0], 1),
+                "to, %": None if np.isnan(row.interval[2]) else round(row.interval[2], 1),
+            }
+            for row in self.rows
+        ]

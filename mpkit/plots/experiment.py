@@ -1,114 +1,151 @@
-"""Pictures of an experiment: what a cell buys against what it costs, and its curves, with every seed shown."""
+"""Pictures of an experiment: every cell with its interval, what it costs, and runs side by side, step by step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 
-from mpkit.plots.base import DASHES, LINES, MARKERS, Still, log2_axis, new_figure, still
+from mpkit.plots.scene import DASHES, SERIES, Panel, Scene, exponents, linear, log2, names
+from mpkit.plots.static import Still, still
 
 UNITS = {
     "accuracy": "accuracy, percent",
     "seconds_per_step": "seconds a step",
     "peak_memory_mib": "peak memory, MiB",
-    "loss": "loss",
+    "final_loss": "loss of the last epoch",
     "scale": "loss scale",
 }
-MOST = 10  # cells that colour, marker and dash can tell apart
 
 
-def cost(results: Any, metric: str, against: str) -> Still:
-    """`metric` over `against`: a marker a cell at the means, bars for the 95 % intervals, faint points for the runs."""
-    figure = new_figure(7.2, 4.2)
-    axes = figure.subplots()
-    for i, label in enumerate(_shown(results)):
-        low_x, x, high_x = results.interval(label, against)
-        low_y, y, high_y = results.interval(label, metric)
-        if math.isnan(x) or math.isnan(y):
-            continue
-        color, marker = LINES[i % 5], MARKERS[i % 5]
-        xs, ys = results.values(label, against), results.values(label, metric)
-        both = [s for s in xs if s in ys]
-        axes.scatter([xs[s] for s in both], [ys[s] for s in both], s=12, color=color, alpha=0.4, marker=marker)
-        axes.errorbar(
-            x,
-            y,
-            xerr=None if math.isnan(low_x) else [[x - low_x], [high_x - x]],
-            yerr=None if math.isnan(low_y) else [[y - low_y], [high_y - y]],
-            fmt=marker,
-            color=color,
-            mfc=color if i < 5 else "white",
-            capsize=3,
-            label=label,
-        )
-    axes.set(xlabel=_named(against), ylabel=_named(metric))
-    axes.set_title(
-        f"{_named(metric).split(',')[0]} and its price: means with 95 % intervals, every run a point", loc="left"
-    )
-    _legend(axes)
-    return still(figure, _sentence(results, metric, against))
-
-
-def curves(results: Any, name: str) -> Still:
-    """The series `name` of every cell over its steps: the mean of the seeds as a line, each seed faint behind it."""
-    figure = new_figure(7.2, 4.2)
-    axes = figure.subplots()
-    ends: list[str] = []
-    seen: list[float] = []
-    for i, label in enumerate(_shown(results)):
-        runs = _runs(results, label, name)
-        if not runs:
-            continue
-        color, dash = LINES[i % 5], DASHES[(i // 5 + i) % len(DASHES)]
-        for run in runs:
-            axes.plot(range(1, len(run) + 1), run, color=color, alpha=0.25, linewidth=0.8)
-        length = min(map(len, runs))
-        mean = [sum(run[k] for run in runs) / len(runs) for k in range(length)]
-        axes.plot(range(1, length + 1), mean, color=color, linestyle=dash, linewidth=1.8, label=label)
-        ends.append(f"{label} {mean[-1]:.4g}")
-        seen += [v for run in runs for v in run if v > 0 and math.isfinite(v)]
-    if not ends:
-        raise ValueError(f"no run returned a series {name!r}; a run returns one as a list of numbers")
-    axes.set(xlabel="step" if not name.endswith("_curve") else "epoch", ylabel=_named(name.removesuffix("_curve")))
-    axes.set_title("mean of the seeds, every seed behind it", loc="left")
-    if name == "scale" and seen:
-        log2_axis(axes, "y", math.floor(math.log2(min(seen))) - 1, math.ceil(math.log2(max(seen))) + 1)
-    _legend(axes)
-    return still(figure, f"Mean of the last point of {name}: {'; '.join(ends)}.")
-
-
-def _runs(results: Any, label: str, name: str) -> list[Any]:
-    runs = []
-    for seed in results.seeds:
-        try:
-            runs.append(results.series(label, name, seed))
-        except ValueError:  # failed, not done, or a run without this series
-            continue
-    return [run for run in runs if len(run)]
-
-
-def _shown(results: Any) -> list[str]:
-    if len(results.labels) > MOST:
-        raise ValueError(
-            f"a picture tells at most {MOST} cells apart, got {len(results.labels)}; plot a part of the grid"
-        )
-    return list(results.labels)
-
-
-def _named(metric: str) -> str:
+def named(metric: str) -> str:
+    """A metric as an axis calls it."""
     return UNITS.get(metric, metric.replace("_", " "))
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+def intervals(panel: Panel, values: Sequence[Sequence[float]], ends: Sequence[tuple[float, float, float]]) -> None:
+    """In rows from the top: a dot for every run, a bar for the 95 % interval of the mean, a square for the mean."""
+    for row, (numbers, (low, mean, high)) in enumerate(zip(values, ends)):
+        finite = [v for v in numbers if math.isfinite(v)]
+        if not finite:
+            continue
+        panel.points([row + 0.18] * len(finite), finite, "muted", size=2.5, label="one run")
+        if math.isfinite(low):
+            panel.line([row - 0.1] * 2, [low, high], "zero", width=3, label="95 % interval of the mean")
+        panel.points([row - 0.1], [mean], "zero", glyph="s", size=4, label="mean")
 
 
-def _sentence(results: Any, metric: str, against: str) -> str:
-    parts = []
-    for label in results.labels:
-        low, mean, high = results.interval(label, metric)
-        _, price, _ = results.interval(label, against)
-        parts.append(f"{label} {mean:.4g} ({low:.4g} to {high:.4g}) at {price:.3g}")
-    return f"{_named(metric)} at {_named(against)}, with 95 % intervals: {'; '.join(parts)}. {results.note}"
+def axis(label: str, values: Sequence[float], count: int = 5) -> dict[str, Any]:
+    """An axis that holds all finite values with a little room."""
+    finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
+    low, high = min(finite), max(finite)
+    room = 0.08 * (high - low) or max(abs(high), 1.0) * 0.05
+    return linear(label, low - room, high + room, count)
+
+
+def _beside(labels: Sequence[str]) -> list[int]:
+    """Room of a panel whose rows are named: top, right, bottom, left."""
+    return [28, 14, 42, 18 + math.ceil(7.6 * max(map(len, labels), default=1))]
+
+
+def cost(results: Any, metric: str, against: str) -> Still:
+    """Left: `metric` of every cell with its interval. Right: the same means over `against`, by the cells' numbers."""
+    labels = results.labels
+    both = {m: [results.interval(label, m) for label in labels] for m in (metric, against)}
+    runs = {m: [list(results.values(label, m).values()) for label in labels] for m in (metric, against)}
+    shown = {m: [v for one, ends in zip(runs[m], both[m]) for v in (*one, *ends)] for m in both}
+    scene = Scene(height=90 + 34 * max(len(labels), 5), width=900, cols=(1.7, 1))
+    told = [f"{i + 1}  {label}" for i, label in enumerate(labels)]
+    x, y = axis(named(metric), shown[metric]), names(told, down=True, bare=False)
+    left = scene.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=_beside(told))
+    intervals(left, runs[metric], both[metric])
+    right = scene.panel(
+        0, 1, title="and its price", x=axis(named(against), shown[against], 3), y=axis(named(metric), shown[metric])
+    )
+    for i, (up, across) in enumerate(zip(both[metric], both[against])):
+        if math.isnan(up[1]) or math.isnan(across[1]):
+            continue
+        right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
+        right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
+        right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
+        right.text(str(i + 1), across[1], up[1], dx=7, dy=-7)
+    parts = (
+        f"{label} {_interval(*ends)} at {price[1]:.3g}"
+        for label, ends, price in zip(labels, both[metric], both[against])
+    )
+    sentence = f"{named(metric)} at {named(against)}, means with 95 % intervals: {'; '.join(parts)}. {results.note}"
+    return still(scene, sentence)
+
+
+def _interval(low: float, mean: float, high: float) -> str:
+    return f"{mean:.4g}" if math.isnan(low) else f"{mean:.4g} ({low:.4g} to {high:.4g})"
+
+
+def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) -> Still:
+    """The series `name` of up to five cells: the mean of the seeds as a line, each seed faint behind it."""
+    labels = [results.labels[results.number(c)] for c in (range(len(results.labels)) if cells is None else cells)]
+    if len(labels) > len(SERIES):
+        raise ValueError(f"five curves can be told apart, got {len(labels)} cells; name some by cells=[...]")
+    found = {label: runs for label in labels if (runs := _runs(results, label, name))}
+    if not found:
+        raise ValueError(f"no run returned a series {name!r}; a run returns one as a list of numbers")
+    every = np.concatenate([run for runs in found.values() for run in runs])
+    whole = name in ("scale", "last_scale")
+    positive = every[np.isfinite(every) & (every > 0)] if whole else every[np.isfinite(every)]
+    if whole:
+        low, high = math.floor(np.log2(positive.min())) - 1, math.ceil(np.log2(positive.max())) + 1
+        y = log2(named(name), low, high)
+    else:
+        y = axis(named(name.removesuffix("_curve")), positive.tolist())
+    length = max(len(run) for runs in found.values() for run in runs)
+    x = linear("epoch" if name.endswith("_curve") else "step", 1, max(length, 2))
+    scene = Scene(height=380)
+    panel = scene.panel(title=f"{named(name)}: mean of the seeds, every seed behind it", x=x, y=y)
+    ends = []
+    for label, color, dash in zip(found, SERIES, DASHES):
+        shortest = min(map(len, found[label]))
+        mean = np.mean([run[:shortest] for run in found[label]], axis=0)
+        for line, look in (*((run, {"width": 0.7, "quiet": True}) for run in found[label]), (mean, None)):
+            place = exponents(line, low, high) if whole else line
+            more: dict[str, Any] = look or {"width": 2, "dash": dash, "label": label, "tag": True}
+            panel.line(place, np.arange(1, len(line) + 1), color if look is None else f"{color}/0.35", **more)
+        ends.append(f"{label} {mean[-1]:.4g}")
+    return still(scene, f"Mean of the last point of {name}: {'; '.join(ends)}.")
+
+
+def _runs(results: Any, label: str, name: str) -> list[np.ndarray]:
+    runs = []
+    for seed in results.seeds:
+        try:
+            runs.append(np.asarray(results.series(label, name, seed), dtype=float))
+        except ValueError:  # failed, not done, or a run without this series
+            continue
+    return [run for run in runs if run.size]
+
+
+def own_experiment_scene(data: Any) -> Scene:
+    """Left: accuracy of every chosen cell as its runs arrive. Right: two of its runs, step by step."""
+    scene = Scene(height=420, width=900, cols=(1.25, 1))
+    steps = max((len(run) for run in data.losses), default=0)
+    if steps:
+        scene.play("step", "step", steps, every=80, first=1)
+    shown = [v for row in data.rows for v in (*row.values, *row.interval)]
+    x, y = (
+        axis("accuracy on the test digits, percent", shown),
+        names([row.name for row in data.rows], down=True, bare=False),
+    )
+    left = scene.panel(title=data.title, x=x, y=y, pad=_beside([row.name for row in data.rows]))
+    intervals(left, [row.values for row in data.rows], [row.interval for row in data.rows])
+    if data.rows and math.isfinite(data.rows[0].interval[1]):
+        left.rule("x", data.rows[0].interval[1], "reference", dash=":")
+    top = max((float(np.nanmax(run)) for run in data.losses if len(run)), default=2.5)
+    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", 0, 1.05 * top, 5)
+    right = scene.panel(0, 1, title=f"two runs from seed {data.seed}", x=x, y=y)
+    for name, run, color, dash in zip((data.one, data.other), data.losses, SERIES, DASHES):
+        if len(run):
+            right.line(run, np.arange(1, len(run) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
+    if steps:
+        right.rule("x", "index", "muted")
+    return scene

@@ -1,0 +1,122 @@
+"""What results say: every verdict by numbers that are worked by hand, missing and failed runs, several comparisons."""
+
+import math
+
+import pytest
+
+from mpkit.experiment import experiment
+
+TABLE = {  # metric by cell and seed
+    "base": [90.0, 91.0, 92.0, 93.0],
+    "better": [92.0, 93.1, 93.9, 95.0],  # +2.0 +2.1 +1.9 +2.0
+    "worse": [88.0, 88.9, 90.1, 91.0],
+    "noisy": [95.0, 87.0, 97.0, 90.0],  # +5 -4 +5 -3
+    "same": [90.0, 91.0, 92.0, 93.0],
+    "lost": [90.5, math.nan, math.inf, 93.6],
+    "gone": [math.nan] * 4,
+    "broken": [90.0, None, 92.0, 93.0],
+}
+
+
+def run(seed, name):
+    if TABLE[name][seed] is None:
+        raise ValueError("broken")
+    return {"accuracy": TABLE[name][seed], "count": -TABLE[name][seed]}
+
+
+def made(*names, seeds=4, **options):
+    return experiment(run, {name: {"name": name} for name in names}, seeds=seeds, progress=False, **options)
+
+
+def test_every_verdict_and_its_sentence():
+    table = made("base", "better", "worse", "noisy", "same", "lost", "gone", "broken").summary("accuracy")
+    assert table["verdict"].tolist() == [
+        *("baseline", "better", "worse", "not distinguishable", "not distinguishable"),
+        *("not distinguishable", "no number", "not distinguishable"),
+    ]
+    said = table["sentence"]
+    # +2.0, +2.1, +1.9, +2.0: spread sqrt(0.02 / 3) = 0.08165, t(3) = 3.182, half 3.182 * 0.08165 / 2 = 0.130
+    assert said["better"].startswith(
+        "better: better, +2 against base (95 % interval +1.87 to +2.13, 4 seeds), also among 6 comparisons."
+    )
+    assert said["base"] == "base: the baseline, 91.5 in 4 seeds."
+    assert said["same"] == "same: equal to base in every one of 4 seeds."
+    assert "2 of 4 runs gave no finite number and are left out" in said["lost"]
+    assert said["gone"] == "gone: none of 4 runs gave a finite number."
+    assert "1 of 4 runs gave no finite number" in said["broken"]
+    assert "would take" in said["noisy"]
+    assert "more seeds to show" in said["noisy"]
+
+
+def test_a_difference_that_holds_alone_and_not_among_many_is_said_to_be_so():
+    def near(seed, name):
+        if name == "base":
+            return {"accuracy": 90.0}
+        return {"accuracy": 90.0 + (1.0, 1.4, 0.3, 0.9)[seed] * (1 if name == "x" else (-1) ** seed)}
+
+    def said(names):
+        grid = {name: {"name": name} for name in names}
+        return experiment(near, grid, seeds=4, progress=False).summary("accuracy").loc["x"]
+
+    alone, among = said(["base", "x"]), said(["base", "x", *"abcdef"])
+    assert (alone.verdict, among.verdict) == ("better", "not distinguishable")
+    assert alone.p == among.p < 0.05
+    assert among.p_holm == pytest.approx(7 * alone.p)
+    assert "better if it were the only comparison, but not among 7 (Holm)" in among.sentence
+
+
+def test_names_that_do_not_tell_the_direction_are_higher_and_lower():
+    table = made("base", "better").summary("count")
+    assert table["verdict"].iloc[1] == "lower"
+    assert made("base", "better").summary("count", higher_is_better=False)["verdict"].iloc[1] == "better"
+
+
+def test_one_seed_is_said_to_be_no_evidence():
+    sentence = made("base", "better", seeds=1).summary("accuracy")["sentence"].iloc[1]
+    assert sentence == "better: +2 against base in the one seed that both have, which may be chance; run 5 or more."
+
+
+def test_each_cell_has_its_own_baseline_where_the_baseline_names_an_argument():
+    def two(seed, level, network):
+        return {"y": {"a": 1, "b": 10}[network] * (2 if level == "O2" else 1) + seed}
+
+    grid = {"level": ["O0", "O2"], "network": ["a", "b"]}
+    results = experiment(two, grid, seeds=2, baseline={"level": "O0"}, progress=False)
+    assert results.summary("y")["difference"].tolist()[2:] == [1, 10]
+    assert results.summary("y")["verdict"].tolist()[:2] == ["baseline", "baseline"]
+    with pytest.raises(ValueError, match="name more arguments of the baseline"):
+        experiment(two, [*({"level": "O0", "network": n} for n in "ab"), {"level": "O2", "network": "c"}],
+                   baseline={"level": "O0"}, progress=False)  # fmt: skip
+
+
+def test_pairing_by_seed_finds_what_the_spread_between_seeds_hides():
+    def paired_run(seed, up):
+        return {"accuracy": 10.0 * seed + up * (1 + 0.1 * (seed % 2))}
+
+    table = experiment(paired_run, {"up": [0, 1]}, seeds=6, progress=False).summary("accuracy")
+    assert table["spread"].iloc[0] > 15
+    assert table["verdict"].iloc[1] == "better"
+
+
+def test_intervals_of_means_by_hand():
+    # 90, 91, 92, 93: mean 91.5, spread sqrt(5/3), t(3) = 3.1824463, half t * sqrt(5/3) / 2
+    low, mean, high = made("base").interval(0, "accuracy")
+    assert (mean, mean - low) == (91.5, pytest.approx(high - mean))
+    assert high - mean == pytest.approx(3.1824463 * math.sqrt(5 / 3) / 2)
+    assert all(math.isnan(v) for v in made("gone").interval(0, "accuracy"))
+
+
+def test_wrong_questions_are_refused():
+    results = made("base")
+    with pytest.raises(ValueError, match="no run returned 'speed'; there are accuracy, count"):
+        results.summary("speed")
+    with pytest.raises(ValueError, match="no cell 'O2'; there are base"):
+        results.values("O2", "accuracy")
+    with pytest.raises(ValueError, match="numbered 0 to 0, got 3"):
+        results.series(3, "loss")
+    with pytest.raises(ValueError, match="no series 'loss'; there are none"):
+        results.series(0, "loss")
+    with pytest.raises(ValueError, match="has no run from seed 9"):
+        results.series(0, "loss", 9)
+    with pytest.raises(ValueError, match="ask for one by trace=True"):
+        results.trace(0)
