@@ -14,7 +14,7 @@ from mpkit.blocks.scales import Scales, block_scales, constant, nvfp4_from, quot
 from mpkit.formats import FloatFormat
 from mpkit.rounding import MODES, Mode, round_to
 
-_MAGNITUDE, _INF = 0x7FFFFFFF, 0x7F800000
+_MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,8 @@ def _block_amax(blocks: Tensor, drops_nan: bool) -> Tensor:
         pieces = list(blocks.split(max(1, _CHUNK // blocks.shape[1])))
     found = []
     for piece in pieces:
-        bits = piece.view(torch.int32) & _MAGNITUDE
-        if drops_nan:
-            bits.masked_fill_(bits > _INF, 0)
+        known = piece.nan_to_num(0.0, torch.inf, -torch.inf) if drops_nan else piece
+        bits = known.view(torch.int32) & _MAGNITUDE
         found.append(bits.amax(-1) if blocks.dim() == 2 else bits.amax((2, 4)))
     return (found[0] if len(found) == 1 else torch.cat(found)).view(torch.float32)
 
