@@ -19,6 +19,14 @@ collect_ignore_glob = (
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
 
 
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # no clock decides about a test: a busy machine is slow at drawing examples, and that is no fault of theirs
+    settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
+
+
 def pytest_report_header() -> str | None:
     return "tests of notebooks and widgets are left out: jupyterlab is not installed" if collect_ignore_glob else None
 
