@@ -63,17 +63,28 @@ def lab(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def context(lab, tmp_path_factory):
-    """One headless Chromium with a fresh profile per test process."""
-    from browser import CHROMIUM, QUIET
+def chromium():
+    """Playwright's Chromium type; a process can hold one Playwright only, which keeps its event loop running."""
+    from browser import CHROMIUM
+
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine; install the package chromium to run the browser tests")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            tmp_path_factory.mktemp("profile"),
-            executable_path=CHROMIUM,
-            args=QUIET,
-            viewport={"width": 1280, "height": 1600},
-        )
-        yield context
-        context.close()
+        yield playwright.chromium
+
+
+@pytest.fixture(scope="session")
+def context(lab, chromium, tmp_path_factory):
+    """One headless Chromium with a fresh profile per test process."""
+    from browser import CHROMIUM, QUIET
+
+    context = chromium.launch_persistent_context(
+        tmp_path_factory.mktemp("profile"),
+        executable_path=CHROMIUM,
+        args=QUIET,
+        viewport={"width": 1280, "height": 1600},
+    )
+    yield context
+    context.close()

@@ -74,7 +74,7 @@ def test_bad_arguments_are_refused_at_construction() -> None:
     net = loss_net()
     with pytest.raises(TypeError, match="sens must be a number"):
         BoostTrainOneStepCell(net, momentum(net), "1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="boost must be an AutoBoost, got str"):
+    with pytest.raises(TypeError, match="boost must be an AutoBoost or None, got str"):
         BoostTrainOneStepCell(net, momentum(net), boost="O1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="scale_sense must be"):
         BoostTrainOneStepWithLossScaleCell(net, momentum(net), 8.0)

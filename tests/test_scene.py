@@ -45,15 +45,10 @@ SOURCE = (HERE / "scene.js").read_text()
 
 
 @pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine; install the package chromium to run the browser tests")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
+def browser(chromium):
+    browser = chromium.launch(executable_path=CHROMIUM, args=QUIET)
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

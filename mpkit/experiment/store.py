@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -248,6 +248,14 @@ def index_text(index: Mapping[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **index}, indent=1)
 
 
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file is still the one that its path names."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 class Folder:
     """The files of one experiment. Any number of processes may read and write it at the same time.
 
@@ -263,9 +271,12 @@ class Folder:
         """Make the folder where it is missing, and end an earlier request to stop."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / STOP).unlink(missing_ok=True)
-        if not self.token:
-            with contextlib.suppress(FileExistsError), (self.path / TOKEN).open("x") as file:
-                file.write(uuid.uuid4().hex)
+        if not self.token:  # whole or not there: another process may read it at any moment
+            whole = self.path / f"{uuid.uuid4().hex}.tmp"
+            whole.write_text(uuid.uuid4().hex)
+            with contextlib.suppress(FileExistsError):
+                os.link(whole, self.path / TOKEN)
+            whole.unlink()
 
     @property
     def token(self) -> str:
@@ -355,19 +366,23 @@ class Folder:
             yield True
             return
         path = self.path / f"{stem}.lock"
-        with path.open("wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
+        while True:
+            with path.open("wb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield False
+                    return
+                except OSError:  # a file system without locks
+                    yield True
+                    return
+                if not _is_at(file, path):  # its owner gave the claim back between our opening and our locking
+                    continue
+                try:
+                    yield True
+                finally:
+                    path.unlink(missing_ok=True)
                 return
-            except OSError:  # a file system without locks
-                yield True
-                return
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
 
     def begun(self, stems: Iterable[str]) -> list[str]:
         """Which of these cells were begun and neither finished nor given up: those of a process that was killed."""
