@@ -32,28 +32,15 @@ if TYPE_CHECKING:
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
-class Kept:
-    """The cast of a parameter, and of which state of which parameter it is."""
-
-    __slots__ = ("cast", "of", "place", "version")
-
-    def __init__(self, x: Tensor, cast: Tensor) -> None:
-        self.of = weakref.ref(x)  # an id is given again when its owner dies
-        self.version = x._version
-        self.place = x.data_ptr()  # `x.data = other` changes no version
-        self.cast = cast
-
-    def fits(self, x: Tensor) -> bool:
-        return self.of() is x and self.version == x._version and self.place == x.data_ptr()
-
-
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
 
     def __init__(self, ledgers: tuple[Ledger, ...] = ()) -> None:
         super().__init__()
         self.rule: Rule = PLAIN
-        self.kept: dict[tuple[int, Target], Kept] = {}
+        # the cast of a parameter, and of which state of which parameter: an id is given again when its owner dies, and
+        # `x.data = other` changes no version
+        self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], int, int]] = {}
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
         self.hands_over = False  # the next result stays in 16 bits, since its only taker casts it back
@@ -84,12 +71,13 @@ class CastMode(TorchFunctionMode):
             return self._cast(x, target)
         if peek_interpreter_stack() is not None:  # in vmap or grad, what was cast outside belongs to another world
             return self._cast(x, target)
-        kept = self.kept.get((id(x), target))
-        if kept is not None and kept.fits(x):
-            return taken_again(x, kept.cast, target)
+        key = (id(x), target)
+        kept = self.kept.get(key)
+        if kept is not None and kept[1]() is x and kept[2] == x._version and kept[3] == x.data_ptr():
+            return taken_again(x, kept[0], target)
         y = self._cast(x, target)
         if y is not x:
-            self.kept[id(x), target] = Kept(x, y)
+            self.kept[key] = (y, weakref.ref(x), x._version, x.data_ptr())
         return y
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
@@ -138,7 +126,7 @@ def _listens(mode: CastMode) -> bool:
 
     There user code may run all the same: a backward pass recomputes what was checkpointed.
     """
-    if torch.compiler.is_compiling() or _get_current_function_mode() is mode:
+    if torch.compiler.is_compiling():
         return True
     return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
 
@@ -213,11 +201,12 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode, rule, module = _LOCAL.mode, self.rule, self.module
-        if module is not None and not torch.compiler.is_compiling() and sys.getrefcount(self) > _HELD_BY_ONE_MODULE:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and sys.getrefcount(self) > _HELD_BY_ONE_MODULE and module is not None:
             module = self._called_on(sys._getframe(1))
         if rule is None:
             return self._plain(module)(*args, **kwargs)
-        if mode is not None and _listens(mode):
+        if mode is not None and (compiling or _get_current_function_mode() is mode or _listens(mode)):
             return self._run(mode, rule, module, args, kwargs)
         if fx_tracing._is_fx_tracing_flag:
             _refuse_proxies((*args, *kwargs.values()))
