@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from mpkit.formats import FloatFormat
 
@@ -60,7 +61,8 @@ def round_to(
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
     x, overflow = x.detach(), overflow or fmt.overflow
     if torch.compiler.is_compiling():  # one fused kernel makes blocks and scratch space pointless
-        rounded = _exact(x, fmt, mode, overflow, generator)
+        with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
+            rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
     if out is None:
         out = torch.empty_like(x)
@@ -412,6 +414,29 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None, None, None, None
 
 
+class _InTransforms(torch.autograd.Function):
+    """The same inside `torch.func` (vmap, grad, jvp), which wants another shape of Function that costs more."""
+
+    @staticmethod
+    def forward(x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Any) -> Tensor:
+        return round_to(x, fmt, mode, overflow=overflow)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.grad_rule = inputs[2:]
+
+    backward = _StraightThrough.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        grad_fmt, mode, overflow = ctx.grad_rule
+        return tangents[0] if grad_fmt is None else quantize(tangents[0], grad_fmt, None, mode, overflow)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *rule: Any) -> Any:
+        return _InTransforms.apply(x, *rule), in_dims[0]
+
+
 def quantize(
     x: Tensor,
     fmt: FloatFormat,
@@ -426,4 +451,5 @@ def quantize(
     """
     if grad_fmt is not None and not isinstance(grad_fmt, FloatFormat):
         raise TypeError(f"grad_fmt is a FloatFormat or None (gradients stay as they are), got {grad_fmt!r}")
-    return _StraightThrough.apply(x, fmt, grad_fmt, mode, overflow)
+    transformed = not torch.compiler.is_compiling() and peek_interpreter_stack() is not None
+    return (_InTransforms if transformed else _StraightThrough).apply(x, fmt, grad_fmt, mode, overflow)

@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from mpkit.casting import operations as ops
-from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
+from mpkit.casting.lists import (
+    AUTO_MADE_OF_WIDE,
+    AUTO_TO_LOW,
+    AUTO_TO_WIDE,
+    AUTO_WIDEST,
+    BLACK_MODULES,
+    WHITE_MODULES,
+    WHITE_OPERATORS,
+)
 from mpkit.casting.mode import Forward, mark, mark_of, unmark
 from mpkit.casting.products import drop_scales
-from mpkit.casting.rules import Rule, everything, operator_lists, protected, white_operators
+from mpkit.casting.rules import Rule, everything, operator_lists, protected, recurrent, white_operators
 from mpkit.casting.targets import Target, target_of
 from mpkit.formats import FloatFormat
 
@@ -63,6 +71,7 @@ def auto_mixed_precision(
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network
+    refuse_scripted(network)
     _warn_of_repetition(network, amp_level)
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
@@ -75,7 +84,7 @@ def auto_mixed_precision(
     elif amp_level == "O3":
         _black_list(network, low, ())
     else:
-        spread(network, lambda _: _auto(low))
+        spread(network, lambda module: _auto(low, module))
     _root(network).level = amp_level
     return network
 
@@ -104,6 +113,7 @@ def custom_mixed_precision(
         came = "neither" if white_list is None else "both"
         raise ValueError(f"give exactly one of white_list and black_list, got {came}")
     low = target_of(dtype, grad_dtype)
+    refuse_scripted(network)
     if white_list is not None:
         modules, operators = _checked_white(white_list)
         _white_list(network, low, modules, operators)
@@ -153,6 +163,16 @@ def _checked_black(black: list[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
     return tuple(black)
 
 
+def refuse_scripted(network: Any) -> None:
+    """Raise TypeError if TorchScript runs a part of `network`: its interpreter does not ask a rule."""
+    modules = network.named_modules() if isinstance(network, nn.Module) else ()
+    if (name := next((name for name, m in modules if isinstance(m, torch.jit.ScriptModule)), None)) is not None:
+        raise TypeError(
+            f"{name or 'the network'} is TorchScript, which runs in an interpreter of its own and cannot be cast; "
+            "cast the network before torch.jit.trace, or use torch.compile or torch.export"
+        )
+
+
 def _warn_of_repetition(network: Any, level: str) -> None:
     if old := amp_level(network):
         warnings.warn(
@@ -173,14 +193,22 @@ def _root(network: nn.Module) -> Forward:
     return mark(network, Rule()) if root is None else root
 
 
-def _auto(low: Target) -> Rule:
-    return operator_lists(low, AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, False)
+def _auto(low: Target, module: nn.Module | None = None) -> Rule:
+    wide = AUTO_TO_WIDE | AUTO_MADE_OF_WIDE
+    return operator_lists(low, AUTO_TO_LOW, wide, AUTO_WIDEST, False, entry=entry_of(module))
+
+
+def entry_of(module: nn.Module | None) -> Target | None:
+    """What the arguments of a module are cast to where only its operations are listed.
+
+    torch's recurrent layers compare the dtype of their input with that of the stored float32 weights.
+    """
+    return torch.float32 if isinstance(module, nn.RNNBase) else None
 
 
 def lowered(module: nn.Module, low: Target) -> Rule:
     """Everything in `low`, as a rule for `module`."""
-    # torch's recurrent layers compare their input's dtype with the stored weights' before they compute
-    return everything(low, None, torch.float32 if isinstance(module, nn.RNNBase) else low)
+    return recurrent(low) if isinstance(module, nn.RNNBase) else everything(low, None, low)
 
 
 def spread(network: nn.Module, rule_for: Callable[[nn.Module], Rule | None]) -> None:
@@ -201,9 +229,13 @@ def spread(network: nn.Module, rule_for: Callable[[nn.Module], Rule | None]) -> 
 
 def _white_list(network: nn.Module, low: Target, modules: tuple[type, ...], operators: frozenset[str]) -> None:
     """O1's mechanism: in modules of exactly these classes everything computes in `low`, elsewhere the operators do."""
-    inside, outside = everything(low, torch.float32), white_operators(low, operators)
+    inside = everything(low, torch.float32)
     forced = {id(inner) for module in network.modules() if type(module) in modules for inner in module.modules()}
-    spread(network, lambda module: inside if id(module) in forced else outside)
+
+    def rule(module: nn.Module) -> Rule:
+        return inside if id(module) in forced else white_operators(low, operators, entry_of(module))
+
+    spread(network, rule)
 
 
 def _black_list(network: nn.Module, low: Target, black: tuple[type[nn.Module], ...]) -> None:
@@ -247,6 +279,7 @@ def to_float(
     if not isinstance(module, nn.Module):
         raise TypeError(f"to_float sets the precision of an nn.Module, got {module!r}; cast a tensor with x.to(dtype)")
     target = target_of(dtype, grad_dtype, also=(torch.float32,))
+    refuse_scripted(module)
     for inner in module.modules():
         old = mark_of(inner)
         around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}

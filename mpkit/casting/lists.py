@@ -41,4 +41,19 @@ AUTO_TO_WIDE = frozenset(
     cumsum sum l1_loss mse_loss nll_loss"""
     )
 )
-AUTO_WIDEST = frozenset(words("addcdiv addcmul cross dot grid_sample cat"))
+# One function in torch, made of listed operators in MindSpore's functional interface: cross_entropy is log_softmax and
+# nll_loss, logsumexp is exp, sum and log. (MindSpore's lists name no cross-entropy as such, so its fused operator runs
+# in the dtype of its input, where the sum over a batch overflows.)
+AUTO_MADE_OF_WIDE = frozenset(
+    words(
+        """cross_entropy logsumexp logcumsumexp logaddexp logaddexp2 cosine_similarity cosine_embedding_loss
+        pairwise_distance dist poisson_nll_loss gaussian_nll_loss triplet_margin_with_distance_loss rms_norm nansum"""
+    )
+)
+# torch's own names for a dot product, and operations of which torch has a form for equal dtypes only
+AUTO_WIDEST = frozenset(
+    words(
+        """addcdiv addcmul cross dot grid_sample cat vdot vecdot inner bilinear lerp scatter scatter_add index_add
+        index_copy index_put masked_scatter"""
+    )
+)

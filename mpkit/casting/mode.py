@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule, computing
+from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule, computing, for_overload
+from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target, converted, map_tensors, taken_again
 
@@ -48,6 +50,8 @@ class CastMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rule
         handler = rule.handlers.get(func.__name__, rule.default)
+        if handler is rule.default and type(func) is OpOverload:
+            handler = for_overload(rule, func)
         if self.ledgers:
             for ledger in self.ledgers:
                 handler = _written_down(ledger, handler)
@@ -160,6 +164,10 @@ def running(rule: Rule | None = None, *, layer: Any = None, ledger: Ledger | Non
         mode.rule, mode.layer, mode.ledgers = outer, outer_layer, ledgers
 
 
+def _uncast() -> AbstractContextManager[Any]:
+    return running(CASTING) if current() is not None else nullcontext()
+
+
 # --- what stands in a module's `forward` ------------------------------------------------------------------------------
 
 _OF_A_FUNCTION = frozenset(
@@ -210,6 +218,8 @@ class Forward:
             return self._run(mode, rule, module, args, kwargs)
         if fx_tracing._is_fx_tracing_flag:
             _refuse_proxies((*args, *kwargs.values()))
+        if may_be_sharded() and module is not None and not compiling:
+            leave_hooks_uncast(module, _uncast)
         outside, mode = mode, CastMode(() if mode is None else mode.ledgers)
         _LOCAL.mode = mode
         try:

@@ -27,6 +27,7 @@ _ALIASES = {
     "matmul": ("__matmul__", "__rmatmul__"),
     "pow": ("__pow__", "__rpow__", "float_power"),
     "outer": ("ger",),
+    "dot": ("vdot",),
     "norm": ("vector_norm", "matrix_norm"),
     "multi_dot": ("chain_matmul",),
     "div": ("__truediv__", "__rtruediv__", "__rdiv__", "divide", "true_divide"),

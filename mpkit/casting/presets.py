@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.casting.levels import lowered, protect_children, spread
+from mpkit.casting.levels import entry_of, lowered, protect_children, refuse_scripted, spread
 from mpkit.casting.lists import CONVOLUTIONS
 from mpkit.casting.mode import mark, mark_of
 from mpkit.casting.operations import words
@@ -86,8 +86,8 @@ def _nothing(network: nn.Module, low: Target) -> None:
 
 
 def _apex_o1(network: nn.Module, low: Target) -> None:
-    rule = operator_lists(low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, BANNED)
-    spread(network, lambda _: rule)
+    lists = (low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, BANNED)
+    spread(network, lambda module: operator_lists(*lists, entry=entry_of(module)))
 
 
 def _apex_o2(network: nn.Module, low: Target) -> None:
@@ -112,8 +112,8 @@ def _keras(network: nn.Module, low: Target) -> None:
 
 
 def _torch(network: nn.Module, low: Target) -> None:
-    rule = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, BANNED)
-    spread(network, lambda _: rule)
+    lists = (low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, BANNED)
+    spread(network, lambda module: operator_lists(*lists, entry=entry_of(module)))
 
 
 def _result(network: nn.Module, target: Target) -> None:
@@ -161,6 +161,9 @@ def cast_like(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"cast_like casts an nn.Module, got {network!r}; pass the network object itself")
+    if not isinstance(preset, str | Recipe):
+        raise TypeError(f"preset is a name or a Recipe, got {preset!r}; the names are in PRESETS and RECIPES")
+    refuse_scripted(network)
     if isinstance(preset, Recipe) or preset in RECIPES:
         if dtype is not None or grad_dtype is not None:
             raise ValueError("a recipe names the format of every cast; replace its casts instead of giving a dtype")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
 from mpkit.casting.targets import (
@@ -113,7 +114,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
             return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
             return _finished(mode, func(*mode.cast_all(args, low)), low, result)
-        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(kwargs, low), low))
+        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
     return computing(low, handle, round_trip=result is torch.float32)
@@ -124,7 +125,7 @@ def exactly_in(low: Emulated) -> Handler:
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = mode.cast_all(args, low)
-        out = func(*inputs, **mode.cast_all(_without_out(kwargs, low), low))
+        out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
         return _delivered(moved(out, inputs, low), args, kwargs)
 
     return computing(low, handle)
@@ -138,10 +139,31 @@ def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> A
     return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
 
 
-def _without_out(kwargs: dict[str, Any], low: Target) -> dict[str, Any]:
+def _without_out(func: ops.Function, kwargs: dict[str, Any], low: Target) -> dict[str, Any]:
     """What is written where it was asked for only when it has its final values: `out=`, and `inplace=` in a format."""
     later = ("out", "inplace") if type(low) is Emulated else ("out",)
-    return {name: value for name, value in kwargs.items() if name not in later}
+    given = {name: value for name, value in kwargs.items() if name not in later}
+    if type(func) is OpOverload and "out" in kwargs:  # it cannot do without
+        native = low if isinstance(low, torch.dtype) else torch.float32
+        given["out"] = map_tensors(
+            lambda x: torch.empty_like(x, dtype=native if x.is_floating_point() else x.dtype), kwargs["out"]
+        )
+    return given
+
+
+_KERNELS = frozenset(ops.words("aten prims c10d _c10d_functional fsdp inductor"))
+
+
+def for_overload(rule: Rule, func: OpOverload) -> Handler | None:
+    """What a rule does for one overload of an operator, which somebody chose for the tensors at hand.
+
+    torch's own are called as they are: a compiled graph consists of them, and holds its casts already. An operator of
+    somebody else's that writes into its first argument leaves that its precision.
+    """
+    if func.namespace in _KERNELS:
+        return None
+    writes = rule.default is not None and func._schema.is_mutable and func._schema.arguments[0].is_write
+    return in_place if writes else rule.default
 
 
 def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -354,6 +376,16 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
 
 
 @cache
+def recurrent(low: Target) -> Rule:
+    """A recurrent layer: its kernel takes everything in `low`.
+
+    What torch's own code does around the kernel stays as it is, since it compares the dtype of the input with that of
+    the stored float32 weights.
+    """
+    return Rule(_table((ops.RECURRENT, computed_in(low))), None, torch.float32, (recurrent, (low,)))
+
+
+@cache
 def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
@@ -362,7 +394,7 @@ def protected(low: Target, entry: Target | None) -> Rule:
 
 
 @cache
-def white_operators(low: Target, operators: frozenset[str]) -> Rule:
+def white_operators(low: Target, operators: frozenset[str], entry: Target | None = None) -> Rule:
     """O1 outside the listed modules: listed operators compute in `low` and give float32, all others are left alone.
 
     A listed product inside a larger function (linear, addmm, einsum, attention and the like) is found: it is computed
@@ -378,7 +410,7 @@ def white_operators(low: Target, operators: frozenset[str]) -> Rule:
     if "relu" in operators:
         parts += [(ops.spellings("relu_"), written_back(torch.relu, low, wide))]
     parts += [(ops.CONVOLUTIONS & listed, product_then_bias(low, wide, wide))]
-    return Rule(_table(*parts), None, None, (white_operators, (low, operators)))
+    return Rule(_table(*parts), None, entry, (white_operators, (low, operators, entry)))
 
 
 @cache
@@ -389,6 +421,7 @@ def operator_lists(
     promoted: frozenset[str],
     bias_in_low: bool,
     banned: frozenset[str] = frozenset(),
+    entry: Target | None = None,
 ) -> Rule:
     """Lists of operators computed in `low`, in float32, in the widest of their inputs. Others follow their inputs.
 
@@ -409,5 +442,5 @@ def operator_lists(
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
-    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low, banned))
-    return Rule(_table(*parts), follows if emulated else None, None, recipe)
+    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low, banned, entry))
+    return Rule(_table(*parts), follows if emulated else None, entry, recipe)

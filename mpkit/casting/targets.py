@@ -171,7 +171,7 @@ def still(x: Tensor, target: Emulated) -> Tensor:
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`change` applied to every tensor in a nest of tuples (named too), lists, dicts and dataclasses.
 
-    The nest keeps its types; what holds no other tensor than before comes back as it is, if it is a dataclass.
+    The nest keeps its types, and what hangs on them beside their items.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -185,10 +185,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         return _refilled(value, changed)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
-        replaced = {name: map_tensors(change, part) for name, part in parts.items()}
-        if all(replaced[name] is part for name, part in parts.items()):
-            return value
-        twin = copy.copy(value)
+        mapped = {name: map_tensors(change, part) for name, part in parts.items()}
+        replaced = {name: part for name, part in mapped.items() if part is not parts[name]}
+        twin = copy.copy(value) if replaced else value
         for name, part in replaced.items():
             object.__setattr__(twin, name, part)  # frozen ones too
         return twin
