@@ -20,8 +20,9 @@ def graded(notebook):
     return [c for c in notebook.cells if labs.mark(c).get("grade")]
 
 
-def test_there_are_four_labs():
-    assert list(SOURCES) == ["lab01", "lab02", "lab03", "lab04"]
+def test_the_labs_are_there():
+    assert set(SOURCES) >= {"lab01", "lab02", "lab03", "lab04", "lab06"}
+    assert set(SOURCES) == set(WRONG)
 
 
 def test_every_question_has_a_prompt_an_answer_and_visible_and_hidden_tests(source):
@@ -121,6 +122,11 @@ WRONG = {
         "q1": (("range(1, grad.ndim)", "range(0, grad.ndim)"), {"visible", "hidden"}),  # one mean for everything
         "q3": (("range(1, groups)", "range(0, groups)"), {"visible", "hidden"}),  # the indices begin at 1
         "q5": (("a.double(), b.double()", "a, b"), {"hidden2"}),  # inner products in the updates' own dtype
+    },
+    "lab06": {
+        "q1": (("(n - 1))", "n)"), {"visible", "hidden"}),  # the spread of a population, not of a sample
+        "q2": (("middle - half > 0", "middle - half >= 0"), {"hidden"}),  # an end at 0 called better
+        "q5": (('"dtype": "bf16"}', '"dtype": "bf16", "lr": 0.2}'), {"hidden"}),  # two changes at once
     },
 }
 

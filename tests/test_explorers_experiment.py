@@ -1,0 +1,106 @@
+"""The model and view of an experiment of one's own, without a browser."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpkit.explorers.own_experiment import CELLS, NETWORKS, OwnExperimentExplorer, recorded
+from mpkit.widgets.experiment import own_experiment_view
+
+
+def fake(seed, level, dtype, scaler, boost):
+    """A run in no time: the accuracy falls with the level."""
+    return {"accuracy": 90.0 - 3 * (level == "O2") + seed, "loss": [2.0, 1.0 + seed + (level == "O2"), 0.5]}
+
+
+def only(*names, **params):
+    """Parameters that tick these cells alone."""
+    return {f"cell_{i}": name in names for i, name in enumerate(CELLS)} | params
+
+
+def test_it_opens_with_the_recorded_runs_and_their_verdicts():
+    model = OwnExperimentExplorer()
+    assert "recorded: perceptron, 10 seeds" in model.summary()
+    assert [row.name for row in model.rows] == list(CELLS) == recorded().labels
+    assert all(len(row.values) == 10 for row in model.rows)
+    verdicts = recorded().summary("accuracy")["verdict"]
+    assert f"{model.rows[5].interval[1]:.1f}, {verdicts['e5m1 O2, scaled']}" in model.summary()
+    assert [len(run) for run in model.losses] == [144, 144]
+    assert model.table()[0]["runs"] == 10
+
+
+def test_runs_arrive_stop_and_go_on():
+    model = OwnExperimentExplorer(run=fake, **only("float32", "fp16 O2", other="fp16 O2", seeds=3))
+    seen = []
+
+    def watch(_):
+        if model.results is not None:
+            seen.append(len(model.results))
+            if len(model.results) == 2:
+                model.stop()
+
+    model.observe(watch, "revision")
+    model.run()
+    model.wait(60)
+    assert model.results.stopped
+    assert len(model.results) == 2
+    model.unobserve_all("revision")
+    model.run()
+    model.wait(60)
+    assert len(model.results) == 6
+    assert not model.results.stopped
+    assert "fp16 O2 88.0, worse" in model.summary()  # 87, 88, 89
+    model.set(seed=2, step=2)
+    assert "Loss at step 2 from seed 2: float32 3.000, fp16 O2 4.000." in model.summary()
+    model.show_recorded()
+    assert "recorded" in model.summary()
+
+
+def test_more_seeds_run_only_what_is_missing():
+    model = OwnExperimentExplorer(run=fake, **only("float32", "fp16 O2", seeds=2))
+    for seeds, expected in ((2, 4), (3, 6)):
+        model.set(seeds=seeds)
+        before = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*-*.json")}
+        model.run()
+        model.wait(60)
+        after = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*-*.json")}
+        assert len(after) == expected
+        assert before.items() <= after.items()
+
+
+def test_float32_and_one_other_cell_are_needed():
+    model = OwnExperimentExplorer()
+    with pytest.raises(ValueError, match="choose float32"):
+        model.cell_0 = False
+    assert model.cell_0
+    with pytest.raises(ValueError, match="at least one other cell"):
+        model.set(**only("float32"))
+
+
+def test_a_run_that_fails_is_told():
+    model = OwnExperimentExplorer(run=lambda seed, **cell: 1 / 0, **only("float32", "fp16 O2", seeds=1))
+    model.run()
+    model.wait(60)
+    assert "ZeroDivisionError" in model.summary()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_trains_a_cell(name):
+    result = NETWORKS[name].func(*NETWORKS[name].args, **{**NETWORKS[name].keywords, "only_time": True})
+    assert result["seconds_per_step"] > 0
+
+
+def test_the_view_draws_every_state():
+    view = own_experiment_view(run=fake, **only("float32", "fp16 O2", other="fp16 O2", seeds=2))
+    first = view.png()
+    view.explorer.set(step=9)
+    assert view.summary() != repr(own_experiment_view())
+    view.explorer.run()
+    view.explorer.wait(60)
+    assert view.png() != first
+    assert view.data()[1]["accuracy, %"] == 87.5
+    view.explorer.set(other="freezing")  # not among the cells that ran
+    assert len(view.explorer.losses[1]) == 0
+    assert np.isfinite(view.explorer.rows[0].interval[1])
+    assert view.png()
