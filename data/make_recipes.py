@@ -1,4 +1,4 @@
-"""Record `recipes.npz` and `gpt_amax.npz` in this folder: `python data/make_recipes.py`.
+"""Record `recipes.npz` and `gpt_amax.npz` in this folder: `python data/make_recipes.py [FOLDER]`.
 
 Real trainings of a small GPT on sums on one CPU thread: under every recipe with three seeds (the loss on fresh sums at
 the end, the share of clipped and flushed operands), and once in float32 with the amaxes of all linear layers, where
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mpkit.casting import RECIPES, Recipe, cast_like, ledger
+from mpkit.experiment import experiment
 from mpkit.networks import TinyGPT
 from mpkit.record import AmaxRecorder
 
@@ -79,29 +80,40 @@ def train(recipe: Recipe | None, seed: int, batches: list[Any], recorder: Any = 
     return {"losses": losses, "end": end, "shares": shares, "amax": watch.trace() if watch else None}
 
 
+def run(seed: int, name: str) -> dict[str, Any]:
+    """One training under the recipe of that name, as `experiment` calls it."""
+    from make_traces import sums
+
+    made = train(variants()[name], seed, list(sums(steps=STEPS + 4)))
+    shares = np.frombuffer(json.dumps(made["shares"]).encode(), np.uint8)
+    return {"losses": made["losses"], "end": made["end"], "shares": shares}
+
+
 def main() -> None:
     from make_traces import sums
 
     torch.set_num_threads(1)
-    batches = list(sums(steps=STEPS + 4))
     amax = train(None, 1, list(sums(steps=304)), recorder=True)["amax"]
     amax.save(HERE / "gpt_amax.npz")
-    runs: dict[str, list[Any]] = {}
-    for name, recipe in variants().items():
-        runs[name] = [train(recipe, seed, batches) for seed in SEEDS]
-        print(name, [f"{run['end']:.4f}" for run in runs[name]], flush=True)
+    folder = sys.argv[1] if len(sys.argv) > 1 else None  # a second call with the same folder goes on
+    names = list(variants())
+    results = experiment(run, {name: {"name": name} for name in names}, seeds=SEEDS, folder=folder)
+    if results.failures or results.stopped:
+        raise SystemExit(str(results.failures))
+    print(*results.summary("end", higher_is_better=False)["sentence"], sep="\n")
     meta = {
         "steps": STEPS,
         "every": EVERY,
         "seeds": SEEDS,
-        "shares": {name: run[0]["shares"] for name, run in runs.items()},
+        "shares": {name: json.loads(bytes(results.series(name, "shares", SEEDS[0])).decode()) for name in names},
         "made_by": "data/make_recipes.py",
     }
+    losses = [[results.series(name, "losses", seed) for seed in SEEDS] for name in names]
     np.savez_compressed(
         HERE / "recipes.npz",
-        names=np.array(list(runs)),
-        losses=np.array([[run["losses"] for run in of] for of in runs.values()], dtype=np.float32),
-        end=np.array([[run["end"] for run in of] for of in runs.values()], dtype=np.float32),
+        names=np.array(names),
+        losses=np.array(losses, dtype=np.float32),
+        end=np.array([list(results.values(name, "end").values()) for name in names], dtype=np.float32),
         meta=json.dumps(meta),
     )
 
