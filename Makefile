@@ -21,7 +21,7 @@ check:  ## lint, format, types, import layers
 	$(RUN) python -m pytest -q -p no:cacheprovider tests/test_layers.py
 
 portable:  ## every notebook on stand-ins for other machines; make portable ARGS="--only seed --seeds 1 2"
-	$(RUN) python tests/other_machines.py $(ARGS)
+	$(RUN) python tests/other_machines.py $(or $(ARGS),--table data/benchmarks/portable.md)
 
 bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 	$(RUN) python -m mpkit.bench $(ARGS)

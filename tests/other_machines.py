@@ -17,6 +17,8 @@ import importlib
 import json
 import math
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -34,6 +36,11 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/labs/*.ipynb")])
 OLDEST_X86 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 TIMES = float(os.environ.get("MPKIT_JITTER_TIMES", "1"))  # a larger one finds what is near to its edge
+VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
+    "Python 3.11, torch 2.11": ("python3.11", ("torch==2.11.*",)),
+    "Python 3.13, newest": ("python3.13", ()),
+}
+IMPORTED = ("torch", "matplotlib.figure", "ipywidgets", "anywidget", "execute", "IPython.core.interactiveshell")
 MARGIN = 3.0  # distance to the bound of a claim, in spreads over the seeds
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
@@ -60,16 +67,45 @@ def variants(seeds: Sequence[int]) -> dict[str, list[Variant]]:
             Variant("AVX2", AVX2),
         ],
         "threads": [Variant(f"{n} threads", {"OMP_NUM_THREADS": str(n)}) for n in (2, 4)],
+        "versions": [Variant(name, python=name) for name in VERSIONS],
     }
+
+
+def python_of(name: str) -> str:
+    """The interpreter of an environment of `VERSIONS`, made at its first use in `.venv-portable/`; others are paths."""
+    if name not in VERSIONS:
+        return name
+    python, packages = VERSIONS[name]
+    folder = ROOT / ".venv-portable" / name.replace(" ", "-").replace(",", "")
+    own = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        found = shutil.which(python) or next(
+            (str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{python[6:]}.*/bin/python"))), None
+        )
+        if found is None:
+            raise SystemExit(
+                f"the variant {name!r} needs {python}, and this machine has none; install it or use --only"
+            )
+        subprocess.run([found, "-m", "venv", "--clear", str(folder)], check=True)
+        install = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "-e", ".[test]", *packages], check=True, cwd=ROOT)
+        (folder / "complete").touch()
+    return str(own)
 
 
 # in the process of a variant
 
 
-def serve() -> None:
-    """Read jobs from stdin, one JSON object a line; run each in a fork; write its result to stdout, one line."""
-    for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
-        importlib.import_module(f"mpkit.widgets.{path.stem}")  # imported once, for all notebooks; starts no thread
+def serve(package: str) -> None:
+    """Read jobs from stdin, one JSON object a line; run each in a fork; write its result to stdout, one line.
+
+    `package` is the folder of the mpkit that every job runs, or "" where each job names its own.
+    """
+    for name in IMPORTED:
+        importlib.import_module(name)
+    if package == str(ROOT):  # the mpkit of all notebooks, imported once; nothing here starts a thread
+        for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
+            importlib.import_module(f"mpkit.widgets.{path.stem}")
     for line in sys.stdin:
         job = json.loads(line)
         end, begin = os.pipe()
@@ -77,7 +113,7 @@ def serve() -> None:
         if child == 0:
             os.close(end)
             with os.fdopen(begin, "w") as out:
-                out.write(json.dumps(run_here(Path(job["notebook"]), job["seed"])))
+                out.write(json.dumps(run_here(**job)))
             os._exit(0)
         os.close(begin)
         with os.fdopen(end) as found:
@@ -86,8 +122,11 @@ def serve() -> None:
         print(text or json.dumps({"differ": [{"cell": "process ended"}], "claims": [], "seconds": 0.0}), flush=True)
 
 
-def run_here(path: Path, seed: int | None) -> dict[str, Any]:
-    """Run a notebook in this process: which cells differ from what is stored, its claims, its seconds."""
+def run_here(notebook: str, seed: int | None = None, package: str = "", first: bool = False) -> dict[str, Any]:
+    """Run a notebook in this process: which cells differ from what is stored, its claims, its seconds.
+
+    With the mpkit of the folder `package`, where that is named; to the `first` difference only, where that is asked.
+    """
     import nbformat
     from execute import texts
     from IPython.core.displayhook import CapturingDisplayHook
@@ -96,9 +135,13 @@ def run_here(path: Path, seed: int | None) -> dict[str, Any]:
     from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     start = time.perf_counter()
+    if package:
+        sys.path.insert(0, package)
+    from mpkit import check
+
     if seed is not None:
         install(seed, TIMES)
-    os.chdir(path.parent)
+    os.chdir(Path(notebook).parent)
     pd.set_option("display.max_columns", 20)  # as in a notebook, not as in a terminal
     claims: list[list[Any]] = []
     check.heard.append(lambda *claim: claims.append(list(claim)))
@@ -106,7 +149,7 @@ def run_here(path: Path, seed: int | None) -> dict[str, Any]:
     shell.display_pub = published = CapturingDisplayPublisher()
     shell.display_trap.hook = CapturingDisplayHook(shell, published.outputs)
     differ = []
-    for number, cell in enumerate(c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"):
+    for number, cell in enumerate(c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"):
         published.outputs.clear()
         with redirect_stdout(StringIO()) as printed:
             done = shell.run_cell(cell.source)
@@ -119,6 +162,8 @@ def run_here(path: Path, seed: int | None) -> dict[str, Any]:
         stored, fresh = (texts(new_notebook(cells=[c])) for c in (cell, new_code_cell(outputs=outputs)))
         if sorted(fresh) != sorted(stored):
             differ.append({"cell": number, "stored": stored, "fresh": fresh})
+            if first:
+                break
     return {"differ": differ, "claims": claims, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -147,9 +192,7 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
                         server.__exit__(None, None, None)
                     kind = (variant.python, variant.variables)
                     server = started(variant)
-                server.stdin.write(json.dumps({"notebook": str(path), "seed": variant.seed}) + "\n")
-                server.stdin.flush()
-                found.put((variant, path, json.loads(server.stdout.readline())))
+                found.put((variant, path, asked(server, notebook=str(path), seed=variant.seed)))
         finally:
             if server:
                 server.__exit__(None, None, None)  # closes its pipes, which ends it, and waits
@@ -162,12 +205,12 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
         yield from iter(found.get, None)
 
 
-def started(variant: Variant) -> subprocess.Popen[str]:
-    """A process with everything imported, in the environment of the variant."""
+def started(variant: Variant, package: str = str(ROOT)) -> subprocess.Popen[str]:
+    """A process with everything imported, in the environment of the variant, that serves jobs."""
     settings = {"OMP_NUM_THREADS": "1", "MPLCONFIGDIR": os.environ.get("MPLCONFIGDIR", ""), **variant.variables}
     return subprocess.Popen(
-        [variant.python, __file__, "--serve"],
-        env={k: v for k, v in (os.environ | settings).items() if v} | {"PYTHONPATH": str(ROOT)},
+        [python_of(variant.python), __file__, "--serve", package],
+        env={k: v for k, v in (os.environ | settings).items() if v} | {"PYTHONPATH": package},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -194,11 +237,33 @@ def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]
     return sum(room < MARGIN for room, *_ in found.values())
 
 
+def table(cells: dict[tuple[str, str], str], names: Sequence[str], notebooks: Sequence[str]) -> str:
+    """Markdown: a row per variant, a column per notebook, the cells that differ or 0."""
+    head = ["variant", *(stem[:5] if stem.startswith("lab") else stem[:2] for stem in notebooks)]
+    rows = [head, ["---"] * len(head), *([name, *(cells[name, stem] for stem in notebooks)] for name in names)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return (
+        f"# Cells that differ on stand-ins for other machines\n\nMade by `make portable` on {where}.\n\n"
+        + "\n".join([*lines, ""])
+    )
+
+
+def asked(server: subprocess.Popen[str], **job: Any) -> dict[str, Any]:
+    """What `run_here(**job)` returns in a fork of the server."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps(job) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, help="all lessons and labs when none is named")
-    parser.add_argument("--only", nargs="+", default=["seed", "instructions", "threads"], help="families of variants")
+    parser.add_argument("--only", nargs="+", default=list(variants([])), help="families of variants")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--table", type=Path, help="write the table variant x notebook to this file, as Markdown")
     parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -206,7 +271,9 @@ def main() -> int:
     notebooks = [path.resolve() for path in options.notebooks] or NOTEBOOKS
     start, differences = time.perf_counter(), 0
     claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    cells: dict[tuple[str, str], str] = {}
     for variant, path, result in results(todo, notebooks, options.jobs):
+        cells[variant.name, path.stem] = " ".join(f"c{cell['cell']}" for cell in result["differ"]) or "0"
         for sentence, *numbers in result["claims"]:
             claims[path.stem, sentence].append(tuple(numbers))
         for cell in result["differ"]:
@@ -214,19 +281,19 @@ def main() -> int:
             print(f"{variant.name}: {path.stem} cell {cell['cell']}")
             lines = difflib.unified_diff(cell.get("stored", []), cell.get("fresh", []), "stored", "here", "", "", 0, "")
             print("\n".join(line[:200] for line in list(lines)[2:12]), flush=True)
+    if options.table:
+        options.table.write_text(table(cells, [v.name for v in todo], [path.stem for path in notebooks]))
     small = print_margins(claims) if options.margins else 0
     print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
     return int(differences + small > 0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:
-        sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "tests" / "jitter")]
+    if sys.argv[1:2] == ["--serve"]:
+        sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "tests" / "jitter")]
         import pandas as pd
         from sitecustomize import install
 
-        from mpkit import check
-
-        serve()
+        serve(sys.argv[2])
     else:
         sys.exit(main())
