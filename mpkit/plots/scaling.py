@@ -54,8 +54,11 @@ def dynamics_scene(data: Any) -> Scene:
     codes = sorted(set(map(str, data.reasons)))
     index = np.searchsorted(codes, data.reasons.astype(str)).astype(np.uint8)
     main.add("notes", label="decision", names=codes, codes=index)
-    totals = (np.cumsum(~data.finite), steps + 1, np.round(100 * data.zeros))
-    words = "skipped {} of {} steps;  {} % of this step's gradients are zero"
+    totals = [np.cumsum(~data.finite), steps + 1]
+    words = "skipped {} of {} steps"
+    if not np.isnan(data.zeros).any():  # a step whose loss is not finite has no gradients to count
+        totals.append(np.round(100 * data.zeros))
+        words += ";  {} % of this step's gradients are zero"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, plain=True)
     if not data.hold:
