@@ -1,6 +1,6 @@
 """What travels in the wheel, written to a folder: `python notebooks/ship.py FOLDER` (setup.py and `mpkit lab` call it).
 
-    data/       what the library reads: digits, traces, benchmarks, and where each comes from
+    data/       what the library reads: digits, traces, experiments, benchmarks, and where each comes from
     notebooks/  the lessons as they are stored, and the released labs: no solutions, no hidden tests
 
 A link of the lessons' README to a file that does not travel becomes the address of that file in the repository.
@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("README.md", "*.npz", "*.json", "*/README.md", "*/*.npz", "*/*.json")
+DATA = ("README.md", "*.npz", "*.json", "*/README.md", "*/*.npz", "*/*.json", "*/*.zip")
 LESSONS = ("[0-9][0-9]_*.ipynb", "torchrun_*.py")
 
 
