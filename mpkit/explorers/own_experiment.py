@@ -162,6 +162,9 @@ class OwnExperimentExplorer(Explorer):
         yield 1.0
 
     def summary(self) -> str:
+        return f"{self.stored()} Run would now train {self.seeds} seeds of {self.network}."
+
+    def stored(self) -> str:
         results = self.results or recorded()
         chosen = [name for name in self.chosen if name in results.labels]
         if "accuracy" not in results.metrics:
