@@ -18,9 +18,10 @@ from mpkit.casting import (
     ledger,
     to_float,
 )
+from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST
 from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST
 from mpkit.casting.operations import operator_of, spellings
-from mpkit.casting.presets import APEX_TO_WIDE, PRESETS, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, preset_table
+from mpkit.casting.presets import PRESETS, preset_table
 from mpkit.formats import E4M3FN
 
 X = torch.tensor([[0.5, 1.25], [2.0, 0.75]])

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.casting import operations as ops
+from mpkit.casting.handlers import Handler, looks_inside
 from mpkit.casting.mode import CastMode, running
 from mpkit.casting.recipe import Operand, OperandRow, row_of
-from mpkit.casting.rules import CASTING, Handler, looks_inside
+from mpkit.casting.rules import CASTING
 from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
 
 if TYPE_CHECKING:

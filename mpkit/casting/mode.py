@@ -22,7 +22,8 @@ from torch._ops import OpOverload
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from mpkit.casting.rules import CASTING, PLAIN, Handler, Rule, computing, for_overload
+from mpkit.casting.handlers import Handler, computing
+from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target, converted, map_tensors, taken_again

@@ -7,7 +7,7 @@
 | mindspore O3 | all low | low | float32 | float32 | none |
 | mindspore auto | lists: low, float32, widest; biases added in float32 | float32 | as computed | float32 | none |
 | apex_O0 | float32 | float32 | float32 | float32 | 1 |
-| apex_O1 | lists: low, float32, widest | float32 | as computed | float32 | dynamic |
+| apex_O1 | lists: low, float32, widest | float32 but BatchNorm | as computed | float32 | dynamic |
 | apex_O2 | all low but affine BatchNorm | BatchNorm float32 inside | float32 | 16 bit, float32 masters | dynamic |
 | apex_O3 | all low | low | float32 | 16 bit, no masters | 1 |
 | keras_float32 | float32 | float32 | float32 | float32 | none |
@@ -29,55 +29,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpkit.casting.frameworks import apex_lists, autocast_lists
 from mpkit.casting.levels import entry_of, lowered, protect_children, refuse_scripted, spread
-from mpkit.casting.lists import CONVOLUTIONS
 from mpkit.casting.mode import mark, mark_of
-from mpkit.casting.operations import words
 from mpkit.casting.products import Keep, cast_by_recipe
 from mpkit.casting.recipe import RECIPES, Recipe
-from mpkit.casting.rules import operator_lists
 from mpkit.casting.targets import Target, target_of
 from mpkit.formats import FloatFormat
-
-TORCH_TO_LOW = frozenset(
-    (
-        *CONVOLUTIONS,
-        *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv einsum multi_dot vecdot linear prelu conv_tbc"),
-        *words("scaled_dot_product_attention"),
-    )
-)
-TORCH_TO_WIDE = frozenset(
-    words(
-        """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow reciprocal rsqrt sinh softplus softmax
-        log_softmax logsumexp sum prod cumsum cumprod norm dist cdist pdist renorm layer_norm group_norm rms_norm
-        nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits
-        cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss margin_ranking_loss
-        multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss poisson_nll_loss"""
-    )
-)
-TORCH_WIDEST = frozenset(
-    words(
-        """add sub mul div eq ne lt le gt ge cat stack addcdiv addcmul atan2 cross dot tensordot scatter_add index_put
-        vdot equal grid_sample bilinear"""
-    )
-)
-APEX_TO_LOW = frozenset(
-    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
-)
-APEX_TO_WIDE = frozenset(
-    words(
-        """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
-        std sum var renorm interpolate grid_sample softplus softmin softmax log_softmax gelu layer_norm group_norm
-        batch_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
-        cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
-        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
-        soft_margin_loss triplet_margin_loss ctc_loss"""
-    )
-)
-APEX_WIDEST = frozenset(
-    words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
-)
-BANNED = frozenset(words("binary_cross_entropy"))
 
 
 def _nothing(network: nn.Module, low: Target) -> None:
@@ -86,8 +44,7 @@ def _nothing(network: nn.Module, low: Target) -> None:
 
 
 def _apex_o1(network: nn.Module, low: Target) -> None:
-    lists = (low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, BANNED)
-    spread(network, lambda module: operator_lists(*lists, entry=entry_of(module)))
+    spread(network, lambda module: apex_lists(low, entry_of(module)))
 
 
 def _apex_o2(network: nn.Module, low: Target) -> None:
@@ -112,8 +69,7 @@ def _keras(network: nn.Module, low: Target) -> None:
 
 
 def _torch(network: nn.Module, low: Target) -> None:
-    lists = (low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, BANNED)
-    spread(network, lambda module: operator_lists(*lists, entry=entry_of(module)))
+    spread(network, lambda module: autocast_lists(low, entry_of(module)))
 
 
 def _result(network: nn.Module, target: Target) -> None:
@@ -152,8 +108,9 @@ def cast_like(
                     "blocks.0", "blocks.*.proj"), a list of them, or a function (path, module) -> bool. Everything that
                     is no linear layer stays high anyway; an attention counts as one layer.
     Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype, an option that is not the
-             preset's, a recipe on a network without linear layers, or a `keep` that matches nothing. At apex_O1 and
-             torch_autocast, RuntimeError when the network calls binary_cross_entropy, which their lists ban.
+             preset's, a recipe on a network without linear layers, or a `keep` that matches nothing. While the network
+             runs, RuntimeError for what its framework bans: binary_cross_entropy at torch_autocast; at apex_O1 the
+             same of 16 bits, and `x.exp_()` and the like on 16 bits.
 
     >>> net = cast_like(nn.Linear(2, 1), "keras_mixed_bfloat16")
     >>> net(torch.ones(1, 2)).dtype

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mpkit.casting import operations as ops
+from mpkit.casting.handlers import computing, looks_inside
 from mpkit.casting.mode import Forward, mark, mark_of
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
-from mpkit.casting.rules import Rule, computing, looks_inside
+from mpkit.casting.rules import Rule
 from mpkit.casting.targets import Emulated
 from mpkit.formats import FloatFormat
 from mpkit.scalers.tensor_scale import TensorScaler, update_all_

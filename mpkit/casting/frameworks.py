@@ -1,0 +1,174 @@
+"""The operator lists of NVIDIA apex's level O1 and of torch's autocast on CUDA, as rules.
+
+Source:  torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpkit.casting import operations as ops
+from mpkit.casting.handlers import Handler, computed_in, computing, in_place, looks_inside, widest
+from mpkit.casting.lists import CONVOLUTIONS
+from mpkit.casting.operations import words
+from mpkit.casting.rules import Rule, operator_lists
+from mpkit.casting.targets import Target, converted, float_tensors, map_tensors, precision
+
+TORCH_TO_LOW = frozenset(
+    (
+        *CONVOLUTIONS,
+        *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv einsum multi_dot vecdot linear prelu conv_tbc"),
+        *words("scaled_dot_product_attention"),
+    )
+)
+TORCH_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt sinh softplus softmax
+        log_softmax logsumexp sum sum_to_size prod cumsum cumprod norm nuclear_norm dist cdist pdist renorm layer_norm
+        native_layer_norm group_norm rms_norm nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div
+        binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss
+        margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss
+        poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
+    )
+)
+TORCH_WIDEST = frozenset(
+    words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample bilinear")
+)
+APEX_TO_LOW = frozenset(
+    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
+)
+APEX_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
+        std sum var renorm interpolate grid_sample softplus softmin softmax log_softmax gelu layer_norm group_norm
+        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
+        cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+        soft_margin_loss triplet_margin_loss ctc_loss cpu"""
+    )
+)
+APEX_WIDEST = frozenset(
+    words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
+)
+BANNED = "binary_cross_entropy"
+
+# functions of torch that are written in Python, of operators that autocast lists
+_OF_LISTED = {
+    function: ops.opened(function)
+    for name in words(
+        """gaussian_nll_loss local_response_norm lp_pool1d lp_pool2d lp_pool3d multilabel_soft_margin_loss
+        triplet_margin_with_distance_loss linear_cross_entropy"""
+    )
+    if isinstance(function := getattr(F, name, None), FunctionType)  # the last one is not in torch 2.11
+}
+# these compute in the dtype that they are told, and only else in float32
+_TOLD = ops.spellings(*words("sum prod cumsum cumprod softmax log_softmax norm"))
+
+
+def _names(functions: Any) -> list[str]:
+    return [function.__name__ for function in functions]
+
+
+@cache
+def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
+    """What `torch.autocast("cuda")` does at each operation. It leaves float64 tensors alone."""
+    lists = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, frozenset((BANNED,)), entry)
+    handlers = {**lists.handlers}
+    handlers |= {function.__name__: looks_inside(inner) for function, inner in _OF_LISTED.items()}
+    handlers |= {name: _unless_told(handlers[name]) for name in _names(_TOLD)}
+    handlers |= dict.fromkeys(_names(ops.spellings("interpolate")), _interpolated)
+    handlers[Tensor.__rtruediv__.__name__] = _IN_FLOAT32  # a reciprocal, and a product with it
+    handlers[torch.linalg.matrix_power.__name__] = _matrix_power(low)
+    del handlers[torch.linalg.cross.__name__]  # one operator elsewhere, but not on this list
+    kept = {name: _sparing_float64(handler) for name, handler in handlers.items()}
+    return Rule(kept, lists.default, entry, (autocast_lists, (low, entry)))
+
+
+def _sparing_float64(handler: Handler) -> Handler:
+    target = getattr(handler, "computes", None)
+    if target is None and handler is not widest:
+        return handler
+
+    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if all(x.dtype is not torch.float64 for x in float_tensors((args, kwargs))):
+            return handler(mode, func, args, kwargs)
+        if target is not None:
+            args, kwargs = map_tensors(
+                lambda x: x if x.dtype is torch.float64 else mode.cast(x, target), (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+    return computing(target, handle)
+
+
+_IN_FLOAT32 = _sparing_float64(computed_in(torch.float32))
+
+
+def _unless_told(handler: Handler) -> Handler:
+    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if kwargs.get("dtype") is not None else handler(mode, func, args, kwargs)
+
+    return computing(getattr(handler, "computes", None), handle)
+
+
+def _interpolated(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every mode but "area", which is an average pool, in float32."""
+    way = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
+    return func(*args, **kwargs) if way == "area" else _IN_FLOAT32(mode, func, args, kwargs)
+
+
+def _matrix_power(low: Target) -> Handler:
+    """Repeated products in `low`; an inverse is taken before them as the input comes."""
+    in_low = computed_in(low)
+
+    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        n = args[1] if len(args) > 1 else kwargs.get("n")
+        if not isinstance(n, int) or abs(n) < 2 or "out" in kwargs or not float_tensors(args[:1]):
+            return func(*args, **kwargs)
+        x = func(args[0], -1) if n < 0 else args[0]
+        return in_low(mode, func, (x, abs(n)), {})
+
+    return computing(low, handle)
+
+
+@cache
+def apex_lists(low: Target, entry: Target | None = None) -> Rule:
+    """What apex's `amp.initialize(opt_level="O1")` does at each operation.
+
+    A listed operation in place keeps the precision of what it writes into; one that would have to compute in float32
+    is refused on 16 bits. Batch norm is not listed: its kernel takes 16 bits with float32 statistics.
+    """
+    lists = operator_lists(low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, entry=entry)
+    handlers = {**lists.handlers, "cpu": computed_in(torch.float32)}
+    refuses = {f"{name}_": _refused_in_low(low, f"x.float().{name}_()") for name in APEX_TO_WIDE}
+    matches = dict.fromkeys((f"{name}_" for name in APEX_TO_LOW | APEX_WIDEST), in_place)
+    handlers |= {name: handler for name, handler in (refuses | matches).items() if hasattr(Tensor, name)}
+    handlers[BANNED] = _refused_in_low(low, f"{BANNED}_with_logits")
+    handlers |= dict.fromkeys(_names(ops.spellings("batch_norm")), _as_its_input)
+    return Rule(handlers, lists.default, entry, (apex_lists, (low, entry)))
+
+
+def _refused_in_low(low: Target, way_out: str) -> Handler:
+    wide = computed_in(torch.float32)
+
+    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = float_tensors((args, kwargs))
+        first = given[:1] if func.__name__ == BANNED else given
+        if any(precision(x) in (low, torch.float16, torch.bfloat16) for x in first):
+            raise NotImplementedError(
+                f"{func.__name__} is unsafe in 16 bits, and apex bans it there; use {way_out}, or to_float"
+            )
+        return wide(mode, func, args, kwargs) if func.__name__ == BANNED else func(*args, **kwargs)
+
+    return handle
+
+
+def _as_its_input(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = func(*args, **kwargs)
+    return converted(out, precision(args[0])) if args and isinstance(args[0], Tensor) else out

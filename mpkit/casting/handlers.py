@@ -1,0 +1,288 @@
+"""What is done for one torch operation: its float inputs cast, the operation, its result cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from mpkit.casting import operations as ops
+from mpkit.casting.targets import (
+    Emulated,
+    Target,
+    converted,
+    float_tensors,
+    map_tensors,
+    marked,
+    marked_as_part,
+    precision,
+    round_in_place_,
+    still,
+    unmarked,
+)
+
+if TYPE_CHECKING:
+    from mpkit.casting.mode import CastMode
+
+Handler = Callable[["CastMode", ops.Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def computing(target: Target | None, handle: Handler, *, round_trip: bool = False) -> Handler:
+    """The handler, with a note of what it computes in.
+
+    A `round_trip` casts its first input to a native `target` and gives values of `target` as float32.
+    """
+    handle.computes = target  # type: ignore[attr-defined]
+    handle.round_trip = round_trip and isinstance(target, torch.dtype)  # type: ignore[attr-defined]
+    return handle
+
+
+def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call it as it is."""
+    return func(*args, **kwargs)
+
+
+def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
+    inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    out = func(*args, **kwargs)
+    if len(inputs) != 1:
+        return out
+    (target,) = inputs
+    if not isinstance(target, Emulated):
+        return out
+    if func in ops.GIVE_NEW_MEMORY:
+        unmarked(args[0])
+        return out
+    if func in ops.SEEN_AS:
+        return still(out, target)
+    if func == ops.DATA_OF:  # the same memory, but writes into it are counted apart
+        return marked(out, target)
+    if func.__name__ in ops.EXACT_NAMES or func in ops.VIEWED_AS:
+        return moved(out, args, target)
+    return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
+
+
+def moved(out: Any, args: tuple[Any, ...], target: Emulated) -> Any:
+    """What an operation gave that only moves values of `target`: in `target` too, and bound to what it is a view of."""
+    whole = args[0] if args else None
+
+    def part(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or x is whole:
+            return x
+        return marked_as_part(x, whole if isinstance(whole, Tensor) else x, target)
+
+    return map_tensors(part, out)
+
+
+def computed_in(low: Target, result: Target | None = None) -> Handler:
+    """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed)."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(low) is Emulated and not float_tensors((args, kwargs)):
+            return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
+        if not kwargs:  # the common case, kept short
+            return _finished(mode, func(*mode.cast_all(args, low)), low, result)
+        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
+        return _delivered(_finished(mode, out, low, result), args, kwargs)
+
+    return computing(low, handle, round_trip=result is torch.float32)
+
+
+def exactly_in(low: Emulated) -> Handler:
+    """An operation that only moves values: inputs in the format give results in the format, with nothing to round."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = mode.cast_all(args, low)
+        out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
+        return _delivered(moved(out, inputs, low), args, kwargs)
+
+    return computing(low, handle)
+
+
+def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
+    if type(low) is Emulated:  # a native kernel has rounded by itself
+        out = mode.cast_all(out, low)
+    if result is None or mode.hands_over:
+        return out
+    return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
+
+
+def _without_out(func: ops.Function, kwargs: dict[str, Any], low: Target) -> dict[str, Any]:
+    """What is written where it was asked for only when it has its final values: `out=`, and `inplace=` in a format."""
+    later = ("out", "inplace") if type(low) is Emulated else ("out",)
+    given = {name: value for name, value in kwargs.items() if name not in later}
+    if type(func) is OpOverload and "out" in kwargs:  # it cannot do without
+        native = low if isinstance(low, torch.dtype) else torch.float32
+        given["out"] = map_tensors(
+            lambda x: torch.empty_like(x, dtype=native if x.is_floating_point() else x.dtype), kwargs["out"]
+        )
+    return given
+
+
+def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result, written where `out=` or `inplace=True` asked for it."""
+    into = args[0] if kwargs.get("inplace") else kwargs.get("out")
+    if into is None or into is out:
+        return out
+    if not isinstance(into, Tensor):  # a pair such as max gives
+        return type(into)(_delivered(part, (), {"out": place}) for part, place in zip(out, into))
+    bound = precision(into)
+    into.copy_(out)
+    return still(into, bound) if isinstance(bound, Emulated) and precision(out) == bound else into
+
+
+def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor written into keeps its precision; other float inputs are cast to it."""
+    into = args[0] if args else None
+    if not isinstance(into, Tensor) or not into.is_floating_point():
+        return func(*args, **kwargs)
+    target = precision(into)
+    args, kwargs = mode.cast_all(args[1:], target), mode.cast_all(kwargs, target)
+    if not isinstance(target, Emulated):
+        return func(into, *args, **kwargs)
+    compute = ops.OUT_OF_PLACE.get(func.__name__)
+    if compute is not None:  # rounding in place what an operation saved for backward would spoil the gradient
+        return still(into.copy_(mode.cast(compute(into.clone(), *args, **kwargs), target)), target)
+    out = func(into, *args, **kwargs)
+    round_in_place_(into, target)
+    return out
+
+
+def written_back(compute: ops.Function, low: Target, result: Target | None) -> Handler:
+    """A listed operator in place (`relu_`): computed in `low`, then written into the tensor it was asked to change."""
+    handle_new = computed_in(low, result)
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _delivered(handle_new(mode, compute, args, kwargs), args, {"inplace": True})
+
+    return handle
+
+
+def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Handler:
+    """A product in `low`, rounded once, then the bias added in `bias_in` and rounded again.
+
+    On CUDA a bias in a native `low` stays fused in the product: one kernel, one rounding less.
+    """
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs:
+            args = _positional(func, args, kwargs)
+        x, weight = mode.cast(args[0], low), mode.cast(args[1], low)
+        bias = args[2] if len(args) > 2 else None
+        if bias is None or (bias_in is low and bias.is_cuda and not isinstance(low, Emulated)):
+            out = func(x, weight, None if bias is None else mode.cast(bias, low), *args[3:])
+            return _finished(mode, out, low, result)
+        out = _finished(mode, func(x, weight, None, *args[3:]), low, None if bias_in is low else result)
+        bias = mode.cast(bias, bias_in)
+        if weight.dim() > 2:
+            bias = bias.view(-1, *[1] * (weight.dim() - 2))
+        out = out + bias
+        return _finished(mode, out, low, result) if bias_in is low else out
+
+    return computing(low, handle, round_trip=bias_in is low and result is torch.float32)
+
+
+def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a linear layer or convolution in the order of its signature."""
+    transposed = ("output_padding", "groups", "dilation") if "transpose" in func.__name__ else ("dilation", "groups")
+    names = ("input", "weight", "bias", "stride", "padding", *transposed)
+    plain = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+    last = max((names.index(name) for name in kwargs), default=0)
+    return (*args, *(kwargs.get(name, plain.get(name)) for name in names[len(args) : last + 1]))
+
+
+def product_then_sum(low: Target) -> Handler:
+    """beta * input + alpha * (a @ b): the product in `low` with a float32 result, the sum in float32."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 3 or "out" in kwargs:
+            return func(*args, **kwargs)
+        product = torch.matmul(*mode.cast_all(args[1:], low))
+        product = _finished(mode, product, low, torch.float32)
+        return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
+
+    return computing(low, handle)
+
+
+def widest(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All float inputs to the widest float among them."""
+    inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    if len(inputs) < 2:
+        return follows(mode, func, args, kwargs)
+    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in inputs]
+    wide = dtypes[0]
+    for dtype in dtypes[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return func(*mode.cast_all(args, wide), **mode.cast_all(kwargs, wide))
+
+
+def norm_with_statistics(low: Target, result: Target | None) -> Handler:
+    """Batch and instance norm in `low`. Running statistics are written in place, so they stay float32 at every level.
+
+    In evaluation statistics and affine parameters are rounded to `low`, in training they are used as they are.
+    """
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def settled(x: Tensor) -> Tensor:
+            return converted(mode.cast(x, low), torch.float32)
+
+        rest, options = args[1:], kwargs
+        if not (kwargs.get("training") or kwargs.get("use_input_stats")):
+            rest, options = map_tensors(settled, rest), map_tensors(settled, kwargs)
+        return _finished(mode, func(mode.cast(args[0], low), *rest, **options), low, result)
+
+    return computing(low, handle)
+
+
+def norm_of_low_input(low: Target) -> Handler:
+    """A protected norm: the kernel takes its input as it comes, computes in float32, rounds once to `low`.
+
+    Batch and instance norm use their float32 parameters and statistics as they are. Layer norm rounds gamma and beta to
+    the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
+    """
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.__name__ == "layer_norm":
+            given = precision(args[0])
+            args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
+        return mode.cast_all(func(*args, **kwargs), low)
+
+    return computing(torch.float32, handle)
+
+
+def gathered(low: Target, result: Target | None) -> Handler:
+    """Rows of a table, cast after they were picked: the same values, without a cast of the whole table.
+
+    The gradient of a row that was picked several times is so added up in float32; `max_norm` finds the table itself.
+    """
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = mode.cast_all(func(*args, **kwargs), low)
+        return out if result is None else mode.cast_all(out, result)
+
+    return computing(low, handle)
+
+
+def looks_inside(inner: ops.Function) -> Handler:
+    """A composed function: run it so that the rule sees its inner operations."""
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with mode:
+            return inner(*args, **kwargs)
+
+    return handle
+
+
+def unflattened(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x.unflatten`, which the compiler can follow only as a function."""
+    return follows(mode, torch.unflatten, args, kwargs)
+
+
+def refused(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that the lists ban, since its float16 result would overflow or lose all precision."""
+    name = getattr(func, "__name__", func)
+    raise RuntimeError(f"{name} is unsafe in 16 bits and banned here; use {name}_with_logits, or to_float")

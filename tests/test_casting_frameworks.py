@@ -1,0 +1,176 @@
+"""The presets apex_O1 and torch_autocast do at each operator what apex and CUDA's autocast do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from autocast_oracle import KINDS, Apply, cuda_autocast, disagreement, dtypes_of, faked
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpkit.casting import cast_like
+from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST
+from mpkit.formats import E4M3FN, FP16
+
+A = torch.rand(4, 4)
+IMAGE = torch.rand(1, 2, 6, 6)
+CLASSES = torch.tensor([0, 1, 2, 3])
+
+# what is on no list of one name, or was once wrong; the lists themselves are added below
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "square": (torch.square, (A,)),
+    "1 / x": (lambda x: 1 / x, (A,)),
+    "y / x": (lambda y, x: y / x, (A, A)),
+    "x ** 2": (lambda x: x**2, (A,)),
+    "2 ** x": (lambda x: 2**x, (A,)),
+    "arccos": (torch.arccos, (A,)),
+    "arcsin": (Tensor.arcsin, (A,)),
+    "arctan2": (torch.arctan2, (A, A)),
+    "pairwise_distance": (F.pairwise_distance, (A, A)),
+    "multilabel_soft_margin_loss": (F.multilabel_soft_margin_loss, (A, A)),
+    "triplet_margin_with_distance_loss": (F.triplet_margin_with_distance_loss, (A, A, A)),
+    "inner": (torch.inner, (A, A)),
+    "linalg.cross": (torch.linalg.cross, (A[:, :3], A[:, :3])),
+    "cross": (torch.cross, (A[:, :3], A[:, :3], 1)),
+    "add": (torch.add, (A, A)),
+    "add one value": (torch.add, (A, A[0, 0])),
+    "mul one value": (lambda x, y: x * y, (A[0, 0], A)),
+    "cat": (lambda x, y: torch.cat([x, y]), (A, A)),
+    "stack": (lambda x, y: torch.stack([x, y]), (A, A)),
+    "local_response_norm": (F.local_response_norm, (IMAGE, 2)),
+    "lp_pool2d": (F.lp_pool2d, (IMAGE, 2.0, 2)),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), (IMAGE,)),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (IMAGE,)),
+    "area": (lambda x: F.interpolate(x, scale_factor=0.5, mode="area"), (IMAGE,)),
+    "upsample": (lambda x: F.upsample(x, scale_factor=2, mode="bilinear"), (IMAGE,)),
+    "sum_to_size": (lambda x: x.sum_to_size(1, 4), (A,)),
+    "trapezoid": (torch.trapezoid, (A,)),
+    "cumulative_trapezoid": (torch.cumulative_trapezoid, (A,)),
+    "matrix_power 3": (lambda x: torch.linalg.matrix_power(x, 3), (A,)),
+    "matrix_power 1": (lambda x: torch.linalg.matrix_power(x, 1), (A,)),
+    "sum told": (lambda x: x.sum(dtype=torch.float16), (A,)),
+    "vector_norm told": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float16), (A.half(),)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (IMAGE,)),
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), (A,)),
+    "native_layer_norm": (lambda x: torch.native_layer_norm(x, (4,), None, None, 1e-5), (A,)),
+    "gelu": (F.gelu, (A,)),
+    "relu": (F.relu, (A,)),
+    "var": (torch.var, (A,)),
+    "mean": (torch.mean, (A,)),
+    "linear": (F.linear, (A, A, A[0])),
+    "conv2d": (F.conv2d, (IMAGE, torch.rand(3, 2, 3, 3))),
+    "einsum": (lambda x, y: torch.einsum("ij,jk", x, y), (A, A)),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), (A[None],)),
+    "cross_entropy": (lambda x: F.cross_entropy(x, CLASSES.to(x.device)), (A,)),
+    "nll_loss": (lambda x: F.nll_loss(x, CLASSES.to(x.device)), (A,)),
+    "mse_loss": (F.mse_loss, (A, A)),
+    "cdist": (torch.cdist, (A, A)),
+    "renorm": (lambda x: x.renorm(2, 0, 1.0), (A,)),
+    "norm": (torch.norm, (A,)),
+    "nuclear norm": (lambda x: torch.norm(x, "nuc"), (A,)),
+    "addmm": (torch.addmm, (A, A, A)),
+    "exp_": (lambda x: x.clone().exp_(), (A,)),
+    "addcmul": (torch.addcmul, (A, A, A)),
+    "scatter_add": (lambda x, y: x.scatter_add(0, CLASSES.to(x.device).expand(4, 4), y), (A, A)),
+    "index_put": (lambda x, y: x.index_put((CLASSES.to(x.device),), y), (A, A)),
+    "grid_sample": (lambda x, y: F.grid_sample(x, y, align_corners=False), (IMAGE, torch.rand(1, 3, 3, 2))),
+}
+_UNARY = "acos asin cosh tan erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*CALLS, *_UNARY.split()])
+def test_the_torch_preset_gives_the_dtypes_of_cuda_autocast(name: str) -> None:
+    call, args = CALLS.get(name) or (getattr(torch, name), (A,))
+    told = [text for kind in KINDS if (text := disagreement(call, args, {}, kind))]
+    assert not told
+
+
+def test_the_oracle_is_cuda_autocast_indeed() -> None:
+    with FakeTensorMode() as mode, cuda_autocast():
+        half, double = faked(mode, "float16", A), faked(mode, "float64", A)
+        got = dtypes_of(lambda: (half.exp(), half @ half, double @ double))
+    assert got == [torch.float32, torch.float16, torch.float64]
+
+
+def test_numbers_that_float16_cannot_hold_survive_where_autocast_widens() -> None:
+    calls = {
+        "square": (torch.square, 300.0, 90000.0),
+        "1 / x": (lambda x: 1 / x, 2.0**-17, 2.0**17),
+        "distance": (lambda x: F.pairwise_distance(x, -x, eps=0.0), 60000.0, 120000.0),
+    }
+    for name, (call, given, want) in calls.items():
+        got = cast_like(Apply(call), "torch_autocast")(torch.tensor([given]).half())
+        assert (got.dtype, float(got.sum())) == (torch.float32, want), name
+
+
+def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
+    """torch ships the header that its own lists stand in."""
+    text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    start = text.index("#define AT_FORALL_LOWER_PRECISION_FP")
+    listed = set(re.findall(r"_\((?:ADD_NS\()?(\w+)", text[start:]))
+    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_WIDEST}
+    spelled = {"grid_sample": "grid_sampler", "vecdot": "linalg_vecdot", "multi_dot": "linalg_multi_dot"}
+    # torch makes these of listed ones
+    made_of = {"square", "sum_to_size", "cross_entropy", "inner", "pairwise_distance", "trapz", "trapezoid"}
+    made_of |= {"cumulative_trapezoid"}
+    assert {name for name in ours - made_of if spelled.get(name, name) not in listed} == set()
+
+
+# --- apex -------------------------------------------------------------------------------------------------------------
+
+
+def apex(call: Callable[..., Any]) -> Any:
+    return cast_like(Apply(call), "apex_O1")
+
+
+def test_apex_refuses_in_place_operations_of_its_float32_list_on_16_bits_only() -> None:
+    for name in sorted(APEX_TO_WIDE):
+        change = getattr(Tensor, f"{name}_", None)
+        if change is None or name in ("pow", "renorm"):
+            continue
+        args = (0,) if name.startswith("cum") else ()
+        with pytest.raises(NotImplementedError, match=f"{name}_.*16 bits"):
+            apex(lambda x, change=change, args=args: change(x, *args))(torch.rand(2, 2).half())
+        assert apex(lambda x, change=change, args=args: change(x, *args))(torch.rand(2, 2)).dtype is torch.float32
+    with pytest.raises(NotImplementedError, match="pow_"):
+        apex(lambda x: x.pow_(2))(torch.rand(2).half())
+
+
+def test_apex_in_place_operations_keep_the_precision_of_what_they_write_into() -> None:
+    x = torch.rand(2, 2).half()
+    assert apex(lambda x: x.addmm_(A[:2, :2], A[:2, :2]))(x.clone()).dtype is torch.float16
+    want = x + A[:2, :2].half()
+    got = x.clone()
+    apex(lambda x: x.add_(A[:2, :2]))(got)
+    assert torch.equal(got, want)
+
+
+def test_apex_bans_binary_cross_entropy_on_16_bits_only() -> None:
+    call = apex(lambda p: F.binary_cross_entropy(p, torch.ones_like(p)))
+    assert torch.equal(call(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
+    with pytest.raises(NotImplementedError, match="with_logits"):
+        call(torch.full((3,), 0.5).half())
+
+
+def test_apex_gives_float32_to_the_cpu_and_leaves_batch_norm_as_its_input() -> None:
+    assert apex(lambda x: x.cpu())(A.half()).dtype is torch.float32
+    for dtype in (torch.float16, torch.float32):
+        assert cast_like(nn.BatchNorm2d(2), "apex_O1")(IMAGE.to(dtype)).dtype is dtype
+
+
+def test_the_same_in_an_emulated_format() -> None:
+    banned = cast_like(Apply(lambda x: (x @ x).exp_()), "apex_O1", E4M3FN)
+    with pytest.raises(NotImplementedError, match="exp_"):
+        banned(A)
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    want = cast_like(net, "apex_O1", torch.float16)(IMAGE)
+    got = cast_like(net, "apex_O1", FP16)(IMAGE)
+    assert torch.equal(got, want.float())
+    assert torch.equal(cast_like(Apply(torch.square), "torch_autocast", FP16)(A * 300), (A * 300) ** 2)
