@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.blocks.format import BlockFormat, IntFormat
-from mpkit.blocks.scales import Scales, block_scales, constant, nvfp4_from, quotient, tensor_bound, tensor_encode
+from mpkit.blocks.scales import (
+    Scales,
+    block_scales,
+    constant,
+    nvfp4_from,
+    quotient,
+    tensor_bound,
+    tensor_encode,
+)
+from mpkit.blocks.storage import CHUNK, byte_dtype, casts, widened
 from mpkit.formats import FloatFormat
 from mpkit.rounding import MODES, Mode, round_to
 
@@ -22,7 +31,8 @@ class Blocks:
     """A tensor in a block format.
 
     Args:
-        elements:     values of the element format, in the shape of the tensor (float32).
+        stored:       the elements, in the shape of the tensor: one byte each where torch has their format (E4M3FN and
+                      E5M2, rounded to nearest), else float32; `elements` are their values.
         scales:       the stored scale of each block (float32 values of `fmt.scale`); `dim` has one entry per block, and
                       with blocks of several rows so has the other dim of the matrix.
         tensor_scale: decoding scale of the whole tensor, () float32; None where the format has none.
@@ -31,13 +41,23 @@ class Blocks:
         fmt, dim, dtype: the format, the dim along which blocks run (counted from the end), and the dtype that came in.
     """
 
-    elements: Tensor
+    stored: Tensor
     scales: Tensor
     tensor_scale: Tensor | None
     tensor_amax: Tensor | None
     fmt: BlockFormat
     dim: int
     dtype: torch.dtype
+
+    @property
+    def elements(self) -> Tensor:
+        """Values of the element format (*) float32, in the shape of the tensor."""
+        return widened(self.stored)
+
+    def largest(self) -> Tensor:
+        """The largest magnitude that each element could stand for under its scale, (*) float32."""
+        tops = torch.full_like(self.stored, self.fmt.element.max, dtype=torch.float32)
+        return replace(self, stored=tops).dequantize(torch.float32).abs_()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values that stand for the tensor, in its shape; `dtype` None is the dtype that came in.
@@ -51,12 +71,16 @@ class Blocks:
             else:
                 bound = constant(tensor_bound(self.fmt), scales)
                 scales = (scales * self.tensor_amax) * quotient(torch.ones_like(bound), bound)
-        grid = _Grid(self.elements.shape, self.fmt, self.dim)
-        return grid.back(grid.split(self.elements) * grid.spread(scales)).to(dtype or self.dtype)
+        grid = _Grid(self.stored.shape, self.fmt, self.dim)
+        wide, factor = grid.split(self.elements), grid.spread(scales)
+        values = wide * factor if self.stored.dtype is torch.float32 else wide.mul_(factor)  # a copy of ours
+        return grid.back(values).to(dtype or self.dtype)
 
     def codes(self) -> Tensor:
         """Bit patterns of the elements (*) uint8."""
-        return self.fmt.element.encode(self.elements).to(torch.uint8)
+        if self.stored.dtype is not torch.float32:
+            return self.stored.view(torch.uint8)
+        return self.fmt.element.encode(self.stored).to(torch.uint8)
 
     def scale_codes(self) -> Tensor:
         """Bit patterns of the stored scales: uint8, or int32 for FP32 scales."""
@@ -216,18 +240,21 @@ def _block_amax(blocks: Tensor, drops_nan: bool) -> Tensor:
     if not blocks.numel():
         shape = blocks.shape[:-1] if blocks.dim() == 2 else (blocks.shape[0], blocks.shape[1], blocks.shape[3])
         return blocks.new_zeros(shape)
-    pieces = [blocks]
-    if blocks.dim() == 2 and not torch.compiler.is_compiling() and blocks.is_cpu:
-        pieces = list(blocks.split(max(1, _CHUNK // blocks.shape[1])))
-    found = []
-    for piece in pieces:
-        known = piece.nan_to_num(0.0, torch.inf, -torch.inf) if drops_nan else piece
-        bits = known.view(torch.int32) & _MAGNITUDE
-        found.append(bits.amax(-1) if blocks.dim() == 2 else bits.amax((2, 4)))
-    return (found[0] if len(found) == 1 else torch.cat(found)).view(torch.float32)
+    if blocks.dim() != 2 or torch.compiler.is_compiling() or not blocks.is_cpu:
+        bits = _known(blocks, drops_nan).view(torch.int32) & _MAGNITUDE
+        return (bits.amax(-1) if blocks.dim() == 2 else bits.amax((2, 4))).view(torch.float32)
+    rows = max(1, CHUNK // blocks.shape[1])
+    found = blocks.new_empty(len(blocks), dtype=torch.int32)
+    scratch = torch.empty_like(blocks[:rows], dtype=torch.int32)
+    for piece, target in zip(blocks.split(rows), found.split(rows)):
+        bits = scratch[: len(piece)]
+        torch.bitwise_and(_known(piece, drops_nan).view(torch.int32), _MAGNITUDE, out=bits)
+        torch.amax(bits, -1, out=target)
+    return found.view(torch.float32)
 
 
-_CHUNK = 2**16  # values that stay in the cache of one core while several passes run over them
+def _known(x: Tensor, drops_nan: bool) -> Tensor:
+    return x.nan_to_num(0.0, torch.inf, -torch.inf) if drops_nan else x
 
 
 def _encoded(
@@ -238,17 +265,25 @@ def _encoded(
     generator: torch.Generator | None,
     bits: Tensor | None,
 ) -> Tensor:
+    """Blocks, scaled and rounded: a byte for each element where torch has its format and casts to it, else float32."""
     factor = scales.encode[:, None] if blocks.dim() == 2 else scales.encode[:, :, None, :, None]
     apply = torch.div if scales.divides else torch.mul
+    narrow = byte_dtype(fmt.element) if mode == "nearest_even" and bits is None and casts(blocks) else None
     in_pieces = blocks.dim() == 2 and blocks.is_cpu and bits is None and not torch.compiler.is_compiling()
-    if not in_pieces or blocks.numel() <= _CHUNK:
-        return rounded_element(apply(blocks, factor), fmt.element, mode, generator, bits)
-    out = torch.empty_like(blocks)
-    rows = max(1, _CHUNK // blocks.shape[1])
+    if not in_pieces or blocks.numel() <= CHUNK:
+        scaled = apply(blocks, factor)
+        if narrow is not None:
+            return scaled.clamp_(-fmt.element.max, fmt.element.max).to(narrow)
+        return rounded_element(scaled, fmt.element, mode, generator, bits)
+    out = torch.empty_like(blocks, dtype=narrow)
+    rows = max(1, CHUNK // blocks.shape[1])
     scratch = blocks.new_empty(rows, blocks.shape[1])
     for piece, scale, target in zip(blocks.split(rows), factor.split(rows), out.split(rows)):
         scaled = apply(piece, scale, out=scratch[: len(piece)])
-        rounded_element(scaled, fmt.element, mode, generator, None, out=target)
+        if narrow is not None:
+            target.copy_(scaled.clamp_(-fmt.element.max, fmt.element.max))
+        else:
+            rounded_element(scaled, fmt.element, mode, generator, None, out=target)
     return out
 
 

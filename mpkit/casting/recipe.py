@@ -57,28 +57,35 @@ class Operand:
     Args:
         values:   what the product multiplies: decoded, float32, in the shape of the tensor (with a Hadamard transform
                   the summed axis may be longer, filled up with zeros).
-        elements: values of the element format before decoding.
+        encoded:  values of the element format before decoding, or a tensor in a block format; see `elements`.
         scale:    encoding scale, () or one per row; of a block format the stored decoding scale of each block.
         source:   the tensor as it went into the cast (after a Hadamard transform), float32.
         cast:     the cast that made it.
-        blocks:   the same as `Blocks`, where the format is a block format.
     """
 
     values: Tensor
-    elements: Tensor
+    encoded: Tensor | Blocks
     scale: Tensor
     source: Tensor
     cast: Cast
-    blocks: Blocks | None = None
+
+    @property
+    def elements(self) -> Tensor:
+        """Values of the element format before decoding, float32."""
+        return self.encoded.elements if isinstance(self.encoded, Blocks) else self.encoded
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The tensor in its block format; None where the format is no block format."""
+        return self.encoded if isinstance(self.encoded, Blocks) else None
 
     def clipped(self) -> Tensor:
         """Share of elements beyond what their scale can hold, () float32; a last bit does not count."""
         top, slack = self.cast.element.max, 1 + 2.0**-22
-        if self.blocks is None:
-            beyond = (self.source * self.scale).abs() > top * slack
+        if isinstance(self.encoded, Blocks):
+            beyond = self.source.abs() > self.encoded.largest() * slack
         else:
-            limit = replace(self.blocks, elements=torch.full_like(self.elements, top)).dequantize(torch.float32)
-            beyond = self.source.abs() > limit.abs() * slack
+            beyond = (self.source * self.scale).abs() > top * slack
         return _share(beyond)
 
     def flushed(self) -> Tensor:
@@ -199,7 +206,7 @@ class Cast:
         x = hadamard(x, axis) if self.hadamard else x.detach()
         if isinstance(self.fmt, BlockFormat):
             q = quantize_blocks(x, self.fmt, axis, self.rounding)
-            return Operand(q.dequantize(torch.float32), q.elements, q.scales, x.float(), self, q)
+            return Operand(q.dequantize(torch.float32), q, q.scales, x.float(), self)
         assert self.policy is not None
         x = x.float()
         if scale is None:

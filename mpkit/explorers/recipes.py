@@ -114,7 +114,7 @@ class BlockExplorer(Explorer):
         q = quantize_blocks(many, self.format)
         y = q.dequantize()
         tops = many.abs().view(257, -1, self.size).amax(-1)
-        limit = replace(q, elements=torch.full_like(q.elements, q.fmt.element.max)).dequantize().view((*tops.shape, -1))
+        limit = q.largest().view((*tops.shape, -1))
         self.clipped_blocks = float((tops > limit[..., 0] * (1 + 2.0**-22)).double().mean())
         plain = [i for i in range(128) if i != 40]
         noise, signal = (y - many)[:, plain].double(), many[:, plain].double()
