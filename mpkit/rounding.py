@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
@@ -17,6 +18,8 @@ Overflow = Literal["inf", "nan", "saturate"]
 
 MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
+SEEDED = 2**13
+"""Values: from a block of this size on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
 
 def round_to(
@@ -168,25 +171,31 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
     finite = torch.finfo(torch.float32).max
-    draw = _random_words(generator)
+    draw, spare = _random_words(generator), torch.empty(0)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        nonlocal spare
         power = b.view(torch.int32)
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
         power.clamp_(low, high)
+        within = mode == "stochastic" and _within(x, fmt)  # saves three passes; nearest even would save one
         if mode == "nearest_even":
             torch.add(x, b, alpha=alpha, out=out)
         else:
-            words = draw(x)
-            noise = words.view(torch.float32).copy_(words)
             if fmt.fraction_bits <= 4:
-                torch.addcmul(x, noise, b, value=grain, out=out).add_(b, alpha=alpha)
+                torch.addcmul(x, c.copy_(draw(x)), b, value=grain, out=out).add_(b, alpha=alpha)
             else:
-                torch.add(x, b, alpha=alpha, out=out).clamp_(-finite, finite)  # or inf - inf
+                torch.add(x, b, alpha=alpha, out=out)
+                if not within:
+                    out.clamp_(-finite, finite)  # or inf - inf
                 torch.sub(out, b, alpha=alpha, out=c).sub_(x)
-                out.sub_(c.addcmul_(noise, b, value=grain))
+                if spare.numel() < x.numel():
+                    spare = torch.empty_like(x)
+                c.addcmul_(spare[: x.numel()].copy_(draw(x)), b, value=grain)
+                out.sub_(c)
         out.sub_(b, alpha=alpha)
-        _overflow_(out, b, fmt, overflow)
+        if not within:
+            _overflow_(out, b, fmt, overflow)
         out.copysign_(x)
 
     return kernel
@@ -229,22 +238,28 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
     """The modes that look at a direction, in float32, for a block on a CPU that holds numbers up to `fmt.max` only.
 
     8 exponent bits: dropping a number of bits of the pattern rounds the magnitude down; for the other directions
-    something is added first. Fewer: h = (x + C) - C is the nearest even (see `_shift_kernel`) and d = x - h exact, so
-    that its sign, seen along the direction, says whether h is one ulp too far: floor(d / 2**e) is -1 then, else 0. The
-    quotient is exact: d is at least 2**(e - 23), or lies below the smallest normal, where 2**e is at most 1.
+    something is added first. Fewer: with u one ulp of `fmt` around x, a power of two, x / u and an integer times u are
+    exact, so only the rounding to an integer rounds; it keeps the sign of zero. Nearest away: trunc(x / u + h) u, where
+    u has the sign of x and h is the number before 0.5, because 0.5 itself would carry 0.49999997 to 1.
     Everything else, NaN and what overflows, goes the long way.
     """
     shift = _shifted(fmt, mode) if fmt.exponent_bits == 8 else _stepped(fmt, mode)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        if x.is_cpu:  # where looking at a number waits for nothing
-            least, most = (extreme.numpy() for extreme in x.aminmax())
-            if -fmt.max <= least and most <= fmt.max:  # not so with a NaN
-                shift(x, out, b, c)
-                return
-        out.copy_(_exact(x, fmt, mode, overflow, None))
+        if _within(x, fmt):
+            shift(x, out, b, c)
+        else:
+            out.copy_(_exact(x, fmt, mode, overflow, None))
 
     return kernel
+
+
+def _within(x: Tensor, fmt: FloatFormat) -> bool:
+    """Whether a block lies on a CPU, where a look at numbers waits for nothing, and none is beyond `fmt.max`."""
+    if not x.is_cpu:
+        return False
+    least, most = (extreme.numpy() for extreme in x.aminmax())
+    return bool(-fmt.max <= least and most <= fmt.max)  # not so with a NaN
 
 
 def _shifted(fmt: FloatFormat, mode: Mode) -> Kernel:
@@ -267,41 +282,58 @@ def _shifted(fmt: FloatFormat, mode: Mode) -> Kernel:
 
 
 def _stepped(fmt: FloatFormat, mode: Mode) -> Kernel:
-    low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
-    alpha, gap = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0**-fmt.fraction_bits
-    half = torch.tensor(0.5 - 2.0**-25, dtype=torch.float32)  # the number before 0.5, as in `_to_integer`
+    gap, low = fmt.fraction_bits << 23, (fmt.min_exponent + 127) << 23  # of float32 patterns
+    below_half = 0.5 - 2.0**-25  # the float32 before 0.5, as in `_to_integer`
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=b.view(torch.int32)).clamp_(low, high)
-        torch.add(x, b, alpha=alpha, out=out).sub_(b, alpha=alpha)
-        torch.sub(x, out, out=c)
-        if mode in ("toward_zero", "nearest_away"):
-            b.copysign_(x)
-        c.div_(b)
-        if mode == "nearest_away":  # a tie that went to the even neighbour nearer to 0 goes on by one ulp
-            torch.add(half, c, alpha=1 / gap, out=c).clamp_(min=0.0).floor_()  # trunc_ is not vectorised
-        elif mode == "up":
-            c.ceil_()
+        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=b.view(torch.int32)).clamp_min_(low).sub_(gap)
+        if mode == "up":
+            torch.div(x, b, out=c).ceil_()
+        elif mode == "down":
+            torch.div(x, b, out=c).floor_()
+        elif mode == "toward_zero":
+            torch.div(x, b, rounding_mode="trunc", out=c)  # trunc_ alone is not vectorised
         else:
-            c.floor_()
-        out.addcmul_(c, b, value=gap).copysign_(x)
+            b.copysign_(x)
+            torch.add(x, b, alpha=below_half, out=out)
+            torch.div(out, b, rounding_mode="trunc", out=c)
+        torch.mul(c, b, out=out)
 
     return kernel
 
 
 def _random_words(generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """A function: block -> 32 random bits per element, int32, in a buffer that the next block will use again.
+    """A function: block -> 32 random bits per element, int32, to be read before the next block comes.
 
-    One draw of 64 bits serves two elements, which halves the cost.
+    On a GPU, and for a small block, the bits are the generator's own; one draw of 64 bits serves two elements, which
+    halves the cost. For a large block on a CPU the generator seeds NumPy's SFC64, four times as fast, whose bits serve
+    two blocks: words of 32 bits in the first, and in the second those that begin 16 bits later. So each word is
+    uniform, and two of them share only the high half of one with the low half of the other, which matters
+    with probability 2**-16.
     """
     buffer = torch.empty(0, dtype=torch.int64)
+    fast: np.random.Generator | None = None
+    once = torch.empty(0, dtype=torch.int16)  # the bits of the last block, while they may serve another one
 
     def draw(x: Tensor) -> Tensor:
-        nonlocal buffer
+        nonlocal buffer, fast, once
         count = (x.numel() + 1) // 2
         if buffer.numel() < count:
             buffer = torch.empty(count, dtype=torch.int64, device=x.device)
-        return buffer[:count].random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
+        words = buffer[:count].view(torch.int32)[: x.numel()]
+        if not (x.is_cpu and type(x) is Tensor and x.numel() >= SEEDED):
+            buffer[:count].random_(-(2**63), None, generator=generator)
+        elif once.numel() > 2 * x.numel():
+            words.view(torch.int16).copy_(once[1 : 1 + 2 * x.numel()])
+            once = once[:0]
+        else:
+            if fast is None:
+                seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=generator)
+                fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
+            drawn = fast.integers(-(2**63), 2**63 - 1, count + 1, dtype=np.int64, endpoint=True)
+            once = torch.from_numpy(drawn).view(torch.int16)
+            words = once.view(torch.int32)[: x.numel()]
+        return words
 
     return draw
 
@@ -358,9 +390,9 @@ def _to_integer(y: Tensor, mode: Mode, generator: torch.Generator | None) -> Ten
     if mode == "nearest_even":
         return y.round()
     if mode == "nearest_away":  # the number before 0.5: 0.5 itself would carry 0.49999999999999994 to 1
-        return (y + torch.copysign(y.new_tensor(math.nextafter(0.5, 0.0)), y)).trunc()
-    if mode == "toward_zero":
-        return y.trunc()
+        y = y + torch.copysign(y.new_tensor(math.nextafter(0.5, 0.0)), y)
+    if mode in ("nearest_away", "toward_zero"):
+        return torch.div(y, 1.0, rounding_mode="trunc")  # trunc() alone is not vectorised
     if mode == "up":
         return y.ceil()
     whole = y.floor()

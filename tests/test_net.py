@@ -46,10 +46,10 @@ BUGS = [
         LAB01,
     ),
     Bug(
-        "a tie that goes to even instead of away",
+        "a tie that goes toward zero instead of away",
         "rounding.py",
-        "torch.add(half, c, alpha=1 / gap, out=c).clamp_(min=0.0).floor_()",
-        "c.zero_()",
+        "torch.add(x, b, alpha=below_half, out=out)",
+        "torch.add(x, b, alpha=0.49, out=out)",
         "02_rounding",
     ),
     Bug(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpkit.bench._measure import Row, interleaved
-from mpkit.formats import BF16, E4M3FN, E5M2, FP16, TF32, FloatFormat, get_format
+from mpkit.formats import BF16, E2M1, E4M3FN, E5M2, FP16, TF32, FloatFormat, get_format
 from mpkit.rounding import round_to
 
 Rounder = Callable[[Tensor], Tensor]
@@ -98,11 +98,20 @@ def _stochastic(x: Tensor, rounds: int, device: torch.device) -> list[Row]:
 
 
 def _modes(x: Tensor, rounds: int, device: torch.device) -> list[Row]:
-    out = torch.empty_like(x)
-    modes = ("nearest_away", "toward_zero", "up", "down")
-    contenders = {mode: partial(round_to, x, FP16, mode, out=out) for mode in modes}  # type: ignore[arg-type]
-    case = f"fp16, the other modes {x.numel():.0e}".replace("+0", "")
-    return interleaved("rounding", case, {"copy_": partial(out.copy_, x), **contenders}, rounds=rounds, device=device)
+    out, size = torch.empty_like(x), f"{x.numel():.0e}".replace("+0", "")
+    modes = ("nearest_away", "toward_zero", "up", "down", "stochastic")
+    rows = []
+    for fmt in (FP16, BF16, TF32, E5M2, E4M3FN, E2M1):
+        contenders = {mode: partial(round_to, x, fmt, mode, out=out) for mode in modes}  # type: ignore[arg-type]
+        rows += interleaved(
+            "rounding",
+            f"{fmt.name}, the other modes {size}",
+            {"copy_": partial(out.copy_, x), **contenders},
+            rounds=rounds,
+            device=device,
+            goals=dict.fromkeys(modes, 6.0),
+        )
+    return rows
 
 
 def _peers(x: Tensor, rounds: int, device: torch.device) -> list[Row]:
