@@ -14,6 +14,7 @@ from mpkit.casting.targets import (
     Emulated,
     Target,
     converted,
+    converted_by_values,
     float_tensors,
     map_tensors,
     marked,
@@ -263,6 +264,21 @@ def gathered(low: Target, result: Target | None) -> Handler:
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = mode.cast_all(func(*args, **kwargs), low)
         return out if result is None else mode.cast_all(out, result)
+
+    return computing(low, handle)
+
+
+def summed_rows(low: Target, result: Target | None) -> Handler:
+    """`embedding_bag` in `low`. With `sparse=True` the gradient of its table is sparse, which torch's casts refuse."""
+    in_low = computed_in(low, result)
+
+    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        table = args[1] if len(args) > 1 else kwargs.get("weight")
+        if (args[7] if len(args) > 7 else kwargs.get("sparse")) and isinstance(table, Tensor):
+            table = table if precision(table) == low else converted_by_values(table, low)
+            args = (args[0] if args else kwargs["input"], table, *args[2:])
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "weight")}
+        return in_low(mode, func, args, kwargs)
 
     return computing(low, handle)
 

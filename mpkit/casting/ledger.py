@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.casting import operations as ops
+from mpkit.casting.calls import Call, lost_values, nbytes, storage
 from mpkit.casting.handlers import Handler, looks_inside
 from mpkit.casting.mode import CastMode, running
 from mpkit.casting.recipe import Operand, OperandRow, row_of
 from mpkit.casting.rules import CASTING
-from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
+from mpkit.casting.sparse import is_dense
+from mpkit.casting.targets import Emulated, Target, float_tensors, precision
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,7 +108,7 @@ class Ledger:
         if self._hooks:
             raise RuntimeError("this ledger is open already; leave its `with` block first, or make another by ledger()")
         self._parameters = {id(p): name for name, p in self.network.named_parameters()}
-        self._weights = {_storage(x) for x in (*self.network.parameters(), *self.network.buffers())}
+        self._weights = {storage(x) for x in (*self.network.parameters(), *self.network.buffers())}
         self._kept: dict[int, Tensor] = {}
         self._measured: dict[int, Tensor] = {}
         for name, module in self.network.named_modules():
@@ -143,7 +145,7 @@ class Ledger:
         if not self._path or mode.rule is CASTING:
             return handler(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
         given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))
-        call, before = _Call(func, self.count), len(self.casts)
+        call, before = Call(func, self.count), len(self.casts)
         self._operation = call.__name__
         out = handler(mode, call, args, kwargs) if handler is not None else call(*args, **kwargs)
         self._operation = ""
@@ -175,9 +177,9 @@ class Ledger:
 
     def note_cast(self, x: Tensor, y: Tensor) -> None:
         """Write down that `x` was cast to `y`."""
-        if id(x) in self._parameters or _storage(x) in self._weights:
-            self._weights.add(_storage(y))
-        lost = _lost(x, y) if self.count else (None, None)
+        if id(x) in self._parameters or storage(x) in self._weights:
+            self._weights.add(storage(y))
+        lost = lost_values(x, y) if self.count else (None, None)
         name = self._parameters.get(id(x), "activation")
         where = self._path[-1] if self._path else ""
         source, target = name_of(precision(x)), name_of(precision(y))
@@ -194,18 +196,18 @@ class Ledger:
         return note
 
     def _note_saved(self, x: Tensor) -> Tensor:
-        if self._path and _storage(x) not in self._weights and _storage(x) not in self._measured:
-            self._measured[_storage(x)] = x
-            self.measured_bytes += x.untyped_storage().nbytes()
+        if self._path and storage(x) not in self._weights and storage(x) not in self._measured:
+            self._measured[storage(x)] = x
+            self.measured_bytes += nbytes(x)
         return x
 
-    def _newly_kept(self, call: _Call) -> int:
+    def _newly_kept(self, call: Call) -> int:
         """Bytes of activations that the backward of this call needs and that were not kept before."""
         new = 0
         for x in call.kept():
-            if _storage(x) not in self._weights and _storage(x) not in self._kept:
-                self._kept[_storage(x)] = x
-                new += x.untyped_storage().nbytes() * _bits(x) // (8 * x.element_size())
+            if storage(x) not in self._weights and storage(x) not in self._kept:
+                self._kept[storage(x)] = x
+                new += nbytes(x) * _bits(x) // (8 * x.element_size()) if is_dense(x) else nbytes(x)
         return new
 
     # --- what the rows say --------------------------------------------------------------------------------------------
@@ -294,107 +296,10 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * _bits(x) // 8)
 
 
-def _storage(x: Tensor) -> int:
-    try:
-        return x.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors are made of others
-        return id(x)
-
-
 def _total(values: Sequence[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
-def _lost(wide: Tensor, narrow: Tensor) -> tuple[int, int]:
-    """How many values became zero, and how many non-finite."""
-    wide, narrow = wide.detach(), narrow.detach()
-    flushed = (narrow == 0) & (wide != 0)
-    overflowed = wide.isfinite() & ~narrow.isfinite()
-    return int(flushed.sum()), int(overflowed.sum())
-
-
 # Conversions are what the casts are made of; these give tensors but compute nothing.
 _NO_ROW = (ops.LEFT_ALONE | ops.spellings("zeros_like", "ones_like")) - ops.CONVERSIONS
-
-_KEEPS_OUTPUT = ops.words("relu sigmoid tanh softmax log_softmax exp expm1 sqrt rsqrt reciprocal relu_ tanh_ sigmoid_")
-_KEEPS_NOTHING = ops.words(
-    """add sub neg cat concat stack mean sum view reshape flatten unflatten permute transpose t squeeze unsqueeze expand
-    chunk split unbind narrow select to float half bfloat16 double contiguous clone zeros_like ones_like masked_fill
-    __getitem__ __setitem__ add_ sub_ __add__ __radd__ __sub__ __rsub__ copy_ fill_ zero_ dropout rsub"""
-)
-
-
-class _Call:
-    """Stands in for a torch function while a handler runs: sees the inputs after the casts."""
-
-    def __init__(self, func: ops.Function, count: bool) -> None:
-        self.func = func
-        self.__name__ = getattr(func, "__name__", str(func))
-        self.count = count
-        self.computed: Target | None = None
-        self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self.flushed = self.overflowed = 0
-
-    def __hash__(self) -> int:
-        return hash(self.func)
-
-    def __eq__(self, other: object) -> bool:
-        return self.func == (other.func if isinstance(other, _Call) else other)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = float_tensors((args, kwargs))
-        reference = self._in_float64(args, kwargs) if self.count else None
-        out = self.func(*args, **kwargs)
-        self.inputs += inputs
-        self.outputs += float_tensors(out)
-        self.computed = _widest(inputs)
-        if reference is not None:
-            for exact, got in zip(float_tensors(reference), float_tensors(out)):
-                flushed, overflowed = _lost(exact, got)
-                self.flushed += flushed
-                self.overflowed += overflowed
-        return out
-
-    def _in_float64(self, args: Any, kwargs: Any) -> Any:
-        """The result in float64; None where there is none to compare with, as for a function that draws at random."""
-        if self.func in ops.IN_PLACE:
-            return None
-        widened = map_tensors(lambda x: x.detach().double() if x.is_floating_point() else x, (args, kwargs))
-        later = {name: value for name, value in widened[1].items() if name != "out"}
-        later |= {"inplace": False} if "inplace" in kwargs else {}
-        devices = {x.device for x in float_tensors((args, kwargs)) if x.is_cuda}
-        with torch.no_grad(), torch.random.fork_rng([*devices]):
-            before = _random_state(devices)
-            try:
-                out = self.func(*widened[0], **later)
-            except (RuntimeError, TypeError, NotImplementedError, ValueError):  # no float64 kernel
-                return None
-            drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices)))
-        return None if drew else out
-
-    def kept(self) -> list[Tensor]:
-        """What autograd keeps of this call."""
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*self.inputs, *self.outputs)):
-            return []
-        if self.__name__ in _KEEPS_NOTHING:
-            return []
-        if self.__name__ == "scaled_dot_product_attention":
-            return [*self.inputs, *self.outputs]
-        return self.outputs if self.__name__ in _KEEPS_OUTPUT else self.inputs
-
-
-def _random_state(devices: set[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-def _widest(inputs: list[Tensor]) -> Target | None:
-    targets = list(dict.fromkeys(precision(x) for x in inputs))
-    if len(targets) < 2:
-        return targets[0] if targets else None
-    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in targets]
-    wide = dtypes[0]
-    for dtype in dtypes[1:]:
-        wide = torch.promote_types(wide, dtype)
-    return wide

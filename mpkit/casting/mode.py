@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from mpkit.casting.handlers import Handler, computing
 from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
+from mpkit.casting.sparse import is_dense
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target, converted, map_tensors, taken_again
 
@@ -72,7 +73,7 @@ class CastMode(TorchFunctionMode):
             return x
         if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
-        if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference():
+        if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference() or not is_dense(x):
             return self._cast(x, target)
         if peek_interpreter_stack() is not None:  # in vmap or grad, what was cast outside belongs to another world
             return self._cast(x, target)
@@ -86,7 +87,7 @@ class CastMode(TorchFunctionMode):
         return y
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
-        if type(target) is torch.dtype and x.dtype is not target and not self.ledgers:
+        if type(target) is torch.dtype and x.dtype is not target and not self.ledgers and x.layout is torch.strided:
             return x.to(target)  # the common case, kept short
         y = converted(x, target)
         if y is not x:

@@ -100,17 +100,19 @@ SEEN_AS = _methods(
 )
 
 # x.add_(y), x += y, x[i] = y: the tensor written into keeps its dtype, so it decides.
-IN_PLACE = (
-    _named(lambda name: name.endswith("_") and not name.startswith("_"))
-    | _methods(("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow"))))
-) - (_methods(("requires_grad_", "share_memory_")) | SEEN_AS)
+IN_PLACE = _named(lambda name: name.endswith("_") and not name.startswith("_")) | _methods(
+    ("__setitem__", *(f"__i{name}__" for name in words("add sub mul div truediv floordiv mod pow")))
+)
+IN_PLACE = frozenset(  # by name, since torch.detach_ is not Tensor.detach_
+    f for f in IN_PLACE if f.__name__ not in ("requires_grad_", "share_memory_", *(g.__name__ for g in SEEN_AS))
+)
 
-_REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
+REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
 OUT_OF_PLACE: dict[str, Function] = {
     name: new
     for function in IN_PLACE
-    if (name := function.__name__) and (base := _REFLECTED.get(name, name.rstrip("_"))) not in ("fill", "zero")
+    if (name := function.__name__) and (base := REFLECTED.get(name, name.rstrip("_"))) not in ("fill", "zero")
     if callable(new := getattr(Tensor, base, None) or getattr(F, base, None))
 }
 

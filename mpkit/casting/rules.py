@@ -25,6 +25,7 @@ from mpkit.casting.handlers import (
     product_then_bias,
     product_then_sum,
     refused,
+    summed_rows,
     unchanged,
     unflattened,
     widest,
@@ -108,6 +109,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
         (ops.spellings("embedding"), gathered(low, result)),
+        (ops.spellings("embedding_bag"), summed_rows(low, result)),
     )
     return Rule(handlers, computed_in(low, result), entry, (everything, (low, result, entry)))
 

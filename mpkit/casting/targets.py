@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.casting.sparse import by_values, cast_by_values, is_dense
 from mpkit.formats import FloatFormat
 from mpkit.rounding import quantize
 
@@ -119,6 +120,8 @@ def unmarked(x: Tensor) -> Tensor:
 
 def converted(x: Tensor, target: Target) -> Tensor:
     """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
+    if x.layout is not torch.strided:
+        return x if precision(x) == target else converted_by_values(x, target)
     if isinstance(target, Emulated):
         if precision(x) == target:
             return x
@@ -127,6 +130,17 @@ def converted(x: Tensor, target: Target) -> Tensor:
     if x.dtype is not target:
         return x.to(target)
     return x if not hasattr(x, _MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
+
+
+def converted_by_values(x: Tensor, target: Target) -> Tensor:
+    """A sparse tensor, or a dense one whose gradient is sparse, in `target`, differentiable."""
+    dtype = x.dtype
+
+    def back(grad: Tensor) -> Tensor:
+        return (quantize(grad, target.grad_fmt) if isinstance(target, Emulated) else grad).to(dtype)
+
+    y = cast_by_values(x, lambda values: converted(values, target), back)
+    return marked(y, target) if isinstance(target, Emulated) else y
 
 
 class _Again(torch.autograd.Function):
@@ -141,7 +155,8 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         if isinstance(ctx.target, Emulated):
-            grad = quantize(grad, ctx.target.grad_fmt)
+            rounded = ctx.target.grad_fmt
+            grad = quantize(grad, rounded) if is_dense(grad) else by_values(lambda v: quantize(v, rounded), grad)
         return grad.to(ctx.dtype), None, None
 
 

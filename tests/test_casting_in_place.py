@@ -1,0 +1,135 @@
+"""Every in-place operation computes the same, forwards and backwards, with and without a ledger at every level."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from autocast_oracle import Apply
+from torch import Tensor
+
+from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.casting.operations import IN_PLACE
+from mpkit.formats import BF16, E5M2
+
+LEVELS = ("O1", "O2", "O3", "auto", "apex_O1")
+N = 4
+INDEX = torch.tensor([2, 0, 3, 1])
+MASK = torch.eye(N, dtype=torch.bool)
+_DRAWS = (
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_ rrelu_ dropout_ alpha_dropout_"
+)
+DRAWS = {*_DRAWS.split(), "feature_dropout_", "feature_alpha_dropout_"}
+# arguments after the tensor written into; given a tensor of the same shape
+ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    "addbmm_": lambda y: (y[None], y[None]),
+    "addmm_": lambda y: (y, y),
+    "addmv_": lambda y: (y, y[0]),
+    "addr_": lambda y: (y[0], y[1]),
+    "clamp_": lambda y: (0.2, 0.8),
+    "clip_": lambda y: (0.2, 0.8),
+    "cumprod_": lambda y: (0,),
+    "cumsum_": lambda y: (0,),
+    "fill_": lambda y: (0.3,),
+    "fill_diagonal_": lambda y: (0.3,),
+    "index_add_": lambda y: (0, INDEX, y),
+    "index_copy_": lambda y: (0, INDEX, y),
+    "index_fill_": lambda y: (0, INDEX[:2], 0.3),
+    "index_put_": lambda y: ((INDEX,), y),
+    "index_reduce_": lambda y: (0, INDEX, y, "prod"),
+    "put_": lambda y: (INDEX, y[0]),
+    "lerp_": lambda y: (y, 0.3),
+    "masked_fill_": lambda y: (MASK, 0.3),
+    "masked_scatter_": lambda y: (MASK, y),
+    "mvlgamma_": lambda y: (1,),
+    "polygamma_": lambda y: (1,),
+    "renorm_": lambda y: (2, 0, 1.0),
+    "scatter_": lambda y: (0, INDEX.expand(N, N), y),
+    "scatter_add_": lambda y: (0, INDEX.expand(N, N), y),
+    "scatter_reduce_": lambda y: (0, INDEX.expand(N, N), y, "sum"),
+    "threshold_": lambda y: (0.5, 0.1),
+    "map_": lambda y: (y, lambda a, b: a + b),
+    "apply_": lambda y: (lambda a: a + 1,),
+    "__setitem__": lambda y: (INDEX[:2], y[:2]),
+}
+# of no use on floats, or not a computation
+LEFT_OUT = {"retain_grad_", "rename_", "unsafe_set_", "sparse_resize_", "sparse_resize_and_clear_", "coalesced_"}
+
+
+def outcome(call: Callable[..., Any], level: str, dtype: Any, watched: str) -> Any:
+    """Result and gradients, or the kind of error."""
+    torch.manual_seed(3)
+    net = Apply(call)
+    cast_like(net, level, dtype) if level == "apex_O1" else auto_mixed_precision(net, level, dtype)
+    x = torch.linspace(0.15, 0.85, N * N).reshape(N, N).requires_grad_()
+    y = torch.linspace(0.9, 0.3, N * N).reshape(N, N).requires_grad_()
+    try:
+        if watched:
+            with ledger(net, count=watched == "count") as book:
+                out = net(x, y)
+            assert book.rows
+        else:
+            out = net(x, y)
+        out.float().sum().backward()
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+        return type(error)
+    return [out.dtype, out.detach(), x.grad, y.grad]
+
+
+@functools.cache
+def forms() -> dict[str, Callable[..., Any]]:
+    """Each operation in the form that torch takes: with its arguments above, with none, or with one tensor."""
+    found = {}
+    for name in sorted({function.__name__ for function in IN_PLACE} - LEFT_OUT):
+        function = next(f for f in IN_PLACE if f.__name__ == name)
+        given = ARGUMENTS.get(name, lambda y: ())
+
+        def call(x: Tensor, y: Tensor, function: Any = function, given: Any = given) -> Tensor:
+            z = x * 1.1
+            out = function(z, *given(y * 0.9))
+            return (z if out is None else out) * 1.0
+
+        def binary(x: Tensor, y: Tensor, function: Any = function) -> Tensor:
+            return function(x * 1.1, y * 0.9) * 1.0
+
+        found[name] = binary if isinstance(outcome(call, "O1", torch.bfloat16, ""), type) else call
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch announces what is in beta
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16, E5M2], ids=["native", "emulated", "e5m2"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_watching_an_in_place_operation_changes_nothing(level: str, dtype: Any) -> None:
+    ran = 0
+    for name, form in forms().items():
+        want = outcome(form, level, dtype, "")
+        ran += not isinstance(want, type)
+        for watched in ("plain", "count") if level == "O2" else ("plain",):
+            got = outcome(form, level, dtype, watched)
+            if isinstance(want, type) or isinstance(got, type):
+                assert got is want, (name, watched, got, want)
+                continue
+            for a, b in zip(got, want):
+                same = a == b if not isinstance(a, Tensor) else torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+                assert same, (name, watched, got, want)
+    assert ran > 60
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_what_common_in_place_operations_keep_is_predicted(level: str) -> None:
+    """The table of what autograd keeps goes by the operation, in place or not."""
+    common = "relu_ tanh_ sigmoid_ exp_ sqrt_ copy_ fill_ zero_ add_ sub_ mul_ div_ __iadd__ __imul__ neg_ round_"
+    for name in common.split():
+        function = next(f for f in IN_PLACE if f.__name__ == name)
+        form = ARGUMENTS.get(name) or ((lambda y: (y,)) if name in BINARY else lambda y: ())
+        net = Apply(lambda x, y, function=function, form=form: function(x * 1.1, *form(y * 0.9)))
+        auto_mixed_precision(net, level, torch.bfloat16)
+        with ledger(net) as book:
+            net(*(torch.rand(N, N, requires_grad=True) for _ in range(2)))
+        assert book.predicted_bytes == book.measured_bytes, name
+
+
+BINARY = {"copy_", "add_", "sub_", "mul_", "div_", "__iadd__", "__imul__"}
