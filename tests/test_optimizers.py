@@ -31,6 +31,8 @@ MEMBERS: dict[str, Make] = {
     "LazyAdam": lambda p, lr=0.1, **kw: opt.LazyAdam(p, lr, **kw),
     "AdamOffload": lambda p, lr=0.1, **kw: opt.AdamOffload(p, lr, **kw),
     "AdamWeightDecay": lambda p, lr=0.1, **kw: opt.AdamWeightDecay(p, lr, **kw),
+    "Adam8bit": lambda p, lr=0.1, **kw: opt.Adam8bit(p, lr, **kw),
+    "AdamW8bit": lambda p, lr=0.1, **kw: opt.AdamW8bit(p, lr, **{"weight_decay": 0.0, **kw}),
     "AdaMax": lambda p, lr=0.1, **kw: opt.AdaMax(p, lr, **kw),
     "RMSProp": lambda p, lr=0.1, **kw: opt.RMSProp(p, lr, **kw),
     "RMSProp-centered": lambda p, lr=0.1, **kw: opt.RMSProp(p, lr, momentum=0.5, centered=True, **kw),
@@ -347,7 +349,7 @@ def test_a_group_added_later_is_trained_from_its_own_first_step(name):
     assert torch.equal(fresh, alone)
 
 
-@pytest.mark.parametrize("name", sorted(DECAYING - {"AdamWeightDecay", "Lamb"}))
+@pytest.mark.parametrize("name", sorted(DECAYING - {"AdamWeightDecay", "AdamW8bit", "Lamb"}))
 def test_the_static_loss_scale_is_divided_out_after_decay_was_multiplied_by_it(name):
     if name in ("ASGD", "Rprop"):
         pytest.skip("the reference gives it no loss_scale")

@@ -3,6 +3,7 @@
 from mpkit.optimizers.adafactor import AdaFactor
 from mpkit.optimizers.adagrad import FTRL, Adadelta, Adagrad, ProximalAdagrad, RMSProp
 from mpkit.optimizers.adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
+from mpkit.optimizers.adam8bit import Adam8bit, AdamW8bit
 from mpkit.optimizers.arguments import centralized, trainable_params, untrainable_params
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.bf16 import BFloat16Weights, stochastic_bf16
@@ -20,7 +21,9 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamOffload",
+    "AdamW8bit",
     "AdamWeightDecay",
     "BFloat16Weights",
     "Lamb",
