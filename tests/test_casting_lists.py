@@ -105,6 +105,14 @@ def test_an_operator_on_the_white_list_stands_for_all_its_spellings() -> None:
     assert {compute for name, compute in got if "add" in name} == {"float32"}
 
 
+def test_an_operator_of_a_namespace_is_listed_and_a_setting_of_torch_is_not() -> None:
+    for function in (torch.special.expit, torch.linalg.norm):
+        network = custom_mixed_precision(Apply(function), white_list=[function], dtype=torch.bfloat16)
+        assert computes(network, X) == [(function.__name__, "bfloat16")]
+    with pytest.raises(TypeError, match="white_list holds"):
+        custom_mixed_precision(nn.Linear(2, 2), white_list=[torch.manual_seed])
+
+
 def test_custom_lists_record_no_level_and_respect_to_float_like_o1() -> None:
     from mpkit.casting import amp_level
 
@@ -245,7 +253,20 @@ def test_every_listed_operator_exists_in_torch() -> None:
 def test_operators_are_found_from_any_spelling() -> None:
     for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
         assert operator_of(function) == "matmul"
-    for stranger in (print, nn.Linear, "matmul", None, 3, len):
+    special = (torch.special.expit, torch.linalg.norm, torch.special.expm1, torch.linalg.vector_norm, F.sigmoid)
+    assert [operator_of(function) for function in special] == ["sigmoid", "norm", "expm1", "norm", "sigmoid"]
+    for stranger in (
+        print,
+        nn.Linear,
+        "matmul",
+        None,
+        3,
+        len,
+        [],
+        torch.manual_seed,
+        torch.set_num_threads,
+        torch.save,
+    ):
         assert operator_of(stranger) is None
 
 

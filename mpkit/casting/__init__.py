@@ -10,6 +10,7 @@ from mpkit.casting.levels import (
     get_white_list,
     remove_mixed_precision,
     to_float,
+    within,
 )
 from mpkit.casting.presets import PRESETS, cast_like
 from mpkit.casting.products import end_step, recipe_linear, recipe_of
@@ -38,4 +39,5 @@ __all__ = [
     "remove_mixed_precision",
     "to_float",
     "uniform",
+    "within",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mpkit.casting.lists import (
     WHITE_MODULES,
     WHITE_OPERATORS,
 )
-from mpkit.casting.mode import Forward, mark, mark_of, unmark
+from mpkit.casting.mode import Forward, mark, mark_of, running, unmark
 from mpkit.casting.products import drop_scales
 from mpkit.casting.rules import Rule, everything, operator_lists, protected, recurrent, white_operators
 from mpkit.casting.targets import Target, target_of
@@ -46,6 +47,8 @@ def auto_mixed_precision(
     | O2 | every operation, but child modules of the classes in `get_black_list()` compute in float32 | float32 |
     | O3 | every operation | float32 |
     | auto | per operation: a list to `dtype`, a list to float32, a list to the widest input | may be `dtype` |
+
+    Other methods than `forward`, and threads that it starts, compute at the level inside `within(network)`.
 
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
@@ -285,6 +288,30 @@ def to_float(
         around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
         mark(inner, lowered(inner, target), by_user=True, **around)
     return module
+
+
+@contextmanager
+def within(network: nn.Module) -> Iterator[None]:
+    """A block that computes as the forward of `network` does: for its other methods, and for threads.
+
+    A level is put on `forward`. Modules called by another method, or by a thread that a forward starts, are cast, since
+    each has a forward of its own; what that method or thread computes itself is not, unless it runs in this block.
+    Results of the block are as computed, not cast to float32.
+
+    Raises:  TypeError if `network` is no module; ValueError if it runs at no level.
+
+    >>> net = auto_mixed_precision(nn.Linear(2, 1), "O2", torch.bfloat16)
+    >>> with within(net):
+    ...     (net.weight @ torch.ones(2)).dtype
+    torch.bfloat16
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"within runs a block at the level of an nn.Module, got {network!r}")
+    found = mark_of(network)
+    if found is None or found.rule is None:
+        raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
+    with running(found.rule):
+        yield
 
 
 def remove_mixed_precision(network: Any) -> Any:

@@ -7,12 +7,14 @@ A framework's list names operators (MatMul, ReLU); torch spells each in several 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import get_overridable_functions
 
 Function = Callable[..., Any]
 
@@ -28,6 +30,10 @@ _ALIASES = {
     "pow": ("__pow__", "__rpow__", "float_power"),
     "outer": ("ger",),
     "dot": ("vdot",),
+    "sigmoid": ("expit",),
+    "lgamma": ("gammaln",),
+    "mvlgamma": ("multigammaln",),
+    "digamma": ("psi",),
     "acos": ("arccos",),
     "asin": ("arcsin",),
     "atan2": ("arctan2",),
@@ -77,11 +83,20 @@ def operator_of(function: Any) -> str | None:
     ('matmul', 'outer', None)
     """
     name = getattr(function, "__name__", "")
-    operator = next((key for key, aliases in _ALIASES.items() if name in aliases), name)
-    if not callable(function) or isinstance(function, type) or not operator:
+    if not callable(function) or isinstance(function, type):
         return None
+    if function not in _on_tensors() and function is not getattr(F, name, None):  # F.tanh only calls x.tanh()
+        return None
+    name = name.removeprefix("special_").removeprefix("linalg_")
+    operator = next((key for key, aliases in _ALIASES.items() if name in aliases), name)
     known = any(callable(getattr(home, operator, None)) for home in _HOMES)
     return operator if known and function in spellings(operator) else None
+
+
+@cache
+def _on_tensors() -> frozenset[Function]:
+    """Every torch function that a mode sees, which leaves out `torch.manual_seed` and the like."""
+    return frozenset(function for functions in get_overridable_functions().values() for function in functions)
 
 
 def _named(match: Callable[[str], bool]) -> frozenset[Function]:

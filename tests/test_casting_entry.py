@@ -1,0 +1,158 @@
+"""Forwards that run in steps, other methods than forward, threads that a forward starts: at the level, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpkit.casting import amp_level, auto_mixed_precision, cast_like, custom_mixed_precision, to_float, within
+from mpkit.formats import BF16
+
+X = torch.rand(3, 4)
+W = torch.rand(4, 4)
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x @ W, (x @ W) * 1.1]
+
+
+class Generator(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield x @ W
+        yield (x @ W) * 1.1
+
+
+class Coroutine(nn.Module):
+    async def forward(self, x: Tensor) -> list[Tensor]:
+        y = x @ W
+        await asyncio.sleep(0)
+        return [y, (x @ W) * 1.1]
+
+
+class Several(nn.Module):
+    """Entry points other than forward, and one that computes in a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) @ W)
+
+    def forward(self, x: Tensor, *, threaded: bool = False) -> Tensor:
+        found: list[Tensor] = []
+
+        def work() -> None:
+            with within(self):
+                found.append(self.encode(x))
+
+        if threaded:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            found.append(self.encode(x))
+        return found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=["native", "emulated"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
+def test_forwards_in_steps_compute_what_a_plain_one_computes(level: str, dtype: Any) -> None:
+    want = auto_mixed_precision(Plain(), level, dtype)(X)
+    generator, coroutine = (auto_mixed_precision(net, level, dtype) for net in (Generator(), Coroutine()))
+    outside = torch.ones(1) / 3
+    got = []
+    for y in generator(X):
+        assert (outside * 1.0).dtype is torch.float32  # between two steps the caller computes as it always did
+        got.append(y)
+    for found in (got, asyncio.run(coroutine(X))):
+        assert [y.dtype for y in found] == [y.dtype for y in want]
+        assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+def test_two_coroutines_at_a_time_do_not_disturb_each_other() -> None:
+    low, wide = auto_mixed_precision(Coroutine(), "O3", torch.bfloat16), Coroutine()
+
+    async def both() -> Any:
+        return await asyncio.gather(low(X), wide(X), low(X))
+
+    first, plain, second = asyncio.run(both())
+    assert torch.equal(first[1], second[1])
+    assert torch.equal(plain[1], (X @ W) * 1.1)
+
+
+def test_an_asynchronous_generator_is_refused_in_words() -> None:
+    class Endless(nn.Module):
+        async def forward(self, x: Tensor) -> AsyncIterator[Tensor]:
+            yield x
+
+    with pytest.raises(TypeError, match="asynchronous generator"):
+        auto_mixed_precision(Endless(), "O2")(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=["native", "emulated"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_another_entry_point_and_a_thread_compute_at_the_level_within_it(level: str, dtype: Any) -> None:
+    network = auto_mixed_precision(Several(), level, dtype)
+    want = network(X)
+    assert torch.equal(network(X, threaded=True), want)
+    with within(network):
+        got = network.encode(X)
+    assert torch.equal(got.float(), want)
+    got.float().sum().backward()
+    grad = network.inner.weight.grad.clone()
+    network.zero_grad()
+    network(X).sum().backward()
+    assert torch.equal(network.inner.weight.grad, grad)
+    assert torch.equal(X @ W, torch.mm(X, W))  # nothing is cast outside
+
+
+def test_within_is_for_modules_at_a_level() -> None:
+    with pytest.raises(TypeError, match=r"nn\.Module"), within(3):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="no level"), within(nn.Linear(2, 2)):
+        pass
+    for network in (
+        to_float(nn.Linear(2, 2), torch.float16),
+        cast_like(nn.Linear(2, 2), "keras_mixed_float16"),
+        custom_mixed_precision(nn.Linear(2, 2), black_list=[nn.LayerNorm]),
+    ):
+        with within(network):
+            assert (network.weight * 1.0).dtype is torch.float16
+    assert amp_level(network) == ""
+
+
+def test_fx_refuses_a_cast_network_and_a_traced_one_is_cast() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    auto_mixed_precision(network, "O1", torch.bfloat16)
+
+    class IntoEveryModule(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return False
+
+    with pytest.raises(RuntimeError, match="remove_mixed_precision"):
+        IntoEveryModule().trace(network)
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    assert auto_mixed_precision(traced, "O2", torch.bfloat16)(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_what_is_no_tensor_is_refused_by_torch_itself(level: str) -> None:
+    for layer in (nn.Linear(2, 2), nn.ReLU(), nn.Conv1d(2, 2, 1)):
+        network = auto_mixed_precision(nn.Sequential(layer, nn.ReLU()), level, torch.bfloat16)
+        for nothing in (None, [1.0, 2.0]):
+            with pytest.raises(TypeError, match="Tensor"):
+                network(nothing)
+
+
+def test_a_preset_that_is_a_list_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match="preset is a name"):
+        cast_like(nn.Linear(2, 2), ["x"])  # type: ignore[arg-type]
