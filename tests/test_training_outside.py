@@ -127,6 +127,37 @@ def test_a_compiled_step_follows_schedules_decay_functions_and_the_strategy(make
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("strategy", "most"),
+    [([0, 1, 2, 1] * 6, 4), ([0, 2, 1], 4), (None, 4)],  # three, and one where a number becomes a variable
+    ids=["long", "short", "round robin"],
+)
+def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(strategy, most):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(module, example_inputs):
+        graphs.append(module)
+        return module.forward
+
+    def made():
+        params = [one_weight(value=2.0) for _ in range(3)]
+        return params, FreezeOpt(opt.SGD(params, [0.1] * 30), [params[i:] for i in range(3)], strategy)
+
+    (params, compiled), (twins, eager) = made(), made()
+    step = torch.compile(compiled.step, backend=backend, fullgraph=len(strategy or ()) < 8)
+    for _ in range(26):
+        for p in [*params, *twins]:
+            p.grad = torch.ones(1)
+        step()
+        eager.step()
+        torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-7)
+    assert (compiled.step_index, compiled.steps) == (eager.step_index, eager.steps)
+    assert 3 <= len(graphs) <= most
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_cell_follows_the_schedule_and_skips():
     torch.compiler.reset()
 

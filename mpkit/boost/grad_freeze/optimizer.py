@@ -23,6 +23,8 @@ from mpkit.step.restore import load_all
 State = Literal["shared", "per_group"]
 PATCHES = frozenset({"step", "_opt_called"})
 """What a torch scheduler sets on the optimizer object that it drives."""
+PLACES = 8
+"""torch.compile gives up after eight graphs of one function: a strategy of so many places is read outside of them."""
 
 
 class FreezeOpt(Optimizer):
@@ -41,6 +43,8 @@ class FreezeOpt(Optimizer):
                                  rate follows the global step. "per_group": the original's, a copy of `opt` per group
                                  with moments and step counter of its own; memory grows with the number of groups and
                                  schedules run late. Empty user groups are dropped.
+    Compile:  `torch.compile(opt.step)` makes a graph for each group, however long the strategy. One of eight places or
+              more breaks the graph where the group is chosen, so torch refuses `fullgraph=True` for it.
     Raises:  TypeError if `opt` is no optimizer, the groups are no lists or the strategy is of another kind;
              ValueError for a strategy without groups, an element that is no int or not an index of a group, or a
              tensor that is not 1-D int32.
@@ -155,10 +159,18 @@ class FreezeOpt(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
-        loss = self.step_group(self.index, closure)
+        short = len(self.strategy) < PLACES
+        loss = self.step_group(self.index if short else self._coming(), closure)
+        self._count() if short else self._count_apart()
+        return loss
+
+    def _count(self) -> None:
         self.advance()
         self._counts["steps"] += 1
-        return loss
+
+    # what torch.compile reads it compiles for: the place in a long strategy would be a graph for each place
+    _coming = torch.compiler.disable(lambda self: self.index)
+    _count_apart = torch.compiler.disable(_count)
 
     def step_group(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of one group; the strategy stays where it is. Drops the other gradients."""
