@@ -408,3 +408,81 @@ def test_vector_on_the_gpu_equals_the_numbers():
     for i, policy in enumerate(policies):
         alone = run(policy, finite[:, i])
         np.testing.assert_array_equal(vector.scale[: len(alone.scale), i], alone.scale)
+
+
+# --- factors that float32 cannot hold ---------------------------------------------------------------------------------
+
+F32, F64 = np.float32, np.float64
+# a factor of 1.7 upwards and 0.6 downwards where both can be given, in the words of each framework: growth, backoff
+ARITHMETIC = {
+    "mpkit": ({"growth_factor": 1.7, "backoff_factor": 0.6}, lambda s: F32(F64(s) * 1.7), lambda s: F32(F64(s) * 0.6)),
+    "torch": ({"growth_factor": 1.7, "backoff_factor": 0.6}, lambda s: F32(F64(s) * 1.7), lambda s: F32(F64(s) * 0.6)),
+    "tf_v1": ({"multiplier": 1.7}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) * (F32(1) / F32(1.7))),
+    "deepspeed": (
+        {"scale_factor": 1.7, "delayed_shift": 1},
+        lambda s: F64(s) * 1.7,
+        lambda s: F64(s) / 1.7,
+    ),
+    "megatron": (
+        {"growth_factor": 1.7, "backoff_factor": 0.6, "hysteresis": 1},
+        lambda s: F32(s) * F32(1.7),
+        lambda s: F32(s) * F32(0.6),
+    ),
+    "colossalai": (
+        {"growth_factor": 1.7, "backoff_factor": 0.6, "hysteresis": 1},
+        lambda s: F32(s) * F32(1.7),
+        lambda s: F32(s) * F32(0.6),
+    ),
+    "fairseq": ({"scale_factor": 1.7}, lambda s: F64(s) * 1.7, lambda s: F64(s) / 1.7),
+    "jmp": ({"factor": 1.7}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) / F32(1.7)),
+    "flax": ({"growth_factor": 1.7, "backoff_factor": 0.6}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) * F32(0.6)),
+    "paddle": ({"incr_ratio": 1.7, "decr_ratio": 0.6}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) * F32(0.6)),
+    "paddle_static": (
+        {"incr_ratio": 1.7, "decr_ratio": 0.6, "decr_every_n_nan_or_inf": 1},
+        lambda s: F32(s) * F32(1.7),
+        lambda s: F32(s) * F32(0.6),
+    ),
+    "fairscale_layerwise": (
+        {"growth_factor": 1.7, "backoff_factor": 0.6},
+        lambda s: F64(s) * 1.7,
+        lambda s: F64(s) * 0.6,
+    ),
+    "mindspore_scaler": ({"scale_factor": 3}, lambda s: F32(s) * F32(3), lambda s: F32(s) / F32(3)),
+    "mindspore_cell": ({"scale_factor": 1.7}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) * (F32(1) / F32(1.7))),
+    "mindspore_manager": ({"scale_factor": 1.7}, lambda s: F64(s) * 1.7, lambda s: F64(s) * (1 / 1.7)),
+}
+START = {
+    **dict.fromkeys(("mpkit", "torch", "deepspeed", "fairseq"), "init_scale"),
+    **dict.fromkeys(("megatron", "colossalai"), "initial_scale"),
+    **dict.fromkeys(("paddle", "paddle_static"), "init_loss_scaling"),
+    **{"tf_v1": "initial_loss_scale", "jmp": "loss_scale", "flax": "scale", "mindspore_scaler": "scale_value"},
+    **{"mindspore_cell": "loss_scale_value", "mindspore_manager": "init_loss_scale"},
+}
+NO_FACTOR = {"keras3", "tf_keras", "apex", "mxnet"}  # 2 is hard-wired
+
+
+@pytest.mark.parametrize("framework", ARITHMETIC)
+def test_a_factor_that_float32_cannot_hold_is_taken_as_the_framework_takes_it(framework):
+    factors, grow, shrink = ARITHMETIC[framework]
+    window = "scale_window" if framework.startswith("mindspore") else None
+    for start in (32768.0, 1000.0, 12345.678, 7.25):
+        given = {START[framework]: start} if framework in START else {"layer_scale_dict": {"all": start}}
+        given |= {window: 1000} if window else {}
+        policy = preset(framework, **factors, **given)
+        policy = policy[0] if framework == "fairscale_layerwise" else policy
+        begin = initial(policy)
+        # a growth is made due, an overflow needs nothing
+        grown, _ = advance(policy, begin._replace(good=policy.growth_interval - 1), True)
+        shrunk, _ = advance(policy, begin, False)
+        assert grown.scale == float(grow(begin.scale)), start
+        assert shrunk.scale == float(shrink(begin.scale)), start
+
+
+def test_every_framework_with_a_factor_is_among_them():
+    assert set(ARITHMETIC) | NO_FACTOR == set(FRAMEWORKS)
+
+
+def test_tf_v1_shrinks_to_what_tensorflow_gives():
+    """TensorFlow 2.21: 32768 / 1.7 is 19275.29297, since the multiplier is a float32 there; not 19275.29492."""
+    state, _ = advance(policy := preset("tf_v1", multiplier=1.7), initial(policy), False)
+    assert state.scale == 19275.29296875

@@ -125,11 +125,11 @@ def _tf_keras(
 
 def _tf_v1(initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0) -> ScalePolicy:
     _need(multiplier > 0, f"multiplier must be above 0, got {multiplier}")
-    factor = in_float32(multiplier)
+    factor = in_float32(multiplier)  # so TensorFlow holds it; the compiler makes the division a product
     return ScalePolicy(
         initial_loss_scale,
         factor,
-        in_float32(1 / multiplier),
+        in_float32(1 / factor),
         increment_period,
         min_scale=1.0,
         growth_ge=True,
