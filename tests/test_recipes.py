@@ -347,6 +347,50 @@ def test_tensor_cores_get_the_same_operands(monkeypatch):
     assert not calls
 
 
+def cpu_multiplies_eight_bits() -> bool:
+    eight = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(eight, eight.t(), torch.ones(()), torch.ones(()), out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.skipif(not cpu_multiplies_eight_bits(), reason="this torch has no torch._scaled_mm on a CPU")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("te_current", torch.float32),
+        ("te_hybrid_delayed", torch.float32),
+        ("torchao_tensorwise", torch.bfloat16),
+        ("torchao_rowwise", torch.bfloat16),
+        ("torchao_rowwise_with_gw_hp", torch.bfloat16),
+    ],
+)
+def test_torch_s_own_eight_bit_product_takes_our_operands(name, dtype, monkeypatch):
+    """The path of a GPU with 8-bit tensor cores, by the operator that it calls, which a CPU has too."""
+    results = {}
+    for native in (False, True):
+        monkeypatch.setattr(products, "native_product", lambda device, native=native: native)
+        torch.manual_seed(0)
+        layer = cast_like(nn.Linear(64, 48).to(dtype), name)
+        x = (torch.randn(32, 64) * torch.linspace(0.1, 30, 64)).to(dtype).requires_grad_()
+        with ledger(layer) as log:
+            y = layer(x)
+            (y * torch.randn(32, 48)).sum().backward()
+        results[native] = (y, x.grad, layer.weight.grad, layer.bias.grad)
+        high = {row.product for row in log.operands if row.format == "high precision"}
+        mixed = {"dgrad"} if name.endswith("gw_hp") else set()  # scales of a tensor and of rows: no such kernel
+        assert {row.product for row in log.operands if row.native} == (
+            {"fprop", "dgrad", "wgrad"} - high - mixed if native else set()
+        )
+    for got, want in zip(results[True], results[False]):
+        # sums of at most 64 products in another order, scaled after instead of before; then one rounding to the dtype
+        apart, size = (got.float() - want.float()).abs(), want.float().abs()
+        assert (apart <= size * torch.finfo(dtype).eps + 64 * 2.0**-23 * size.max()).all()
+        assert got.dtype is dtype
+
+
 def test_descriptions_and_own_recipes():
     own = replace(RECIPES["mxfp8"], name="mine", wgrad_grad=None, wgrad_input=None)
     assert own.describe()["wgrad.grad"] == "high precision"
