@@ -21,7 +21,7 @@ def graded(notebook):
 
 
 def test_the_labs_are_there():
-    assert set(SOURCES) >= {"lab01", "lab02", "lab03", "lab04", "lab06"}
+    assert set(SOURCES) >= {"lab01", "lab02", "lab03", "lab04", "lab05", "lab06"}
     assert set(SOURCES) == set(WRONG)
 
 
@@ -122,6 +122,15 @@ WRONG = {
         "q1": (("range(1, grad.ndim)", "range(0, grad.ndim)"), {"visible", "hidden"}),  # one mean for everything
         "q3": (("range(1, groups)", "range(0, groups)"), {"visible", "hidden"}),  # the indices begin at 1
         "q5": (("a.double(), b.double()", "a, b"), {"hidden2"}),  # inner products in the updates' own dtype
+    },
+    "lab05": {
+        "q1": (("min(largest / amax, TOP)", "largest / amax"), {"hidden"}),  # infinite in float32
+        "q2": (("step - length)", "step - length + 1)"), {"visible", "hidden"}),  # a history one step too short
+        "q4": (
+            ("math.frexp(amax)[1] - 1", "math.floor(torch.tensor(amax).log2().item())"),
+            {"hidden"},
+        ),  # 9 for the number below 2^9
+        "q6": (("exponent - (fraction == 0.5)", "exponent"), {"hidden"}),  # 6 s does not hold 6 s
     },
     "lab06": {
         "q1": (("(n - 1))", "n)"), {"visible", "hidden"}),  # the spread of a population, not of a sample

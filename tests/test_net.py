@@ -27,8 +27,8 @@ class Bug:
     cell: int | None = None
 
 
-LAB01, LAB02, LAB03, LAB04 = (
-    f"labs/{name}" for name in ("lab01_formats", "lab02_loss_scaling", "lab03_casting_and_diagnosis", "lab04_boost")
+LAB01, LAB02, LAB03, LAB04, LAB05 = (
+    f"labs/lab0{name}" for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales")
 )
 BUGS = [
     Bug(
@@ -163,6 +163,20 @@ BUGS = [
         'if not name.startswith("batch")]',
         "if name]",
         LAB03,
+    ),
+    Bug(
+        "amaxes that stay in the history for a step too long",
+        "policies/tensor_scale.py",
+        "history = (0.0, *entries[2:], amax)",
+        "history = (0.0, *entries[1:], amax)",
+        "17_tensor_scales",
+    ),
+    Bug(
+        "scales of MX blocks one power of two too large",
+        "blocks/scales.py",
+        "byte = (bits >> 23) - element.max_exponent",
+        "byte = (bits >> 23) - element.max_exponent + 1",
+        LAB05,
     ),
     # one for each cell that stores claims about live figures
     Bug(
