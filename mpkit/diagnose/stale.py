@@ -8,8 +8,11 @@ import numpy as np
 
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
-from mpkit.record.amax import AmaxTrace
+from mpkit.record import AmaxTrace, Trace
+from mpkit.replay.ceilings import flushed_by_current_scale
 from mpkit.replay.tensor_scales import replay_tensor_scales
+
+_FLUSHED_TOO_MUCH = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,42 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
     return sorted(found, key=lambda stale: -stale.overshoot)
 
 
-def recommend_recipe(trace: AmaxTrace, *, history_len: int = 1024) -> tuple[str, tuple[str, ...]]:
-    """A recipe whose scales would have fitted this run, and why: delayed where no scale went stale, else current.
+def recommend_recipe(
+    trace: AmaxTrace, histograms: Trace | None = None, *, history_len: int = 1024
+) -> tuple[str, tuple[str, ...]]:
+    """A recipe whose scales would have fitted this run, and why.
 
-    Amaxes say whether a scale fits the largest element. They do not say what becomes of the small ones, nor how far
-    training suffers; `ledger(network).operands` counts what is flushed under any recipe.
+    "te_hybrid_delayed" where no delayed scale went stale, else "te_current"; "mxfp8" where the histograms show that one
+    scale for a whole tensor would flush over 5 % of an activation's values to zero in E4M3, however fresh it is: blocks
+    have scales of their own.
+
+    Amaxes say whether a scale fits the largest element, histograms what becomes of the small ones. Neither says how far
+    training suffers; `ledger(network).operands` counts what is clipped and flushed under any recipe.
+
+    Args:    trace: `Recorder(..., amaxes=True).amax_trace()`; histograms: the `trace()` of the same recorder, made with
+             `activations=True`.
+    Raises:  TypeError for another kind of trace; ValueError for histograms without activations.
     """
     stale = stale_scales(trace, amax_history_len=history_len)
-    steps = max(len(trace) - 1, 1)
-    if not stale:
-        return "te_hybrid_delayed", (f"no scale of {len(trace.tensors)} tensors went stale in {steps} steps",)
-    return "te_current", (f"{len(stale)} of {len(trace.tensors)} tensors had a stale scale", str(stale[0]))
+    flushed = [] if histograms is None else _flushed_reasons(histograms)
+    if stale:
+        seen = [f"{len(stale)} of {len(trace.tensors)} tensors had a stale scale", str(stale[0])]
+    else:
+        seen = [f"no scale of {len(trace.tensors)} tensors went stale in {max(len(trace) - 1, 1)} steps"]
+    name = "mxfp8" if flushed else "te_current" if stale else "te_hybrid_delayed"
+    return name, (*flushed, *seen)
+
+
+def _flushed_reasons(histograms: object) -> list[str]:
+    """One sentence for each activation that one scale cannot serve, the worst three first."""
+    if not isinstance(histograms, Trace):
+        raise TypeError(f"histograms is a Trace, as Recorder.trace() gives it, got {type(histograms).__name__}")
+    if histograms.activations is None:
+        raise ValueError("the trace has no histograms of activations; record it with Recorder(..., activations=True)")
+    shares = flushed_by_current_scale(histograms.activations, E4M3FN)
+    means = np.nanmean(np.where(np.isnan(shares).all(axis=0), 0.0, shares), axis=0)
+    return [
+        f"one scale for {histograms.activations.names[i]} would flush {means[i]:.1%} of its values to zero in E4M3"
+        for i in np.argsort(-means)[:3]
+        if means[i] > _FLUSHED_TOO_MUCH
+    ]

@@ -75,11 +75,11 @@ class AmaxRecorder(Hook):
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
         self._hooks: list[Any] = []
         for path, layer in layers.items():
-            self._hooks.append(layer.register_forward_hook(self._watch(path)))
+            self._hooks.append(layer.register_forward_hook(self._watch(path, layer)))
 
-    def _watch(self, path: str) -> Any:
+    def _watch(self, path: str, watched: nn.Module) -> Any:
         def seen(layer: nn.Module, args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
+            if layer is not watched or not torch.is_grad_enabled():  # a copy of the network carries the hook along
                 return
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
             if args and isinstance(args[0], Tensor):
@@ -97,9 +97,17 @@ class AmaxRecorder(Hook):
         old = self._now.get(name)
         self._now[name] = amax if old is None else torch.maximum(old, amax)
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def end_step(self) -> None:
         """The step is over: what comes now belongs to the next."""
         self._steps.append(self._now)
+        self._now = {}
+
+    def forget(self, steps: int) -> None:
+        """Keep the first `steps` steps only, and nothing of one that has begun."""
+        del self._steps[steps:]
         self._now = {}
 
     def after_update(self, ctx: Any) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_flags
 from mpkit.formats import get_format
+from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import exponent_counts, host_counts, new_scratch, total_norm
 from mpkit.record.rows import Part, Rows, Table, added, kept, moved
 from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
@@ -37,6 +39,7 @@ class Recorder(Hook):
         every:       steps between two histograms and gradient norms (>= 1); all else is recorded in every step.
         by:          "parameter", or "module" to add up the parameters of a module.
         activations: also record the outputs of the modules without children, from their training forward passes.
+        amaxes:      also record the amaxes of linear layers in every step, as `AmaxRecorder` does; see `amax_trace`.
         format:      the format that the scaled gradients had to fit into; "fp32" if nothing ran in a low precision.
         meta:        anything JSON can hold, kept in the trace.
     Raises:  TypeError, ValueError for wrong arguments; `record` raises RuntimeError when there is no gradient.
@@ -53,6 +56,7 @@ class Recorder(Hook):
         every: int = 1,
         by: str = "parameter",
         activations: bool = False,
+        amaxes: bool = False,
         format: str = "fp16",
         meta: Mapping[str, Any] | None = None,
     ) -> None:
@@ -64,6 +68,7 @@ class Recorder(Hook):
             raise ValueError(f"by must be 'parameter' or 'module', got {by!r}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+        check_flags(activations=activations, amaxes=amaxes)
         get_format(format)
         json.dumps(dict(meta or {}))
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
@@ -81,6 +86,8 @@ class Recorder(Hook):
         self._scratch = new_scratch()
         self._start = time.perf_counter()
         self._policy = policy_of(scaler)
+        self._amaxes = AmaxRecorder(network) if amaxes else None
+        self._first_amax = 0  # the step of the first amaxes held here: not 0 after a resume
         if activations:
             self._watch_activations()
 
@@ -124,8 +131,16 @@ class Recorder(Hook):
             meta={"torch": torch.__version__} | policy | self.meta,
         )
 
+    def amax_trace(self) -> AmaxTrace:
+        """The amaxes recorded so far, one row a step. Raises ValueError without `amaxes=True`."""
+        if self._amaxes is None:
+            raise ValueError("no amaxes were recorded; make it Recorder(network, ..., amaxes=True)")
+        return self._amaxes.trace()
+
     def close(self) -> None:
-        """Take the forward hooks of `activations=True` off the network again."""
+        """Take the forward hooks of `activations=True` and `amaxes=True` off the network again."""
+        if self._amaxes is not None:
+            self._amaxes.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,6 +168,9 @@ class Recorder(Hook):
         device = next(iter(self._groups.values()))[0].device
         self._seen = {name: moved(part, device) for name, part in state.get("seen", {}).items()}
         self._steps.forget(index)
+        if self._amaxes is not None:
+            self._amaxes.forget(max(0, index - self._first_amax))
+            self._first_amax = min(self._first_amax, index) if len(self._amaxes) else index
         for rows in (self._gradients, self._activations):
             if rows is not None:
                 rows.forget(index)
@@ -178,6 +196,8 @@ class Recorder(Hook):
             norm = norm if factor is None else norm * factor
         lr = _lr_of(optimizer)
         self._steps.append((self.index, kept(loss), scale, kept(found), kept(lr), kept(norm), self._seconds()))
+        if self._amaxes is not None:
+            self._amaxes.end_step()
         self.index += 1
 
     def _norm(self) -> float | Tensor:

@@ -1,6 +1,6 @@
 """What any other loss-scale policy would have done on a recorded run, thousands of policies at once."""
 
-from mpkit.replay.ceilings import CAVEAT, ceilings, flushed
+from mpkit.replay.ceilings import CAVEAT, ceilings, flushed, flushed_by_current_scale
 from mpkit.replay.simulate import Simulation, can_compile, simulate
 from mpkit.replay.table import replay, sweep, swept
 from mpkit.replay.tensor_scales import TensorScaleReplay, replay_tensor_scales, sweep_tensor_scales
@@ -12,6 +12,7 @@ __all__ = [
     "can_compile",
     "ceilings",
     "flushed",
+    "flushed_by_current_scale",
     "replay",
     "replay_tensor_scales",
     "simulate",

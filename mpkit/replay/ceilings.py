@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mpkit.formats import FloatFormat, get_format
-from mpkit.record import Trace
+from mpkit.record import Ranges, Trace
 
 CAVEAT = (
     "A replay takes the recorded gradients as given. Another policy would have skipped other steps, so the weights "
@@ -57,12 +57,27 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
              ties. Rows without finite values give 0.
     """
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
-    part = trace.gradients
-    counts = part.total()
-    share = np.concatenate([np.zeros((len(counts), 1)), counts.cumsum(axis=1)], axis=1)
+    return _flushed(trace.gradients.total(), trace.gradients.lowest, scales, fmt)
+
+
+def flushed_by_current_scale(part: Ranges, fmt: FloatFormat) -> np.ndarray:
+    """Share of the non-zero values of each tensor that become zero in `fmt` under a scale of its own amax.
+
+    Shapes:  (H, P) float64 in 0..1; NaN where the amax is 0, inf or NaN. Approximate as `flushed`.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        usable = (part.largest > 0) & np.isfinite(part.largest)
+        scales = np.where(usable, fmt.max / part.largest.astype(np.float64), np.nan)
+    shares = [_flushed(part.counts[:, p], part.lowest, scales[:, p : p + 1], fmt) for p in range(len(part.names))]
+    return np.concatenate(shares, axis=1)
+
+
+def _flushed(counts: np.ndarray, lowest: int, scales: np.ndarray, fmt: FloatFormat) -> np.ndarray:
+    """Histograms (H, B), scales (H, P) -> (H, P) share of the values below half the smallest number of `fmt`."""
+    share = np.concatenate([np.zeros((len(counts), 1)), counts.cumsum(axis=1, dtype=np.float64)], axis=1)
     share = share / np.maximum(share[:, -1:], 1)
     with np.errstate(divide="ignore"):
         threshold = math.log2(fmt.min_subnormal) - 1 - np.log2(scales)  # at half the smallest value a tie goes to zero
-    edges = np.arange(part.lowest, part.lowest + part.bins + 1)
+    edges = np.arange(lowest, lowest + counts.shape[1] + 1)
     result = np.stack([np.interp(threshold[h], edges, share[h]) for h in range(len(counts))]) if len(counts) else scales
     return np.where(np.isnan(scales), np.nan, result)

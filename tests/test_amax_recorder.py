@@ -1,0 +1,139 @@
+"""Amaxes in the ordinary recorder, on networks that are copied, compiled and recomputed; which recipe they allow."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpkit.diagnose import recommend_recipe
+from mpkit.formats import E4M3FN
+from mpkit.record import AmaxRecorder, AmaxTrace, Recorder
+from mpkit.replay import flushed_by_current_scale
+from mpkit.rounding import round_to
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).view(3, 4) * (step + 1)
+
+
+def run(net: nn.Module, recorder: Recorder, steps: range) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in steps:
+        optimizer.zero_grad()
+        for part in (batch(step), batch(step) / 2):  # two micro-batches are one step
+            loss = net(part).square().mean()
+            loss.backward()
+        recorder.record(loss)
+        optimizer.step()
+
+
+def test_the_recorder_keeps_the_amaxes_of_every_step():
+    net = network()
+    recorder = Recorder(net, every=3, amaxes=True)
+    run(net, recorder, range(4))
+    trace = recorder.amax_trace()
+    assert len(trace) == 4
+    assert trace.series()["0.input"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert (trace.amax > 0).all()
+    assert len(recorder.trace().gradients.step) == 2  # histograms keep their own pace
+    recorder.close()
+    run(net, recorder, range(4, 5))
+    assert not recorder.amax_trace().amax[4].any()
+
+
+def test_a_resumed_recording_goes_on_at_its_step():
+    net = network()
+    recorder = Recorder(net, amaxes=True)
+    run(net, recorder, range(2))
+    saved, state = recorder.state_dict(), copy.deepcopy(net.state_dict())
+    run(net, recorder, range(2, 4))
+    whole = recorder.amax_trace()
+
+    other = network()
+    other.load_state_dict(state)
+    resumed = Recorder(other, amaxes=True)
+    resumed.load_state_dict(saved)
+    run(other, resumed, range(2, 4))
+    assert np.array_equal(resumed.amax_trace().amax, whole.amax[2:])
+    resumed.load_state_dict({**saved, "index": 3})  # back by one step: it will be trained again
+    assert np.array_equal(resumed.amax_trace().amax, whole.amax[2:3])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of itself
+def test_recomputed_compiled_and_copied_networks_are_recorded_once():
+    net = network()
+    recorder = AmaxRecorder(net)
+    ways = [
+        net,
+        lambda x: checkpoint(net, x, use_reentrant=False),
+        lambda x: checkpoint(net, x.requires_grad_(), use_reentrant=True),
+        torch.compile(net, backend="eager"),
+    ]
+    for way in ways:
+        way(batch(0)).sum().backward()
+        recorder.end_step()
+    amax = recorder.trace().amax
+    assert (amax == amax[0]).all()
+    net(batch(0)).sum().backward()
+    copy.deepcopy(net)(batch(0) * 100).sum().backward()
+    recorder.end_step()
+    assert np.array_equal(recorder.trace().amax[-1], amax[0])  # a copy is another network
+
+
+def test_what_one_scale_flushes_is_counted_as_rounding_has_it():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 512), nn.Identity(), nn.Linear(512, 1))
+    with torch.no_grad():
+        net[0].weight.mul_(torch.linspace(0, -24, 512).exp2()[:, None])  # outputs of many magnitudes
+        net[0].bias.zero_()
+    recorder = Recorder(net, activations=True, amaxes=True)
+    x = torch.randn(32, 64)
+    loss = net(x).mean()
+    loss.backward()
+    recorder.record(loss)
+    trace = recorder.trace()
+    share = flushed_by_current_scale(trace.activations, E4M3FN)[0, trace.activations.names.index("0")]
+    y = net[0](x).detach()
+    zero = round_to(y * (448 / y.abs().max()), E4M3FN, overflow="saturate") == 0
+    assert share > 0.1
+    assert share == pytest.approx(zero.float().mean().item(), abs=0.02)  # within a power of two it is interpolated
+    name, reasons = recommend_recipe(recorder.amax_trace(), trace)
+    assert name == "mxfp8"
+    assert reasons[0].startswith("one scale for ")
+    assert recommend_recipe(recorder.amax_trace())[0] == "te_hybrid_delayed"
+
+
+def test_a_tensor_of_one_magnitude_needs_no_blocks():
+    net = network()
+    recorder = Recorder(net, activations=True, amaxes=True)
+    run(net, recorder, range(3))
+    name, reasons = recommend_recipe(recorder.amax_trace(), recorder.trace())
+    assert name == "te_current"  # its inputs grow from step to step
+    assert not any("one scale" in reason for reason in reasons)
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    net = network()
+    with pytest.raises(ValueError, match="amaxes=True"):
+        Recorder(net).amax_trace()
+    with pytest.raises(TypeError, match="amaxes must be True or False"):
+        Recorder(net, amaxes="all")
+    with pytest.raises(ValueError, match="has none"):
+        Recorder(nn.Sequential(nn.Conv2d(1, 1, 1)), amaxes=True)
+    trace = AmaxTrace(("a.input",), np.ones((3, 1), dtype=np.float32))
+    with pytest.raises(TypeError, match="is a Trace"):
+        recommend_recipe(trace, trace)
+    recorder = Recorder(net)
+    run(net, recorder, range(1))
+    with pytest.raises(ValueError, match="activations=True"):
+        recommend_recipe(trace, recorder.trace())
