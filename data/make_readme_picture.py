@@ -4,8 +4,8 @@ import base64
 from pathlib import Path
 
 from mpkit.explorers.start import StartExplorer
-from mpkit.plots.base import static_bundle
-from mpkit.plots.start import StartPicture
+from mpkit.plots.start import start_scene
+from mpkit.plots.static import png, static_bundle
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
         model.set(scale_window=window)
         model.train()
         model.wait()
-    bundle = static_bundle(StartPicture().png(model), model.summary())
+    bundle = static_bundle(png(start_scene(model).spec()), model.summary())
     Path(__file__).with_name("readme.png").write_bytes(base64.b64decode(bundle["image/png"]))
     print(model.summary())
 

@@ -25,6 +25,11 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+def look(view: Any) -> str:
+    """All that a view shows, as one text: equal texts are equal pictures."""
+    return json.dumps(plain([view.spec, view.kept, view.index]), sort_keys=True)
+
+
 def weight(value: Any) -> int:
     """Bytes on the wire, without the envelope."""
     found: list[int] = []

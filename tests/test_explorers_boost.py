@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from scenes import look
 
 from mpkit import check
 from mpkit.check import verdict
@@ -21,8 +22,8 @@ from mpkit.explorers.boost import (
     measured,
     relative_time,
 )
-from mpkit.widgets.base import View
 from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
+from mpkit.widgets.scene import View
 
 SWEEPS: dict[Any, dict[str, list[Any]]] = {
     boost_view: {
@@ -51,16 +52,15 @@ SWEEPS: dict[Any, dict[str, list[Any]]] = {
 @pytest.mark.parametrize("make", SWEEPS, ids=lambda f: f.__name__)
 def test_every_control_over_its_range_draws_and_reset_restores(make: Any) -> None:
     view: View = make()
-    first = view.png()
+    first = look(view)
     for name, values in SWEEPS[make].items():
         for value in values:
             view.explorer.set(**{name: value})
-            assert view.png().startswith(b"\x89PNG")
             assert view.summary()
             assert view.data()
-    view.buttons["Reset"].click()
-    assert view.png() == first
-    assert make().png() == first  # the same settings, the same bytes
+    view.press("Reset")
+    assert look(view) == first
+    assert look(make()) == first
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_every_control_over_its_range_draws_and_reset_restores(make: Any) -> Non
 )
 def test_other_data_give_another_picture(make: Any, change: dict[str, Any]) -> None:
     view: View = make()
-    before = view.png(), view.summary()
+    before = look(view), view.summary()
     view.explorer.set(**change)
-    assert view.png() != before[0]
+    assert look(view) != before[0]
     assert view.summary() != before[1]
 
 
@@ -109,7 +109,7 @@ def test_two_threads_never_tear_a_picture() -> None:
     wanted = {}
     for step in range(4):
         view.explorer.set(step=step)
-        wanted[step] = view.png()
+        wanted[step] = look(view)
 
     def drag() -> None:
         for i in range(20):
@@ -120,7 +120,7 @@ def test_two_threads_never_tear_a_picture() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.png() == wanted[view.explorer.step]
+    assert look(view) == wanted[view.explorer.step]
 
 
 # what the models say

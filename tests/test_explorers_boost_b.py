@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scenes import look
 from traitlets import Enum, Float, Int
 
 from mpkit import check
@@ -27,11 +28,11 @@ from mpkit.explorers.group_scale import (
     train_step,
 )
 from mpkit.plots.adasum import training_curves
-from mpkit.plots.base import still
+from mpkit.plots.static import still
 from mpkit.widgets.adasum import adasum_view, workers_view
-from mpkit.widgets.base import View
 from mpkit.widgets.dim_reduce import dim_reduce_view
 from mpkit.widgets.group_scale import group_scale_view
+from mpkit.widgets.scene import View
 
 VIEWS: list[Callable[[], View]] = [adasum_view, workers_view, group_scale_view, dim_reduce_view]
 
@@ -48,31 +49,31 @@ def extremes(trait: Any) -> list[Any]:
 @pytest.mark.parametrize("make", VIEWS)
 def test_every_control_over_its_range_draws_and_tells_something_and_reset_restores(make: Callable[[], View]) -> None:
     view = make()
-    first, sentence = view.png(), view.summary()
+    first, sentence = look(view), view.summary()
     for name in view.explorer.controls:
-        seen = {view.png()}
+        seen = {look(view)}
         for value in extremes(view.explorer.traits()[name]):
             view.explorer.set(**{name: value})
             assert any(c.isdigit() for c in view.summary())
             assert "nan" not in view.summary()
             assert view.data()
-            seen.add(view.png())
+            seen.add(look(view))
         assert len(seen) > 1, f"{name} changes nothing on screen"
-        view.buttons["Reset"].click()
-        assert view.png() == first, f"{name} does not come back"
+        view.press("Reset")
+        assert look(view) == first, f"{name} does not come back"
         assert view.summary() == sentence
 
 
 @pytest.mark.parametrize("make", VIEWS)
 def test_refused_values_leave_everything_as_it_was(make: Callable[[], View]) -> None:
     view = make()
-    before = view.png(), view.explorer.state()
+    before = look(view), view.explorer.state()
     for name in view.explorer.controls:
         trait = view.explorer.traits()[name]
         bad = trait.max + 1 if isinstance(trait, Int | Float) else "nonsense"
         with pytest.raises(ValueError, match="must be"):
             view.explorer.set(**{name: bad})
-    assert (view.png(), view.explorer.state()) == before
+    assert (look(view), view.explorer.state()) == before
 
 
 @pytest.mark.parametrize("make", VIEWS)
@@ -90,9 +91,9 @@ def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], 
         thread.start()
     for thread in threads:
         thread.join()
-    left = view.png()
+    left = look(view)
     view.redraw()
-    assert view.png() == left
+    assert look(view) == left
 
 
 @pytest.mark.parametrize("lesson", ["11", "12", "13"])
@@ -199,13 +200,23 @@ def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> No
     assert not stuck.path.searches[-1].accepted
     assert stuck.path.losses[-1] > earlier_path().losses[-1]
     assert "accepts neither step" in stuck.summary()
-    assert len(stuck.trials) == 2
+    assert np.isfinite(stuck.refused[:, -1]).all()
+    assert np.isnan(stuck.taken[-1]).all()
+
+
+def test_the_tip_of_b_is_dragged_to_a_length_and_an_angle() -> None:
+    view = adasum_view()
+    view.ask = {"drag_b": [0, [0.0, 2.0]], "n": 1}
+    assert (view.explorer.length_b, view.explorer.angle) == (2.0, 90)
+    view.ask = {"drag_b": [0, [-3.0, -3.0]], "n": 2}
+    assert (view.explorer.length_b, view.explorer.angle) == (3.0, 135)
+    view.ask = {"drag_b": [0, [0.0, 0.0]], "n": 3}
+    assert (view.explorer.length_b, view.explorer.angle) == (0.0, 135)
 
 
 def test_accepted_trials_are_where_the_path_goes_on() -> None:
     model = DimReduceExplorer(alpha=0.0)
     for step, search in enumerate(model.path.searches):
-        model.set(step=step)
         landed = model.points["DimReduce"][step + 1]
-        wanted = model.trials[-1] if search.accepted else model.points["DimReduce"][step]
+        wanted = model.taken[step] if search.accepted else model.points["DimReduce"][step]
         assert landed == pytest.approx(wanted, abs=1e-9)

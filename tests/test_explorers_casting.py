@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from scenes import look
 
 from mpkit.casting import auto_mixed_precision, ledger
 from mpkit.check import verdict
@@ -98,18 +99,18 @@ def test_relative_error() -> None:
 )
 def test_same_settings_same_picture_other_settings_other_picture(factory, settings) -> None:
     view = factory()
-    first, seen = view.png(), {}
+    first, seen = look(view), {}
     for name, values in settings.items():
         for value in values:
             view.explorer.set(**{name: value})
-            seen[tuple(view.explorer.state().items())] = view.png()
-            assert view.summary() in view.image.value.replace("&#x27;", "'")
+            seen[tuple(view.explorer.state().items())] = look(view)
+            assert view.sentence == [view.summary(), ""]
             assert view.data()
     assert len(set(seen.values())) >= len(seen) - 2  # at O0 and auto the format changes little or nothing
     key, png = list(seen.items())[-1]
-    assert factory(**dict(key)).png() == png
-    view.buttons["Reset"].click()
-    assert view.png() == first
+    assert look(factory(**dict(key))) == png
+    view.press("Reset")
+    assert look(view) == first
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_bad_settings_are_refused_with_a_reason_and_change_nothing(model, bad, r
 
 def test_two_threads_leave_the_last_picture_whole() -> None:
     view = casting_view()
-    wanted = {level: casting_view(level=level).png() for level in ("O1", "O3")}
+    wanted = {level: look(casting_view(level=level)) for level in ("O1", "O3")}
 
     def drive(level: str) -> None:
         for _ in range(5):
@@ -145,7 +146,7 @@ def test_two_threads_leave_the_last_picture_whole() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.png() == wanted[view.explorer.level]
+    assert look(view) == wanted[view.explorer.level]
 
 
 def test_the_questions_know_right_from_wrong() -> None:

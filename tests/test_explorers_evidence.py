@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scenes import look
 from traitlets import Enum, Float, Int
 
 from mpkit import check
@@ -21,8 +22,8 @@ from mpkit.explorers.evidence import (
     WhatIfExplorer,
     load_run,
 )
-from mpkit.widgets.base import View
 from mpkit.widgets.evidence import detective_view, naive_rule_view, run_view, sweep_view, what_if_view
+from mpkit.widgets.scene import View
 
 VIEWS: list[Callable[[], View]] = [detective_view, run_view, what_if_view, sweep_view, naive_rule_view]
 
@@ -38,30 +39,30 @@ def extremes(trait: Any) -> list[Any]:
 @pytest.mark.parametrize("make", VIEWS)
 def test_every_control_over_its_range_draws_and_tells_something_and_reset_restores(make: Callable[[], View]) -> None:
     view = make()
-    first, sentence = view.png(), view.summary()
+    first, sentence = look(view), view.summary()
     for name in view.explorer.controls:
-        seen = {view.png()}
+        seen = {look(view)}
         for value in extremes(view.explorer.traits()[name]):
             view.explorer.set(**{name: value})
             assert any(c.isdigit() for c in view.summary())
             assert view.data()
-            seen.add(view.png())
+            seen.add(look(view))
         assert len(seen) > 1, f"{name} changes nothing on screen"
-        view.buttons["Reset"].click()
-        assert view.png() == first, f"{name} does not come back"
+        view.press("Reset")
+        assert look(view) == first, f"{name} does not come back"
         assert view.summary() == sentence
 
 
 @pytest.mark.parametrize("make", VIEWS)
 def test_refused_values_leave_everything_as_it_was(make: Callable[[], View]) -> None:
     view = make()
-    before = view.png(), view.explorer.state()
+    before = look(view), view.explorer.state()
     for name in view.explorer.controls:
         trait = view.explorer.traits()[name]
         bad = trait.max + 1 if isinstance(trait, Int | Float) else "nonsense"
         with pytest.raises(ValueError, match=r"must be|no trace at"):
             view.explorer.set(**{name: bad})
-    assert (view.png(), view.explorer.state()) == before
+    assert (look(view), view.explorer.state()) == before
 
 
 @pytest.mark.parametrize("make", VIEWS)
@@ -79,9 +80,9 @@ def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], 
         thread.start()
     for thread in threads:
         thread.join()
-    left = view.png()
+    left = look(view)
     view.redraw()
-    assert view.png() == left
+    assert look(view) == left
 
 
 @pytest.mark.parametrize("lesson", ["14", "15", "16"])
@@ -139,11 +140,10 @@ def test_a_click_on_a_cell_shows_its_run_and_the_grid_follows() -> None:
     view = sweep_view()
     model = view.explorer
     assert isinstance(model, SweepExplorer)
-    before = view.png()
-    view.buttons["8 x 5"].click()
+    before = look(view)
+    view.ask = {"cell": 4 * 7, "n": 1}
     assert (model.factor, model.window) == (8.0, 5)
-    assert view.png() != before
-    assert view.buttons["8 x 5"].style.font_weight == "bold"
+    assert look(view) != before
     alone = WhatIfExplorer(run=model.run, init=model.init, factor=8.0, window=5)
     assert model.lost(8.0, 5) == pytest.approx(alone.row["lost"])
     assert model.lost(*model.best()) == model.grid.min()

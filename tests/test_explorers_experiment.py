@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scenes import look
 
 from mpkit.explorers.own_experiment import CELLS, NETWORKS, OwnExperimentExplorer, recorded
 from mpkit.widgets.experiment import own_experiment_view
@@ -93,14 +94,14 @@ def test_every_network_trains_a_cell(name):
 
 def test_the_view_draws_every_state():
     view = own_experiment_view(run=fake, **only("float32", "fp16 O2", other="fp16 O2", seeds=2))
-    first = view.png()
+    first = look(view)
     view.explorer.set(step=9)
     assert view.summary() != repr(own_experiment_view())
     view.explorer.run()
     view.explorer.wait(60)
-    assert view.png() != first
+    assert look(view) != first
     assert view.data()[1]["accuracy, %"] == 87.5
     view.explorer.set(other="freezing")  # not among the cells that ran
     assert len(view.explorer.losses[1]) == 0
     assert np.isfinite(view.explorer.rows[0].interval[1])
-    assert view.png()
+    assert look(view)

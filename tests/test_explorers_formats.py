@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from scenes import look
 
 from mpkit.check import lesson_01, verdict
 from mpkit.explorers.formats import (
@@ -22,8 +23,8 @@ from mpkit.explorers.formats import (
     value_of,
 )
 from mpkit.formats import FP16, get_format
-from mpkit.plots.base import still
 from mpkit.plots.formats import precision
+from mpkit.plots.static import still
 from mpkit.widgets.formats import bits_view, gradients_view, ranges_view
 
 
@@ -75,16 +76,23 @@ def test_the_bits_of_a_tenth():
     assert "0.0999755859375 (off by -2.44e-05), a normal number" in model.summary()
 
 
+def flip(view, index):
+    view.ask = {"toggle": index, "n": view.ask.get("n", 0) + 1}
+
+
+def bit_row(view):
+    return next(m for m in view.spec["panels"][0]["marks"] if m.get("pick"))
+
+
 @pytest.mark.parametrize("index", range(16))
 def test_each_of_the_16_bits_toggles_back_and_forth(index):
     view = bits_view()
-    first = view.png(), view.explorer.pattern
-    button = view.bit_buttons.bits[index]
-    button.value = not button.value
+    first = look(view), view.explorer.pattern
+    flip(view, index)
     assert view.explorer.pattern == first[1] ^ 1 << index
-    assert button.description == str(view.explorer.bit(index))
-    assert view.png() != first[0]
-    button.value = not button.value
+    assert bit_row(view)["text"][bit_row(view)["keys"].index(index)] == str(view.explorer.bit(index))
+    assert look(view) != first[0]
+    flip(view, index)
     assert view.explorer.pattern == first[1]
     assert view.summary().startswith("0.0999755859375 in fp16 is")
 
@@ -93,11 +101,44 @@ def test_any_pattern_can_be_reached_by_bits_and_keeps_its_kind():
     view = bits_view(number="0")
     for pattern in (0x7C00, 0x7C01, 0xFE00, 0x0001, 0x8000, 0x7BFF, 0x0400):
         for index in range(16):
-            view.bit_buttons.bits[index].value = bool(pattern >> index & 1)
+            if (view.explorer.pattern ^ pattern) >> index & 1:
+                flip(view, index)
         assert view.explorer.pattern == pattern
         assert view.explorer.fields == FP16.fields(pattern)
-        shown = sum(button.value << i for i, button in enumerate(view.bit_buttons.bits[:16]))
-        assert shown == pattern
+        assert int("".join(bit_row(view)["text"]), 2) == pattern
+
+
+def test_the_last_exponent_bit_doubles_the_gaps_in_the_same_window():
+    even, odd = BitsExplorer(number="0.15"), BitsExplorer(number="0.3")
+    assert (even.fields.exponent % 2, odd.fields.exponent) == (0, even.fields.exponent + 1)
+    widths = [model.window[1] - model.window[0] for model in (even, odd)]
+    assert widths[0] == widths[1] == 40 * even.gap == 20 * odd.gap
+    for model in (even, odd):
+        values, stored = model.near
+        assert stored == model.value
+        assert set(np.diff(values)) == {model.gap}
+        assert sum(v < model.value for v in values) >= 8 <= sum(v > model.value for v in values)
+
+
+def test_the_number_line_ends_where_the_format_does_and_holds_a_second_format():
+    top = BitsExplorer(number="65504", pinned="e5m2")
+    assert top.near[0][-1] == 65504.0
+    assert set(top.pinned_near[0]) <= set(get_format("e5m2").values().tolist())
+    least = BitsExplorer(number="2^-24")
+    assert np.allclose(np.diff(least.near[0]), 2.0**-24, rtol=0, atol=0)
+    assert np.isnan(BitsExplorer(pinned="none").pinned_near[1])
+    assert least.binades[0] == -24
+
+
+def test_a_handle_moves_the_number_by_ulps_and_by_powers_of_two():
+    view = bits_view()
+    view.ask = {"number": 0.1002, "n": 1}
+    assert (view.explorer.number, view.explorer.value) == ("0.1002", float(np.float16(0.1002)))
+    view.ask = {"shift_to": [0, 3], "n": 2}
+    assert view.explorer.value == 2.0**7 * float(np.float16(0.1002))
+    view.explorer.set(number="0")
+    view.ask = {"shift_to": [0, 3], "n": 3}
+    assert "has no power of two" in view.sentence[1]
 
 
 def test_the_same_number_in_every_format():
@@ -118,15 +159,15 @@ def test_the_same_number_in_every_format():
 
 def test_up_down_and_sign_buttons_and_what_they_say_at_the_ends():
     view = bits_view(number="65504")
-    view.buttons["Next value up"].click()
+    view.press("Next value up")
     assert view.explorer.fields.kind == "inf"
-    view.buttons["Next value up"].click()
-    assert "there is no larger value in fp16" in view.status.value
-    view.buttons["Next value down"].click()
-    view.buttons["Change sign"].click()
+    view.press("Next value up")
+    assert "there is no larger value in fp16" in view.sentence[1]
+    view.press("Next value down")
+    view.press("Change sign")
     assert view.explorer.value == -65504.0
     view.explorer.set(number="nan")
-    view.buttons["Next value up"].click()
+    view.press("Next value up")
     assert "there is no larger value" in view.explorer.message
 
 
@@ -145,23 +186,20 @@ def test_nan_keeps_its_payload_and_is_refused_where_there_is_none():
 
 def test_typing_nonsense_leaves_the_number_and_says_why():
     view = bits_view()
-    before = view.png()
-    view.controls["number"].value = "a lot"
-    assert view.png() == before
-    assert view.controls["number"].value == "0.1"
-    assert "write a number such as" in view.status.value
+    before = look(view)
+    view.ask = {"number": "a lot", "n": 1}
+    assert look(view) == before
+    assert view.state["number"] == "0.1"
+    assert "write a number such as" in view.sentence[1]
 
 
-def test_the_buttons_follow_the_format():
+def test_the_bit_row_follows_the_format():
     view = bits_view()
     for name, bits in (("fp32", 32), ("e2m1", 4), ("bf16", 16)):
-        view.controls["fmt"].value = name
-        used = [button for button in view.bit_buttons.children if not button.disabled]
-        assert len(used) == bits
-        assert used[0].tooltip == f"bit {bits - 1}, sign"
-        shown = [button for button in view.bit_buttons.children if button.layout.display != "none"]
-        assert len(shown) == max(16, bits)
-    assert [b.button_style for b in used] == ["danger"] + ["success"] * 8 + ["info"] * 7
+        view.ask = {"fmt": name, "n": bits}
+        assert bit_row(view)["names"][0] == f"bit {bits - 1}, sign"
+        assert len(bit_row(view)["text"]) == bits
+    assert [name.split(", ")[1] for name in bit_row(view)["names"]] == ["sign"] + ["exponent"] * 8 + ["fraction"] * 7
 
 
 def test_bits_kept_count_the_values_in_each_binade():
@@ -211,18 +249,18 @@ def test_the_recorded_gradients_are_real_and_add_up():
 )
 def test_same_settings_same_picture_other_settings_other_picture(factory, settings):
     view = factory()
-    first, seen = view.png(), {}
+    first, seen = look(view), {}
     for name, values in settings.items():
         for value in values:
             view.explorer.set(**{name: value})
             key = tuple(view.explorer.state().items())
-            assert view.png() == seen.setdefault(key, view.png())
+            assert look(view) == seen.setdefault(key, look(view))
             assert view.data()
     assert len(set(seen.values())) >= len(seen) - 1
     for key, png in seen.items():
-        assert factory(**dict(key)).png() == png
-    view.buttons["Reset"].click()
-    assert view.png() == first
+        assert look(factory(**dict(key))) == png
+    view.press("Reset")
+    assert look(view) == first
 
 
 @pytest.mark.parametrize(
@@ -241,7 +279,7 @@ def test_invalid_settings_are_refused(model, bad, reason):
 
 def test_two_threads_leave_a_view_whole():
     view = bits_view()
-    alone = {name: bits_view(fmt=name).png() for name in ("fp16", "bf16")}
+    alone = {name: look(bits_view(fmt=name)) for name in ("fp16", "bf16")}
     errors = []
 
     def drive(name):
@@ -257,7 +295,7 @@ def test_two_threads_leave_a_view_whole():
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert view.png() == alone[view.explorer.fmt]
+    assert look(view) == alone[view.explorer.fmt]
 
 
 def test_tables_and_still_figures():

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from scenes import look
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.check import _questions, verdict
@@ -44,37 +45,37 @@ def extremes(explorer):
 
 
 def test_every_control_works_at_its_ends_and_reset_restores_the_picture(view):
-    first = view.png()
+    first = look(view)
     pictures = {first}
     for name, value in extremes(view.explorer):
         view.explorer.set(**{name: value})
         assert view.summary()
         assert view.data()
-        pictures.add(view.png())
+        pictures.add(look(view))
     assert len(pictures) > len(view.explorer.controls)
-    view.buttons["Reset"].click()
-    assert view.png() == first
+    view.press("Reset")
+    assert look(view) == first
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_equal_settings_give_equal_pictures_and_other_settings_others(name):
     a, b = VIEWS[name](), VIEWS[name]()
-    assert a.png() == b.png()
+    assert look(a) == look(b)
     control = a.explorer.controls[0]
     trait = a.explorer.traits()[control]
     other = next(v for v in getattr(trait, "values", None) or (trait.min,) if v != getattr(a.explorer, control))
     a.explorer.set(**{control: other})
-    assert a.png() != b.png()
+    assert look(a) != look(b)
 
 
 def test_a_refused_value_changes_nothing(view):
-    before, png = view.explorer.state(), view.png()
+    before, png = view.explorer.state(), look(view)
     name = next(n for n in view.explorer.controls if isinstance(view.explorer.traits()[n], Int))
     with pytest.raises(ValueError, match=name):
         view.explorer.set(**{name: -1000})
     assert view.explorer.state() == before
     assert name in view.explorer.message
-    assert view.png() == png
+    assert look(view) == png
 
 
 def test_two_threads_leave_a_whole_picture(view):
@@ -82,16 +83,16 @@ def test_two_threads_leave_a_whole_picture(view):
         (n, v) for n, v in extremes(view.explorer) if isinstance(view.explorer.traits()[n], Int) and v == v
     )
     view.explorer.set(**{name: value})
-    want = view.png()
-    view.buttons["Reset"].click()
-    start = view.png()
+    want = look(view)
+    view.press("Reset")
+    start = look(view)
     threads = [threading.Thread(target=view.explorer.set, kwargs={name: value}) for _ in range(2)]
-    threads += [threading.Thread(target=view.buttons["Reset"].click)]
+    threads += [threading.Thread(target=view.press, args=("Reset",))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.png() in (want, start)
+    assert look(view) in (want, start)
 
 
 def test_schedules_show_what_the_library_computes():

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from scenes import look
 
 from mpkit.check import lesson_02, verdict
 from mpkit.explorers.rounding import (
@@ -19,8 +20,8 @@ from mpkit.explorers.rounding import (
     updates,
 )
 from mpkit.formats import E2M1, FP16
-from mpkit.plots.base import still
 from mpkit.plots.rounding import sums
+from mpkit.plots.static import still
 from mpkit.widgets.rounding import modes_view, staircase_view, updates_view
 
 
@@ -53,8 +54,8 @@ def test_beyond_the_largest_value():
 
 def test_the_halfway_button_and_the_table():
     view = modes_view()
-    view.buttons["Halfway"].click()
-    assert view.explorer.offset == view.boxes["offset"].value == 0.5
+    view.press("Halfway")
+    assert view.explorer.offset == view.state["offset"] == 0.5
     assert [row["mode"] for row in view.data()][-1] == "stochastic"
     assert view.data()[1]["error, ulp"] == "+0.500"
 
@@ -129,18 +130,18 @@ def test_the_grid_around_a_number():
 )
 def test_same_settings_same_picture_other_settings_other_picture(factory, settings):
     view = factory()
-    first, seen = view.png(), {}
+    first, seen = look(view), {}
     for name, values in settings.items():
         for value in values:
             view.explorer.set(**{name: value})
-            seen[tuple(view.explorer.state().items())] = view.png()
-            assert view.summary() in view.image.value.replace("&#x27;", "'")
+            seen[tuple(view.explorer.state().items())] = look(view)
+            assert view.sentence == [view.summary(), ""]
             assert view.data()
     assert len(set(seen.values())) >= len(seen) - 1
     for key, png in seen.items():
-        assert factory(**dict(key)).png() == png
-    view.buttons["Reset"].click()
-    assert view.png() == first
+        assert look(factory(**dict(key))) == png
+    view.press("Reset")
+    assert look(view) == first
 
 
 @pytest.mark.parametrize(
@@ -163,14 +164,14 @@ def test_invalid_settings_are_refused(model, bad, reason):
 def test_play_moves_through_the_precomputed_paths():
     view = updates_view(progress=0)
     assert view.explorer.shown == 0
-    view.buttons["Step"].click()
+    view.index = 1
     assert view.explorer.shown == 20
     assert "20 updates of 0.0001, below half an ulp of 1" in view.summary()
 
 
 def test_two_threads_leave_a_view_whole():
     view = updates_view()
-    alone = {progress: updates_view(progress=progress).png() for progress in (25, 75)}
+    alone = {progress: look(updates_view(progress=progress)) for progress in (25, 75)}
     errors = []
 
     def drive(progress):
@@ -186,7 +187,7 @@ def test_two_threads_leave_a_view_whole():
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert view.png() == alone[view.explorer.progress]
+    assert look(view) == alone[view.explorer.progress]
 
 
 def test_the_figure_of_sums():

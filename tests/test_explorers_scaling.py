@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scenes import look
 
 from mpkit.check import verdict
 from mpkit.explorers.scaling import (
@@ -182,18 +183,18 @@ def test_live_training_reacts_to_a_kick_and_to_stop():
     view = live_view()
     model = view.explorer
     model.steps = 30
-    view.buttons["Train"].click()
+    view.press("Train")
     model.wait(60)
     assert len(model.run.losses) == 30
-    first = view.png()
-    view.buttons["Scale x 2^10"].click()
+    first = look(view)
+    view.press("Scale x 2^10")
     assert "press Train first" in model.message
-    view.buttons["Scale / 2^10"].click()
+    view.press("Scale / 2^10")
     model.set(floor_exponent=8)
-    assert view.png() != first
+    assert look(view) != first
     assert "after 30 steps" in view.summary()
-    view.buttons["Train"].click()
-    view.buttons["Stop"].click()
+    view.press("Train")
+    view.press("Stop")
     model.wait(60)
     assert not model.busy
 
@@ -215,7 +216,7 @@ def test_a_kick_is_answered_by_backing_off():
 @pytest.mark.parametrize("name", VIEWS)
 def test_every_control_at_its_ends_and_back(name):
     view = VIEWS[name]()
-    model, first = view.explorer, view.png()
+    model, first = view.explorer, look(view)
     pictures = {first}
     for control in model.controls:
         trait = model.traits()[control]
@@ -225,16 +226,15 @@ def test_every_control_at_its_ends_and_back(name):
         for value in values:
             with suppress(ValueError):  # a floor above the start is refused, and changes nothing
                 model.set(**{control: value})
-            assert view.png()[:4] == b"\x89PNG"
             assert view.summary() == model.summary()
             assert isinstance(view.data(), list)
-            pictures.add(view.png())
+            pictures.add(look(view))
         before = model.state()
         with pytest.raises(ValueError, match=control):
             model.set(**{control: "no such value"})
         assert model.state() == before
         model.reset()
-        assert view.png() == first
+        assert look(view) == first
     assert len(pictures) >= 3
     assert isinstance(view.data(), list)
 
@@ -251,7 +251,7 @@ def test_two_threads_leave_a_picture_of_the_last_settings():
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.png() == dynamics_view(**view.explorer.state()).png()
+    assert look(view) == look(dynamics_view(**view.explorer.state()))
 
 
 def test_exponents_in_words():

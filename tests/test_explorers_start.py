@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scenes import look
 
 from mpkit.explorers.start import DTYPES, StartExplorer, trained
 from mpkit.scalers import DynamicLossScaler, StaticLossScaler
@@ -31,42 +32,42 @@ def test_the_plan_is_the_scale_without_overflow():
 
 def test_every_setting_changes_the_picture_and_reset_restores_it():
     view = start_view()
-    first = view.png()
+    first = look(view)
     for name, values in {
         "init_exponent": (0, 30),
         "scale_factor": (16, 2),
         "scale_window": (1, 240),
     }.items():
         for value in values:
-            before = view.png()
-            view.boxes[name].value = value
-            assert view.png() != before or getattr(view.explorer, name) == value
+            before = look(view)
+            view.ask = {name: value, "n": view.ask.get("n", 0) + 1}
+            assert look(view) != before or getattr(view.explorer, name) == value
     for name, value in {"level": "O3", "dtype": "bfloat16"}.items():
-        view.controls[name].value = value
+        view.ask = {name: value, "n": view.ask.get("n", 0) + 1}
         assert value in view.summary()
-    view.buttons["Reset"].click()
-    assert view.png() == first
+    view.press("Reset")
+    assert look(view) == first
 
 
 def test_training_draws_the_run_and_keeps_the_one_before():
     view = start_view()
-    view.buttons["Train"].click()
+    view.press("Train")
     view.explorer.wait(60)
-    trained_once = view.png()
+    trained_once = look(view)
     assert view.explorer.run.accuracy > 0.85
     assert view.data()[0]["level"] == "O2"
     view.explorer.set(level="O0", init_exponent=0)
-    view.buttons["Train"].click()
+    view.press("Train")
     view.explorer.wait(60)
-    assert view.png() != trained_once
+    assert look(view) != trained_once
     assert [row["run"] for row in view.data()] == ["this", "before"]
     assert "Before: O2" in view.summary()
 
 
 def test_stop_ends_the_training_between_two_steps():
     view = start_view(level="O0")
-    view.buttons["Train"].click()
-    view.buttons["Stop"].click()
+    view.press("Train")
+    view.press("Stop")
     view.explorer.wait(60)
     assert len(view.explorer.run.losses) < 240
     assert view.explorer.run.accuracy is None

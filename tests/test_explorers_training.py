@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from scenes import look
 
 from mpkit.check import verdict
 from mpkit.explorers.training import (
@@ -122,33 +123,32 @@ WRONG = {
 @pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
 def test_every_control_over_its_range(make):
     view = make()
-    first, start = view.png(), view.explorer.state()
+    first, start = look(view), view.explorer.state()
     pictures = {}
     for name, values in VIEWS[make].items():
         for value in values:
-            control = view.boxes.get(name, view.controls[name])
-            control.value = value
+            view.explorer.set(**{name: value})
             assert getattr(view.explorer, name) == value
             assert view.explorer.message == ""
-            assert view.summary() in view.status.value.replace("&gt;", ">").replace("&#x27;", "'")
+            assert view.sentence == [view.summary(), ""]
             state = tuple(view.explorer.state().items())
-            assert pictures.setdefault(state, view.png()) == view.png()
+            assert pictures.setdefault(state, look(view)) == look(view)
             assert view.data()
     assert len(set(pictures.values())) > len(VIEWS[make])
-    view.buttons["Reset"].click()
+    view.press("Reset")
     assert view.explorer.state() == start
-    assert view.png() == first
+    assert look(view) == first
 
 
 @pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
 def test_wrong_settings_are_refused_and_change_nothing(make):
     view = make()
-    before, state = view.png(), view.explorer.state()
+    before, state = look(view), view.explorer.state()
     for name, value in WRONG[make].items():
         with pytest.raises(ValueError, match=name):
             view.explorer.set(**{name: value})
         assert view.explorer.state() == state
-        assert view.png() == before
+        assert look(view) == before
 
 
 @pytest.mark.parametrize("make", VIEWS, ids=lambda make: make.__name__)
@@ -166,18 +166,18 @@ def test_two_threads_leave_a_picture_of_the_last_settings(make):
     for thread in threads:
         thread.join()
     fresh = make(**view.explorer.state())
-    assert view.png() == fresh.png()
+    assert look(view) == look(fresh)
     assert view.summary() == fresh.summary()
 
 
 def test_buttons_step_play_and_take():
     view = step_view()
-    view.buttons["Step"].click()
+    view.index = 1
     assert view.explorer.phase == 2
-    view.buttons["Back to start"].click()
+    view.index = 0
     assert view.explorer.phase == 1
     view = underflow_view()
-    view.buttons["Recommended"].click()
+    view.press("Recommended")
     assert view.explorer.exponent == view.explorer.best
     assert view.explorer.shares == view.explorer.best_shares
 

@@ -6,24 +6,25 @@ import time
 from base64 import b64decode
 
 import pytest
-from ipywidgets import IntSlider
 from PIL import Image, ImageChops
-from traitlets import Bool, Enum, Float, Int
+from scenes import look
+from traitlets import Bool, Enum, Float, Int, Unicode
 
 from mpkit.explorers.base import Explorer
-from mpkit.plots.base import BLUE, Picture, log2_axis
-from mpkit.widgets.base import View, _grid
+from mpkit.plots.scene import Scene, linear, log2
+from mpkit.widgets.scene import View, _grid
 
 
 class Powers(Explorer):
     """The first powers of a base."""
 
-    controls = ("base", "count", "sign", "shown")
+    controls = ("base", "count", "sign", "shown", "name")
     actions = {"Grow": "grow", "Stop": "stop", "Fail": "fail"}
     base = Float(2.0, min=0.5, max=32.0).tag(label="base", scale="log2")
     count = Int(5, min=1, max=12).tag(label="powers", unit="terms", animate=100)
     sign = Enum(["plus", "minus"], "plus").tag(label="sign")
     shown = Bool(True)
+    name = Unicode("series")
 
     def compute(self):
         if self.base == 1.0:
@@ -49,53 +50,55 @@ class Powers(Explorer):
         raise ValueError("this button cannot work now; press another")
 
 
-class PowersPicture(Picture):
-    size = (4.0, 2.0)
-
-    def layout(self, figure, data):
-        axes = figure.subplots()
-        axes.set(xlabel="n, number", ylabel="value")
-        axes.set_xlim(0, 12)
-        log2_axis(axes, "y", -12, 60)
-        (self.line,) = axes.plot([], [], "o-", color=BLUE)
-        self.moving(self.line)
-
-    def update(self, data):
-        self.line.set_data(range(len(data.values)), [abs(v) for v in data.values])
+def powers_scene(data):
+    """The powers over their numbers, played one by one."""
+    scene = Scene(height=200, width=400)
+    scene.play("count", "powers", 12, every=100, first=1)
+    values = [(-1 if data.sign == "minus" else 1) * n for n in range(12)]
+    panel = scene.panel(x=linear("n, number", 0, 12), y=log2("value", -12, 60))
+    panel.line(values, show="upto", label=f"powers of {data.base:g}, {data.name}")
+    return scene
 
 
 @pytest.fixture
 def view():
-    return View(Powers(), PowersPicture())
+    return View(Powers(), powers_scene)
+
+
+def ask(view, **what):
+    view.ask = {**what, "n": view.ask.get("n", 0) + 1}
 
 
 def test_every_control_changes_numbers_picture_and_sentence(view):
-    seen = {view.png()}
-    for name, value in {"base": 4.0, "count": 9, "sign": "minus"}.items():
-        view.controls[name].value = value
-        assert getattr(view.explorer, name) == value
-        seen.add(view.png())
-    assert len(seen) == 3  # the sign is not drawn
-    assert view.summary() == "9 powers of 4, the last is -65536."
-    assert view.summary() in view.image.value
-    assert view.summary() in view.status.value
+    seen = {look(view)}
+    for name, value in {"base": 4.0, "sign": "minus", "name": "words", "shown": False}.items():
+        ask(view, **{name: value})
+        assert getattr(view.explorer, name) == view.state[name] == value
+        seen.add(look(view))
+    view.index = 8
+    assert view.explorer.count == 9
+    seen.add(look(view))
+    assert len(seen) == 5  # what is not shown is not drawn
+    assert view.summary() == view.sentence[0] == "9 powers of 4, the last is -65536."
 
 
-def test_box_and_slider_show_the_same_number(view):
-    view.boxes["base"].value = 8.0
-    assert view.controls["base"].widget.value == 4  # of the steps 1/2, 1, 2, 4, 8, 16, 32
-    view.controls["base"].widget.value = 5
-    assert view.boxes["base"].value == 16.0
+def test_a_handle_sends_numbers_and_every_trait_takes_its_kind(view):
+    ask(view, base=40)
+    assert view.explorer.base == 32.0  # pulled over the end
+    ask(view, count=3.4)
+    assert view.explorer.count == 3
+    ask(view, name=0.1002)
+    assert view.explorer.name == "0.1002"
 
 
-def test_a_value_between_two_steps_of_the_slider_stays_what_it_is(view):
-    view.boxes["base"].value = 7.5
-    assert view.controls["base"].widget.value == 4
-    assert view.explorer.base == view.controls["base"].value == view.boxes["base"].value == 7.5
-    view.controls["base"].widget.value = 5
-    view.controls["base"].widget.value = 4
-    assert view.explorer.base == 8.0
-    assert all(isinstance(c.widget, IntSlider) for c in view.controls.values() if hasattr(c, "widget"))
+def test_the_step_is_no_control_of_the_form_and_stays_within_what_is_sent(view):
+    assert [c["name"] for c in view.controls] == ["base", "sign", "shown", "name", "grow", "stop", "fail", "reset"]
+    assert view.state == {
+        **{"base": 2.0, "sign": "plus", "shown": True, "name": "series"},
+        **{"busy": False, "progress": 0.0, "idle": []},
+    }
+    view.explorer.set(count=12)
+    assert view.index == 11
 
 
 @pytest.mark.parametrize(
@@ -109,17 +112,17 @@ def test_a_value_between_two_steps_of_the_slider_stays_what_it_is(view):
     ],
 )
 def test_a_slider_stops_at_its_limits_and_in_steps_from_its_default(trait, want):
-    assert _grid(trait, trait.default_value) == pytest.approx(want, rel=1e-12)
+    assert _grid(trait) == pytest.approx(want, rel=1e-12)
 
 
 def test_a_refused_value_leaves_model_controls_and_picture_alone_and_says_why(view):
-    before = view.png(), view.explorer.state()
-    view.controls["base"].widget.value = 1  # the step of base 1
-    assert (view.png(), view.explorer.state()) == before
-    assert view.controls["base"].value == 2.0
-    assert "base 1 has only one power" in view.status.value
-    view.boxes["base"].value = 4.0
-    assert "only one power" not in view.status.value
+    before = look(view), view.explorer.state()
+    ask(view, base=1.0)
+    assert (look(view), view.explorer.state()) == before
+    assert view.state["base"] == 2.0
+    assert "base 1 has only one power" in view.sentence[1]
+    ask(view, base=4.0)
+    assert view.sentence[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -136,41 +139,30 @@ def test_set_is_all_or_nothing(bad, reason):
     model = Powers()
     with pytest.raises(ValueError, match=reason):
         model.set(**bad)
-    assert model.state() == {"base": 2.0, "count": 5, "sign": "plus", "shown": True}
+    assert model.state() == {"base": 2.0, "count": 5, "sign": "plus", "shown": True, "name": "series"}
     assert model.values == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def test_reset_gives_the_first_picture_again(view):
-    first = view.png()
-    view.controls["count"].value = 12
-    view.controls["base"].value = 4.0
-    assert view.png() != first
-    view.buttons["Reset"].click()
-    assert view.png() == first
-
-
-def test_play_step_and_back_move_the_same_number_as_the_slider(view):
-    view.buttons["Step"].click()
-    assert view.explorer.count == 6
-    view.buttons["Play or pause"].click()
-    assert view.boxes["count play"].playing
-    view.boxes["count play"].value = 7
-    assert view.explorer.count == view.controls["count"].value == 7
-    view.buttons["Back to start"].click()
-    assert view.explorer.count == 1
+    first = look(view)
+    ask(view, count=12, base=4.0)
+    assert look(view) != first
+    view.press("Reset")
+    assert look(view) == first
 
 
 def test_the_table_follows_the_data_and_can_be_hidden(view):
-    view.buttons["Show as table"].click()
-    assert "<td>16.0</td>" in view._table.value
-    view.controls["count"].value = 6
-    assert "<td>32.0</td>" in view._table.value
-    view.buttons["Show as table"].click()
-    assert view._table.value == ""
+    assert view.rows == []
+    ask(view, table=True)
+    assert view.rows[-1] == {"n": 4, "value": 16.0}
+    ask(view, count=6)
+    assert view.rows[-1] == {"n": 5, "value": 32.0}
+    ask(view, table=False)
+    assert view.rows == []
 
 
 def test_the_stored_output_is_picture_and_sentence(view):
-    bundle = view._repr_mimebundle_()
+    bundle, _ = view._repr_mimebundle_()
     assert bundle["text/plain"] == view.summary()
     assert set(bundle) == {"text/plain", "text/html", "image/png", "application/vnd.jupyter.widget-view+json"}
     assert f'alt="{view.summary()}"' in bundle["text/html"]
@@ -180,26 +172,26 @@ def test_the_stored_output_is_picture_and_sentence(view):
 
 
 def test_background_work_reports_progress_and_can_be_stopped(view):
-    view.buttons["Grow"].click()
+    view.press("Grow")
     assert view.explorer.busy
-    view.buttons["Grow"].click()
+    view.press("Grow")
     assert "still at work" in view.explorer.message
-    view.buttons["Stop"].click()
+    view.press("Stop")
     view.explorer.wait(5)
     assert not view.explorer.busy
     assert 5 < len(view.explorer.values) < 105
 
 
 def test_a_button_that_cannot_work_says_so(view):
-    view.buttons["Fail"].click()
-    assert "press another" in view.status.value
+    view.press("Fail")
+    assert "press another" in view.sentence[1]
 
 
 def test_two_threads_never_leave_a_mixed_picture():
-    view, want = View(Powers(), PowersPicture()), {}
+    view, want = View(Powers(), powers_scene), {}
     for count in (3, 9):
         view.explorer.set(count=count)
-        want[count] = view.png()
+        want[count] = look(view)
 
     def drive(count):
         for _ in range(20):
@@ -210,5 +202,5 @@ def test_two_threads_never_leave_a_mixed_picture():
         thread.start()
     for thread in threads:
         thread.join()
-    assert view.png() == want[view.explorer.count]
-    assert view.controls["count"].value == view.explorer.count
+    assert look(view) == want[view.explorer.count]
+    assert view.index == view.explorer.count - 1

@@ -31,6 +31,7 @@ class PairExplorer(Explorer):
     """Two updates in the plane: their sum, mean and AdaSum."""
 
     controls = ("length_a", "length_b", "angle")
+    gestures = ("drag_b",)
     length_a = Float(2.0, min=0.0, max=3.0).tag(label="length of a", step=0.1)
     length_b = Float(1.5, min=0.0, max=3.0).tag(label="length of b", step=0.1)
     angle = Int(60, min=0, max=180).tag(label="angle", unit="degrees", step=5)
@@ -43,6 +44,11 @@ class PairExplorer(Explorer):
         self.angles = list(range(0, 181, 5))
         pairs = [self._vectors(angle) for angle in self.angles]
         self.lengths = {rule: [float(combined(rule, pair).norm()) for pair in pairs] for rule in RULES}
+
+    def drag_b(self, _step: int, tip: Sequence[float]) -> None:
+        """Put the tip of b there, as far as length and angle go: [x, y]; below the axis b is mirrored."""
+        length = min(round(math.hypot(*tip), 1), 3.0)
+        self.set(length_b=length, angle=round(math.degrees(math.atan2(abs(tip[1]), tip[0]))) if length else self.angle)
 
     def _vectors(self, angle: float) -> tuple[Tensor, Tensor]:
         turn = math.radians(angle)

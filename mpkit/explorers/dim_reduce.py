@@ -131,15 +131,23 @@ class DimReduceExplorer(Explorer):
     step = Int(10, min=0, max=STEPS - 1).tag(label="step", animate=150)
 
     def compute(self) -> None:
-        """Both paths, in the plane and as losses, and the trials of the step."""
+        """Both paths, in the plane and as losses; per step the trials of its line search, on the plane.
+
+        `taken` (steps, 2) is the accepted trial and `refused` two such arrays; NaN where there was none.
+        """
         self.landscape = landscape()
         self.earlier, self.path = earlier_path(), reduced_path(self.components, self.rho, self.alpha)
         self.points = {"gradient descent": on_plane(self.earlier.weights), "DimReduce": on_plane(self.path.weights)}
-        search = self.path.searches[self.step]
-        move = search.direction.numpy()[:2]
-        self.trials = [
-            self.points["DimReduce"][self.step] + size * move for size in (1.0, self.rho)[: len(search.losses)]
-        ]
+        self.taken = np.full((len(self.path.searches), 2), np.nan)
+        self.refused = np.full((2, len(self.path.searches), 2), np.nan)
+        for t, search in enumerate(self.path.searches):
+            sizes = (1.0, self.rho)[: len(search.losses)]
+            for i, size in enumerate(sizes):
+                trial = self.points["DimReduce"][t] + size * search.direction.numpy()[:2]
+                if search.accepted and i == len(sizes) - 1:
+                    self.taken[t] = trial
+                else:
+                    self.refused[i, t] = trial
 
     def summary(self) -> str:
         search, at = self.path.searches[self.step], self.step

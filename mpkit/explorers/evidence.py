@@ -281,6 +281,7 @@ class SweepExplorer(Explorer):
     """Every combination of factor and window on a recorded run, and the run of one of them."""
 
     controls = ("run", "init", "factor", "window")
+    gestures = ("cell",)
     run = Unicode("gpt_sums").tag(label="recorded run, or path")
     init = Int(24, min=0, max=32).tag(label="start at 2^", costly=True)
     factor = Enum(FACTORS, 2.0).tag(label="scale_factor")
@@ -296,6 +297,11 @@ class SweepExplorer(Explorer):
     def pick(self, factor: float, window: int) -> None:
         """Show the run of one cell."""
         self.set(factor=factor, window=window)
+
+    def cell(self, number: int) -> None:
+        """Show the run of a cell by its number, row by row from the top left."""
+        row, column = divmod(int(number), len(WINDOWS))
+        self.pick(FACTORS[row], WINDOWS[column])
 
     def lost(self, factor: float, window: int) -> float:
         return float(self.grid[FACTORS.index(factor), WINDOWS.index(window)])

@@ -69,10 +69,12 @@ def short(value: float | None) -> str:
 class BitsExplorer(Explorer):
     """A number, its bits in one format, its neighbours, and what becomes of it in every other format."""
 
-    controls = ("fmt", "number")
+    controls = ("fmt", "number", "pinned")
     actions = {"Next value up": "up", "Next value down": "down", "Change sign": "negate"}
+    gestures = ("toggle", "shift_to")
     fmt = Enum(NAMES, "fp16").tag(label="format")
     number = Unicode("0.1").tag(label="number")
+    pinned = Enum(["none", *NAMES], "bf16").tag(label="a second format beneath")
 
     format: FloatFormat
     pattern: int
@@ -87,6 +89,36 @@ class BitsExplorer(Explorer):
         self.below, self.above = (None if p is None else value_of(p, self.format) for p in ends)
         finite = self.fields.value is not None
         self.gap = float(ulp(torch.tensor(self.value, dtype=torch.float64), self.format)) if finite else math.nan
+        least = self.format.min_exponent - self.format.fraction_bits
+        self.binades = np.arange(least, self.format.max_exponent + 1)
+        self.teeth = [(int(e), min(2, bits_kept(self.format, int(e)) - 1)) for e in self.binades]
+        if finite:
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """`window`: what the number line shows. `near`, `pinned_near`: (values of the format there, the stored one).
+
+        The window is as wide for an odd as for the even exponent field below it, so that flipping the last bit of the
+        exponent doubles the gaps that the reader sees.
+        """
+        half = 20 * self.gap / (2 if self.fields.exponent > 1 and self.fields.exponent % 2 else 1)
+        self.window = self.value - half, self.value + half
+        self.near = self._values_within(self.format)
+        self.pinned_near = ([], math.nan) if self.pinned == "none" else self._values_within(get_format(self.pinned))
+
+    def _values_within(self, fmt: FloatFormat) -> tuple[list[float], float]:
+        low, high = self.window
+        wanted = min(max(self.wanted, -fmt.max), fmt.max)
+        stored = store(wanted, fmt)
+        values = [value_of(stored, fmt)]
+        for up in (False, True):
+            pattern: int | None = stored
+            while (pattern := neighbour(pattern, fmt, up)) is not None and len(values) < 60:  # type: ignore[arg-type]
+                value = value_of(pattern, fmt)
+                if not low <= value <= high:
+                    break
+                values.append(value)
+        return sorted(v for v in values if low <= v <= high), values[0]
 
     def _read(self) -> tuple[float, int]:
         """The number asked for and its pattern; nan(0x7e01) stands for one particular NaN."""
@@ -109,6 +141,13 @@ class BitsExplorer(Explorer):
         if not 0 <= index < self.format.bits:
             raise ValueError(f"{self.fmt} has bits 0 to {self.format.bits - 1}, got {index}")
         self._show(self.pattern ^ 1 << index)
+
+    def shift_to(self, _step: int, exponent: float) -> None:
+        """Keep the fraction and move to another power of two. Raises ValueError where there is none to keep."""
+        if not self.value or not math.isfinite(self.value):
+            raise ValueError(f"{self.value} has no power of two; choose a number")
+        shift = round(exponent) - math.floor(math.log2(abs(self.value)))
+        self.set(number=repr(self.value * 2.0**shift))
 
     def up(self) -> None:
         """Go to the next larger value."""
@@ -241,7 +280,10 @@ def recorded() -> Trace:
 
 
 class GradientsExplorer(Explorer):
-    """The gradients of one recorded step, multiplied by a loss scale, on the range of one format."""
+    """The gradients of one recorded step, multiplied by a loss scale, on the range of one format.
+
+    After `compute`: `exponents` (bins,) after scaling, `share` (bins,) of this step, `shares` (steps, bins) of all.
+    """
 
     controls = ("fmt", "scale_exponent", "step")
     fmt = Enum(["fp16", "bf16", "e5m2", "e4m3fn"], "fp16").tag(label="format")
@@ -250,7 +292,9 @@ class GradientsExplorer(Explorer):
 
     def compute(self) -> None:
         ranges = recorded().gradients
-        counts = ranges.total()[min(self.step, len(ranges.step) - 1)].astype(np.float64)
+        every = ranges.total().astype(np.float64)
+        self.shares = every / every.sum(axis=1, keepdims=True)
+        counts = every[min(self.step, len(every) - 1)]
         self.format = get_format(self.fmt)
         self.exponents = ranges.exponents + self.scale_exponent
         self.share = counts / counts.sum()

@@ -153,6 +153,17 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
     return ScaleRun(np.broadcast_to(scales, shape), np.broadcast_to(overflows, shape))
 
 
+@lru_cache(maxsize=64)
+def surviving_at(depth: int, way: str, fmt_name: str, init_exponent: int, window: int) -> np.ndarray:
+    """(steps, groups) share of the last step's gradient values that are not zero at the scales of each step."""
+    scales = torch.from_numpy(replayed(depth, way, fmt_name, init_exponent, window).scales.copy()).float()
+    shares = [
+        (round_to(values * column[:, None], FORMATS[fmt_name]) != 0).float().mean(1)
+        for values, column in zip(gradient_trace(depth).values, scales.T)
+    ]
+    return torch.stack(shares, 1).double().numpy()
+
+
 class GroupScaleExplorer(Explorer):
     """One scale against four, step by step."""
 
@@ -164,15 +175,11 @@ class GroupScaleExplorer(Explorer):
     step = Int(STEPS - 1, min=0, max=STEPS - 1).tag(label="step", animate=100)
 
     def compute(self) -> None:
-        """Both runs, and the share of values that survive in each group at the scales of this step."""
+        """Both runs; of each way the shares of values that survive: `survive_all` (steps, groups), `survive` now."""
         settings = (self.format, self.init_exponent, self.window)
         self.runs = {way: replayed(self.depth, way, *settings) for way in WAYS}
-        self.survive = {way: self._surviving(run.scales[self.step]) for way, run in self.runs.items()}
-
-    def _surviving(self, scales: np.ndarray) -> list[float]:
-        values = gradient_trace(self.depth).values
-        rounded = (round_to(v * float(scale), FORMATS[self.format]) for v, scale in zip(values, scales))
-        return [float((r != 0).float().mean()) for r in rounded]
+        self.survive_all = {way: surviving_at(self.depth, way, *settings) for way in WAYS}
+        self.survive = {way: shares[self.step].tolist() for way, shares in self.survive_all.items()}
 
     def skipped(self, way: str) -> int:
         """Steps without an update up to and with this one."""

@@ -16,7 +16,7 @@ from traitlets import Bool, Enum, Float, Int
 from mpkit.data import data_dir
 from mpkit.explorers.base import Explorer
 from mpkit.explorers.start import STEPS as LIVE_STEPS
-from mpkit.explorers.start import Run, training
+from mpkit.explorers.start import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, stack
 from mpkit.policies.rule import FLOAT32_MAX
 from mpkit.record import Trace
@@ -301,6 +301,7 @@ class LiveExplorer(Explorer):
     def __init__(self, **params: Any) -> None:
         self.run: Run | None = None
         self.steps = LIVE_STEPS
+        self.recorded = recorded_run()
         super().__init__(**params)
         self._scaler = SteeredScaler(self.policy)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,7 +27,6 @@ MOMENTS = (0, 60, 240, 720)
 KINDS = ("activations", "weights")
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3")
 EXPONENTS = range(-8, 31)
-BINS = range(-70, 31)
 
 
 @cache
@@ -142,17 +142,17 @@ class UnderflowExplorer(Explorer):
     kind = Enum(list(KINDS), "activations").tag(label="gradients of")
     format = Enum(list(FORMATS), "fp16").tag(label="format")
     exponent = Int(0, min=EXPONENTS[0], max=EXPONENTS[-1]).tag(label="static scale, 2 to the")
+    first_bin = -150  # below every float32
 
     def compute(self) -> None:
-        """Shares at this scale, their course over all scales, and the histogram of the scaled magnitudes."""
+        """Shares at this scale, their course over all scales; `unscaled`: shares by power of two without a scale."""
         values, fmt = gradients_of_digits()[self.moment, self.kind], get_format(self.format)
         self.fmt, self.limits = fmt, limits_of(fmt)
         self.shares = shares_at(values, 2.0**self.exponent, fmt)
         self.course = [shares_at(values, 2.0**e, fmt) for e in EXPONENTS]
         self.best = recommended_exponent(values, fmt)
         self.best_shares = shares_at(values, 2.0**self.best, fmt)
-        binned = np.clip(np.frexp(values)[1] - 1 + self.exponent, BINS[0], BINS[-1])
-        self.heights = np.bincount(binned - BINS[0], minlength=len(BINS)) / len(values)
+        self.unscaled = np.bincount(np.frexp(values)[1] - 1 - self.first_bin) / len(values)
 
     def take(self) -> None:
         """Set the recommended scale, as far as the slider goes."""
@@ -193,6 +193,7 @@ class StepExplorer(Explorer):
         """Run the step once per setting; the phase only says where to look."""
         if (self.exponent, self.bad) != getattr(self, "_ran", None):
             self.phases, self.skipped, self.change = one_step(self.exponent, self.bad)
+            self.ill = [bool(re.search(r"\b(inf|nan)\b|not finite", phase.seen)) for phase in self.phases]
             self._ran = (self.exponent, self.bad)
 
     def summary(self) -> str:

@@ -86,6 +86,23 @@ class ZooExplorer(Explorer):
         self.scales = self.done.sampled
         with np.errstate(invalid="ignore"):
             self.finite = self.scales <= self.ceiling[:, None]
+        self.parting = self._parting()
+
+    def _parting(self) -> tuple[int, int, int]:
+        """(step, rule, rule) where two rules that had gone together first use another scale; step -1 where none does.
+
+        Of several such pairs the one whose scales lie furthest apart in the end.
+        """
+        with np.errstate(divide="ignore"):
+            powers = np.nan_to_num(np.log2(self.scales), nan=-200.0, posinf=200.0, neginf=-200.0)
+        changed = np.flatnonzero((powers != powers[:, :1]).any(axis=1))
+        if not len(changed):
+            return -1, 0, 1
+        step = int(changed[0])
+        low = int(powers[step].argmin())
+        others = np.flatnonzero(powers[step] != powers[step, low])
+        far = others[np.abs(powers[:, others] - powers[:, [low]]).mean(axis=0).argmax()]
+        return step, min(low, int(far)), max(low, int(far))
 
     def ending(self, i: int) -> str:
         """How framework i ends, in a word or two."""

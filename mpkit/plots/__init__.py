@@ -1,1 +1,1 @@
-"""Pictures: plain data in, matplotlib figures out."""
+"""Pictures: an explorer in, a scene out; and the scene as a still picture."""

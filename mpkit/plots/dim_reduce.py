@@ -1,69 +1,73 @@
-"""The training path in the plane of two components, the trials of its line search, losses and residual."""
+"""Scene of lesson 11: the training path in the plane of two components, walked step by step, with its line search."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+from contourpy import contour_generator
 
-from mpkit.plots.base import BLACK, BLUE, GREY, VERMILION, Picture
+from mpkit.plots.scene import Panel, Scene, linear
 
 LEVELS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 
 
-class DimReducePicture(Picture):
+def dim_reduce_scene(data: Any) -> Scene:
     """Left: the plane. Right: the losses of both ways, and the share of the gradient outside the subspace."""
+    scene = Scene(height=460, width=980, rows=(1, 1), cols=(1.5, 1))
+    steps = len(data.path.searches)
+    scene.play("step", "step", steps, every=150)
+    x, y, _ = data.landscape
+    across, up = linear("along component 1", x[0], x[-1], 6), linear("along component 2", y[0], y[-1], 5)
+    plane = scene.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=across, y=up)
+    _contours(scene, plane, data)
+    earlier, reduced = data.points["gradient descent"], data.points["DimReduce"]
+    look = {"dash": ":", "glyph": "s", "size": 2.5, "every": 10}
+    plane.line(earlier[:, 1], earlier[:, 0], "reference", label="gradient descent", **look)
+    plane.line(reduced[:, 1], reduced[:, 0], "own", glyph="o", size=2.2, width=1.8, show="upto", label="DimReduce")
+    for refused in data.refused:
+        if np.isfinite(refused).any():
+            look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
+            plane.points(refused[:, 1], refused[:, 0], "overflow", **look)
+    taken = data.taken
+    plane.points(taken[:, 1], taken[:, 0], "normal", glyph="D", size=5, show="at", label="accepted trial")
+    plane.points(reduced[:-1, 1], reduced[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")
+    loss = scene.panel(0, 1, title="loss", x=linear("", 0, steps, 4), y=linear("loss, nats", 0, 2.6, 3))
+    loss.line(data.earlier.losses, color="reference", dash=":")
+    loss.line(data.path.losses)
+    outside = scene.panel(
+        1, 1, title="gradient outside the subspace", x=linear("step", 0, steps, 4), y=linear("share, %", 0, 104, 2)
+    )
+    outside.line(100 * data.path.residual)
+    for panel in (loss, outside):
+        panel.rule("x", "index", "muted", dash=":")
+    outside.handle("x", "step", data.step, 0, steps - 1, "step")
+    return scene
 
-    size = (8.4, 4.3)
 
-    def layout(self, figure: Figure, data: Any) -> None:
-        parts = figure.subplot_mosaic([["plane", "loss"], ["plane", "outside"]], width_ratios=(3, 2))
-        plane, loss, outside = parts["plane"], parts["loss"], parts["outside"]
-        x, y, height = data.landscape
-        lines = plane.contour(x, y, height, levels=LEVELS, colors=GREY, linewidths=0.8)
-        margin = 0.06 * np.array([x[-1] - x[0], y[-1] - y[0]])
-        for label in plane.clabel(lines, fmt="%.1f", fontsize=9):
-            at = np.array(label.get_position())
-            if (at - margin < (x[0], y[0])).any() or (at + margin > (x[-1], y[-1])).any():
-                label.remove()  # the edge would cut it
-        plane.set(xlabel="along component 1", ylabel="along component 2", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-        plane.grid(False)
-        plane.set_title("loss on the plane, nats, and the paths", loc="left")
-        (self.earlier,) = plane.plot([], [], color=BLACK, ls=":", lw=2, marker="s", ms=4, markevery=10)
-        (self.path,) = plane.plot([], [], color=BLUE, lw=1.8, marker="o", ms=4)
-        (self.tried,) = plane.plot([], [], ls="none", marker="x", color=VERMILION, ms=9, mew=2)
-        (self.taken,) = plane.plot([], [], ls="none", marker="*", color=BLUE, ms=15, mec=BLACK)
-        (self.here,) = plane.plot([], [], ls="none", marker="o", color="white", mec=BLACK, mew=2, ms=9)
-        artists = (self.earlier, self.path, self.here, self.tried, self.taken)
-        names = ("gradient descent", "DimReduce", "weights now", "refused trial", "accepted trial")
-        figure.legend(artists, names, loc="outside lower center", ncols=len(names))
-        steps = len(data.path.searches)
-        loss.set(ylabel="loss, nats", xlim=(0, steps), ylim=(0, 2.6))
-        loss.set_title("loss", loc="left")
-        (self.slow,) = loss.plot([], [], color=BLACK, ls=":", lw=2)
-        (self.fast,) = loss.plot([], [], color=BLUE, lw=2)
-        outside.set(xlabel="step", ylabel="share, %", xlim=(0, steps), ylim=(0, 104))
-        outside.set_title("gradient outside the subspace", loc="left")
-        (self.share,) = outside.plot([], [], color=BLUE, lw=2)
-        self.now = [axes.axvline(0, color=GREY, lw=1) for axes in (loss, outside)]
-        self.moving(self.earlier, self.path, self.here, self.tried, self.taken)
-        self.moving(self.slow, self.fast, self.share, *self.now)
+def _contours(scene: Scene, plane: Panel, data: Any) -> None:
+    """Lines of equal loss with their values; they never change, so they travel once."""
+    for level, (xs, ys, at) in _lines(*(a.tobytes() for a in data.landscape), len(data.landscape[0])).items():
+        plane.line(scene.keep(f"y{level}", ys), scene.keep(f"x{level}", xs), "muted/0.6", width=0.9)
+        if at is not None:
+            plane.text(f"{level:.1f}", *at, size=11, color="muted", halo=True)
 
-    def update(self, data: Any) -> None:
-        at = data.step
-        reduced, search = data.points["DimReduce"], data.path.searches[at]
-        self.earlier.set_data(*data.points["gradient descent"].T)
-        self.path.set_data(*reduced[: at + 1].T)
-        self.here.set_data(*reduced[at : at + 1].T)
-        last = len(data.trials) - 1
-        taken = [search.accepted and i == last for i in range(len(data.trials))]
-        for artist, wanted in ((self.taken, True), (self.tried, False)):
-            points = np.array([p for p, t in zip(data.trials, taken) if t == wanted]).reshape(-1, 2)
-            artist.set_data(*points.T)
-        steps = np.arange(len(data.path.losses))
-        self.slow.set_data(steps, data.earlier.losses)
-        self.fast.set_data(steps, data.path.losses)
-        self.share.set_data(steps[:-1], 100 * data.path.residual)
-        for line in self.now:
-            line.set_xdata([at, at])
+
+@lru_cache(maxsize=2)
+def _lines(x: bytes, y: bytes, height: bytes, columns: int) -> dict[float, tuple[Any, Any, Any]]:
+    """Level -> (xs, ys, place of its label); NaN between the pieces of one level."""
+    across, up = np.frombuffer(x), np.frombuffer(y)
+    generator = contour_generator(across, up, np.frombuffer(height).reshape(-1, columns))
+    found = {}
+    for level in LEVELS:
+        pieces: list[Any] = list(generator.lines(level))
+        if not pieces:
+            continue
+        gap = np.full((1, 2), np.nan)
+        joined = np.concatenate([part for piece in pieces for part in (piece, gap)])
+        longest = max(pieces, key=len)
+        at = longest[len(longest) // 3]
+        inside = across[2] < at[0] < across[-3] and up[2] < at[1] < up[-3]
+        found[level] = (joined[:, 0], joined[:, 1], (float(at[0]), float(at[1])) if inside else None)
+    return found

@@ -1,196 +1,189 @@
-"""Ranges inside a format, a recorded scale with its ceiling, and replayed scales beside the recorded one."""
+"""Scenes of lessons 14 to 16: ranges inside a format, a recorded run, and what another policy would have done."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-from mpkit.plots.base import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILION, Picture, log2_axis, power_of_two
-
-TOP, BOTTOM = 2.0**40, 2.0**-30
+from mpkit.plots.formats import regions
+from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two
 
 
-def _shown(values: Any, low: float, high: float) -> np.ndarray:
-    """Values moved inside the axis, so that nothing is dropped."""
-    return np.clip(np.nan_to_num(np.asarray(values, dtype=float), nan=high, posinf=high, neginf=low), low, high)
+def fitted(*series: Any, room: int = 2) -> tuple[int, int]:
+    """Whole exponents around the positive finite values of the series, within -40 to 60: the axis of what happens."""
+    every = np.concatenate([np.asarray(s, dtype=float).ravel() for s in series])
+    every = np.log2(every[np.isfinite(every) & (every > 0)])
+    if not every.size:
+        return 0, 20
+    return max(-40, math.floor(every.min()) - room), min(60, math.ceil(every.max()) + room)
 
 
-class DetectivePicture(Picture):
+def detective_scene(data: Any) -> Scene:
     """Per module the range of its outputs, per weight the range of its scaled gradient, inside the format."""
-
-    size = (8.4, 4.2)
-    low, high = -44, 44
-
-    def frame(self, data: Any) -> Hashable:
-        return data.dtype, tuple(bar[0] for bar in data.bars)
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        log2_axis(axes, "x", self.low, self.high, 8)
-        fmt = data.fmt
-        axes.axvspan(fmt.max, 2.0**self.high, color=VERMILION, alpha=0.18, lw=0)
-        if fmt.min_subnormal > 2.0**self.low:
-            axes.axvspan(2.0**self.low, fmt.min_subnormal / 2, color=SKY, alpha=0.3, lw=0)
-            axes.text(2.0 ** (self.low + 1), -0.75, "becomes 0", va="center")
-            axes.text(2.0 ** (self.high - 1), -0.75, "becomes inf", va="center", ha="right")
-        labels = [f"gradient of {n} × scale" if g else f"output of {n}" for n, _, _, g in data.bars]
-        axes.set_yticks(range(len(labels)), labels)
-        axes.set(ylim=(len(labels) - 0.4, -1.2), xlabel="magnitude, as computed in float32")
-        axes.set_title(f"what the batch needs, and what {data.dtype} holds", loc="left")
-        self.bars: list[Any] = []
-        for row, bar in enumerate(data.bars):
-            color = ORANGE if bar[3] else GREEN
-            self.bars.append(axes.plot([], [], lw=9, color=color, solid_capstyle="butt")[0])
-            self.bars.append(axes.plot([], [], color=BLACK, marker="|", ms=12, mew=2, lw=0)[0])
-            self.bars.append(axes.text(2.0 ** (self.high - 1), row, "", ha="right", va="center", color=BLACK))
-        self.moving(*self.bars)
-
-    def update(self, data: Any) -> None:
-        for row, (_, low, high, _) in enumerate(data.bars):
-            line, ends, word = self.bars[3 * row : 3 * row + 3]
-            edges = _shown([low, high], 2.0**self.low, 2.0**self.high)
-            line.set_data(edges, [row, row])
-            ends.set_data(edges, [row, row])
-            bad = "NaN" if math.isnan(high) else "inf" if math.isinf(high) else ""
-            word.set_text(bad or ("too large" if high > data.fmt.max else ""))
+    low, high, fmt = -44, 44, data.fmt
+    labels = [f"gradient of {n} × scale" if g else f"output of {n}" for n, _, _, g in data.bars]
+    scene = Scene(height=110 + 34 * len(labels), width=900)
+    x = log2("magnitude, as computed in float32", low, high, 8)
+    y = names(labels, down=True) | {"hi": -1.2}
+    panel = scene.panel(title=f"what the batch needs, and what {data.dtype} holds", x=x, y=y)
+    least = float(np.log2(fmt.min_subnormal))
+    regions(panel, "x", least - 1, fmt.min_exponent, fmt.max_exponent + 1)
+    for row, (_, small, large, gradient) in enumerate(data.bars):
+        broken = "NaN" if math.isnan(large) else "inf" if math.isinf(large) else ""
+        word = broken or ("too large" if large > fmt.max else "")
+        color = "overflow" if word else "own" if gradient else "reference"
+        ends = exponents(np.nan_to_num([small, large], nan=np.inf, posinf=np.inf), low, high)
+        panel.boxes([ends[0]], [row - 0.2], [ends[1]], [row + 0.2], fill=f"{color}/0.5", edge=color, hatch=gradient)
+        if word:
+            panel.text(word, high - 1, row - 0.33, anchor="end", color="overflow", halo=True)
+    if any(g for *_, g in data.bars):
+        row = next(i for i, bar in enumerate(data.bars) if bar[3])
+        top = float(exponents([data.bars[row][2]], low, high)[0]) if np.isfinite(data.bars[row][2]) else high
+        grip = {"base": top - data.exponent, "cross": row, "note": f"scale {power_of_two(data.exponent)}"}
+        panel.handle("x", "exponent", data.exponent, -8, 30, "loss scale, 2 to the", **grip)
+    return scene
 
 
-def _steps_axes(axes: Axes, count: int) -> None:
-    log2_axis(axes, "y", -30, 40, 10)
-    axes.set(xlim=(0, count), xlabel="step", ylabel="loss scale")
+def _scale_line(panel: Panel, scale: Any, skipped: Any, low: int, high: int, **look: Any) -> None:
+    at = exponents(np.nan_to_num(scale, nan=0.0), low, high)
+    panel.line(at, step="post", **look)
+    if len(skipped):
+        panel.points(at[skipped], skipped, "overflow", glyph="x", size=4, label="skipped")
 
 
-class RunPicture(Picture):
-    """The recorded scale with its skipped steps, and the scaled gradients of one step inside float16."""
+def run_scene(data: Any) -> Scene:
+    """The recorded scale with its skipped steps, and the scaled gradients of the step inside float16."""
+    t, scene = data.trace, Scene(height=400, width=960, cols=(1.6, 1))
+    scene.play("step", "step", len(t), every=120)
+    low, high = fitted(data.tops, t.scale)
+    y = log2("loss scale", low, high)
+    left = scene.panel(title=f"{data.run}: recorded loss scale", x=linear("step", 0, len(t), 6), y=y)
+    tops = exponents(data.tops, low, high)
+    left.band(scene.keep("tops", tops), high, label="here it would overflow")
+    _scale_line(left, t.scale, np.flatnonzero(t.overflow), low, high, width=2, label="loss scale")
+    left.rule("x", "index", "own", dash=":")
+    left.handle("x", "step", data.at, 0, len(t) - 1, "step")
+    part = data.trace.gradients
+    counts = part.total() / max(1, data.values)
+    shares = 100 * counts
+    right = scene.panel(
+        0,
+        1,
+        title="gradients × scale, in float16",
+        x=log2("magnitude", -60, 40, 20),
+        y=linear("share of all values, %", 0, 1.05 * float(shares.max()), 4),
+    )
+    regions(right, "x", -25, -14, 16)
+    rows = np.clip(np.searchsorted(part.step, np.arange(len(t)), side="right") - 1, 0, None)
+    with np.errstate(divide="ignore"):
+        shift = np.maximum(np.log2(t.scale), -200)
+    right.bars(
+        scene.keep("shares", np.round(255 * shares / shares.max()).astype(np.uint8)),
+        np.arange(part.lowest, part.lowest + part.bins) + 0.5,
+        width=1,
+        unit=float(shares.max()) / 255,
+        rows=scene.keep("rows", rows),
+        shift=scene.keep("shift", shift),
+        zones=[[-25, "zero"], [-14, "subnormal"], [16, "normal"], [None, "overflow"]],
+        label="share, %",
+        quiet=True,
+    )
+    nonfinite = part.nonfinite.sum(axis=1)[rows]
+    look: dict[str, Any] = {"frame": True, "anchor": "end", "halo": True, "color": "overflow"}
+    right.text("{} values inf or NaN", 0.98, 0.78, values=[nonfinite], **look)
+    return scene
 
-    size = (8.8, 3.7)
 
-    def frame(self, data: Any) -> Hashable:
-        return data.run
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        t = data.trace
-        _steps_axes(left, len(t))
-        left.plot(t.step, _shown(data.tops, BOTTOM, TOP), color=GREY, lw=1, label="ceiling")
-        left.plot(t.step, _shown(t.scale, BOTTOM, TOP), color=BLUE, lw=2, drawstyle="steps-post", label="scale")
-        bad = t.overflow
-        left.plot(t.step[bad], _shown(t.scale[bad], BOTTOM, TOP), "x", color=VERMILION, ms=6, label="skipped")
-        left.legend(loc="upper right", ncols=3)
-        left.set_title(f"{data.run}: recorded loss scale", loc="left")
-        right.axvspan(16, 40, color=VERMILION, alpha=0.18, lw=0)
-        right.axvspan(-60, -25, color=SKY, alpha=0.3, lw=0)
-        right.text(-58, 0.94, "zero", transform=right.get_xaxis_transform())
-        right.text(39, 0.94, "inf", ha="right", transform=right.get_xaxis_transform())
-        ticks = range(-60, 41, 20)
-        right.set_xticks(ticks, [power_of_two(e) for e in ticks])
-        right.set(xlim=(-60, 40), ylim=(0, 0.25), xlabel="scaled gradient in float16", ylabel="share of all values")
-        right.set_title("gradients of the step", loc="left")
-        self.cursor = left.axvline(0, color=BLACK, lw=1.5, ls=":")
-        (self.outline,) = right.plot([], [], color=BLACK, lw=1.5, drawstyle="steps-post")
-        self.note = right.text(39, 0.87, "", ha="right", transform=right.get_xaxis_transform())
-        self.moving(self.cursor, self.outline, self.note)
-
-    def update(self, data: Any) -> None:
-        self.cursor.set_xdata([data.at, data.at])
-        share = data.counts / max(1, data.values)
-        self.outline.set_data(data.exponents, share)
-        self.note.set_text(f"{data.nonfinite} inf or NaN" if data.nonfinite else "")
-
-
-class WhatIfPicture(Picture):
+def what_if_scene(data: Any) -> Scene:
     """The replayed scale, the recorded one, and the ceiling that both had to stay below."""
-
-    size = (8.4, 3.6)
-
-    def frame(self, data: Any) -> Hashable:
-        return data.run
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        self.draw_run(figure.subplots(), data)
-
-    def update(self, data: Any) -> None:
-        self.move_run(data)
-
-    def draw_run(self, axes: Axes, run: Any) -> None:
-        """What stays while the policy changes."""
-        t = run.trace
-        _steps_axes(axes, len(t))
-        recorded = _shown(t.scale, BOTTOM, TOP)
-        axes.plot(t.step, _shown(run.tops, BOTTOM, TOP), color=GREY, lw=1, label="ceiling")
-        axes.plot(t.step, recorded, color=BLACK, lw=1.5, ls="--", drawstyle="steps-post", label="recorded")
-        (self.line,) = axes.plot([], [], color=BLUE, lw=2.2, drawstyle="steps-post", label="replayed")
-        (self.bad,) = axes.plot([], [], "x", color=VERMILION, ms=7, label="skipped")
-        axes.legend(loc="lower left", ncols=4, columnspacing=1.0, handlelength=1.5)
-        axes.set_title("what this policy would have done", loc="left")
-        self.moving(self.line, self.bad)
-
-    def move_run(self, run: Any) -> None:
-        """The replayed policy."""
-        scale = _shown(np.nan_to_num(run.scale, nan=BOTTOM), BOTTOM, TOP)
-        self.line.set_data(run.trace.step, scale)
-        self.bad.set_data(run.trace.step[run.skipped], scale[run.skipped])
+    scene = Scene(height=400, width=900)
+    panel, low = _draw_run(scene, 0, data, "what this policy would have done")
+    panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=0, note="start")
+    grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}"}
+    panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
+    return scene
 
 
-class SweepPicture(WhatIfPicture):
+def _draw_run(scene: Scene, col: int, run: Any, title: str) -> tuple[Panel, int]:
+    low, high = fitted(run.tops, run.trace.scale, run.scale)
+    x = linear("step", 0, len(run.trace), 6)
+    panel = scene.panel(0, col, title=title, x=x, y=log2("loss scale", low, high))
+    panel.band(exponents(run.tops, low, high), high, label="here it would overflow")
+    recorded = exponents(run.trace.scale, low, high)
+    panel.line(recorded, color="reference", dash="--", width=1.6, step="post", label="recorded")
+    _scale_line(panel, run.scale, run.skipped, low, high, width=2.4, label="replayed", ghost=True)
+    return panel, low
+
+
+def heat_map(scene: Scene, grid: Any, texts: list[str], rows: Any, cols: Any, title: str, **look: Any) -> Panel:
+    """A table of factors x windows; the darker, the larger."""
+    panel = scene.panel(
+        title=title,
+        x=names([str(c) for c in cols], "scale_window, finite steps"),
+        y=names([f"{r:g}" for r in rows], "scale_factor", down=True),
+        pad=[28, 14, 42, 60],
+    )
+    cells = [f"factor {r:g}, window {c}" for r in rows for c in cols]
+    panel.cells(grid, texts, names=cells, label="cell", quiet=True, **look)
+    return panel
+
+
+def framed(panel: Panel, cell: tuple[int, int], color: str, label: str) -> None:
+    """A frame around one cell (row, column) of a heat map."""
+    row, col = cell
+    ends = ([col - 0.47], [row - 0.47], [col + 0.47], [row + 0.47])
+    panel.boxes(*ends, edge=color, width=3, label=label)
+
+
+def sweep_scene(data: Any) -> Scene:
     """The heat map of a sweep with the chosen cell framed, and that cell's run."""
-
-    size = (9.6, 3.8)
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=(5, 6))
-        self.image = self.moving(left.imshow(data.grid, cmap="Blues", aspect="auto"))
-        left.grid(visible=False)
-        left.set_xticks(range(len(data.windows)), [str(w) for w in data.windows])
-        left.set_yticks(range(len(data.factors)), [f"{f:g}" for f in data.factors])
-        left.set(xlabel="scale_window, steps", ylabel="scale_factor")
-        left.set_title("training signal lost", loc="left")
-        self.shares = [
-            self.moving(left.text(column, row, "", ha="center", va="center"))
-            for row, column in np.ndindex(data.grid.shape)
-        ]
-        self.box = self.moving(left.add_patch(Rectangle((0, 0), 0.92, 0.92, fill=False, ec=VERMILION, lw=3)))
-        self.draw_run(right, data.chosen)
-
-    def update(self, data: Any) -> None:
-        worst = max(float(data.grid.max()), 1e-9)
-        self.image.set_data(data.grid)
-        self.image.set_clim(0, 1.3 * worst)
-        for text, lost in zip(self.shares, data.grid.flat):
-            color = "white" if lost / worst > 0.75 else BLACK
-            text.set(text=f"{lost:.0%}" if lost >= 0.1 else f"{lost:.1%}", color=color)
-        x, y = data.windows.index(data.window), data.factors.index(data.factor)
-        self.box.set_xy((x - 0.46, y - 0.46))
-        self.move_run(data.chosen)
+    scene = Scene(height=400, width=980, cols=(1, 1))
+    texts = [f"{v:.0%}" if v >= 0.1 else f"{v:.1%}" for v in data.grid.flat]
+    keys = list(range(data.grid.size))
+    look: dict[str, Any] = {"pick": "cell", "keys": keys}
+    left = heat_map(scene, data.grid, texts, data.factors, data.windows, "training signal lost; choose a cell", **look)
+    best = data.best()
+    for pair, color, label in ((best, "normal", "loses least"), ((data.factor, data.window), "own", "chosen")):
+        framed(left, (data.factors.index(pair[0]), data.windows.index(pair[1])), color, label)
+    _draw_run(scene, 1, data.chosen, "the run of the chosen cell")
+    return scene
 
 
-class NaiveRulePicture(Picture):
-    """Two rules, one start."""
+def naive_rule_scene(data: Any) -> Scene:
+    """Two rules, one start, and where each leads."""
+    return two_rules(data.naive, data.dynamic, data.losses, data.ceiling, data.exponent, ("exponent", -10, 20))
 
-    size = (8.4, 3.4)
 
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        log2_axis(axes, "y", -50, 50, 10)
-        axes.axhspan(data.ceiling, 2.0**50, color=VERMILION, alpha=0.18, lw=0)
-        axes.axhspan(2.0**-50, 2.0**-24, color=SKY, alpha=0.3, lw=0)
-        axes.text(990, 2.0**46, "gradients overflow", ha="right", va="top")
-        axes.text(990, 2.0**-47, "the scale itself is zero in float16", ha="right")
-        (self.naive,) = axes.plot([], [], color=VERMILION, lw=2, ls="--", label="loss compared with scale")
-        (self.dynamic,) = axes.plot([], [], color=BLUE, lw=2, label="dynamic rule: gradients finite?")
-        (self.loss,) = axes.plot([], [], color=GREY, lw=1.2, ls=":", label="loss")
-        axes.set(xlim=(0, data.steps), xlabel="step", ylabel="loss scale; loss")
-        axes.legend(loc="upper left")
-        axes.set_title("a rule must look at gradients", loc="left")
-        self.moving(self.naive, self.dynamic, self.loss)
-
-    def update(self, data: Any) -> None:
-        steps = np.arange(data.steps)
-        for line, values in ((self.naive, data.naive), (self.dynamic, data.dynamic), (self.loss, data.losses)):
-            line.set_data(steps, _shown(values, 2.0**-50, 2.0**50))
+def two_rules(
+    naive: Any, dynamic: Any, losses: Any, ceiling: float, start: int, handle: tuple[str, int, int], **more: Any
+) -> Scene:
+    """A rule that compares loss and scale beside one that looks at gradients, under the gradients' ceiling."""
+    low, high, steps = -50, 50, len(naive)
+    scene = Scene(height=400, width=900)
+    panel = scene.panel(
+        title="a rule that never looks at a gradient runs away",
+        x=linear("step", 0, steps, 8),
+        y=log2("loss scale; loss", low, high, 10),
+    )
+    panel.span("y", math.log2(ceiling), high, "overflow/0.15", "gradients overflow")
+    panel.span("y", low, -24, "zero/0.15", "the scale itself is zero in float16")
+    every = np.unique(np.linspace(0, steps - 1, 301).astype(int))
+    rows: tuple[tuple[str, str, str | None, Any], ...] = (
+        ("loss", "reference", ":", losses),
+        ("compares loss and scale", "overflow", "--", naive),
+        ("gradients finite?", "zero", None, dynamic),
+    )
+    for name, color, dash, values in rows:
+        y = exponents(np.asarray(values)[every], low, high)
+        panel.line(y, every, color, dash=dash, width=2.2, label=name, tag=True)
+    bad = np.flatnonzero(np.asarray(naive) > ceiling)[:1]
+    if len(bad):
+        y = exponents(np.asarray(naive)[bad], low, high)
+        panel.points(y, bad, "overflow", glyph="x", size=7, label="first inf in the weights")
+    name, least, most = handle
+    panel.handle("y", name, start, least, most, "start, 2 to the", cross=0, note="start")
+    for axis, given in more.items():
+        panel.handle("y", axis, **given)
+    return scene

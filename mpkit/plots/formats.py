@@ -1,31 +1,16 @@
-"""Pictures of lesson 01: boxes of bits, ranges on one axis, gradients over the range of a format."""
+"""Scenes of lesson 01: a bit row over a number line, ranges on one axis, gradients over the range of a format."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+import numpy as np
 
 from mpkit.formats import FORMATS, FloatFormat, get_format
-from mpkit.plots.base import (
-    BLACK,
-    BLUE,
-    DASHES,
-    GREEN,
-    LINES,
-    MARKERS,
-    SKY,
-    VERMILION,
-    Picture,
-    log2_axis,
-    new_figure,
-)
+from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, names, space
 
-FIELD_COLOURS = {"sign": VERMILION, "exponent": GREEN, "fraction": BLUE}
+KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
 
 
 def field_of(index: int, fmt: FloatFormat) -> str:
@@ -33,163 +18,162 @@ def field_of(index: int, fmt: FloatFormat) -> str:
     return "fraction" if index < fmt.fraction_bits else "exponent" if index < fmt.bits - 1 else "sign"
 
 
-class BitsPicture(Picture):
-    """The bits as boxes, and the value between its neighbours with the number that was asked for."""
-
-    size = (8.4, 3.6)
-
-    def frame(self, data: Any) -> Hashable:
-        return data.fmt
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        bits, line = figure.subplots(2, 1, height_ratios=[1, 1.1])
-        self._boxes(bits, data.format)
-        self._number_line(line)
-
-    def _boxes(self, axes: Axes, fmt: FloatFormat) -> None:
-        axes.set(xlim=(-0.5, 31.5), ylim=(-1.5, 1.75))
-        axes.axis("off")
-        first = (32 - fmt.bits) / 2 - 0.5
-        self.boxes, self.digits = [], []
-        for place in range(fmt.bits):
-            name = field_of(fmt.bits - 1 - place, fmt)
-            box = Rectangle((first + place + 0.04, 0), 0.92, 1, edgecolor=FIELD_COLOURS[name], lw=1.8)
-            axes.add_patch(box)
-            self.boxes.append(self.moving(box))
-            self.digits.append(self.moving(axes.text(first + place + 0.5, 0.47, "", ha="center", va="center", size=11)))
-        widths = {"sign": 1, "exponent": fmt.exponent_bits, "fraction": fmt.fraction_bits}
-        left = first
-        for name, width in widths.items():
-            label, colour = (name if name == "sign" else f"{name}, {width} bits"), FIELD_COLOURS[name]
-            if name == "fraction":  # below, as the labels of a narrow format would collide
-                axes.text(left + 0.04, -0.12, label, ha="left", va="top", color=colour, size=10)
-            elif name == "exponent":
-                axes.text(left + 0.04, 1.15, label, ha="left", va="bottom", color=colour, size=10)
-            else:
-                axes.text(left + 0.7, 1.15, label, ha="right", va="bottom", color=colour, size=10)
-            left += width
-        self.formula = self.moving(axes.text(15.5, -1.15, "", ha="center", va="center", size=12))
-
-    def _number_line(self, axes: Axes) -> None:
-        axes.set(xlim=(-1.6, 1.6), ylim=(0, 1), yticks=[], xlabel="distance from the stored value, ulp")
-        axes.spines["left"].set_visible(False)
-        self.ticks = [self.moving(axes.plot([], [], "|", color=BLACK, ms=22, mew=2)[0]) for _ in range(3)]
-        self.names = [self.moving(axes.text(0, 0.62, "", ha="center", size=10)) for _ in range(3)]
-        (self.wanted,) = axes.plot([], [], "v", color=VERMILION, ms=10)
-        self.moving(self.wanted)
-        self.said = self.moving(axes.text(0, 0.9, "", ha="center", va="center", color=VERMILION, size=10))
-
-    def update(self, data: Any) -> None:
-        for index, box, digit in zip(reversed(range(data.format.bits)), self.boxes, self.digits):
-            bit = data.bit(index)
-            box.set_facecolor(box.get_edgecolor() if bit else "white")
-            digit.set_text(str(bit))
-            digit.set_color("white" if bit else BLACK)
-        self.formula.set_text(f"{data.formula()}   {data.fields.kind}")
-        finite = data.fields.value is not None
-        values = (data.below, data.value, data.above) if finite else (None, data.value, None)
-        for tick, name, value in zip(self.ticks, self.names, values):
-            place: float | None = self._place(value, data)
-            tick.set_data([] if place is None else [place], [] if place is None else [0.4])
-            name.set_position((place or 0.0, 0.62))
-            name.set_text("" if place is None else f"{value:.8g}")
-        place = self._place(data.wanted, data)
-        off = place is None or abs(place) > 1.5
-        self.wanted.set_data([] if place is None or off else [place], [] if off else [0.84])
-        self.said.set_position((max(-1.2, min(1.2, place or 0.0)), 0.97))
-        self.said.set_text("" if off else f"asked for {data.number[:18]}")
-
-    @staticmethod
-    def _place(value: float | None, data: Any) -> float | None:
-        """Where a value lies, in ulps from the stored one; inf is shown one ulp away."""
-        if value is None or math.isnan(value):
-            return None
-        if not math.isfinite(value):
-            return 0.0 if value == data.value else math.copysign(1.0, value)
-        if not math.isfinite(data.value):
-            return None
-        return (value - data.value) / data.gap
+def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float) -> None:
+    """Colour and name zero, subnormal, normal and overflow along an axis of powers of two; the edges are exponents."""
+    ends = sorted((panel.given[axis]["lo"], panel.given[axis]["hi"]))
+    edges = (ends[0], lost, normal, overflow, ends[1])
+    for role, low, high in zip(("zero", "subnormal", "normal", "overflow"), edges, edges[1:]):
+        panel.span(axis, low, high, f"{role}/0.14", role)
 
 
-def _range_bars(axes: Axes, names: list[str]) -> None:
-    """One bar per format: subnormal numbers hatched, normal numbers filled."""
-    for row, name in enumerate(names):
-        fmt = get_format(name)
-        parts = ((fmt.min_subnormal, fmt.min_normal, "white", "////"), (fmt.min_normal, fmt.max, SKY, ""))
-        for low, high, colour, hatch in parts:
-            axes.barh(row, high - low, left=low, height=0.6, color=colour, edgecolor=BLACK, lw=0.8, hatch=hatch)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("magnitude (filled: normal, hatched: subnormal)")
+def bits_scene(data: Any) -> Scene:
+    """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale."""
+    scene = Scene(height=450, rows=(1.1, 1.1, 1.2))
+    _bit_row(scene, data)
+    _whole_format(scene, data)
+    _neighbours(scene, data)
+    return scene
 
 
-class RangesPicture(Picture):
+def _bit_row(scene: Scene, data: Any) -> None:
+    fmt, bits = data.format, data.format.bits
+    panel = scene.panel(bare=True, x=space(0, 32), y=space(-1.4, 1.9))
+    places, left = np.arange(bits), (32 - bits) / 2
+    fields = [field_of(bits - 1 - i, fmt) for i in places]
+    on = [data.bit(bits - 1 - i) for i in places]
+    roles = {"sign": "ink", "exponent": KIND_ROLES[data.fields.kind], "fraction": "reference"}
+    panel.boxes(
+        *(left + places + 0.06, [0] * bits, left + places + 0.94, [1] * bits),
+        fill=[f"{roles[f]}/0.35" if b else "paper" for f, b in zip(fields, on)],
+        edge=[roles[f] for f in fields],
+        width=1.8,
+        radius=3,
+        text=[str(b) for b in on],
+        names=[f"bit {bits - 1 - i}, {f}" for i, f in zip(places, fields)],
+        pick="toggle",
+        keys=[int(bits - 1 - i) for i in places],
+        size=13,
+        quiet=True,
+    )
+    look: dict[str, Any] = {"color": "muted", "valign": "bottom"}
+    panel.text("sign", left + 0.9, 1.15, anchor="end", **look)
+    panel.text(f"exponent, {fmt.exponent_bits} bits", left + 1.1, 1.15, anchor="start", **look)
+    below = {"anchor": "start", "valign": "top", "color": "muted"}
+    panel.text(f"fraction, {fmt.fraction_bits} bits", left + 1.1 + fmt.exponent_bits, -0.2, **below)
+    panel.text(f"{data.formula()}     {data.fields.kind}", 16, -1.1, size=15)
+
+
+def _whole_format(scene: Scene, data: Any) -> None:
+    fmt = data.format
+    least = fmt.min_exponent - fmt.fraction_bits
+    low, high = least - 2, fmt.max_exponent + 3
+    panel = scene.panel(
+        1, title=f"all of {fmt.name}, a comb for each power of two", x=log2("magnitude", low, high), y=space(0, 1)
+    )
+    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1)
+    panel.points([0.28] * len(data.binades), data.binades, "ink", glyph="|", size=6, width=1.2)
+    if high - low < 60:  # more would run together
+        teeth = [math.log2(1 + k / 2**bits) + e for e, bits in data.teeth for k in range(1, 2**bits)]
+        panel.points([0.22] * len(teeth), teeth, "muted", glyph="|", size=3, width=1)
+    if data.value and math.isfinite(data.value):
+        power = math.floor(math.log2(abs(data.value)))
+        lead = math.log2(abs(data.value)) - power
+        grip = {"base": lead, "cross": 0.28, "gesture": True}
+        panel.handle("x", "shift_to", power, least, fmt.max_exponent, "power of two of the number", **grip)
+
+
+def _neighbours(scene: Scene, data: Any) -> None:
+    if data.fields.value is None:
+        panel = scene.panel(2, bare=True, x=space(0, 1), y=space(0, 1))
+        panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
+        return
+    low, high = data.window
+    axis: dict[str, Any] = {"label": "drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
+    middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
+    axis["ticks"] = [[v, f"{v:.7g}"] for v in middle]
+    panel = scene.panel(2, title=f"its neighbours, {data.gap:.4g} apart", x=axis, y=space(0, 1))
+    for height, name, values, stored in ((0.42, data.fmt, *data.near), (0.1, data.pinned, *data.pinned_near)):
+        if name == "none":
+            continue
+        panel.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
+        if low <= stored <= high:
+            panel.points([height], [stored], "reference", glyph="D", size=4.5, label="stored")
+        panel.text(name, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
+    at = min(max(data.wanted, low), high)
+    grip = {"step": (high - low) / 160, "cross": 0.78, "note": f"asked for {data.number[:18]}"}
+    panel.handle("x", "number", at, low, high, "number asked for", **grip)
+
+
+def ranges_scene(data: Any) -> Scene:
     """The range of every format on one axis, and one magnitude with its fate in each."""
-
-    size = (8.4, 3.9)
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        names = list(data.kept)
-        log2_axis(axes, "x", -152, 226, 24)
-        axes.set_xticks([2.0**e for e in range(-144, 129, 24)])
-        axes.grid(axis="y", visible=False)
-        _range_bars(axes, names)
-        axes.set_title("range of the formats: 0 to the left, overflow to the right", loc="left")
-        self.line = self.moving(axes.axvline(1.0, color=VERMILION, lw=2))
-        self.fates = [self.moving(axes.text(2.0**132, row, "", va="center", size=10)) for row in range(len(names))]
-
-    def update(self, data: Any) -> None:
-        self.line.set_xdata([2.0**data.exponent] * 2)
-        for text, name in zip(self.fates, data.kept):
-            text.set_text(data.fate(name))
-
-
-class GradientsPicture(Picture):
-    """The exponent histogram of scaled gradients over the regions of one format."""
-
-    size = (8.4, 3.6)
-    low, high = -50, 32
-
-    def frame(self, data: Any) -> Hashable:
-        return data.fmt
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes, fmt = figure.subplots(), data.format
-        axes.set(ylim=(0, 20), ylabel="share of the gradients, %")
-        log2_axis(axes, "x", self.low, self.high, 8)
-        axes.set_xlabel("magnitude of loss scale × gradient")
-        lost, normal, top = data.lost_below, fmt.min_exponent, fmt.max_exponent + 1
-        edges = (self.low, lost, normal, top, self.high)
-        colours = ("#F4D9CC", "#FBEBC8", "white", "#F4D9CC")
-        for left, right, colour, name in zip(edges, edges[1:], colours, ("zero", "subnormal", "normal", "overflow")):
-            left, right = (min(max(edge, self.low), self.high) for edge in (left, right))
-            if left < right:
-                axes.axvspan(2.0**left, 2.0**right, color=colour, zorder=0)
-                axes.text(2.0 ** ((left + right) / 2), 19.6, name, ha="center", va="top", size=10)
-        self.bars = [
-            self.moving(axes.bar(1.0, 0.0, color=BLUE, edgecolor=BLACK, lw=0.5, align="edge")[0]) for _ in data.share
-        ]
-
-    def update(self, data: Any) -> None:
-        for bar, exponent, share in zip(self.bars, data.exponents, data.share):
-            bar.set_bounds(2.0**exponent, 0.0, 2.0**exponent, 100 * share)
+    fates = [data.fate(name) for name in data.kept]
+    x = log2("magnitude", -152, 226, 24)
+    x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
+    scene = Scene(height=370)
+    panel = scene.panel(
+        title="left of the bars numbers become zero, right of them they overflow",
+        x=x,
+        y=names(list(data.kept), down=True),
+        pad=[28, 14, 42, 60],
+    )
+    for row, name in enumerate(data.kept):
+        fmt = get_format(name)
+        ends = [math.log2(v) for v in (fmt.min_subnormal, fmt.min_normal, fmt.max)]
+        parts = ((ends[0], ends[1], "subnormal", "/"), (ends[1], ends[2], "normal", None))
+        for low, high, role, hatch in parts:
+            look = {"fill": f"{role}/0.45", "edge": role, "hatch": hatch, "label": role}
+            panel.boxes([low], [row - 0.3], [high], [row + 0.3], **look)
+        kept = data.kept[name]
+        ink = "overflow" if kept < 0 else "zero" if kept == 0 else "ink"
+        panel.text(fates[row], 133, row, anchor="start", color=ink)
+    panel.handle("x", "exponent", data.exponent, -152, 130, "magnitude, 2 to the")
+    return scene
 
 
-def precision(names: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn")) -> Figure:
+def gradients_scene(data: Any) -> Scene:
+    """The exponent histogram of scaled gradients over the regions of one format; the histogram can be dragged."""
+    low, high, top = -50, 32, 20
+    fmt, scene = data.format, Scene(height=360)
+    scene.play("step", "training step", len(data.shares), every=120)
+    panel = scene.panel(
+        title=f"the gradients of a step, times the loss scale, in {fmt.name}",
+        x=log2("magnitude of loss scale × gradient", low, high, 8),
+        y=linear("share of the gradients, %", 0, top, 4),
+    )
+    regions(panel, "x", data.lost_below, fmt.min_exponent, fmt.max_exponent + 1)
+    unit = 100 * data.shares.max() / 255
+    panel.bars(
+        scene.keep("shares", np.round(255 * data.shares / data.shares.max()).astype(np.uint8)),
+        data.exponents + 0.5,
+        width=1,
+        unit=unit,
+        zones=[
+            [data.lost_below, "zero"],
+            [fmt.min_exponent, "subnormal"],
+            [fmt.max_exponent + 1, "normal"],
+            [None, "overflow"],
+        ],
+        label="share, %",
+        quiet=True,
+    )
+    peak = float(data.exponents[data.shares.mean(0).argmax()]) - data.scale_exponent
+    grip = {"base": peak + 0.5, "cross": 16, "note": f"× 2^{data.scale_exponent}"}
+    panel.handle("x", "scale_exponent", data.scale_exponent, 0, 30, "loss scale, 2 to the", **grip)
+    return scene
+
+
+def precision(shown: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn")) -> Scene:
     """The gap to the next value relative to the value itself, over the whole range of each format."""
-    figure = new_figure(8.4, 3.6)
-    axes = figure.subplots()
-    for name, colour, dash, marker in zip(names, LINES, DASHES, MARKERS):
+    scene = Scene(height=360)
+    panel = scene.panel(
+        title="lower is finer; flat where numbers are normal, rising where subnormal",
+        x=log2("magnitude", -152, 130, 24),
+        y=log2("ulp / magnitude", -25, 1, 4),
+    )
+    for name, color, dash, glyph in zip(shown, SERIES, DASHES, GLYPHS):
         fmt = FORMATS[name]
-        low = fmt.min_exponent - fmt.fraction_bits
-        x = [2.0**e for e in range(low, fmt.max_exponent + 1)]
-        y = [2.0 ** (max(e, fmt.min_exponent) - fmt.fraction_bits - e) for e in range(low, fmt.max_exponent + 1)]
-        every = max(1, len(x) // 6)
-        axes.plot(x, y, color=colour, ls=dash, marker=marker, markevery=every, ms=5, lw=1.8, label=name)
-    log2_axis(axes, "x", -152, 130, 24)
-    log2_axis(axes, "y", -25, 1, 4)
-    axes.set(xlabel="magnitude (powers of two)", ylabel="ulp / magnitude")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.set_title("lower is finer; flat where numbers are normal, rising where subnormal", loc="left")
-    return figure
+        x = np.arange(fmt.min_exponent - fmt.fraction_bits, fmt.max_exponent + 1)
+        y = np.maximum(x, fmt.min_exponent) - fmt.fraction_bits - x
+        look = {"dash": dash, "glyph": glyph, "every": max(1, len(x) // 6)}
+        panel.line(y, x, color, label=name, tag=True, **look)
+    return scene

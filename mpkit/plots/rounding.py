@@ -1,150 +1,111 @@
-"""Pictures of lesson 02: one row per mode, the staircase, and weights that grow by tiny updates."""
+"""Scenes of lesson 02: a number dropped between two neighbours, the staircase, weights that grow by tiny updates."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from mpkit.plots.base import (
-    BLACK,
-    BLUE,
-    DASHES,
-    GREEN,
-    LINES,
-    MARKERS,
-    PURPLE,
-    VERMILION,
-    Picture,
-    log2_axis,
-    new_figure,
-)
+from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, names
 
-SCHEME_STYLE = {  # colour, dash, label
-    "nearest": (VERMILION, "-", "16 bit, nearest"),
-    "master": (BLUE, "--", "float32 master"),
-    "kahan": (GREEN, "-.", "16 bit, Kahan"),
-    "stochastic": (PURPLE, "-", "16 bit, stochastic"),
+SCHEMES = {  # role, dash, label
+    "nearest": ("overflow", None, "16 bit, nearest"),
+    "master": ("zero", "--", "float32 master"),
+    "kahan": ("normal", "-.", "16 bit, Kahan"),
+    "stochastic": ("own", None, "16 bit, stochastic"),
 }
 
 
-class ModesPicture(Picture):
+def modes_scene(data: Any) -> Scene:
     """A number between its neighbours, and one row per mode with an arrow to the result."""
-
-    size = (8.4, 3.6)
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        modes = [*data.results, "stochastic"]
-        axes.set(xlim=(-0.25, 1.25), ylim=(len(modes) - 0.4, -1.1), xlabel="position between the neighbours, ulp")
-        axes.set_yticks(range(len(modes)), [mode.replace("_", " ") for mode in modes])
-        axes.grid(axis="y", visible=False)
-        for place in (0, 1):
-            axes.axvline(place, color=BLACK, lw=1.5)
-        self.x = self.moving(axes.axvline(0.5, color=VERMILION, lw=1.5, ls="--"))
-        self.ends = [
-            self.moving(
-                axes.text(
-                    place, -0.72, "", ha="center", va="center", size=10, bbox={"fc": "white", "ec": "none", "pad": 1}
-                )
-            )
-            for place in (0, 1)
-        ]
-        self.number = self.moving(axes.text(0.5, -0.72, "", ha="center", va="center", size=10, color=VERMILION))
-        self.number.set_bbox({"fc": "white", "ec": "none", "pad": 1})
-        self.paths = [self.moving(axes.plot([], [], color=BLUE, lw=2)[0]) for _ in data.results]
-        self.heads = [self.moving(axes.plot([], [], "o", color=BLUE, ms=9)[0]) for _ in data.results]
-        row = len(data.results)
-        self.either = [self.moving(axes.plot([place], [row], "o", color=BLUE)[0]) for place in (0, 1)]
-        self.chances = [self.moving(axes.text(place, row, "", va="center", size=10)) for place in (-0.04, 1.04)]
-        self.chances[0].set_ha("right")
-        self.beyond = [self.moving(axes.text(0, number, "", va="center", size=10)) for number in range(row)]
-
-    def update(self, data: Any) -> None:
-        place = data.share_right
-        self.x.set_xdata([place, place])
-        for text, value in zip(self.ends, (data.left, data.right)):
-            text.set_text(f"{value:.7g}\n{data.parity(value)}")
-        inside = 0.2 < place < 0.8
-        self.number.set_position((place if inside else 0.5, -0.72))
-        self.number.set_text(f"{data.x:.7g}")
-        for row, (path, head, text, result) in enumerate(
-            zip(self.paths, self.heads, self.beyond, data.results.values())
-        ):
-            over = not np.isfinite(result)
-            end = (-0.06 if data.negative else 1.06) if over else (result - data.left) / data.gap
-            path.set_data([place, end], [row, row])
-            head.set_data([end], [row])
-            text.set_text(f"{result:g}" if over else "")
-            text.set_position((-0.19 if data.negative else 1.1, row))
-        for dot, text, chance in zip(self.either, self.chances, (1 - place, place)):
-            dot.set_markersize(3 + 7 * np.sqrt(chance))
-            text.set_text(f"{chance:.0%}")
+    modes, place = [*data.results, "stochastic"], data.share_right
+    scene = Scene(height=380)
+    x = linear("position between the two neighbours, ulp", -0.3, 1.3, 6)
+    y = names([mode.replace("_", " ") for mode in modes], down=True, bare=False) | {"hi": -1.7}
+    panel = scene.panel(title=f"two neighbours in {data.format.name}, and where each mode goes", x=x, y=y)
+    for at, value in ((0, data.left), (1, data.right)):
+        panel.rule("x", at, "ink", width=1.6)
+        side: dict[str, Any] = {"anchor": "end", "dx": -8} if at == 0 else {"anchor": "start", "dx": 8}
+        panel.text(f"{value:.7g}\n{data.parity(value)}", at, -1.2, size=13, **side)
+    for row, result in enumerate(data.results.values()):
+        over = not math.isfinite(result)
+        end = (-0.06 if data.negative else 1.06) if over else (result - data.left) / data.gap
+        color = "overflow" if over else "reference"
+        if end != place:
+            panel.add("arrows", x0=[place], y0=[row], x1=[end], y1=[row], color=color, width=2.2)
+        panel.points([row], [end], color, size=6)
+        if over:
+            look: dict[str, Any] = {"anchor": "end", "dx": -10} if data.negative else {"anchor": "start", "dx": 10}
+            panel.text(f"{result:g}", end, row, color=color, **look)
+    row = len(modes) - 1
+    for at, chance, anchor in ((0, 1 - place, "end"), (1, place, "start")):
+        if chance:
+            panel.points([row], [at], "reference", size=2 + 6 * math.sqrt(chance))
+        panel.text(f"{100 * chance:.0f} %", at, row, anchor=anchor, dx=-14 if at == 0 else 14)
+    mirrored = {"base": 1, "slope": -1} if data.negative else {}
+    grip = {"cross": -0.75, "step": 1 / 32, "note": f"{data.x:.7g}"}
+    panel.rule("x", place, "own", dash=":", width=1.4)
+    panel.handle("x", "offset", data.offset, 0, 1, "distance above the lower neighbour, ulp", **grip, **mirrored)
+    return scene
 
 
-class StaircasePicture(Picture):
+def staircase_scene(data: Any) -> Scene:
     """Rounded against exact value, and the ulp against the magnitude."""
-
-    size = (8.4, 3.6)
-
-    def frame(self, data: Any) -> Hashable:
-        return data.span
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        stairs, gaps = figure.subplots(1, 2)
-        limit = data.limit
-        stairs.set(xlim=(-limit, limit), ylim=(-1.1 * limit, 1.1 * limit), xlabel="x", ylabel="rounded x")
-        stairs.plot([-limit, limit], [-limit, limit], color=BLACK, lw=1, ls=":", label="exact")
-        self.stairs = self.moving(stairs.plot([], [], color=BLUE, lw=1.8, label="rounded")[0])
-        stairs.xaxis.set_major_locator(MaxNLocator(5))
-        stairs.legend(loc="upper left")
-        log2_axis(gaps, "x", data.span - 10, data.span, 2)
-        log2_axis(gaps, "y", data.span - 24, data.span + 1, 4)
-        gaps.set(xlabel="magnitude", ylabel="ulp")
-        self.gaps = self.moving(gaps.plot([], [], color=GREEN, lw=2)[0])
-
-    def update(self, data: Any) -> None:
-        self.stairs.set_data(data.x, data.y)
-        self.gaps.set_data(data.magnitudes, data.ulps)
+    scene, limit = Scene(height=380, cols=(1.15, 1)), data.limit
+    x, y = linear("x", -limit, limit, 4), linear("rounded x", -1.1 * limit, 1.1 * limit, 4)
+    stairs = scene.panel(title="rounding is a staircase", x=x, y=y)
+    stairs.line([-limit, limit], [-limit, limit], "reference", dash=":", width=1.4, label="exact")
+    at = _corners(data.y)[:: 2 if len(_corners(data.y)) > 2400 else 1]
+    stairs.line(data.y[at], data.x[at], label="rounded")
+    low, high = math.log2(data.ulps.min()), math.log2(data.ulps.max())
+    x, y = log2("magnitude", data.span - 10, data.span, 2), log2("ulp", low - 1, high + 1)
+    gaps = scene.panel(0, 1, title="a step is one ulp high", x=x, y=y)
+    at = _corners(data.ulps)
+    gaps.line(np.log2(data.ulps[at]), np.log2(data.magnitudes[at]), "normal", label="ulp", quiet=True)
+    return scene
 
 
-class UpdatesPicture(Picture):
-    """The weight after each update, for four schemes and exact arithmetic."""
-
-    size = (8.4, 3.6)
-
-    def frame(self, data: Any) -> Hashable:
-        return data.update
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        end = data.paths["exact"][-1] - 1
-        axes.set(xlim=(0, 2000), ylim=(1 - 0.08 * end, 1 + 1.25 * end), xlabel="updates", ylabel="weight")
-        axes.ticklabel_format(axis="y", useOffset=False)
-        axes.plot(data.paths["exact"], color=BLACK, lw=1, ls=":", label="exact")
-        self.lines = {
-            scheme: self.moving(axes.plot([], [], color=colour, ls=dash, lw=2, label=label)[0])
-            for scheme, (colour, dash, label) in SCHEME_STYLE.items()
-        }
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        axes.set_title(f"2,000 updates of {data.update:.3g}", loc="left")
-
-    def update(self, data: Any) -> None:
-        steps = np.arange(data.shown + 1)
-        for scheme, line in self.lines.items():
-            line.set_data(steps, data.paths[scheme][: data.shown + 1])
+def _corners(values: np.ndarray) -> np.ndarray:
+    """Where a staircase changes, with both ends: all that a line needs."""
+    changes = np.flatnonzero(np.diff(values))
+    return np.unique(np.concatenate([[0], changes, changes + 1, [len(values) - 1]]))
 
 
-def sums(totals: Mapping[str, Any], exact: Any) -> Figure:
+def updates_scene(data: Any) -> Scene:
+    """The weight after each update, for four schemes and exact arithmetic, revealed as far as it is played."""
+    exact = data.paths["exact"]
+    end, steps = exact[-1] - 1, np.linspace(0, len(exact) - 1, 101).astype(int)
+    top = max(float(path.max()) for path in data.paths.values()) - 1
+    scene = Scene(height=380)
+    scene.play("progress", "% of the run", 101, every=80)
+    panel = scene.panel(
+        title=f"a weight of 1 after 2,000 updates of {data.update:.3g}, kept in five ways",
+        x=linear("updates", 0, len(exact) - 1, 8),
+        y=linear("weight", 1 - 0.08 * end, 1 + 1.08 * max(top, end), 5),
+    )
+    panel.line(exact[steps], steps, "reference", dash=":", width=1.6, label="exact", tag=True)
+    for scheme, (color, dash, label) in SCHEMES.items():
+        panel.line(data.paths[scheme][steps], steps, color, dash=dash, width=2.2, show="upto", label=label, tag=True)
+    last = {s: data.paths[s][steps] for s in ("nearest", "exact")}
+    words = "nearest has {}, exact is {}"
+    panel.text(words, 0.02, 1, values=list(last.values()), frame=True, anchor="start", valign="top", dy=6, halo=True)
+    return scene
+
+
+def sums(totals: Mapping[str, Any], exact: Any) -> Scene:
     """Running totals over the number of terms, one line per way of summing."""
-    figure = new_figure(8.4, 3.4)
-    axes = figure.subplots()
-    axes.plot(exact, color=BLACK, lw=1, ls=":", label="exact")
-    for (name, values), colour, dash, marker in zip(totals.items(), LINES, DASHES, MARKERS):
-        axes.plot(values, color=colour, ls=dash, marker=marker, markevery=len(exact) // 8, ms=5, lw=1.8, label=name)
-    axes.set(xlabel="terms added", ylabel="total")
-    axes.legend()
-    return figure
+    scene, at = Scene(height=340), np.linspace(0, len(exact) - 1, 251).astype(int)
+    exact = np.asarray(exact)
+    top = float(exact.max())
+    panel = scene.panel(
+        title="where each running total stalls",
+        x=linear("terms added", 0, len(exact)),
+        y=linear("total", 0, 1.05 * top),
+    )
+    panel.line(exact[at], at + 1, "reference", dash=":", width=1.4, label="exact")
+    for (name, values), color, dash, glyph in zip(totals.items(), SERIES, DASHES, GLYPHS):
+        look = {"dash": dash, "glyph": glyph, "every": 30}
+        panel.line(np.asarray(values)[at], at + 1, color, label=name, tag=True, **look)
+    return scene

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
-from mpkit.plots.base import BLACK, BLUE, GREY, VERMILION, Picture, log2_axis
-from mpkit.plots.scene import Scene, exponents, linear, log2, power_of_two
-
-LOW, HIGH = -26, 34  # exponents on the scale axis; what lies outside is drawn at its edge
-
-
-def _inside(values: Any, low: int = LOW, high: int = HIGH) -> np.ndarray:
-    """Values for the axis: zero, negative and infinite ones at its edges."""
-    return np.clip(np.asarray(values, dtype=float), 2.0**low, 2.0**high)
-
-
-def _scale_axis(axes: Axes, steps: int, low: int = LOW, high: int = HIGH, every: int = 8) -> None:
-    log2_axis(axes, "y", low, high, every)
-    axis = axes.yaxis
-    axis.set_ticks([2.0**e for e in range(low + (-low) % every, high + 1, every)])
-    axes.set_xlim(-0.5, steps - 0.5)
+from mpkit.plots.evidence import framed, heat_map, two_rules
+from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
 
 
 def dynamics_scene(data: Any) -> Scene:
@@ -118,141 +100,103 @@ def _gradients(scene: Scene, data: Any) -> None:
     )
 
 
-class SweepPicture(Picture):
+def sweep_scene(data: Any) -> Scene:
     """A table of factor x window, darker where the figure is larger; the pair that loses least is framed."""
-
-    size = (8.4, 4.0)
-
-    def frame(self, data: Any) -> Hashable:
-        """The title names the figure."""
-        return data.figure
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        self.image = self.moving(axes.imshow(data.grid, cmap="cividis_r", aspect="auto"))
-        axes.grid(False)
-        axes.set_xticks(range(len(data.WINDOWS)), map(str, data.WINDOWS))
-        axes.set_yticks(range(len(data.FACTORS)), [f"{f:g}" for f in data.FACTORS])
-        axes.set(xlabel="scale_window, finite steps", ylabel="scale_factor, times")
-        axes.set_title(f"{data.FIGURES[data.figure]} (darker is more; framed: least training signal lost)", loc="left")
-        self.numbers = [
-            self.moving(axes.text(column, row, "", ha="center", va="center"))
-            for row, column in np.ndindex(data.grid.shape)
-        ]
-        self.box = self.moving(axes.add_patch(Rectangle((0, 0), 1, 1, fill=False, ec=VERMILION, lw=3)))
-
-    def update(self, data: Any) -> None:
-        low, high = data.grid.min(), data.grid.max()
-        self.image.set_data(data.grid)
-        self.image.set_clim(low, high)
-        digits = ".0f" if data.figure == "skipped" else ".1f"
-        for text, value in zip(self.numbers, data.grid.flat):
-            text.set(text=format(value, digits), color="white" if value > (low + high) / 2 else "black")
-        self.box.set_visible(data.best is not None)
-        if data.best is not None:
-            row, column = data.best
-            self.box.set_xy((column - 0.5, row - 0.5))
+    scene = Scene(height=400)
+    digits = ".0f" if data.figure == "skipped" else ".1f"
+    texts = [format(v, digits) for v in data.grid.flat]
+    panel = heat_map(scene, data.grid, texts, data.FACTORS, data.WINDOWS, data.FIGURES[data.figure])
+    if data.best is not None:
+        framed(panel, data.best, "normal", "least training signal lost")
+    return scene
 
 
-class LivePicture(Picture):
-    """Loss and scale of the training so far."""
+def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (), mean: int = 1) -> tuple[Panel, Panel]:
+    """Loss (mean of so many steps) and scale of some runs: (name, run, role, dash); crosses where a step was skipped.
 
-    size = (8.4, 3.4)
-
-    def frame(self, data: Any) -> Hashable:
-        """The number of steps."""
-        return data.steps
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        loss, scale = figure.subplots(1, 2)
-        loss.set(xlabel="step", ylabel="loss, nats", xlim=(0, data.steps), ylim=(0, 3))
-        loss.set_title("loss", loc="left")
-        _scale_axis(scale, data.steps)
-        scale.set(xlabel="step", ylabel="loss scale")
-        scale.set_title("loss scale, × = skipped step", loc="left")
-        (self.loss,) = loss.plot([], [], color=BLUE, lw=1.8)
-        (self.scale,) = scale.plot([], [], color=BLUE, lw=2, drawstyle="steps-post")
-        (self.floor,) = scale.plot([], [], color=GREY, lw=1.2, ls="--", label="floor")
-        (self.skips,) = scale.plot([], [], "x", color=VERMILION, ms=8, mew=2)
-        scale.legend(loc="lower right")
-        self.moving(self.loss, self.scale, self.floor, self.skips)
-
-    def update(self, data: Any) -> None:
-        losses, scales, skipped = (data.run.losses, data.run.scales, data.run.skipped) if data.run else ([], [], [])
-        scales = _inside(scales)
-        n = min(len(losses), len(scales))
-        self.loss.set_data(range(n), np.nan_to_num(losses[:n], nan=3, posinf=3))
-        self.scale.set_data(range(n), scales[:n])
-        here = [i for i in skipped if i < n]
-        self.skips.set_data(here, scales[here])
-        self.floor.set_data([0, data.steps], [2.0**data.floor_exponent] * 2)
+    `also` are exponents that the axis of the scale has to hold.
+    """
+    scales = [v for _, run, _, _ in runs for v in run.scales if v > 0] + [2.0**e for e in also]
+    powers = np.log2(np.minimum(scales or [1.0], 2.0**127))
+    low, high = math.floor(powers.min()) - 1, math.ceil(powers.max()) + 1
+    loss = scene.panel(title="loss", x=linear("step", 0, steps, 4), y=linear("loss, nats", 0, 3, 3))
+    panel = scene.panel(0, 1, title="loss scale", x=linear("step", 0, steps, 4), y=log2("loss scale", low, high))
+    for name, run, color, dash in runs:
+        n = min(len(run.losses), len(run.scales))
+        look = {"color": color, "dash": dash, "width": 2.2 if color == "own" else 1.6}
+        losses = np.clip(np.nan_to_num(run.losses[:n], nan=3, posinf=3), 0, 3)
+        loss.line(np.convolve(losses, np.ones(mean) / mean, "valid") if n >= mean else losses, label=name, **look)
+        at = exponents(run.scales[:n], low, high)
+        panel.line(at, step="post", label=name, **look)
+        skipped = [i for i in run.skipped if i < n]
+        if skipped:
+            panel.points(at[skipped], skipped, "overflow", glyph="x", size=5, label="skipped step")
+    return loss, panel
 
 
-class ZooPicture(Picture):
-    """One small panel per framework: its scale, its skipped steps, the ceiling; a black dot where it raises."""
-
-    size = (10.5, 5.6)
-    columns = 6
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        rows = -(-len(data.names) // self.columns)
-        panels = figure.subplots(rows, self.columns, sharex=True, sharey=True).ravel()
-        self.panels = []
-        for axes, name in zip(panels, data.names):
-            _scale_axis(axes, len(data.ceiling), -20, 28, 12)
-            axes.set_title(name, fontsize=10)
-            (ceiling,) = axes.plot([], [], color=GREY, lw=1, drawstyle="steps-mid")
-            (scale,) = axes.plot([], [], color=BLUE, lw=1.8, drawstyle="steps-mid")
-            (skips,) = axes.plot([], [], "x", color=VERMILION, ms=4, mew=1.2)
-            (end,) = axes.plot([], [], "o", color=BLACK, ms=7)
-            self.panels.append(self.moving(ceiling, scale, skips, end))
-        figure.supxlabel("step", fontsize=10)
-        figure.supylabel("loss scale", fontsize=10)
-        handles = [
-            Line2D([], [], color=BLUE, lw=1.8, label="loss scale"),
-            Line2D([], [], color=GREY, lw=1, label="ceiling"),
-            Line2D([], [], color=VERMILION, marker="x", ls="", mew=1.2, label="skipped step"),
-            Line2D([], [], color=BLACK, marker="o", ls="", label="the rule raises an error"),
-        ]
-        figure.legend(handles=handles, loc="outside upper center", ncols=4)
-
-    def update(self, data: Any) -> None:
-        steps = np.arange(len(data.ceiling))
-        for i, (ceiling, scale, skips, end) in enumerate(self.panels):
-            used = data.scales[:, i]
-            alive = ~np.isnan(used)
-            ceiling.set_data(steps, _inside(data.ceiling, -20, 28))
-            scale.set_data(steps[alive], _inside(used[alive], -20, 28))
-            bad = alive & ~data.finite[:, i]
-            skips.set_data(steps[bad], _inside(used[bad], -20, 28))
-            at = data.done.raised_at[i]
-            end.set_data([at] if at >= 0 else [], _inside(data.done.final[i : i + 1], -20, 28) if at >= 0 else [])
+def live_scene(data: Any) -> Scene:
+    """Loss and scale of the training so far; before the first one, those of a recorded run."""
+    scene = Scene(height=360, width=900, cols=(1, 1.2))
+    own = data.run is not None and bool(data.run.losses)
+    runs = [("this run", data.run, "own", None)] if own else [("a recorded run", data.recorded, "reference", "--")]
+    _, panel = runs_panels(scene, runs, data.steps, also=(data.floor_exponent,))
+    floor = {"note": f"floor {power_of_two(data.floor_exponent)}"}
+    panel.handle("y", "floor_exponent", data.floor_exponent, -14, 10, "floor, 2 to the", **floor)
+    return scene
 
 
-class NaivePicture(Picture):
+def zoo_scene(data: Any) -> Scene:
+    """Above, the two rules that differ first; below, every rule under the same ceiling, played step by step."""
+    count, columns = len(data.ceiling), 6
+    rows = -(-len(data.names) // columns)
+    scene = Scene(height=300 + 96 * rows, width=1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
+    scene.play("step", "step", count, every=60)
+    alive = data.scales[~np.isnan(data.scales) & (data.scales > 0) & np.isfinite(data.scales)]
+    real = np.log2(np.concatenate([alive, data.ceiling[(data.ceiling > 0) & np.isfinite(data.ceiling)]]))
+    low, high = max(-40, math.floor(real.min()) - 2), min(60, math.ceil(real.max()) + 2)
+    ceiling = scene.keep("ceiling", exponents(data.ceiling, low, high))
+    at, first, second = data.parting
+    x, y = linear("step", 0, count, 8), log2("loss scale", low, high)
+    apart = f"{data.names[first]} and {data.names[second]} differ first, at step {at}"
+    title = apart if at >= 0 else "no two rules differ here"
+    main = scene.panel(colspan=columns, title=title, x=x, y=y)
+    main.band(ceiling, high, label="here it would overflow")
+    for i, color, dash in ((first, "own", None), (second, "zero", "--")):
+        _rule(main, data, i, (low, high), color, width=2.4, dash=dash, tag=True)
+    if at >= 0:
+        main.rule("x", at, "muted", dash=":")
+    for i, name in enumerate(data.names):
+        row, column = divmod(i, columns)
+        x = linear("", 0, count, 2) | {"blank": True}
+        y = log2("", low, high) | {"blank": True, "ticks": []}
+        panel = scene.panel(row + 1, column, title=name, x=x, y=y, pad=[24, 6, 6, 8])
+        panel.line(ceiling, color="overflow", width=1, step="mid")
+        _rule(panel, data, i, (low, high), "own" if i == first else "zero" if i == second else "reference", width=1.8)
+    return scene
+
+
+def _rule(
+    panel: Panel, data: Any, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: Any
+) -> None:
+    """One rule's scale up to the step shown, its skipped steps, and where it raises an error."""
+    used = np.where(np.isnan(data.scales[:, i]), np.nan, exponents(data.scales[:, i], *ends))
+    panel.line(used, color=color, step="mid", show="upto", label=data.names[i] if tag else None, tag=tag, **look)
+    bad = np.flatnonzero(~np.isnan(used) & ~data.finite[:, i])
+    if len(bad):
+        panel.points(
+            used[bad], bad, "overflow", since=bad, glyph="x", size=4 if tag else 2.2, show="upto", label="skipped step"
+        )
+    raised = int(data.done.raised_at[i])
+    if raised >= 0:
+        end = exponents(data.done.final[i : i + 1], *ends)
+        more = {"since": [raised], "show": "upto"}
+        panel.points(end, [raised], "ink", size=4, label="the rule raises an error", **more)
+
+
+def naive_scene(data: Any) -> Scene:
     """The rule that compares loss and scale, beside torch's, under the ceiling of the gradients."""
-
-    size = (8.4, 3.8)
-
-    def layout(self, figure: Figure, data: Any) -> None:
-        axes = figure.subplots()
-        _scale_axis(axes, data.STEPS, -50, 62, 10)
-        axes.set(xlabel="step", ylabel="loss scale")
-        axes.set_title("a rule that never looks at a gradient runs away", loc="left")
-        (self.ceiling,) = axes.plot([], [], color=GREY, lw=1.2, label="ceiling of the gradients")
-        (self.loss,) = axes.plot([], [], color=BLACK, lw=1.2, ls=":", label="the loss")
-        (self.torch,) = axes.plot([], [], color=BLUE, lw=2, drawstyle="steps-post", label="torch's rule")
-        (self.naive,) = axes.plot([], [], color=VERMILION, lw=2, ls="--", label="naive rule")
-        (self.bad,) = axes.plot([], [], "x", color=VERMILION, ms=9, mew=2, label="first inf in the weights")
-        self.moving(self.ceiling, self.loss, self.torch, self.naive, self.bad)
-        axes.legend(loc="upper left", ncols=3)
-
-    def update(self, data: Any) -> None:
-        steps = np.arange(data.STEPS)
-        naive = _inside(data.naive, -50, 62)
-        self.ceiling.set_data(steps[[0, -1]], [data.ceiling] * 2)
-        self.loss.set_data(steps[[0, -1]], [data.loss] * 2)
-        self.torch.set_data(steps, data.torch)
-        self.naive.set_data(steps, naive)
-        first = data.poisoned[:1]
-        self.bad.set_data(first, naive[first])
+    losses = np.full(data.STEPS, data.loss)
+    top = data.ceiling_exponent
+    ceiling = {"at": top, "low": 4, "high": 24, "label": "ceiling of the gradients, 2 to the", "note": "ceiling"}
+    start = ("start_exponent", -8, 16)
+    return two_rules(data.naive, data.torch, losses, data.ceiling, data.start_exponent, start, ceiling_exponent=ceiling)

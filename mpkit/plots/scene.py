@@ -52,7 +52,7 @@ def power_of_two(exponent: float) -> str:
 
 def log2(label: str, low: float, high: float, every: int | None = None, **more: Any) -> dict[str, Any]:
     """An axis of powers of two."""
-    every = every or next(k for k in (1, 2, 4, 8, 12, 16, 24, 32) if (high - low) / k <= 8)
+    every = every or next(k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48) if (high - low) / k <= 8)
     ticks = [[e, power_of_two(e)] for e in range(math.ceil(low / every) * every, math.floor(high + 1e-9) + 1, every)]
     return {"label": label, "lo": low, "hi": high, "ticks": ticks, "format": "log2", **more}
 
@@ -214,11 +214,12 @@ class Scene:
 
     def spec(self) -> dict[str, Any]:
         """What both renderers get: JSON with arrays as bytes."""
-        for p in self.panels:
-            p.given.setdefault("pad", _pads(p))
+        fitted = [p for p in self.panels if "pad" not in p.given]
+        for p in fitted:
+            p.given["pad"] = _pads(p)
         for own, sides in (("col", (1, 3)), ("row", (0, 2))):  # panels above one another start and end at the same x
-            for p in self.panels:
-                peers = [q.given["pad"] for q in self.panels if q.given[own] == p.given[own]]
+            for p in fitted:
+                peers = [q.given["pad"] for q in fitted if q.given[own] == p.given[own]]
                 p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
         for p in self.panels:
             self._tag(p)

@@ -81,6 +81,8 @@ def figure(spec: dict[str, Any], index: int = 0) -> Figure:
         _axes(axes, panel, index)
         for z, packed in enumerate(panel["marks"]):
             mark = {k: unpack(v, kept) for k, v in packed.items()}
+            if mark.get("name") == (step := spec.get("index", {})).get("name", ""):
+                mark["at"] = index + step["first"]
             first, last = mark.get("only", (index, index))
             if not first <= index <= last:
                 continue
@@ -296,7 +298,7 @@ def _handle(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any
         left = own == "y" and "cross" not in m
         above = own == "x" and m.get("stem")
         shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": -9} if left else {"dx": 12}
-        _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", **shift}, z)
+        _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 
 def _words(axes: Any, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:

@@ -6,31 +6,30 @@ from typing import Any
 
 from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
-from mpkit.plots.scaling import LivePicture, NaivePicture, SweepPicture, ZooPicture, dynamics_scene
-from mpkit.widgets.base import View
-from mpkit.widgets.scene import View as SceneView
+from mpkit.plots.scaling import dynamics_scene, live_scene, naive_scene, sweep_scene, zoo_scene
+from mpkit.widgets.scene import View
 
 
-def dynamics_view(**params: Any) -> SceneView:
+def dynamics_view(**params: Any) -> View:
     """A recorded run under any dynamic scale, animated; parameters as `DynamicsExplorer`."""
-    return SceneView(DynamicsExplorer(**params), dynamics_scene)
+    return View(DynamicsExplorer(**params), dynamics_scene)
 
 
 def sweep_view(**params: Any) -> View:
     """Factor x window on a recorded run; parameters as `SweepExplorer`."""
-    return View(SweepExplorer(**params), SweepPicture())
+    return View(SweepExplorer(**params), sweep_scene)
 
 
 def live_view(**params: Any) -> View:
     """A training that is steered while it runs; parameters as `LiveExplorer`."""
-    return View(LiveExplorer(**params), LivePicture())
+    return View(LiveExplorer(**params), live_scene)
 
 
 def zoo_view(**params: Any) -> View:
     """Every framework on one sequence of overflows; parameters as `ZooExplorer`."""
-    return View(ZooExplorer(**params), ZooPicture())
+    return View(ZooExplorer(**params), zoo_scene)
 
 
 def naive_view(**params: Any) -> View:
     """The rule that compares loss and scale; parameters as `NaiveExplorer`."""
-    return View(NaiveExplorer(**params), NaivePicture())
+    return View(NaiveExplorer(**params), naive_scene)

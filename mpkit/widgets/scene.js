@@ -110,7 +110,7 @@ const DRAW = {
     if (m.show !== "at") return (i) => spots.setAttribute("d", glyphs(p, m, 0, reached(m, i)));
     return (i, pos) => {
       const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
-      const x = px(p.X(m.x == null ? (m.glide ? pos : i) : at(m.x, i))), y = px(p.Y(m.y[i] + ease * (m.y[next] - m.y[i])));
+      const x = px(p.X(m.x == null ? (m.glide ? pos : i) : at(m.x, i))), y = px(p.Y(m.y[i] + (ease && ease * (m.y[next] - m.y[i]))));
       spots.setAttribute("d", Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
       const color = at(m.color, m.hue ? m.hue[i] : i);
       spots.style.stroke = paint(color);
@@ -320,7 +320,7 @@ function render({ model, el }) {
     [pos, index] = [to, Math.floor(to + 1e-6)];
     for (const step of moving) step(index, pos);
     if (slider && spec.index) { slider.value = index; output.textContent = `${spec.index.label} ${index + spec.index.first}`; slider.setAttribute("aria-valuetext", output.textContent); }
-    for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, name === spec.index?.name ? index + spec.index.first : at(h.m.at, index));
+    for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
     if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
   }
   function drawLegend() {
@@ -331,7 +331,7 @@ function render({ model, el }) {
       seen.add(m.label);
       const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 }), sample = { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids };
       const box = { type: "boxes", x0: [3], x1: [23], y0: [1], y1: [11], edge: at(m.edge, 0), hatch: at(m.hatch ?? false, 0) };
-      const like = m.type === "boxes" || m.type === "bars" ? { ...box, fill: m.zones?.[0][1] ?? at(m.fill ?? "own", 0) } : m.type === "rule" ? { ...m, axis: "y", at: 6 }
+      const like = m.type === "boxes" || m.type === "bars" ? { ...box, fill: m.zones?.[0][1] ?? at(m.fill ?? (m.edge ? "none" : "own"), 0), width: m.edge && !m.fill ? 3 : undefined } : m.type === "rule" ? { ...m, axis: "y", at: 6 }
         : m.type === "band" ? { ...m, x: [3, 23], y: [1, 1], y2: [11, 11] }
         : { ...m, x: m.type === "points" ? [13] : [2, 24], y: m.type === "points" ? [6] : [6, 6], size: Math.min(5, m.size ?? 4), show: null, step: null, ring: null, ghost: null, every: 9 };
       DRAW[like.type](small, sample, like, act)?.(0, 0);

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError
+from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError, Unicode
 
 from mpkit.explorers.base import Explorer
 from mpkit.plots.scene import ROLES, Scene
@@ -77,11 +77,12 @@ class View(_Widget):
                 self._drawn, spec = key, self.scene(self.explorer).spec()
                 self.kept, self.spec = spec.pop("kept"), spec
             if self._step:
-                self.index = state[self._step] - self._first
+                self.index = min(state[self._step] - self._first, self.spec["index"]["count"] - 1)
             elif "index" in self.spec:
                 self.index = min(self.index or 10**9, self.spec["index"]["count"] - 1)
             extra = {"busy": self.explorer.busy, "progress": self.explorer.progress, "idle": list(self.explorer.idle())}
-            self.state = {k: v for k, v in state.items() if k != self._step} | extra
+            words = {k: str(v) if hasattr(self.explorer.traits()[k], "values") else v for k, v in state.items()}
+            self.state = {k: v for k, v in words.items() if k != self._step} | extra  # a choice is known by its name
             self.sentence = [self.summary(), self.explorer.message]
             self.rows = self.data() if self._table else []
 
@@ -134,6 +135,8 @@ class View(_Widget):
     def _put(self, name: str, value: Any) -> None:
         trait: Any = self.explorer.traits()[name]
         value = round(value) if isinstance(trait, Int) else float(value) if isinstance(trait, Float) else value
+        if isinstance(trait, Unicode):  # a number from a handle, or words
+            value = f"{value:.9g}" if isinstance(value, float | int) else value
         if isinstance(trait, Int | Float):  # a handle may be pulled over the end
             value = min(max(value, trait.min), trait.max)
         if values := getattr(trait, "values", None):  # the page knows words only

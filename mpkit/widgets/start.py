@@ -1,14 +1,14 @@
-"""The widget of the first lesson."""
+"""The widget of lesson 00."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mpkit.explorers.start import StartExplorer
-from mpkit.plots.start import StartPicture
-from mpkit.widgets.base import View
+from mpkit.plots.start import start_scene
+from mpkit.widgets.scene import View
 
 
 def start_view(**params: Any) -> View:
-    """Level, initial scale, scale_factor and scale_window, and a Train button; parameters as `StartExplorer`."""
-    return View(StartExplorer(**params), StartPicture())
+    """Train on the digits at any level and scale; parameters as `StartExplorer`."""
+    return View(StartExplorer(**params), start_scene)

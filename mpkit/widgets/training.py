@@ -1,24 +1,24 @@
-"""The widgets of the lessons on why a loss is scaled and on the training step."""
+"""The widgets of the lessons on why a loss is scaled, the step, and the order in it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mpkit.explorers.training import OrderExplorer, StepExplorer, UnderflowExplorer
-from mpkit.plots.training import OrderPicture, StepPicture, UnderflowPicture
-from mpkit.widgets.base import View
+from mpkit.plots.training import order_scene, step_scene, underflow_scene
+from mpkit.widgets.scene import View
 
 
 def underflow_view(**params: Any) -> View:
-    """Training step, kind of gradient, format and static scale; parameters as `UnderflowExplorer`."""
-    return View(UnderflowExplorer(**params), UnderflowPicture())
+    """A histogram of real gradients over a format, and a static scale; parameters as `UnderflowExplorer`."""
+    return View(UnderflowExplorer(**params), underflow_scene)
 
 
 def step_view(**params: Any) -> View:
-    """The phases of one step with Play and Step; parameters as `StepExplorer`."""
-    return View(StepExplorer(**params), StepPicture())
+    """One training step in eight phases; parameters as `StepExplorer`."""
+    return View(StepExplorer(**params), step_scene)
 
 
 def order_view(**params: Any) -> View:
-    """Scale, clip norm and number of micro-batches; parameters as `OrderExplorer`."""
-    return View(OrderExplorer(**params), OrderPicture())
+    """Clipping and unscaling in each order; parameters as `OrderExplorer`."""
+    return View(OrderExplorer(**params), order_scene)
