@@ -10,6 +10,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 from browser import CHROMIUM, QUIET
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from scenes import page, weight
 
 from mpkit import widgets
@@ -43,6 +44,10 @@ LINES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path[da
   .map((e) => { const b = e.getBBox(), dx = e.getCTM().e, points = e.dataset.mark === 'points';
     return [b.x + dx, b.x + b.width + dx, b.y, b.y + b.height]
       .map((v, i, all) => (points ? (all[i & 2] + all[i | 1]) / 2 : v)); })"""
+BOXES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path.box')]
+  .filter((e) => e.getAttribute('d') && e.checkVisibility())
+  .map((e) => [e.getBBox(), e.getCTM().e])
+  .map(([b, dx]) => [b.x + dx, b.x + b.width + dx, b.y, b.y + b.height])"""
 OVERLAPS = f"""() => {{ {INSIDE}
   return [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {{
     const all = words(stage).map((e) => [e.textContent, e.getBoundingClientRect()]), found = [];
@@ -133,12 +138,27 @@ def test_page_and_stored_picture_show_the_same(show, name):
         stored = [box for a in drawn.axes for line in a.lines if line.get_gid() and (box := _pixels(a, line, drawn))]
         assert len(lines) == len(stored)
         assert np.abs(np.array(lines) - np.array(stored)).max(initial=0) < 1.5
+        boxes = [
+            _extent(a, p, drawn) for a in drawn.axes for p in a.patches if isinstance(p, (Rectangle, FancyBboxPatch))
+        ]
+        assert np.allclose(_hull(tab.evaluate(BOXES)), _hull(boxes), atol=2)
+    assert overlaps(tab) == []
 
 
 def _is_text(artist):
     from matplotlib.text import Text
 
     return isinstance(artist, Text)
+
+
+def _extent(patch, drawn):
+    at, total = patch.get_window_extent(), drawn.bbox.height - 26
+    return [at.x0, at.x1, total - at.y1, total - at.y0]
+
+
+def _hull(boxes):
+    """Around all of them: left, right, top, bottom."""
+    return [f([box[i] for box in boxes], default=0) for i, f in enumerate((min, max, min, max))]
 
 
 def _pixels(axes, line, drawn):
