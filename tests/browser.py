@@ -273,7 +273,7 @@ class Page:
         self.lab.shutdown_kernels()
 
 
-SILENT = {"Stop", "Ten times as fast"}  # with nothing going on they have nothing to change
+SILENT = {"Stop", "10× as fast"}  # with nothing going on they have nothing to change
 
 PLAY = ("Play or pause", "Play", "Pause")
 

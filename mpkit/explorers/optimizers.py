@@ -43,7 +43,7 @@ class SchedulesExplorer(Explorer):
     decay_rate = Float(0.5, min=0.05, max=1.5).tag(label="decay_rate", step=0.05)
     decay_steps = Int(60, min=1, max=STEPS).tag(label="decay_steps", unit="steps")
     power = Float(0.5, min=0.25, max=4.0).tag(label="power", step=0.25)
-    is_stair = Bool(False).tag(label="is_stair: change only every decay_steps")
+    is_stair = Bool(False).tag(label="is_stair")
     warmup_steps = Int(0, min=0, max=100).tag(label="warm-up", unit="steps")
     step = Int(60, min=0, max=STEPS - 1).tag(label="marked step", animate=80)
 

@@ -41,9 +41,9 @@ class AmaxExplorer(Explorer):
     tensor = Enum(TENSORS, TENSORS[2]).tag(label="tensor")
     history_len = Int(16, min=1, max=128).tag(label="amax history", unit="steps")
     most_recent = Bool(False).tag(label="the newest amax alone")
-    margin = Int(0, min=0, max=6).tag(label="margin", unit="powers of two")
+    margin = Int(0, min=0, max=6).tag(label="margin, 2 to the")
     current = Bool(False).tag(label="current scaling")
-    spike = Int(0, min=0, max=10).tag(label="spike of your own in step 200", unit="powers of two")
+    spike = Int(0, min=0, max=10).tag(label="spike in step 200, 2 to the")
 
     def compute(self) -> None:
         self.amax = load_amaxes().series()[self.tensor].copy()

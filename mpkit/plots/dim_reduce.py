@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from contourpy import contour_generator
+from contourpy import contour_generator  # matplotlib draws its own contours with it, so it is always there
 
 from mpkit.plots.scene import Panel, Scene, linear
 

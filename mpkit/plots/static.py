@@ -113,7 +113,7 @@ def _place(spec: dict[str, Any], p: dict[str, Any]) -> tuple[float, float, float
     if p.get("equal"):
         long, high = (abs(p[k]["hi"] - p[k]["lo"]) for k in ("x", "y"))
         unit = min((x1 - x0) / long, (y1 - y0) / high)
-        x1, y0 = x0 + unit * long, y1 - unit * high
+        x1, y1 = x0 + unit * long, y0 + unit * high
     return x0 / width, (height - y1) / total, (x1 - x0) / width, (y1 - y0) / total
 
 
@@ -193,8 +193,10 @@ def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any])
 
 
 def said(value: float) -> str:
-    """A number as it is read out: four digits, no exponent for what fits."""
-    return f"{float(value):.4g}"
+    """A number as the page reads it out: four digits, no exponent for what fits."""
+    rounded = float(f"{float(value):.4g}")
+    plain = rounded == 0 or 1e-6 <= abs(rounded) < 1e21
+    return np.format_float_positional(rounded, trim="-") if plain else f"{rounded:.4g}"
 
 
 def _dash(name: str | None) -> Any:
@@ -238,6 +240,7 @@ def _boxes(axes: Any, m: dict[str, Any], index: int, z: float) -> Any:
     columns = [_each(m.get(k), n) for k in keys]
     for k in part:
         x0, y0, x1, y1, fill, edge, hatch, dash = (c[k] for c in columns)
+        (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
         style = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
         style |= {
             "lw": PT * m.get("width", 1.0 if edge or hatch else 0),

@@ -345,7 +345,7 @@ function render({ model, el }) {
     if (!slider) {
       button = html(player, "button", { type: "button", class: "jupyter-button" }, "Play");
       button.addEventListener("click", () => (frame ? pause() : play()));
-      fast = html(player, "button", { type: "button", class: "jupyter-button", "aria-label": "Ten times as fast", "aria-pressed": "false" }, "10×");
+      fast = html(player, "button", { type: "button", class: "jupyter-button", "aria-label": "10× as fast", "aria-pressed": "false" }, "10×");
       fast.addEventListener("click", () => { fast.setAttribute("aria-pressed", fast.ariaPressed !== "true"); if (frame) { cancelAnimationFrame(frame); play(); } });
       slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
       slider.addEventListener("input", () => { pause(); show(+slider.value); tell(); });
