@@ -354,6 +354,9 @@ def use(page, cell):
         assert control["kind"] == "slider" or control["name"], f"a {control['kind']} of cell {index} has no name"
         if control["kind"] == "text":
             continue  # what can be typed depends on the lesson: its own test does that
+        if reset and not page.control(control).is_visible():  # what was chosen since has hidden it
+            press(page, reset, "Enter")
+            page.settled(index)
         if control["name"] in ("Reset", "Back to start") and sliders:
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)

@@ -228,6 +228,42 @@ def test_every_handle_moves_by_keyboard_and_is_named(show):
         assert handle.get_attribute("aria-valuenow") != before
 
 
+def test_a_vector_is_dragged_by_its_tip_and_moved_by_keys(show):
+    tab = show(VIEWS["adasum.adasum"]())
+    tip = tab.locator("[data-name=drag_b]")
+    grip = tip.locator("circle").bounding_box()
+    x, y = grip["x"] + grip["width"] / 2, grip["y"] + grip["height"] / 2
+    tab.mouse.move(x, y)
+    tab.mouse.down()
+    tab.mouse.move(x - 30, y - 30, steps=3)
+    tab.mouse.up()
+    dragged = asked(tab)[-1]["drag_b"][1]
+    assert dragged[0] < 0.75 < 1.3 < dragged[1]
+    tip.press("ArrowUp")
+    tip.press("ArrowRight")
+    moved = asked(tab)[-1]["drag_b"][1]
+    assert np.allclose(np.subtract(moved, dragged), 0.1)
+
+
+def test_bits_are_buttons_that_the_arrow_keys_walk_along(show):
+    tab = show(VIEWS["formats.bits"]())
+    tab.locator(".pick").first.press("Enter")
+    tab.locator(".pick").first.press("ArrowRight")
+    tab.keyboard.press("Space")
+    assert asked(tab) == [{"toggle": 15}, {"toggle": 14}]
+    assert tab.locator(".pick").first.get_attribute("aria-label") == "bit 15, sign: 0"
+
+
+def test_a_histogram_under_its_scale_is_dragged_without_the_kernel(show):
+    tab = show(VIEWS["training.underflow"]())
+    look = lambda: tab.inner_html(".mpk-stage svg")  # noqa: E731
+    before = look()
+    tab.locator("[data-name=exponent]").press("PageUp")
+    assert look() != before
+    assert tab.locator("[data-name=exponent]").get_attribute("aria-valuenow") == "10"
+    assert [name for name, _ in tab.evaluate("models[0].sent")] in ([], ["index"])  # where it rests, a moment later
+
+
 def test_the_kernel_does_what_a_handle_asks_for():
     view = dynamics_view()
     for what in ({"scale_window": 10.2}, {"scale_factor": 4.0}, {"floor_exponent": -30}, {"put": [40, 20]}):

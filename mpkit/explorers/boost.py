@@ -160,7 +160,8 @@ class BoostExplorer(Explorer):
         self.field = [(n, 1 / relative_time(n), tuple(row["accuracy_percent"])) for n, row in rows if row]
 
     def idle(self) -> tuple[str, ...]:
-        return SWITCHES if self.mode != "manual" else ()
+        frozen = () if "grad_freeze" in self.boost.active else ("full_step_fraction", "freeze_type")
+        return (*(SWITCHES if self.mode != "manual" else ()), *frozen)
 
     def compare_with(self, name: str) -> None:
         """Compare with another of the measured configurations."""

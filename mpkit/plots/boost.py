@@ -73,7 +73,7 @@ def freeze_scene(data: Any) -> Scene:
     frozen = np.array(data.sequence) * data.stride
     y = {"label": "stage, input at the top", "lo": count, "hi": 0}
     y["ticks"] = [[i + 0.5, data.names[i].removesuffix(".0") if i == 0 else data.names[i]] for i in range(0, count, 2)]
-    left = scene.panel(title="dark: frozen; light: trained", x=linear("step", -0.5, steps - 0.5, 6), y=y)
+    left = scene.panel(title="bars reach down over the frozen stages", x=linear("step", -0.5, steps - 0.5, 6), y=y)
     left.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
     left.rule("x", "index", "own", width=2)
     left.handle("x", "step", data.step, 0, steps - 1, "step")
