@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +125,35 @@ def test_the_recorded_policy_gives_the_recorded_scale() -> None:
     model = WhatIfExplorer(run="mlp_digits", init=16, factor=2.0, window=50)
     np.testing.assert_array_equal(model.scale, model.trace.scale)
     np.testing.assert_array_equal(model.skipped, np.flatnonzero(model.trace.overflow))
+
+
+def test_a_ceiling_drawn_by_hand_is_ridden_by_every_policy_and_can_be_undone() -> None:
+    view = what_if_view()
+    model, first = view.explorer, look(view)
+    assert isinstance(model, WhatIfExplorer)
+    view.ask = {"draw": {str(i): 10.0 for i in range(100, 300)}, "n": 1}
+    assert (model.tops[100:300] == 2.0**10).all()
+    assert set(model.skipped) >= {100, 101}
+    assert (model.scale[150:300] <= 2.0**11).all()
+    assert "200 steps of the ceiling are drawn" in view.summary()
+    best = model.row["lost"]
+    model.set(factor=model.rides[0], window=model.rides[1])
+    assert model.row["lost"] <= best
+    untouched = model.scale[:100].copy()
+    view.press("Undo what was drawn")
+    np.testing.assert_array_equal(model.scale[:100], untouched)
+    view.press("Reset")
+    assert look(view) == first
+
+
+def test_the_drawn_figures_are_those_of_the_replay_where_nothing_differs() -> None:
+    model = WhatIfExplorer()
+    wanted, step = model.row, int(np.flatnonzero(model.tops > 0)[3])
+    model.draw({str(step): math.log2(model.tops[step])})
+    assert model.row["skipped"] == wanted["skipped"]
+    assert model.row["headroom"] == pytest.approx(wanted["headroom"], rel=1e-6)
+    assert model.row["flushed"] == pytest.approx(wanted["flushed"], rel=1e-6)
+    assert model.row["lost"] == pytest.approx(wanted["lost"], rel=1e-6)
 
 
 def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from mpkit.explorers.base import Explorer
 from mpkit.formats import BF16, FP16
 from mpkit.policies import ScalePolicy, naive_loss_ratio
 from mpkit.record import Recorder, Trace
-from mpkit.replay import ceilings, replay, simulate, sweep, swept
+from mpkit.replay import ceilings, flushed, replay, simulate, sweep, swept
 
 TRACES = ("mlp_digits", "gpt_sums", "mnist_lenet", "resnet_digits", "growing_activations", "rare_outliers")
 FORMATS = {"float16": FP16, "bfloat16": BF16}
@@ -222,25 +222,86 @@ class RunExplorer(Explorer):
         ]
 
 
+FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
+WINDOWS = (5, 10, 20, 50, 100, 200, 500)
+
+
 class WhatIfExplorer(Explorer):
-    """A recorded run replayed with another start, factor and window."""
+    """A recorded run replayed with another start, factor and window, under its own ceiling or one drawn by hand.
+
+    After `compute`: `tops` and `scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), and `rides`,
+    the factor and window that lose least under a drawn ceiling.
+    """
 
     controls = ("run", "init", "factor", "window")
+    actions = {"Undo what was drawn": "undraw"}
+    gestures = ("draw",)
     run = Unicode("mlp_digits").tag(label="recorded run, or path")
     init = Int(16, min=0, max=32).tag(label="start at 2^")
     factor = Float(2.0, min=1.1, max=8.0).tag(label="scale_factor", step=0.1)
     window = Int(50, min=1, max=1024).tag(label="scale_window", unit="steps", scale="log2", step=1)
 
+    def __init__(self, **params: Any) -> None:
+        self.drawn: dict[int, float] = {}
+        self._drawn_on = ""
+        super().__init__(**params)
+
     def compute(self) -> None:
         """The replayed policy, and the recorded one as it was."""
-        self.trace = load_run(self.run)
-        self.tops = ceilings_of(self.run)
-        self.row = replay(
-            self.trace, swept(2.0**self.init, self.factor, self.window), fmt=FP16, scales=True, compiled=False
-        ).iloc[0]
+        trace = load_run(self.run)
+        if self.run != self._drawn_on:  # another run has another ceiling
+            self.drawn, self._drawn_on = {}, self.run
+        self.trace, self.tops = trace, ceilings_of(self.run).copy()
+        self.tops[list(self.drawn)] = list(self.drawn.values())
+        policy = swept(2.0**self.init, self.factor, self.window)
+        if self.drawn:
+            self.row = self._under_drawn(policy)
+            losses = {(f, w): self._under_drawn(swept(2.0**self.init, f, w))["lost"] for f in FACTORS for w in WINDOWS}
+            self.rides = min(losses, key=lambda pair: losses[pair])
+        else:
+            self.row = replay(trace, policy, fmt=FP16, scales=True, compiled=False).iloc[0]
         self.scale = np.asarray(self.row["scale"])
         self.skipped = np.flatnonzero(~(self.scale <= self.tops))
-        self.recorded = int(self.trace.overflow.sum())
+        self.recorded = int(trace.overflow.sum())
+
+    def _under_drawn(self, policy: ScalePolicy) -> dict[str, Any]:
+        """The figures of `replay` under the ceiling as it is drawn."""
+        scale = simulate(self.tops, policy).sampled
+        good = scale[:, 0] <= self.tops
+        lost = flushed(self.trace, scale, FP16)[good, 0]
+        room = np.log2(self.tops[good] / scale[good, 0])
+        zeros = float(np.nanmean(lost)) if good.any() else 0.0
+        figures = {"headroom": float(room.mean()) if good.any() else math.nan, "flushed": zeros}
+        missed = int((~good).sum())
+        return {
+            **figures,
+            "scale": scale[:, 0],
+            "skipped": missed,
+            "collapsed": False,
+            "lost": 1 - good.mean() * (1 - zeros),
+        }
+
+    def draw(self, stroke: Mapping[str, float]) -> None:
+        """Take over a ceiling drawn by hand: step -> exponent."""
+        self._redo(self.drawn | {int(k): 2.0**v for k, v in stroke.items() if int(k) < len(self.trace)})
+
+    def undraw(self) -> None:
+        """Forget what was drawn."""
+        self._redo({})
+
+    def reset(self) -> None:
+        self.drawn = {}
+        super().reset()
+        self.touch()
+
+    def _redo(self, drawn: dict[int, float]) -> None:
+        with self.lock:
+            self.drawn = drawn
+            self.compute()
+            self.touch()
+
+    def idle(self) -> tuple[str, ...]:
+        return () if self.drawn else ("undraw",)
 
     def summary(self) -> str:
         r = self.row
@@ -250,7 +311,15 @@ class WhatIfExplorer(Explorer):
         return (
             f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
             f"{len(self.trace)} steps skipped (recorded: {self.recorded}), {room}, {lost:.2%} of the gradient values "
-            f"flushed to zero.{end}"
+            f"flushed to zero.{end}{self._ridden()}"
+        )
+
+    def _ridden(self) -> str:
+        if not self.drawn:
+            return ""
+        return (
+            f" {len(self.drawn)} steps of the ceiling are drawn; of {len(FACTORS) * len(WINDOWS)} pairs factor "
+            f"{self.rides[0]:g} and window {self.rides[1]} lose least under it."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -264,10 +333,6 @@ class WhatIfExplorer(Explorer):
             }
             for i in range(0, len(self.trace), every)
         ]
-
-
-FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
-WINDOWS = (5, 10, 20, 50, 100, 200, 500)
 
 
 @lru_cache(maxsize=16)

@@ -27,20 +27,23 @@ def detective_scene(data: Any) -> Scene:
     scene = Scene(height=110 + 34 * len(labels), width=900)
     x = log2("magnitude, as computed in float32", low, high, 8)
     y = names(labels, down=True) | {"hi": -1.2}
-    panel = scene.panel(title=f"what the batch needs, and what {data.dtype} holds", x=x, y=y)
+    panel = scene.panel(title=f"training {data.name}, {data.dtype}: {data.report.verdict.replace('_', ' ')}", x=x, y=y)
     least = float(np.log2(fmt.min_subnormal))
     regions(panel, "x", least - 1, fmt.min_exponent, fmt.max_exponent + 1)
-    for row, (_, small, large, gradient) in enumerate(data.bars):
+    for row, (name, small, large, gradient) in enumerate(data.bars):
         broken = "NaN" if math.isnan(large) else "inf" if math.isinf(large) else ""
         word = broken or ("too large" if large > fmt.max else "")
         color = "overflow" if word else "own" if gradient else "reference"
         ends = exponents(np.nan_to_num([small, large], nan=np.inf, posinf=np.inf), low, high)
         panel.boxes([ends[0]], [row - 0.2], [ends[1]], [row + 0.2], fill=f"{color}/0.5", edge=color, hatch=gradient)
+        if data.report.operation and not gradient and name == data.report.module:
+            panel.text("born here", ends[0], row, anchor="end", dx=-8, color="overflow", halo=True)
         if word:
             panel.text(word, high - 1, row - 0.33, anchor="end", color="overflow", halo=True)
     if any(g for *_, g in data.bars):
         row = next(i for i, bar in enumerate(data.bars) if bar[3])
-        top = float(exponents([data.bars[row][2]], low, high)[0]) if np.isfinite(data.bars[row][2]) else high
+        finite = bool(np.isfinite(data.bars[row][2]))
+        top = float(exponents([data.bars[row][2]], low, high)[0]) if finite else float(data.exponent)
         grip = {"base": top - data.exponent, "cross": row, "note": f"scale {power_of_two(data.exponent)}"}
         panel.handle("x", "exponent", data.exponent, -8, 30, "loss scale, 2 to the", **grip)
     return scene
@@ -99,7 +102,10 @@ def run_scene(data: Any) -> Scene:
 def what_if_scene(data: Any) -> Scene:
     """The replayed scale, the recorded one, and the ceiling that both had to stay below."""
     scene = Scene(height=400, width=900)
-    panel, low = _draw_run(scene, 0, data, "what this policy would have done")
+    panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
+    y = panel.given["y"]
+    pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4}
+    panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
     panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=0, note="start")
     grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}"}
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)

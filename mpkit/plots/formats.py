@@ -90,7 +90,7 @@ def _neighbours(scene: Scene, data: Any) -> None:
     low, high = data.window
     axis: dict[str, Any] = {"label": "drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
-    axis["ticks"] = [[v, f"{v:.7g}"] for v in middle]
+    axis["ticks"] = [[v, f"{v:.{9 if data.format.fraction_bits > 20 else 7}g}"] for v in middle]
     panel = scene.panel(2, title=f"its neighbours, {data.gap:.4g} apart", x=axis, y=space(0, 1))
     for height, name, values, stored in ((0.42, data.fmt, *data.near), (0.1, data.pinned, *data.pinned_near)):
         if name == "none":
