@@ -245,6 +245,15 @@ def test_a_vector_is_dragged_by_its_tip_and_moved_by_keys(show):
     assert np.allclose(np.subtract(moved, dragged), 0.1)
 
 
+def test_the_arrows_of_a_number_box_go_as_far_as_those_of_its_slider(show):
+    tab = show(VIEWS["boost.freeze"]())
+    box = tab.locator("[data-box=full_step_fraction]")
+    box.press("ArrowUp")
+    box.press("Enter")
+    assert asked(tab) == [{"full_step_fraction": 0.75}]
+    assert box.evaluate("(e) => e.checkValidity()")
+
+
 def test_bits_are_buttons_that_the_arrow_keys_walk_along(show):
     tab = show(VIEWS["formats.bits"]())
     tab.locator(".pick").first.press("Enter")

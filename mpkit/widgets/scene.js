@@ -20,6 +20,7 @@ const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[Math.min(i, a.length - 1)] : a);
 const length = (m) => Math.max(0, ...["x", "y", "x0", "y0", "x1", "y1", "text"].map((k) => (many(m[k]) ? m[k].length : 0)));
 const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v));
+const even = (grid) => { const by = grid[1] - grid[0]; return Math.abs(grid.at(-1) - grid.at(-2) - by) < 1e-9 ? +by.toPrecision(6) : "any"; };
 const px = (v) => Math.round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ...Object.fromEntries([..."⁰¹²³⁴⁵⁶⁷⁸⁹"].map((c, i) => [i, c])) };
 const plain = (v) => String(+(+v).toPrecision(4));
@@ -487,7 +488,7 @@ function render({ model, el }) {
       html(line, "span", {}, c.label);
       const input = html(line, c.kind === "choice" ? "select" : "input", { type: { range: "range", check: "checkbox", text: "text" }[c.kind], min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
       for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
-      const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: "any", "data-box": c.name, "aria-label": `${c.label}, number` });
+      const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: even(c.grid), "data-box": c.name, "aria-label": `${c.label}, number` });
       const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "check" ? input.checked : input.value);
       input.addEventListener(c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); ask({ [c.name]: value() }); });
       box?.addEventListener?.("change", () => ask({ [c.name]: +box.value }));
