@@ -20,8 +20,8 @@ check:  ## lint, format, types, import layers
 	$(RUN) mypy
 	$(RUN) python -m pytest -q -p no:cacheprovider tests/test_layers.py
 
-portable:  ## every notebook on stand-ins for other machines; make portable ARGS="--only seed --seeds 1 2"
-	$(RUN) python tests/other_machines.py $(or $(ARGS),--table data/benchmarks/portable.md)
+portable:  ## every notebook and test on stand-ins for other machines; make portable ARGS="--only seed --seeds 1 2"
+	$(RUN) python tests/other_machines.py $(or $(ARGS),--tests --table data/benchmarks/portable.md)
 
 bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 	$(RUN) python -m mpkit.bench $(ARGS)

@@ -1,12 +1,13 @@
 """Stand-ins for other machines: every notebook on each of them, and a table of what differs.
 
-    python tests/other_machines.py                             # all variants: make portable
+    python tests/other_machines.py --tests                     # all variants, unit and golden tests too: make portable
     python tests/other_machines.py --only seed --seeds 41 42   # what CI runs, with seeds that change by commit
 
 A variant is a way in which machines differ: the last bits of matrix products (`tests/jitter`), the instruction sets
 that the libraries use, the number of threads, the versions of Python and of the packages. A notebook passes on a
 variant when every cell ends as it is stored and gives the stored text, the comparison of nbval without its kernels: one
 process per environment imports everything once and forks for each notebook, so a notebook costs what its cells cost.
+With `--tests` each variant also runs the unit and golden tests and the doctests, as pytest runs them anywhere.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
     "Python 3.11, torch 2.11": ("python3.11", ("torch==2.11.*",)),
     "Python 3.13, newest": ("python3.13", ()),
 }
+ELSEWHERE = (  # tests that look at files, or start browsers, installations, clusters and notebooks of their own
+    *("browser", "browser_others", "environment", "experiment_clusters", "experiment_kills", "installed", "labs"),
+    *("layers", "messages", "net", "notebooks", "other_machines", "readme"),
+)
 IMPORTED = ("torch", "matplotlib.figure", "ipywidgets", "anywidget", "execute", "IPython.core.interactiveshell")
 MARGIN = 3.0  # distance to the bound of a claim, in spreads over the seeds
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -217,6 +222,24 @@ def started(variant: Variant, package: str = str(ROOT)) -> subprocess.Popen[str]
     )
 
 
+def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "mpkit")) -> list[str]:
+    """The unit tests, golden tests and doctests that fail on a variant."""
+    jitter = {"MPKIT_JITTER": "" if variant.seed is None else str(variant.seed)}
+    found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "jitter")])}
+    python = [python_of(variant.python), "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    ignored = [f"--ignore=tests/test_{name}.py" for name in ELSEWHERE]
+    done = subprocess.run(
+        [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | found_by | jitter | variant.variables,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return found if found or done.returncode == 0 else [f"pytest ended with {done.returncode}: {done.stdout[-500:]}"]
+
+
 def margin(values: Sequence[float], above: float, below: float) -> float:
     """The distance of the nearest value to its bound, in units of the spread of the values; inf without a spread."""
     spread = max(values) - min(values)
@@ -238,8 +261,8 @@ def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]
 
 
 def table(cells: dict[tuple[str, str], str], names: Sequence[str], notebooks: Sequence[str]) -> str:
-    """Markdown: a row per variant, a column per notebook, the cells that differ or 0."""
-    head = ["variant", *(stem[:5] if stem.startswith("lab") else stem[:2] for stem in notebooks)]
+    """Markdown: a row per variant, a column per notebook, the cells that differ or 0; tests: how many fail."""
+    head = ["variant", *(stem[:5] if stem.startswith(("lab", "tests")) else stem[:2] for stem in notebooks)]
     rows = [head, ["---"] * len(head), *([name, *(cells[name, stem] for stem in notebooks)] for name in names)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
@@ -263,6 +286,7 @@ def main() -> int:
     parser.add_argument("notebooks", nargs="*", type=Path, help="all lessons and labs when none is named")
     parser.add_argument("--only", nargs="+", default=list(variants([])), help="families of variants")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--tests", action="store_true", help="and the unit and golden tests on every variant")
     parser.add_argument("--table", type=Path, help="write the table variant x notebook to this file, as Markdown")
     parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -272,7 +296,9 @@ def main() -> int:
     start, differences = time.perf_counter(), 0
     claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     cells: dict[tuple[str, str], str] = {}
-    for variant, path, result in results(todo, notebooks, options.jobs):
+    whole = len(todo) * len(notebooks)
+    for done, (variant, path, result) in enumerate(results(todo, notebooks, options.jobs), 1):
+        print(f"{done}/{whole} {variant.name}: {path.stem}, {result['seconds']} s", file=sys.stderr, flush=True)
         cells[variant.name, path.stem] = " ".join(f"c{cell['cell']}" for cell in result["differ"]) or "0"
         for sentence, *numbers in result["claims"]:
             claims[path.stem, sentence].append(tuple(numbers))
@@ -281,8 +307,14 @@ def main() -> int:
             print(f"{variant.name}: {path.stem} cell {cell['cell']}")
             lines = difflib.unified_diff(cell.get("stored", []), cell.get("fresh", []), "stored", "here", "", "", 0, "")
             print("\n".join(line[:200] for line in list(lines)[2:12]), flush=True)
+    columns = [path.stem for path in notebooks]
+    for variant in todo if options.tests else ():
+        failed = failed_tests(variant, options.jobs)
+        cells[variant.name, "tests"] = str(len(failed))
+        differences += len(failed)
+        print(*(f"{variant.name}: {test}" for test in failed), sep="\n", end="\n" * bool(failed), flush=True)
     if options.table:
-        options.table.write_text(table(cells, [v.name for v in todo], [path.stem for path in notebooks]))
+        options.table.write_text(table(cells, [v.name for v in todo], columns + ["tests"] * options.tests))
     small = print_margins(claims) if options.margins else 0
     print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
     return int(differences + small > 0)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mpkit import networks, optimizers
 from mpkit.boost import AutoBoost
+from mpkit.casting import RECIPES, cast_like
 from mpkit.casting.levels import LEVELS
 from mpkit.casting.presets import PRESETS
 from mpkit.experiment import experiment, train
-from mpkit.experiment.training import _boost, _optimizer
+from mpkit.experiment.parts import boost_of, optimizer_of
 from mpkit.formats import get_format
 from mpkit.policies import ScalePolicy, preset
 from mpkit.policies.presets import FRAMEWORKS
@@ -69,6 +71,24 @@ def test_every_kind_of_format_trains_and_differs_from_float32(dtype):
     assert tiny(level="O3", dtype=dtype)["loss"] != tiny()["loss"]
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_by_its_name_as_by_hand(recipe):
+    by_hand = tiny(level=lambda network: cast_like(network, recipe))
+    assert tiny(recipe=recipe)["loss"] == by_hand["loss"] != tiny()["loss"]
+
+
+def test_recipes_are_cells_of_a_grid_by_name_and_as_objects():
+    changed = replace(RECIPES["mxfp8"], wgrad_grad=None, wgrad_input=None)
+    results = experiment(tiny, {"recipe": [None, "mxfp8", RECIPES["mxfp8"], changed]}, seeds=1, progress=False)
+    assert not results.failures
+    none, name, same, other = (results.values(cell, "final_loss")[0] for cell in range(4))
+    assert name == same
+    assert len({none, name, other}) == 3
+    assert len(set(results.labels)) == 4
+    with pytest.raises(ValueError, match="preset is one of"):
+        tiny(recipe="mxfp9")
+
+
 NEEDS = {  # what a framework's own class has no default for
     "jmp": {"loss_scale": 2.0**15},
     "mindspore_scaler": {"scale_value": 2.0**15, "scale_factor": 2, "scale_window": 50},
@@ -122,13 +142,13 @@ def test_every_boost_trains_by_its_name(boost):
 
 
 def test_names_of_boosts_switch_on_what_they_name():
-    assert _boost("less_bn+grad_freeze", 100).active == ("less_bn", "grad_freeze")
-    assert _boost("tuned", 100).mode == "tuned"
-    assert _boost("O1", 123).hyper["total_steps"] == 123
-    assert _boost({"boost": {"mode": "manual", "less_bn": False}}, 9).active == ("grad_freeze",)
+    assert boost_of("less_bn+grad_freeze", 100).active == ("less_bn", "grad_freeze")
+    assert boost_of("tuned", 100).mode == "tuned"
+    assert boost_of("O1", 123).hyper["total_steps"] == 123
+    assert boost_of({"boost": {"mode": "manual", "less_bn": False}}, 9).active == ("grad_freeze",)
     given = AutoBoost("O1")
-    assert _boost(given, 9).level == "O1"
-    assert _boost(given, 9) is not given
+    assert boost_of(given, 9).level == "O1"
+    assert boost_of(given, 9) is not given
 
 
 WRAPPERS = ("Optimizer", "LARS", "BFloat16Weights")  # they take an optimizer, not parameters
@@ -136,9 +156,9 @@ WRAPPERS = ("Optimizer", "LARS", "BFloat16Weights")  # they take an optimizer, n
 
 @pytest.mark.parametrize("name", [n for n in optimizers.__all__ if n[0].isupper() and n not in WRAPPERS])
 def test_every_optimizer_trains_by_its_name(name):
-    assert isinstance(_optimizer(name, net(), None if name == "AdaFactor" else 0.01), torch.optim.Optimizer)
-    assert _optimizer(lambda p: torch.optim.Adam(p, 0.5), net(), 0.01).param_groups[0]["lr"] == 0.5
-    assert _optimizer("torch.AdamW", net(), 0.01).param_groups[0]["lr"] == 0.01
+    assert isinstance(optimizer_of(name, net(), None if name == "AdaFactor" else 0.01), torch.optim.Optimizer)
+    assert optimizer_of(lambda p: torch.optim.Adam(p, 0.5), net(), 0.01).param_groups[0]["lr"] == 0.5
+    assert optimizer_of("torch.AdamW", net(), 0.01).param_groups[0]["lr"] == 0.01
 
 
 def pairs():

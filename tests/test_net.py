@@ -27,8 +27,9 @@ class Bug:
     cell: int | None = None
 
 
-LAB01, LAB02, LAB03, LAB04, LAB05 = (
-    f"labs/lab0{name}" for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales")
+LAB01, LAB02, LAB03, LAB04, LAB05, LAB06 = (
+    f"labs/lab0{name}"
+    for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales", "6_project")
 )
 BUGS = [
     Bug(
@@ -322,6 +323,58 @@ BUGS = [
         "advice = [bf16, hidden if",
         "14_overflow_detective",
         3,
+    ),
+    Bug(
+        "an interval of 90 % called one of 95 %",
+        "experiment/statistics.py",
+        "half = student_quantile(0.975, n - 1) * error",
+        "half = student_quantile(0.95, n - 1) * error",
+        "20_your_own_experiment",
+    ),
+    Bug(
+        "Bonferroni in the place of Holm",
+        "experiment/statistics.py",
+        "min(1.0, p * (len(tested) - rank))",
+        "min(1.0, p * len(tested))",
+        "20_your_own_experiment",
+    ),
+    Bug(
+        "a share of right answers called percent",
+        "experiment/training.py",
+        "total += 100 * float((out.argmax(classes) == y).sum())",
+        "total += float((out.argmax(classes) == y).sum())",
+        "20_your_own_experiment",
+        10,
+    ),
+    Bug(
+        "finished runs that are run again",
+        "experiment/engine.py",
+        "pending = {t.stem: t for t in tasks if t.stem not in finished}",
+        "pending = {t.stem: t for t in tasks}",
+        "20_your_own_experiment",
+        11,
+    ),
+    Bug(
+        "a level that never reaches the network",
+        "experiment/parts.py",
+        "auto_mixed_precision(net, level, _dtype(dtype))",
+        'auto_mixed_precision(net, "O0", _dtype(dtype))',
+        "20_your_own_experiment",
+        12,
+    ),
+    Bug(
+        "a spread that divides by n",
+        "experiment/statistics.py",
+        "spread = statistics.stdev(differences)",
+        "spread = statistics.pstdev(differences)",
+        LAB06,
+    ),
+    Bug(
+        "a baseline by name that is always the first cell",
+        "experiment/engine.py",
+        "return labels.index(name)",
+        "return 0",
+        LAB06,
     ),
 ]
 

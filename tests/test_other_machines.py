@@ -93,3 +93,16 @@ def test_a_margin_is_three_times_the_spread():
     values = [0.50, 0.52, 0.51]
     assert other_machines.margin(values, 0.4, 1.0) == pytest.approx(0.10 / 0.02)
     assert other_machines.margin([3.0, 3.0], 2.0, float("inf")) == float("inf")
+
+
+def test_tests_that_fail_on_a_variant_are_named(tmp_path):
+    path = tmp_path / "test_small.py"
+    path.write_text(
+        "import torch\n"
+        "def test_right(): assert torch.get_num_threads() == 1\n"
+        "def test_wrong(): assert float(torch.full((1, 1), 3.0) @ torch.full((1, 1), 7.0)) == 21.0\n"
+    )
+    jittered, plain = other_machines.Variant("seed 5", seed=5), other_machines.Variant("as it is")
+    assert other_machines.failed_tests(plain, 1, [str(path)]) == []
+    (line,) = other_machines.failed_tests(jittered, 1, [str(path)])
+    assert "test_small.py::test_wrong" in line

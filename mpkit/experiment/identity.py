@@ -216,7 +216,7 @@ def _mpkit() -> str:
     """mpkit's version and a digest of what it computes with, so that a checkout that is worked on counts as changed."""
     home = Path(__file__).parents[1]
     parts = [p for p in sorted(home.rglob("*.py")) if p.relative_to(home).parts[0] not in (*_DRAW, "experiment")]
-    parts.append(Path(__file__).with_name("training.py"))
+    parts += [Path(__file__).with_name(f"{name}.py") for name in ("batches", "parts", "training")]  # what `train` is
     version = importlib.import_module("mpkit").__version__
     return f"{version}+{digest(b''.join(p.read_bytes() for p in parts))[:8]}"
 

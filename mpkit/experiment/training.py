@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit import networks, optimizers
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
-from mpkit.boost.auto import FLAGS
-from mpkit.casting import auto_mixed_precision, cast_like
-from mpkit.casting.levels import LEVELS
 from mpkit.device import default_device
-from mpkit.experiment.batches import Batches, batches_of, found
-from mpkit.formats import FloatFormat, get_format
-from mpkit.policies import ScalePolicy, preset
-from mpkit.policies.presets import FRAMEWORKS
+from mpkit.experiment.batches import Batches, batches_of
+from mpkit.experiment.parts import Parts, low_format
 from mpkit.record import Recorder
-from mpkit.scalers import DynamicLossScaleManager, LossScaler, PolicyLossScaler, StaticLossScaler
-from mpkit.step import StepOutcome, WithLossCell
-from mpkit.step.build import Float32Loss, widened
+from mpkit.step import StepOutcome
+from mpkit.step.build import widened
 
 WARM, TIMED = 5, 25
 """Steps that fill caches and buffers and are not timed, and steps that a run for its time alone takes then."""
@@ -91,10 +79,8 @@ def train(
     device = default_device()
     torch.manual_seed(seed)
     given = batches_of(data, batch, seed, device)
-    parts = _Parts.built(
-        network, optimizer, lr, loss, level, dtype, scaler, boost, recipe, epochs * given.steps, device
-    )
-    recorder = Recorder(parts.network, parts.optimizer, format=_low(level, dtype, recipe)) if trace else None
+    parts = Parts.built(network, optimizer, lr, loss, level, dtype, scaler, boost, recipe, epochs * given.steps, device)
+    recorder = Recorder(parts.network, parts.optimizer, format=low_format(level, dtype, recipe)) if trace else None
     cell = parts.cell([recorder] if recorder is not None else [])
     memory = _Memory(device)
     if only_time:
@@ -107,7 +93,7 @@ def train(
 
 def _whole(
     cell: nn.Module,
-    parts: _Parts,
+    parts: Parts,
     given: Batches,
     epochs: int,
     device: torch.device,
@@ -150,7 +136,7 @@ def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock:
     return outcomes
 
 
-def _tested(parts: _Parts, batches: Iterable[Any], device: torch.device) -> tuple[str, float]:
+def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple[str, float]:
     """("accuracy", percent) where labels are classes, else ("test_loss", mean over the rows)."""
     parts.network.eval()
     total, rows, name = 0.0, 0, "test_loss"
@@ -167,70 +153,6 @@ def _tested(parts: _Parts, batches: Iterable[Any], device: torch.device) -> tupl
     return name, total / rows
 
 
-@dataclass
-class _Parts:
-    """What a training is made of, put together in the order in which each part must see the others."""
-
-    network: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: nn.Module
-    scaler: Any
-    boost: AutoBoost | None
-    wide: bool
-
-    @classmethod
-    def built(
-        cls,
-        network: Any,
-        optimizer: Any,
-        lr: Any,
-        loss: Any,
-        level: Any,
-        dtype: Any,
-        scaler: Any,
-        boost: Any,
-        recipe: Any,
-        steps: int,
-        device: torch.device,
-    ) -> _Parts:
-        net = _made(network).to(device)
-        rule = _optimizer(optimizer, net, lr)
-        boosted = _boost(boost, steps)
-        if boost == "grad_centralization":
-            process = OptimizerProcess(rule)
-            process.add_grad_centralization(net)
-            rule = process.generate_new_optimizer()
-        elif boosted is not None:
-            net, rule = boosted.network_auto_process_train(net, rule)
-        _cast(net, level, dtype, recipe)
-        wide = recipe is not None or level != "O0"
-        return cls(net, rule, _Loss(loss), _scaler(scaler, net), boosted, wide)
-
-    def cell(self, hooks: list[Any]) -> nn.Module:
-        whole = (Float32Loss if self.wide else WithLossCell)(self.network, self.loss)
-        if self.scaler is None:
-            return BoostTrainOneStepCell(whole, self.optimizer, boost=self.boost, hooks=hooks).train()
-        sense = self.scaler
-        return BoostTrainOneStepWithLossScaleCell(whole, self.optimizer, sense, boost=self.boost, hooks=hooks).train()
-
-
-class _Loss(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.function = _usual if loss is None else loss
-
-    def forward(self, output: Tensor, label: Tensor) -> Tensor:
-        return self.function(output, label)
-
-
-def _usual(output: Tensor, label: Tensor) -> Tensor:
-    if label.is_floating_point():
-        return F.mse_loss(output, label)
-    if output.dim() > 2 and output.shape[:-1] == label.shape:  # a class for every position of a sequence
-        output, label = output.flatten(0, -2), label.flatten()
-    return F.cross_entropy(output, label)
-
-
 def _check(epochs: Any, batch: Any, level: Any, recipe: Any) -> None:
     for name, value in (("epochs", epochs), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -241,125 +163,6 @@ def _check(epochs: Any, batch: Any, level: Any, recipe: Any) -> None:
         raise ValueError(
             f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}; give one of them"
         )
-
-
-def _made(network: Any) -> nn.Module:
-    if isinstance(network, nn.Module):
-        raise TypeError(
-            f"network must be what builds a network, got a {type(network).__name__} that is built already, whose "
-            "weights would not follow the seed; pass the class, or `lambda: Network(hidden=64)`"
-        )
-    if isinstance(network, str):
-        known = getattr(networks, network, None)
-        if known is None and ":" not in network:
-            raise ValueError(f"mpkit.networks has no {network!r}; give a class, a function, or 'package.module:name'")
-        network = known if known is not None else found(network)
-    if not callable(network):
-        raise TypeError(f"network must be a class, a function or a name, got {network!r}")
-    net = network()
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"network() must return an nn.Module, got {type(net).__name__}")
-    return net
-
-
-def _optimizer(optimizer: Any, net: nn.Module, lr: Any) -> torch.optim.Optimizer:
-    if isinstance(optimizer, str):
-        home: Any = torch.optim if optimizer.startswith("torch.") else optimizers
-        rule = getattr(home, optimizer.removeprefix("torch."), None)
-        if rule is None:
-            raise ValueError(
-                f"no optimizer is called {optimizer!r}; there are {', '.join(optimizers.__all__)} and torch.*"
-            )
-        needs = inspect.signature(rule).parameters
-        options = (
-            {"momentum": 0.9} if "momentum" in needs and needs["momentum"].default is inspect.Parameter.empty else {}
-        )
-        made = rule(net.parameters(), *([] if lr is None else [lr]), **options)
-    elif callable(optimizer):
-        made = optimizer(net.parameters())
-    else:
-        raise TypeError(f"optimizer must be a name or a function of the parameters, got {type(optimizer).__name__}")
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer(parameters) must return a torch.optim.Optimizer, got {type(made).__name__}")
-    return made
-
-
-def _dtype(dtype: Any) -> Any:
-    if isinstance(dtype, str):
-        native = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-        return native[dtype] if dtype in native else get_format(dtype)
-    return dtype
-
-
-def _low(level: Any, dtype: Any, recipe: Any) -> str:
-    """The name of the format whose range bounds the scaled gradients."""
-    if recipe is not None or level == "O0":
-        return "fp32"
-    low = _dtype(dtype)
-    return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
-
-
-def _cast(net: nn.Module, level: Any, dtype: Any, recipe: Any) -> None:
-    if recipe is not None:
-        cast_like(net, recipe)
-    elif callable(level):
-        level(net)
-    elif level in LEVELS:
-        auto_mixed_precision(net, level, _dtype(dtype))
-    else:
-        cast_like(net, level, _dtype(dtype))
-
-
-def _scaler(scaler: Any, net: nn.Module) -> Any:
-    if callable(scaler) and not isinstance(scaler, nn.Module | LossScaler):
-        scaler = scaler(net)
-    if isinstance(scaler, str):
-        if scaler == "dynamic":
-            return DynamicLossScaleManager().get_update_cell()
-        if scaler not in FRAMEWORKS:
-            raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
-        scaler = {"framework": scaler}
-    if isinstance(scaler, Mapping):
-        scaler = preset(**scaler)
-    if isinstance(scaler, ScalePolicy):
-        return PolicyLossScaler(scaler)
-    if isinstance(scaler, int | float) and not isinstance(scaler, bool):
-        return StaticLossScaler(float(scaler))
-    if hasattr(scaler, "get_update_cell"):
-        return scaler.get_update_cell()
-    if scaler is None or isinstance(scaler, LossScaler | nn.Module):
-        return copy.deepcopy(scaler)  # its state belongs to one run
-    raise TypeError(f"scaler must be None, a number, a name, a policy, a LossScaler or a function, got {scaler!r}")
-
-
-def _boost(boost: Any, steps: int) -> AutoBoost | None:
-    freeze = {"total_steps": steps}
-    if isinstance(boost, AutoBoost):
-        return copy.deepcopy(boost)
-    if isinstance(boost, Mapping):
-        sections = dict(boost)
-        named = sections.pop("level", "O1")
-        return AutoBoost(named, {**sections, "grad_freeze": {**freeze, **sections.get("grad_freeze", {})}})
-    if not isinstance(boost, str):
-        raise TypeError(f"boost must be a name, a configuration or an AutoBoost, got {type(boost).__name__}")
-    if boost in ("O0", "grad_centralization"):
-        return None
-    if boost in ("O1", "O2"):
-        return AutoBoost(boost, {"grad_freeze": freeze})
-    if boost == "tuned":
-        return AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": freeze})
-    names = boost.split("+")
-    unknown = [name for name in names if name not in FLAGS]
-    if unknown:
-        raise ValueError(
-            f"no boost is called {unknown[0]!r}; there are O0, O1, O2, tuned, grad_centralization, {', '.join(FLAGS)}"
-        )
-    sections = {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
-    if "grad_freeze" in names:
-        sections["grad_freeze"] = freeze
-    if "grad_accumulation" in names:
-        sections["grad_accumulation"] = {"grad_accumulation_step": 2}
-    return AutoBoost("O0", sections)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
