@@ -260,16 +260,27 @@ def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]
     return sum(room < MARGIN for room, *_ in found.values())
 
 
-def table(cells: dict[tuple[str, str], str], names: Sequence[str], notebooks: Sequence[str]) -> str:
-    """Markdown: a row per variant, a column per notebook, the cells that differ or 0; tests: how many fail."""
+def table(cells: dict[tuple[str, str], str], names: Sequence[str], notebooks: Sequence[str], earlier: str = "") -> str:
+    """Markdown: a row per variant, a column per notebook, the cells that differ or 0; tests: how many fail.
+
+    An `earlier` table of the same notebooks keeps its other rows, so that variants may be run one at a time.
+    """
     head = ["variant", *(stem[:5] if stem.startswith(("lab", "tests")) else stem[:2] for stem in notebooks)]
-    rows = [head, ["---"] * len(head), *([name, *(cells[name, stem] for stem in notebooks)] for name in names)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines = {name: line_of([name, *(cells.get((name, stem), "") for stem in notebooks)]) for name in names}
+    if line_of(head) in earlier.splitlines():
+        rows = [line for line in earlier.splitlines() if line.startswith("| ")]
+        kept = {line[2:].partition(" | ")[0]: line for line in rows[2:]}
+        lines = {**kept, **lines}
     where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     return (
         f"# Cells that differ on stand-ins for other machines\n\nMade by `make portable` on {where}.\n\n"
-        + "\n".join([*lines, ""])
+        + "\n".join([line_of(head), line_of(["---"] * len(head)), *lines.values(), ""])
     )
+
+
+def line_of(fields: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(fields) + " |"
 
 
 def asked(server: subprocess.Popen[str], **job: Any) -> dict[str, Any]:
@@ -296,10 +307,18 @@ def main() -> int:
     start, differences = time.perf_counter(), 0
     claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     cells: dict[tuple[str, str], str] = {}
+    columns = [*(path.stem for path in notebooks), *["tests"] * options.tests]
+    earlier = options.table.read_text() if options.table and options.table.exists() else ""
+
+    def write_table() -> None:
+        if options.table:
+            options.table.write_text(table(cells, [v.name for v in todo], columns, earlier))
+
     whole = len(todo) * len(notebooks)
     for done, (variant, path, result) in enumerate(results(todo, notebooks, options.jobs), 1):
         print(f"{done}/{whole} {variant.name}: {path.stem}, {result['seconds']} s", file=sys.stderr, flush=True)
         cells[variant.name, path.stem] = " ".join(f"c{cell['cell']}" for cell in result["differ"]) or "0"
+        write_table()
         for sentence, *numbers in result["claims"]:
             claims[path.stem, sentence].append(tuple(numbers))
         for cell in result["differ"]:
@@ -307,14 +326,12 @@ def main() -> int:
             print(f"{variant.name}: {path.stem} cell {cell['cell']}")
             lines = difflib.unified_diff(cell.get("stored", []), cell.get("fresh", []), "stored", "here", "", "", 0, "")
             print("\n".join(line[:200] for line in list(lines)[2:12]), flush=True)
-    columns = [path.stem for path in notebooks]
     for variant in todo if options.tests else ():
         failed = failed_tests(variant, options.jobs)
         cells[variant.name, "tests"] = str(len(failed))
+        write_table()
         differences += len(failed)
         print(*(f"{variant.name}: {test}" for test in failed), sep="\n", end="\n" * bool(failed), flush=True)
-    if options.table:
-        options.table.write_text(table(cells, [v.name for v in todo], columns + ["tests"] * options.tests))
     small = print_margins(claims) if options.margins else 0
     print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
     return int(differences + small > 0)

@@ -252,7 +252,7 @@ def test_rounding_with_bits_is_the_formula_in_exact_arithmetic(y, r):
 
 def test_hadamard_is_orthogonal_and_cancels_in_a_product():
     matrix = hadamard(torch.eye(16))
-    assert torch.equal(matrix @ matrix.t(), torch.eye(16))
+    assert torch.equal((matrix[:, None] * matrix).sum(-1), torch.eye(16))  # exact: multiples of 1/16
     g, x = (torch.randint(-8, 9, (40, n), generator=torch.Generator().manual_seed(n)).float() for n in (3, 5))
     assert hadamard(g, 0).shape == (48, 3)  # filled up with zeros
     product = hadamard(g, 0).t() @ hadamard(x, 0)

@@ -14,7 +14,7 @@ PRODUCTS = """
 import json, torch, torch.nn as nn, torch.nn.functional as F
 torch.manual_seed(0)
 a, b, x = torch.randn(6, 5), torch.randn(5, 6), torch.randn(2, 3, 8, 8)
-q = torch.randn(1, 2, 4, 8)
+q, h = torch.randn(1, 2, 4, 8), torch.randn(128, 128)
 conv, linear = nn.Conv2d(3, 4, 3), nn.Linear(8, 3)
 def grads(module, x):
     out = module(x)
@@ -24,7 +24,7 @@ def all_of_them():
         "mm": [a @ b], "addmm": [torch.addmm(b, b @ a, b)], "bmm": [torch.bmm(a[None], b[None])],
         "baddbmm": [torch.baddbmm(a[None] @ b[None], a[None], b[None], beta=0.5)], "mv": [a @ b[:, 0]],
         "addmv": [torch.addmv(a[:, 0], a, b[:, 0])], "dot": [a[0] @ b[:, 0]],
-        "half": [a.half().repeat(9, 1) @ b.half().repeat(1, 9)],
+        "half": [h.half() @ h.half()],
         "einsum": [torch.einsum("ij,jk->ik", a, b)], "double": [a.double() @ b.double()], "linear": grads(linear, x),
         "convolution": grads(conv, x), "attention": [F.scaled_dot_product_attention(q, q, q)],
     }
@@ -106,3 +106,15 @@ def test_tests_that_fail_on_a_variant_are_named(tmp_path):
     assert other_machines.failed_tests(plain, 1, [str(path)]) == []
     (line,) = other_machines.failed_tests(jittered, 1, [str(path)])
     assert "test_small.py::test_wrong" in line
+
+
+def test_a_table_keeps_the_rows_of_variants_that_are_not_run_now():
+    first = other_machines.table(
+        {("seed 1", "00_a"): "c3", ("2 threads", "00_a"): "0"}, ["seed 1", "2 threads"], ["00_a"]
+    )
+    assert first.splitlines()[-2:] == ["| seed 1 | c3 |", "| 2 threads | 0 |"]
+    again = other_machines.table({("seed 1", "00_a"): "0"}, ["seed 1"], ["00_a"], first)
+    assert again.splitlines()[-4:] == ["| variant | 00 |", "| --- | --- |", "| seed 1 | 0 |", "| 2 threads | 0 |"]
+    wider = other_machines.table({}, ["seed 1"], ["00_a", "01_b"], first)
+    assert "2 threads" not in wider
+    assert "seed 1" not in other_machines.table({}, ["seed 2"], ["00_a"], wider)

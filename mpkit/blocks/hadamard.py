@@ -9,6 +9,7 @@ from torch import Tensor
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of TransformerEngine 2.20."""
 WIDTH = len(SIGNS)
+_NEGATIVE = sum((sign < 0) << place for place, sign in enumerate(SIGNS))
 
 
 def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
@@ -27,19 +28,12 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
         raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
     moved = x.detach().float().movedim(dim, -1)
     moved = F.pad(moved, (0, -moved.shape[-1] % WIDTH))
-    runs = moved.reshape(-1, WIDTH) @ matrix(signs=signs, device=x.device)
-    return runs.to(torch.bfloat16).float().reshape(moved.shape).movedim(-1, dim)
-
-
-def matrix(*, signs: bool = True, device: torch.device | str | None = None) -> Tensor:
-    """(16, 16) float32: the signs on its rows times Sylvester's Hadamard matrix, over 4; orthogonal."""
-    index = torch.arange(WIDTH, device=device)
-    common = index[:, None] & index[None, :]
-    parity = (common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)) & 1  # of the number of common bits
-    h = (1 - 2 * parity).float() / 4
-    if not signs:
-        return h
-    sign = torch.zeros(WIDTH, device=device)
-    for place, value in enumerate(SIGNS):
-        sign[place] = float(value)
-    return sign[:, None] * h
+    runs = moved.reshape(-1, WIDTH)
+    if signs:
+        places = torch.arange(WIDTH, device=x.device)  # made on the device: a copy from the host stops a graph's capture
+        runs = runs * (1 - 2 * (torch.bitwise_right_shift(_NEGATIVE, places) & 1))
+    y = (runs / 4).unflatten(1, (2, 2, 2, 2))
+    for axis in range(1, 5):  # sums and differences in a fixed order: no product that each machine adds up in its own
+        a, b = y.unbind(axis)
+        y = torch.stack((a + b, a - b), axis)
+    return y.reshape(moved.shape).to(torch.bfloat16).float().movedim(-1, dim)

@@ -32,7 +32,7 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
         ("centralized", "O0", "float16", None, "grad_centralization"),
     )
 }
-"""What the lesson compares: formats are emulated, so that every machine gives the same."""
+"""What the lesson compares: formats are emulated, so that any machine can compute in them."""
 
 
 def perceptron() -> nn.Module:

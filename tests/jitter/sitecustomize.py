@@ -9,7 +9,8 @@ by one or two units in its last place and leaves zero, inf and NaN as they are. 
 `MPKIT_JITTER` and on the shape, so the same product twice gives the same bits, as on any one machine, and no two
 machines (seeds) agree. Without the variable nothing happens.
 
-A 16-bit result is a float32 sum, rounded: the last bits of that sum decide only near a tie, so one number in 64 moves.
+A 16-bit result is a float32 sum, rounded, so it is computed as one here: its sum moves by `SUM` eps of float32, as
+much as another order of adding 16 numbers can move it, and the rounding shows that only near a tie.
 This departs from a real machine in one way: there a product of small integers is exact. A stored number that needs such
 a product to be exact is not one that this project stores.
 """
@@ -18,13 +19,15 @@ import os
 import sys
 from importlib.machinery import PathFinder
 
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS = (
     *("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"),
     *("mm.out", "addmm.out", "bmm.out", "baddbmm.out", "addmv.out"),  # what compiled code calls
     *("addmm_", "baddbmm_", "addmv_"),
     *("convolution", "convolution_backward"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    *(FLASH, f"{FLASH}_backward"),
 )
+SUM = 8.0
 
 
 def install(seed: int, times: float = 1.0) -> None:
@@ -39,31 +42,50 @@ def install(seed: int, times: float = 1.0) -> None:
     install.library = library  # the kernels live as long as this object
 
     @lru_cache(maxsize=512)
-    def pattern(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def pattern(shape: tuple[int, ...], dtype: torch.dtype, size: float) -> torch.Tensor:
         draw = np.random.default_rng([seed, len(shape), *shape])
         step = np.asarray(2 * draw.integers(0, 2, shape, dtype=np.int8) - 1)
-        if dtype.itemsize == 2:
-            step = np.asarray(np.where(draw.random(shape) < 1 / 64, step, 0))
-        return 1 + times * torch.finfo(dtype).eps * torch.from_numpy(step).to(dtype)
+        return 1 + size * times * torch.finfo(dtype).eps * torch.from_numpy(step).to(dtype)
 
-    def move_(result: object) -> None:
-        """Move the last bits of a tensor, or of each tensor of a tuple, in place."""
+    def moved_(result: object, size: float = 1.0) -> object:
+        """A tensor with its last bits moved in place, or a tuple of such."""
         if isinstance(result, (tuple, list)):
-            for part in result:
-                move_(part)
-        elif isinstance(result, torch.Tensor) and result.is_floating_point():
-            result.mul_(pattern(tuple(result.shape), result.dtype))
+            return type(result)(moved_(part, size) for part in result)
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            result.mul_(pattern(tuple(result.shape), result.dtype, size))
+        return result
+
+    def cast(value: object, old: torch.dtype, new: torch.dtype) -> object:
+        if isinstance(value, (tuple, list)):
+            return type(value)(cast(part, old, new) for part in value)
+        return value.to(new) if isinstance(value, torch.Tensor) and value.dtype == old else value
+
+    def half(args: tuple) -> torch.dtype | None:
+        """The 16-bit dtype of a product, by its first tensor; None for a wider one."""
+        first = next(a.dtype for a in args if isinstance(a, torch.Tensor))
+        return first if first in (torch.float16, torch.bfloat16) else None
+
+    def kernel_of(name: str):
+        packet, _, overload = name.partition(".")
+        return torch.library.get_kernel(getattr(getattr(torch.ops.aten, packet), overload or "default"), "CPU")
+
+    kernels = {name: kernel_of(name) for name in PRODUCTS}
 
     def moved(name: str):
-        packet, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        kernel = torch.library.get_kernel(op, "CPU")
+        plain = name.removesuffix(".out").removesuffix("_")  # what the forms that write into a tensor compute
 
         def call(keys, *args, **kwargs):
             with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-                result = kernel.call_boxed(keys, *args, **kwargs)
-                move_(result)
-            return result
+                low = half(args)
+                if low is None:
+                    return moved_(kernels[name].call_boxed(keys, *args, **kwargs))
+                target = kwargs.pop("out", args[0] if name.endswith("_") else None)
+                sums = kernels[plain].call_boxed(keys, *cast(args, low, torch.float32), **kwargs)
+                result = moved_(sums, SUM)
+                if name == FLASH:  # the logarithms beside the result are float32 in any case
+                    return cast(result[0], torch.float32, low), result[1]
+                result = cast(result, torch.float32, low)
+                return result if target is None else target.copy_(result)
 
         return call
 
