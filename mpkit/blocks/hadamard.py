@@ -30,7 +30,7 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
     moved = F.pad(moved, (0, -moved.shape[-1] % WIDTH))
     runs = moved.reshape(-1, WIDTH)
     if signs:
-        places = torch.arange(WIDTH, device=x.device)  # made on the device: a copy from the host stops a graph's capture
+        places = torch.arange(WIDTH, device=x.device)  # made there: a copy from the host stops a capture
         runs = runs * (1 - 2 * (torch.bitwise_right_shift(_NEGATIVE, places) & 1))
     y = (runs / 4).unflatten(1, (2, 2, 2, 2))
     for axis in range(1, 5):  # sums and differences in a fixed order: no product that each machine adds up in its own
