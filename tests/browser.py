@@ -36,22 +36,17 @@ SETTINGS = {
 # What is on the page: every widget output with its controls and pictures.
 OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) => ({
   index,
-  controls: ['.noUi-handle', '.mpk .handle', '.mpk input[type=range]', 'select', 'input:not([type=range])', 'button',
+  controls: ['.mpk .handle', '.mpk input[type=range]', 'select', 'input:not([type=range])', 'button', '.mpk summary',
              '.mpk .pick[tabindex="0"]']
     .flatMap((kind) => [...cell.querySelectorAll('.jp-OutputArea ' + kind)])
     .filter((e) => e instanceof SVGElement || e.offsetParent !== null)
     .map((e, n) => {
       e.setAttribute('data-control', index + '-' + n);
-      const box = e.closest('.jupyter-widgets');
-      const label = box && box.querySelector('.widget-label');
-      const kind = e.matches('.noUi-handle, .handle, [type=range]') ? 'slider' : e.matches('button, .pick') ? 'button'
+      const kind = e.matches('.handle, [type=range]') ? 'slider' : e.matches('button, summary, .pick') ? 'button'
         : e.matches('select') ? 'select' : e.type;
       const named = e.labels && e.labels.length ? e.labels[0].textContent : '';
-      return {id: index + '-' + n, kind, disabled: !!e.disabled, play: !!e.closest('.widget-play'),
-              name: (e.getAttribute('aria-label') || named || e.title || e.textContent
-                     || (label ? label.textContent : '')).trim(),
-              focusable: e.tabIndex >= 0,
-              chosen: !!e.closest('.widget-toggle-buttons') && e.classList.contains('mod-active')};
+      return {id: index + '-' + n, kind, disabled: !!e.disabled, focusable: e.tabIndex >= 0,
+              name: (e.getAttribute('aria-label') || named || e.title || e.textContent).trim()};
     }),
   pictures: [...cell.querySelectorAll('.jp-OutputArea :is(img, svg[role=img])')]
     .map((e) => e.getAttribute('alt') || e.getAttribute('aria-label') || ''),
@@ -120,7 +115,7 @@ READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.curren
   const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
   return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
 
-AT_TOP = """(e) => e.matches('.noUi-handle, .handle')
+AT_TOP = """(e) => e.matches('.handle')
   ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax') : e.max !== undefined && +e.value >= +e.max"""
 
 ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
@@ -275,7 +270,7 @@ class Page:
 
 SILENT = {"Stop", "10× as fast"}  # with nothing going on they have nothing to change
 
-PLAY = ("Play or pause", "Play", "Pause")
+PLAY = ("Play", "Pause")
 
 
 def press(page, control, *keys):
@@ -348,7 +343,7 @@ def use(page, cell):
         cell = next(c for c in page.outline() if c["index"] == index)  # other choices may be made now
     sliders = [c for c in cell["controls"] if c["kind"] == "slider"]
     for control in cell["controls"]:
-        if control["disabled"] or control["play"] or control["chosen"] or control["name"] in SILENT:
+        if control["disabled"] or control["name"] in SILENT:
             continue
         assert control["focusable"], f"{control['name']} cannot be reached by keyboard"
         assert control["kind"] == "slider" or control["name"], f"a {control['kind']} of cell {index} has no name"
@@ -357,7 +352,7 @@ def use(page, cell):
         if reset and not page.control(control).is_visible():  # what was chosen since has hidden it
             press(page, reset, "Enter")
             page.settled(index)
-        if control["name"] in ("Reset", "Back to start") and sliders:
+        if control["name"] == "Reset" and sliders:
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
         starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
@@ -370,14 +365,13 @@ def use(page, cell):
             press(page, control, "Enter")
         if control["kind"] == "checkbox":
             press(page, control, "Space")  # back again: other controls may depend on it
+        if control["name"] == "Show as table":
+            press(page, control, "Enter")  # hides it
         if stop and control["kind"] == "button":
             press(page, stop, "Enter")  # whatever the button started
         page.settled(index, quiet=0.3 if starts else 0.1)
     assert dead == [], f"controls of cell {index} that change nothing: {dead}"
     if reset and not stop:
-        table = next((c for c in cell["controls"] if c["name"] in ("Show as table", "Hide table")), None)
-        if table and "<" not in first and page.control(table).text_content() == "Hide table":
-            press(page, table, "Enter")
         press(page, reset, "Enter")
         assert page.settled(index) == first, f"cell {index}: the same settings show another picture"
     return delays

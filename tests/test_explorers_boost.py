@@ -104,6 +104,15 @@ def test_refused_values_leave_everything_as_it_was(explorer: Any, bad: dict[str,
     assert model.message
 
 
+def test_controls_that_change_nothing_are_idle() -> None:
+    for freeze_type, idle in ((0, ("seed",)), (1, ())):
+        runs = [FreezeExplorer(freeze_type=freeze_type, seed=seed) for seed in (1, 2)]
+        assert (runs[0].sequence == runs[1].sequence) == bool(idle)
+        assert runs[0].idle() == idle
+    assert set(BoostExplorer(mode="manual", grad_freeze=True).idle()) == set()
+    assert {"less_bn", "freeze_type"} <= set(BoostExplorer(level="O0").idle())
+
+
 def test_two_threads_never_tear_a_picture() -> None:
     view = freeze_view()
     wanted = {}

@@ -21,7 +21,7 @@ class Powers(Explorer):
     controls = ("base", "count", "sign", "shown", "name")
     actions = {"Grow": "grow", "Stop": "stop", "Fail": "fail"}
     base = Float(2.0, min=0.5, max=32.0).tag(label="base", scale="log2")
-    count = Int(5, min=1, max=12).tag(label="powers", unit="terms", animate=100)
+    count = Int(5, min=1, max=12).tag(label="powers", unit="terms")
     sign = Enum(["plus", "minus"], "plus").tag(label="sign")
     shown = Bool(True)
     name = Unicode("series")

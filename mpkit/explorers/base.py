@@ -16,7 +16,7 @@ class Explorer(HasTraits):
     A subclass declares its parameters as traits, names them in `controls`, and overrides `compute` (parameters ->
     results, kept as plain attributes), `summary` (one sentence with the numbers on screen) and `table`.
     A trait's tags tell the view how to show it: `label`, `unit`, `scale` ("linear", "log2" or "log10"), `step`,
-    `costly=True` (recompute when the handle is released only), `animate=milliseconds` (a frame index with Play).
+    `costly=True` (recompute when the control is released only).
 
     Every change of a control recomputes once and raises `revision`; a refused change leaves everything as it was,
     puts the reason into `message`, and raises. Callbacks may come from several threads: `lock` guards all of it.

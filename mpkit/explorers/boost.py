@@ -261,7 +261,7 @@ class FreezeExplorer(Explorer):
     freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
     full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
     seed = Int(0, min=0, max=99).tag(label="seed")
-    step = Int(0, min=0, max=FREEZE_STEPS - 1).tag(label="step", animate=100)
+    step = Int(0, min=0, max=FREEZE_STEPS - 1).tag(label="step")
 
     def compute(self) -> None:
         """The index of every step, the trained stages, and the saving: counted and from the formula."""
@@ -272,6 +272,9 @@ class FreezeExplorer(Explorer):
         total = sum(self.costs)
         self.saved = [sum(self.costs[: v * self.stride]) / total for v in self.sequence]
         self.formula = expected_saving(self.costs, self.groups, self.freeze_type, self.full_step_fraction)
+
+    def idle(self) -> tuple[str, ...]:
+        return () if self.freeze_type else ("seed",)
 
     @property
     def frozen_now(self) -> int:
@@ -340,8 +343,12 @@ class LessBNExplorer(Explorer):
     strict = Bool(False).tag(label="strict: the original's patterns")
 
     def compute(self) -> None:
-        """(name, kind) of every layer; kind is conv, linear, normalised, kept or removed."""
+        """`layers`: (name, kind) of each, conv, linear, normalised, kept or removed; `shortcuts`: blocks with one."""
         net = NETWORKS[self.network]()
+        blocks = (networks.ResidualBlock, networks.Bottleneck)
+        self.shortcuts = {
+            n for n, m in net.named_modules() if isinstance(m, blocks) or getattr(m, "shortcut", 0) is True
+        }
         order = [(name, m) for name, m in net.named_modules() if isinstance(m, _DRAWN)]
         self.report = LessBN(net, self.fn_flag, strict=self.strict).report
         self.layers = [(name, self._kind(name, module)) for name, module in order]

@@ -128,7 +128,7 @@ class DimReduceExplorer(Explorer):
     components = Int(8, min=2, max=MOST).tag(label="components", costly=True)
     rho = Enum(RHOS, 0.55).tag(label="second step size rho")
     alpha = Enum(ALPHAS, 0.001).tag(label="residual rate alpha")
-    step = Int(10, min=0, max=STEPS - 1).tag(label="step", animate=150)
+    step = Int(10, min=0, max=STEPS - 1).tag(label="step")
 
     def compute(self) -> None:
         """Both paths, in the plane and as losses; per step the trials of its line search, on the plane.

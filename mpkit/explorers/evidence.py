@@ -186,7 +186,7 @@ class RunExplorer(Explorer):
 
     controls = ("run", "step")
     run = Enum(TRACES, "growing_activations").tag(label="recorded run")
-    step = Int(130, min=0, max=499).tag(label="step", animate=120)
+    step = Int(130, min=0, max=499).tag(label="step")
 
     def compute(self) -> None:
         """Histogram (exponents, counts) of the scaled gradients of the last recorded step up to `step`."""

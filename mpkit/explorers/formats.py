@@ -288,7 +288,7 @@ class GradientsExplorer(Explorer):
     controls = ("fmt", "scale_exponent", "step")
     fmt = Enum(["fp16", "bf16", "e5m2", "e4m3fn"], "fp16").tag(label="format")
     scale_exponent = Int(0, min=0, max=30).tag(label="loss scale, 2 to the")
-    step = Int(200, min=0, max=399).tag(label="training step", animate=120)
+    step = Int(200, min=0, max=399).tag(label="training step")
 
     def compute(self) -> None:
         ranges = recorded().gradients

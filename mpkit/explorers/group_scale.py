@@ -172,7 +172,7 @@ class GroupScaleExplorer(Explorer):
     depth = Int(3, min=1, max=5).tag(label="layers per group", costly=True)
     init_exponent = Int(12, min=0, max=30).tag(label="initial exponent", costly=True)
     window = Int(4, min=1, max=50).tag(label="steps to double", costly=True)
-    step = Int(STEPS - 1, min=0, max=STEPS - 1).tag(label="step", animate=100)
+    step = Int(STEPS - 1, min=0, max=STEPS - 1).tag(label="step")
 
     def compute(self) -> None:
         """Both runs; of each way the shares of values that survive: `survive_all` (steps, groups), `survive` now."""

@@ -45,7 +45,7 @@ class SchedulesExplorer(Explorer):
     power = Float(0.5, min=0.25, max=4.0).tag(label="power", step=0.25)
     is_stair = Bool(False).tag(label="is_stair")
     warmup_steps = Int(0, min=0, max=100).tag(label="warm-up", unit="steps")
-    step = Int(60, min=0, max=STEPS - 1).tag(label="marked step", animate=80)
+    step = Int(60, min=0, max=STEPS - 1).tag(label="marked step")
 
     def schedules(self) -> dict[str, LearningRateSchedule]:
         """The five schedules of the present settings, by a short name."""

@@ -87,7 +87,7 @@ class OwnExperimentExplorer(Explorer):
     one = Enum(list(CELLS), "float32").tag(label="compare the run of")
     other = Enum(list(CELLS), "fp16 O2, scaled").tag(label="with the run of")
     seed = Int(0, min=0, max=9).tag(label="from seed", unit="number")
-    step = Int(1, min=1, max=144).tag(label="step", unit="number", animate=80)
+    step = Int(1, min=1, max=144).tag(label="step", unit="number")
 
     def __init__(self, run: Any = None, **params: Any) -> None:
         self._own_run = run

@@ -157,7 +157,7 @@ class UpdatesExplorer(Explorer):
     controls = ("fmt", "update", "progress")
     fmt = Enum(["fp16", "bf16"], "fp16").tag(label="format")
     update = Float(1e-4, min=1e-6, max=1e-2).tag(label="update lr·g", scale="log10", step=0.25, costly=True)
-    progress = Int(100, min=0, max=100).tag(label="shown, % of the run", animate=80)
+    progress = Int(100, min=0, max=100).tag(label="shown, % of the run")
 
     def compute(self) -> None:
         self.paths = updates(self.fmt, self.update)

@@ -115,7 +115,7 @@ class DynamicsExplorer(Explorer):
     scale_window = Int(50, min=1, max=400).tag(label="scale_window", unit="steps")
     floor_exponent = Int(0, min=-24, max=10).tag(label="floor, 2 to the")
     hold = Bool(False).tag(label="hold the scale")
-    step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown", animate=80)
+    step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown")
 
     def __init__(self, **params: Any) -> None:
         self._key: Any = None

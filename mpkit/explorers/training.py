@@ -185,7 +185,7 @@ class StepExplorer(Explorer):
     """One training step at O2 in float16, phase by phase, on 64 digits."""
 
     controls = ("phase", "exponent", "bad")
-    phase = Int(1, min=1, max=8).tag(label="phase", animate=900)
+    phase = Int(1, min=1, max=8).tag(label="phase")
     exponent = Int(16, min=0, max=30).tag(label="loss scale, 2 to the")
     bad = Bool(False).tag(label="put an inf into the batch")
 

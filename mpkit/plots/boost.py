@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -110,12 +110,12 @@ def less_bn_scene(data: Any) -> Scene:
     width = -(-len(data.layers) // rows)
     scene = Scene(height=110 + 72 * rows, width=900)
     gone, norms = len(data.report.removed), len(data.report.removed) + len(data.report.kept)
-    title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order"
+    title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order; arrows are shortcuts"
     panel = scene.panel(title=title, x=linear("", -1, width), y=linear("", rows - 0.4, -0.7), bare=True)
     for row in range(rows):
         part = data.layers[row * width : (row + 1) * width]
         panel.line([row, row], [0, max(0, len(part) - 1)], "grid", width=1.5)
-        _blocks(panel, part, row)
+        _blocks(panel, part, row, data.shortcuts)
     for kind, (color, glyph, label) in KINDS.items():
         at = [i for i, (_, own) in enumerate(data.layers) if own == kind]
         if at:
@@ -125,14 +125,17 @@ def less_bn_scene(data: Any) -> Scene:
     return scene
 
 
-def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int) -> None:
-    """A frame around the neighbours that belong to one block, with its name."""
+def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int, shortcuts: Collection[str]) -> None:
+    """A frame around the neighbours that belong to one block, with its name, and its shortcut below."""
     for block, members in groupby(enumerate(layers), key=lambda item: ".".join(item[1][0].split(".")[:2])):
         places = [i for i, _ in members]
         if len(places) > 1:
             ends = ([places[0] - 0.45], [row + 0.24], [places[-1] + 0.45], [row - 0.24])
             panel.boxes(*ends, fill="muted/0.08", edge="muted", width=1, radius=4, quiet=True)
             panel.text(block, (places[0] + places[-1]) / 2, row - 0.36, size=11, color="muted")
+            if block in shortcuts:
+                x0, x1 = [places[0] - 0.45], [places[-1] + 0.45]
+                panel.add("arrows", x0=x0, y0=[row + 0.34], x1=x1, y1=[row + 0.34], width=1.6)
 
 
 def centralize_scene(data: Any) -> Scene:
