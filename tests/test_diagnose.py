@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.casting import auto_mixed_precision
+from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.diagnose import VERDICTS, diagnose, preflight, recommend
 from mpkit.formats import E4M3FN, E5M2, FP16
 from mpkit.networks import LeNet5, Network, ResidualBlock, TinyGPT
@@ -316,7 +316,33 @@ def test_a_planted_fault_is_named(fault):
 
 def test_there_are_enough_faults_of_every_kind():
     assert len(FAULTS) >= 20
-    assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy"}
+    assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy", "stale_scale"}
+
+
+def test_a_tensor_that_a_stale_scale_clips_is_named():
+    torch.manual_seed(0)
+    network = cast_like(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), "te_hybrid_delayed")
+    optimizer = torch.optim.SGD(network.parameters(), 0.01)
+    x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before = str(network.state_dict())
+    assert diagnose(network, (x, y), F.cross_entropy, level=None, scale=1.0).verdict == "healthy"
+
+    report = diagnose(network, (x * 300, y), F.cross_entropy, level=None, scale=1.0)
+
+    assert report.verdict == "stale_scale"
+    assert report.module.startswith("0.input, 2.input")  # the weights and their own scales are as before
+    assert "weight" not in report.module
+    assert report.overshoot == pytest.approx(300, rel=1e-5)
+    assert "0.input" in str(report)
+    assert any("te_current" in line for line in report.advice)
+    assert str(network.state_dict()) == before
+    current = cast_like(network, "te_current")
+    assert diagnose(current, (x * 300, y), F.cross_entropy, level=None, scale=1.0).verdict == "healthy"
 
 
 class BooleanMask(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def run(*, quick: bool, device: torch.device) -> list[Row]:
     count, rounds = (2**20, 3) if quick else (10_000_000 // 512 * 512, 9)
     for name, fmt in FORMATS.items():
         rows += _quantising(name, fmt, count, rounds, device)
-    for name in ("torchao_tensorwise", "torchao_rowwise"):
+    for name in ("torchao_tensorwise", "torchao_rowwise", "torchao_rowwise_with_gw_hp"):
         rows += _step(name, rounds, device, quick)
     return [*rows, _replay(quick)]
 
@@ -53,7 +54,11 @@ def _quantising(name: str, fmt: BlockFormat, count: int, rounds: int, device: to
     if peer is None:
         return [*ours, Row("recipes", case, f"{PEER} over mpkit", skipped="torchao 0.18 is not installed")]
     both = interleaved("recipes", case, {MINE: contenders[MINE], PEER: peer}, rounds=rounds, warmup=1, device=device)
-    return [*ours, replace(both[1], contender=f"{PEER} over mpkit", goal=3.0, goal_is_floor=True)]
+    return [*ours, replace(both[1], contender=f"{PEER} over mpkit", goal=3.0, goal_is_floor=True, note=_peer_version())]
+
+
+def _peer_version() -> str:
+    return f"{PEER} {version(PEER)}"
 
 
 def _torchao_quantiser(name: str, x: torch.Tensor) -> Callable[[], object] | None:
@@ -83,7 +88,8 @@ def _step(name: str, rounds: int, device: torch.device, quick: bool) -> list[Row
     if peer is None:
         return [Row("recipes", case, "mpkit", skipped="torchao 0.18 is not installed")]
     contenders = {f"{PEER}, emulate=True": step_of(peer), "mpkit": step_of(mine)}
-    return interleaved("recipes", case, contenders, rounds=rounds, device=device, goals={"mpkit": 1.3})
+    notes = {f"{PEER}, emulate=True": _peer_version()}
+    return interleaved("recipes", case, contenders, rounds=rounds, device=device, goals={"mpkit": 1.3}, notes=notes)
 
 
 def _torchao_layer(name: str, width: int, device: torch.device) -> Any:

@@ -14,6 +14,7 @@ VERDICTS = {
     "gradient_overflow": "The gradients leave the number format in the backward pass even without a loss scale.",
     "model_non_finite": "The model itself makes inf or NaN, in float32 too: neither scale nor format is to blame.",
     "bad_data": "The batch holds inf or NaN and passes it on to the loss or the gradients.",
+    "stale_scale": "Loss and gradients are finite, but a scale from earlier steps cannot hold a tensor of this batch.",
     "weights_non_finite": "A weight or buffer holds inf or NaN already: the damage was done in an earlier step.",
 }
 
@@ -25,7 +26,7 @@ class Report:
     verdict:     a key of `VERDICTS`.
     phase:       "forward", "backward", or "" when nothing was born in this step.
     module:      dotted path of the module where the first non-finite value was born; for `bad_data` and
-                 `weights_non_finite` the tensor that holds it.
+                 `weights_non_finite` the tensor that holds it, for `stale_scale` the clipped ones, the worst first.
     operation:   what torch calls the operation, or the cast or rounding it is.
     gradient_of: the forward operation whose gradient was being computed, in the backward pass.
     operands:    what went into that operation.
@@ -33,6 +34,7 @@ class Report:
     lost:        share of the gradient values that are zero at scale 1 and not in float32 (0..1).
     lost_at_scale: the same at the scale that was asked about; NaN when that run is not finite.
     loss:        in float32. `low_loss` is the loss in the low precision.
+    overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
     """
 
     verdict: str
@@ -49,6 +51,7 @@ class Report:
     scale: float
     level: str
     dtype: str
+    overshoot: float = 1.0
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -62,6 +65,8 @@ class Report:
     def _birth(self) -> list[str]:
         if self.verdict in ("bad_data", "weights_non_finite"):
             return [f"  where: {self.module}"]
+        if self.verdict == "stale_scale":
+            return [f"  clipped: {self.module}; the first is {self.overshoot:.3g} times what its scale holds"]
         if not self.operation:
             return []
         of = f", the gradient of {self.gradient_of}" if self.gradient_of else ""
@@ -138,6 +143,12 @@ def _advice(report: Report) -> list[str]:
         advice = [
             "go back to the last good checkpoint and record from there: an update with inf or NaN got through",
             "check that overflowed steps are skipped, and that the scale has not reached 0",
+        ]
+    elif report.verdict == "stale_scale":
+        advice = [
+            'a current scale follows at once: cast_like(network, "te_current")',
+            "a margin of one power of two, or the largest of a longer history, leaves room for growth",
+            "AmaxRecorder and replay_tensor_scales say which history would have held on the whole run",
         ]
     elif report.lost_at_scale > 0.05:
         advice = [

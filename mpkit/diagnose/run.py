@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision
 from mpkit.diagnose.report import Report, operation_of
+from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
 from mpkit.formats import FloatFormat
 
@@ -41,7 +42,8 @@ def diagnose(
                   A single tensor: the loss is loss_fn(network(batch)).
         loss_fn:  gives a scalar; None if network(*batch) is the loss.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
-                  dtype, and an autocast context around this call.
+                  dtype, and an autocast context around this call. Of a recipe's delayed scales (`cast_like`) those are
+                  named that cannot hold a tensor of this batch.
         scale:    the loss scale to ask about (> 0, finite).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
     Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number; RuntimeError, with torch's own
@@ -67,8 +69,21 @@ def diagnose(
         except RuntimeError as error:
             where = f"at level {level}" if level else "with the levels that the network has"
             raise RuntimeError(f"the batch runs in float32 but not {where} in {dtype}: {error}") from error
-    largest = None if not math.isfinite(low.loss) else low.largest_scale()
-    return _report(_blame_precision(full, low, largest), full, low, largest, scale, level, dtype)
+        largest = None if not math.isfinite(low.loss) else low.largest_scale()
+        report = _report(_blame_precision(full, low, largest), full, low, largest, scale, level, dtype)
+        if level is None and report.verdict == "healthy":
+            torch.random.set_rng_state(state)
+            report = _with_stale_scales(report, copy.deepcopy(network), batch, loss_fn)
+    return report
+
+
+def _with_stale_scales(report: Report, network: nn.Module, batch: Any, loss_fn: Any) -> Report:
+    """The report, or one that names the tensors that the delayed scales of a recipe cannot hold."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    stale = stale_operands(network, lambda: _gradients(_loss(network, batch, loss_fn), parameters, report.scale))
+    if not stale:
+        return report
+    return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
 
 
 @dataclass

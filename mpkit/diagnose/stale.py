@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from torch import nn
 
+from mpkit.casting import ledger, recipe_of
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
-from mpkit.record import AmaxTrace, Trace
+from mpkit.record import AmaxRecorder, AmaxTrace, Trace
 from mpkit.replay.ceilings import flushed_by_current_scale
 from mpkit.replay.tensor_scales import replay_tensor_scales
 
 _FLUSHED_TOO_MUCH = 0.05
+_STALE = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,33 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
             first = int(clipped.argmax()) + 1
             found.append(StaleScale(name, int(clipped.sum()), first, float(overshoot.max())))
     return sorted(found, key=lambda stale: -stale.overshoot)
+
+
+def stale_operands(network: nn.Module, step: Callable[[], object]) -> dict[str, float]:
+    """Which tensors a delayed scale cannot hold while `step` runs the network forwards and backwards.
+
+    Returns "<path of the layer>.input" and the like -> how many times too large its largest element is, from 2 on, the
+    worst first: tensors that grow slowly are clipped by a hair in most steps, which is no fault. {} where the network
+    has no recipe with delayed scales.
+    """
+    recipes = {path: recipe for path, recipe in recipe_of(network).items() if recipe and recipe.delayed()}
+    if not recipes:
+        return {}
+    recorder = AmaxRecorder(network)
+    with ledger(network) as log:
+        step()
+    recorder.end_step()
+    recorder.close()
+    largest = {name: float(series[0]) for name, series in recorder.trace().series().items()}
+    found: dict[str, float] = {}
+    for row in log.operands:
+        cast = getattr(recipes.get(row.module), f"{row.product}_{row.operand}", None)
+        if cast is not None and cast.delayed:
+            path = f"{row.module}.{row.operand}"
+            overshoot = largest.get(path, 0.0) * row.scale_max / cast.element.max
+            if overshoot >= _STALE:
+                found[path.removeprefix(".")] = overshoot
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def recommend_recipe(
