@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.diagnose.own_norms import own_norms
 from mpkit.formats import FloatFormat, get_format
 
 _STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
@@ -57,6 +58,7 @@ def preflight(
     named = {id(p): name for name, p in network.named_parameters()}
     found = [*_dtypes(network, level), *_ownership(network, optimizer, named)]
     found += [*_constants(optimizer, fmt, level), *_states(optimizer, named), *_small_updates(optimizer, named)]
+    found += _overridden(network, level)
     if loop is not None:
         found += _clip_order(loop if isinstance(loop, str) else textwrap.dedent(inspect.getsource(loop)))
     return found
@@ -79,6 +81,18 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
                 "the gradient is float16, and dividing it by the scale would flush it again",
                 "store the parameter in float32; its gradient then is float32 too",
             )
+
+
+def _overridden(network: nn.Module, level: str) -> Iterator[Finding]:
+    if level not in ("O2", "O3"):
+        return
+    for path, kind in own_norms(network, level):
+        yield Finding(
+            "warning",
+            path,
+            f"{kind} casts to float32 itself, which level {level} casts straight back: a square may leave the range",
+            f"custom_mixed_precision(network, black_list=[*get_black_list(), {kind}]) keeps it in float32",
+        )
 
 
 def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:

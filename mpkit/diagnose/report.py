@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpkit.diagnose.watch import ROOT, Event, Operand
+from mpkit.diagnose.cure import Cure
+from mpkit.diagnose.watch import Event, Operand
 
 VERDICTS = {
     "healthy": "Nothing is wrong with this batch: loss and gradients are finite.",
@@ -35,6 +36,7 @@ class Report:
     lost_at_scale: the same at the scale that was asked about; NaN when that run is not finite.
     loss:        in float32. `low_loss` is the loss in the low precision.
     overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
+    cures:       of an overflow: the changes that were tried on this batch and end it.
     """
 
     verdict: str
@@ -52,6 +54,7 @@ class Report:
     level: str
     dtype: str
     overshoot: float = 1.0
+    cures: tuple[Cure, ...] = ()
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -95,29 +98,26 @@ def power(value: float) -> str:
     return f"{value:.10g}"
 
 
-_HINTS = {
+_HINTS = {  # by a word in the name of the operation; of several the first counts
+    "softmax": "a softmax over inf or a fully masked row: keep the logits inside the format and one entry unmasked",
     "log": "a log of zero: add a small number inside, or use log_softmax, logsumexp or log1p",
     "div": "a division by zero or by something that flushed to zero: add an eps that the format holds",
     "exp": "an exp of a large number: subtract the largest argument first, as softmax does",
-    "softmax": "a softmax over inf or a fully masked row: keep the logits inside the format and one entry unmasked",
     "sqrt": "a square root at zero has an infinite slope: add a small eps inside the root",
     "rsqrt": "an inverse root of zero: the eps is too small for the format",
-    "norm": "the gradient of a norm at zero is 0/0: add a small eps inside the root",
-    "mean": "a mean adds up before it divides: take it in float32",
-    "sum": "a long sum: take it in float32",
-    "pow": "a power grows out of the range: compute it in float32",
-    "mul": "a product grows out of the range: compute it in float32 or divide first",
+    "weight_norm": "a row of zeros has no direction: start from other values",
+    "sum": "a long sum leaves the range: divide before it, or take a mean",
+    "pow": "a power grows out of the range: make the base smaller first",
+    "mul": "a product grows out of the range: make one of the factors smaller first",
 }
 
 
+_NO_CURE = "no module kept in float32, no other level and not bfloat16 ends this: train the network in float32"
+
+
 def _advice(report: Report) -> list[str]:
-    hint = next((text for key, text in _HINTS.items() if key in report.operation.split(" ")[0]), "")
-    keep = (
-        f"keep {report.module} in float32: to_float(module, torch.float32)"
-        if report.module != ROOT
-        else ("keep this operation in float32 (x.float() before it), or normalise what goes in")
-    )
-    bf16 = "use bfloat16, whose range is that of float32 (and which needs no loss scale)"
+    hint = _hint(report.gradient_of) or _hint(report.operation.split(" ")[0])
+    cured = [str(cure) for cure in report.cures]
     advice: list[str] = []
     if report.verdict == "scale_too_high":
         advice = [
@@ -127,14 +127,10 @@ def _advice(report: Report) -> list[str]:
     elif report.verdict == "forward_overflow":
         hidden = "the loss stays finite only because the inf is divided away; what it stood for is lost"
         seen = "lowering the loss scale will not help: the forward pass does not see it"
-        advice = [keep, bf16, hidden if math.isfinite(report.low_loss) else seen]
+        advice = [*(cured or [_NO_CURE]), hidden if math.isfinite(report.low_loss) else seen]
     elif report.verdict == "gradient_overflow":
-        down = report.max_scale is not None
-        advice = [
-            f"a scale of {power(report.max_scale or 1.0)} would fit" if down else keep,
-            bf16,
-            "divide the loss (mean, not sum, over batch and positions)",
-        ]
+        fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
+        advice = [*fits, *cured, "divide the loss (mean, not sum, over batch and positions)"]
     elif report.verdict == "model_non_finite":
         advice = ["train in float32 until this is repaired; mixed precision only shows it"]
     elif report.verdict == "bad_data":
@@ -156,6 +152,11 @@ def _advice(report: Report) -> list[str]:
             + (f" up to {power(report.max_scale)}" if report.max_scale else "")
         ]
     return ([hint] if hint and report.verdict not in ("healthy", "scale_too_high") else []) + advice
+
+
+def _hint(operation: str) -> str:
+    found = (text for key, text in _HINTS.items() if key in operation.split("_") or ("_" in key and key in operation))
+    return next(found, "")
 
 
 def operation_of(event: Event | None) -> dict[str, object]:

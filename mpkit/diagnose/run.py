@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mpkit.casting import auto_mixed_precision, remove_mixed_precision
+from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
+from mpkit.diagnose.cure import Cure, found
 from mpkit.diagnose.report import Report, operation_of
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
-from mpkit.formats import FloatFormat
+from mpkit.formats import BF16, FloatFormat
 
 SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
 
@@ -70,11 +71,20 @@ def diagnose(
             where = f"at level {level}" if level else "with the levels that the network has"
             raise RuntimeError(f"the batch runs in float32 but not {where} in {dtype}: {error}") from error
         largest = None if not math.isfinite(low.loss) else low.largest_scale()
-        report = _report(_blame_precision(full, low, largest), full, low, largest, scale, level, dtype)
+        blame = _blame_precision(full, low, largest)
+        report = _report(blame, full, low, largest, scale, level, dtype)
         if level is None and report.verdict == "healthy":
             torch.random.set_rng_state(state)
-            report = _with_stale_scales(report, copy.deepcopy(network), batch, loss_fn)
-    return report
+            return _with_stale_scales(report, copy.deepcopy(network), batch, loss_fn)
+        if report.verdict not in ("forward_overflow", "gradient_overflow") or report.phase == "":
+            return report
+
+        def works(cure: Cure) -> bool:
+            torch.random.set_rng_state(state)
+            run = _with_cure(cure, network, batch, loss_fn, level, dtype)
+            return run is not None and run.finite and (full.watch.hidden() is not None or run.watch.hidden() is None)
+
+        return replace(report, cures=found(report.module, level, works))
 
 
 def _with_stale_scales(report: Report, network: nn.Module, batch: Any, loss_fn: Any) -> Report:
@@ -84,6 +94,23 @@ def _with_stale_scales(report: Report, network: nn.Module, batch: Any, loss_fn: 
     if not stale:
         return report
     return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
+
+
+def _with_cure(cure: Cure, network: nn.Module, batch: Any, loss_fn: Any, level: str | None, dtype: Any) -> _Run | None:
+    """The batch at scale 1 once the advice is followed; None where a float32 result then meets a 16-bit weight."""
+    if cure.kind == "bfloat16":
+        dtype = BF16 if isinstance(dtype, FloatFormat) else torch.bfloat16
+    tried = _low_copy(network, cure.what if cure.kind == "level" else level, dtype)
+    if cure.kind == "keep":
+        to_float(tried.get_submodule(cure.what), torch.float32)
+
+    def of_float32(output: Any, *target: Any) -> Tensor:
+        return loss_fn(_widened(output), *target)
+
+    try:
+        return _run(tried, batch, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, 1.0)
+    except RuntimeError:
+        return None
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-OUTSIDE = "(loss function)"
-ROOT = "(network)"
+from mpkit.diagnose.cure import OUTSIDE, ROOT
+
 _ROUNDING = "round to "
 
 
@@ -131,10 +131,22 @@ class Watch(TorchDispatchMode):
             leaves += event.leaves
             todo += guilty
             if not guilty and not event.leaves:
-                births.add(index)
+                births.add(self._brought_in(event))
         if leaves:
             return None, tuple(dict.fromkeys(leaves))
         return (self.events[min(births)] if births else None), ()
+
+    def _brought_in(self, event: Event) -> int:
+        """Where the infinity arose that `event` choked on: at a constant of another module, or in `event` itself.
+
+        A softmax takes infinities that a mask means; that it chokes, by a row without any finite number, is its own.
+        """
+        todo, first = list(event.parents), event.index
+        while todo and "softmax" not in event.operation:
+            index = todo.pop()
+            first = min(first, index)
+            todo += self.events[index].parents
+        return first if self.events[first].module != event.module else event.index
 
     def hidden(self) -> Event | None:
         """The first operation of the forward pass that made +inf or NaN out of finite numbers, whatever came of it.

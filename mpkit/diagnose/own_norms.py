@@ -1,0 +1,52 @@
+"""Modules that ask for float32 themselves, which O2 and O3 override: found by what their forward computes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+
+from torch import nn
+
+from mpkit.casting import get_black_list
+from mpkit.casting.operations import words
+
+_DELICATE = frozenset(words("rsqrt sqrt pow square mean var std norm softmax log_softmax logsumexp exp log sum"))
+
+
+def own_norms(network: nn.Module, level: str) -> Iterator[tuple[str, str]]:
+    """(path, class) of the first module of each class whose forward casts to float32 and then adds up or takes roots.
+
+    torch's own modules, and what `level` protects anyway, are left out; so is a class without Python source.
+    """
+    protected = tuple(get_black_list()) if level == "O2" else ()
+    seen: set[type] = set()
+    for path, module in network.named_modules():
+        kind = type(module)
+        if kind in seen or kind.__module__.startswith("torch.") or isinstance(module, protected):
+            continue
+        seen.add(kind)
+        if _asks_for_float32(kind):
+            yield path or "the network", kind.__name__
+
+
+def _asks_for_float32(kind: type[nn.Module]) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    widened = any(_name(call) == "float" or (_name(call) in ("to", "type") and _says_float32(call)) for call in calls)
+    told = any(_name(call) in _DELICATE and _says_float32(call) for call in calls)
+    powers = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) for node in ast.walk(tree))
+    return told or (widened and (powers or any(_name(call) in _DELICATE for call in calls)))
+
+
+def _says_float32(call: ast.Call) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(isinstance(value, ast.Attribute) and value.attr in ("float32", "float") for value in given)
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

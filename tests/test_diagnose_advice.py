@@ -1,0 +1,161 @@
+"""Advice that works: every advice of diagnose, preflight and recommend is followed, and the fault is gone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_diagnose import FAULTS, Fault, Op, chain, diagnose, rows, with_weight
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, to_float
+from mpkit.diagnose.report import _HINTS
+from mpkit.formats import BF16, FloatFormat
+
+OVERFLOWS = [fault for fault in FAULTS if fault.verdict in ("forward_overflow", "gradient_overflow")]
+GONE = ("healthy", "scale_too_high")  # the loss scale is another matter
+
+
+@pytest.mark.parametrize("fault", OVERFLOWS, ids=lambda fault: fault.name)
+def test_every_cure_of_an_overflow_works_when_it_is_followed(fault: Fault) -> None:
+    options: dict[str, Any] = {"scale": 2.0**8, "level": "O2"} | dict(fault.options)
+    report = diagnose(fault.network(), fault.batch(), fault.loss, **options)
+    assert report.cures, str(report)
+    for cure in report.cures:
+        assert str(cure) in str(report)
+        network, loss, given = fault.network(), fault.loss, dict(options)
+        if cure.kind == "keep":
+            # as the advice says, after the level: level=None asks about the network as it is
+            auto_mixed_precision(network, options["level"], options.get("dtype", torch.float16))
+            to_float(network.get_submodule(cure.what), torch.float32)
+            given["level"] = None
+        elif cure.kind == "level":
+            given["level"] = cure.what
+        elif cure.kind == "bfloat16":
+            given["dtype"] = BF16 if isinstance(given.get("dtype"), FloatFormat) else torch.bfloat16
+        after = diagnose(network, fault.batch(), loss, **given)
+        assert after.verdict in GONE or after.module != report.module, (str(cure), str(after))
+        if fault.verdict == "forward_overflow":
+            assert after.verdict in GONE, (str(cure), str(after))
+
+
+TOO_HIGH = [fault for fault in FAULTS if fault.verdict in ("scale_too_high", "gradient_overflow")]
+
+
+@pytest.mark.parametrize("fault", TOO_HIGH, ids=lambda fault: fault.name)
+def test_the_scale_that_is_advised_fits(fault: Fault) -> None:
+    options: dict[str, Any] = {"scale": 2.0**8} | dict(fault.options)
+    report = diagnose(fault.network(), fault.batch(), fault.loss, **options)
+    assert report.max_scale is not None
+    after = diagnose(fault.network(), fault.batch(), fault.loss, **(options | {"scale": report.max_scale}))
+    assert after.verdict == "healthy"
+    assert any(f"{report.max_scale:.10g}" in advice for advice in report.advice)
+
+
+def test_a_smaller_loss_ends_an_overflow_of_the_gradients() -> None:
+    fault = next(fault for fault in FAULTS if fault.verdict == "gradient_overflow")
+    report = diagnose(fault.network(), fault.batch(), fault.loss, scale=1.0)
+    assert "divide the loss" in report.advice[-1]
+    after = diagnose(fault.network(), fault.batch(), lambda out, y: fault.loss(out, y) / 1e7, scale=1.0)
+    assert after.verdict == "healthy"
+
+
+def test_a_loss_outside_of_the_network_is_advised_to_compute_in_float32() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    torch.manual_seed(0)
+    network, loss = Scores(), lambda out: (out * 0 + 300).square().mean()
+    batch = torch.rand(4, 8)
+    report = diagnose(network, batch, loss, level="auto", scale=1.0)
+    assert (report.verdict, report.module) == ("forward_overflow", "(loss function)")
+    assert [cure.kind for cure in report.cures] == ["loss", "bfloat16"]
+    assert diagnose(network, batch, lambda out: loss(out.float()), level="auto", scale=1.0).verdict == "healthy"
+
+
+def test_lost_gradients_come_back_at_the_scale_that_is_advised() -> None:
+    network, batch = chain(nn.ReLU()), rows()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y) * 2.0**-20
+
+    report = diagnose(network, batch, loss, scale=1.0)
+    assert "raise it" in report.advice[0]
+    after = diagnose(network, batch, loss, scale=report.max_scale)
+    assert after.verdict == "healthy"
+    assert after.lost_at_scale < 0.01 < 0.05 < report.lost_at_scale
+
+
+# Each hint of an operation: the fault it is given for, and the same network with the hint followed.
+HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "log": (lambda x: torch.log(x * 0), lambda x: torch.log(x * 0 + 1e-3)),
+    "div": (lambda x: x * 0 / (x * 0).abs(), lambda x: x * 0 / ((x * 0).abs() + 1e-3)),
+    "exp": (lambda x: (x * 0 + 12).exp(), lambda x: (x * 0 + 12 - (x * 0 + 12).amax()).exp()),
+    "softmax": (
+        lambda x: (x * 0).masked_fill(torch.ones_like(x, dtype=torch.bool), -math.inf).softmax(-1),
+        lambda x: (x * 0).masked_fill(torch.arange(8) > 0, -math.inf).softmax(-1),
+    ),
+    "sqrt": (lambda x: (x * 0).sqrt(), lambda x: (x * 0 + 1e-3).sqrt()),
+    "rsqrt": (
+        lambda x: (x * 0) * ((x * 0).var(-1, keepdim=True) + 1e-9).rsqrt(),
+        lambda x: (x * 0) * ((x * 0).var(-1, keepdim=True) + 1e-3).rsqrt(),
+    ),
+    "sum": (lambda x: x + torch.ones(70_000).to(x).sum() * 1e-6, lambda x: x + torch.ones(70_000).to(x).mean() * 0.07),
+    "pow": (lambda x: (x * 0 + 300) ** 2, lambda x: ((x * 0 + 300) / 256) ** 2),
+    "mul": (lambda x: (x * 0 + 300) * (x * 0 + 300) / 300, lambda x: (x * 0 + 300) / 300 * (x * 0 + 300)),
+}
+
+
+@pytest.mark.parametrize("key", sorted({*_HINTS} - {"weight_norm"}))
+def test_the_hint_for_an_operation_ends_its_fault(key: str) -> None:
+    fault, mended = HINTED[key]
+    report = diagnose(chain(Op(fault)), rows(), F.cross_entropy, scale=1.0)
+    assert report.advice[0] == _HINTS[key], str(report)
+    assert diagnose(chain(Op(mended)), rows(), F.cross_entropy, scale=1.0).verdict == "healthy"
+
+
+def test_a_row_of_zeros_has_a_direction_once_it_has_other_values() -> None:
+    fault = next(fault for fault in FAULTS if fault.name == "weight norm of a zero row")
+    assert diagnose(fault.network(), fault.batch(), fault.loss).advice[0] == _HINTS["weight_norm"]
+    mended = with_weight(fault.network(), "0.parametrizations.weight.original1", lambda w: w[2].fill_(1.0))
+    assert diagnose(mended, fault.batch(), fault.loss, scale=1.0).verdict == "healthy"
+
+
+def test_bad_data_and_weights_are_well_once_repaired() -> None:
+    for fault in FAULTS:
+        if fault.verdict == "bad_data":
+            repaired = tuple(t.nan_to_num(0.5, 0.5, 0.5) if t.is_floating_point() else t for t in fault.batch())
+            assert diagnose(fault.network(), repaired, fault.loss, scale=1.0).verdict == "healthy", fault.name
+        elif fault.verdict == "weights_non_finite":
+            network = copy.deepcopy(fault.network())
+            with torch.no_grad():
+                for tensor in (*network.parameters(), *network.buffers()):
+                    tensor.nan_to_num_(0.5, 0.5, 0.5) if tensor.is_floating_point() else None
+            assert diagnose(network, fault.batch(), fault.loss, scale=1.0).verdict == "healthy", fault.name
+
+
+# --- an infinity that a constant brings in ----------------------------------------------------------------------------
+
+
+class BringsIn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1e-6, torch.full_like(x, math.inf), x)
+
+
+@pytest.mark.parametrize("after", [nn.Linear(8, 8), Op(lambda x: x * 0), nn.LayerNorm(8)])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "auto"])
+def test_an_infinity_of_a_constant_is_named_where_it_arises(level: str, after: nn.Module) -> None:
+    network = nn.Sequential(nn.Linear(8, 8), BringsIn(), after, nn.Linear(8, 3))
+    report = diagnose(network, rows(), F.cross_entropy, level=level)
+    assert (report.verdict, report.module) == ("model_non_finite", "1")
+    assert report.operation in ("full_like", "fill", "where")

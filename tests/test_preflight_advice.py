@@ -1,0 +1,152 @@
+"""The way out of every finding of preflight, followed: the finding is gone, and so is what it warned of."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from test_diagnose import chain, clip_too_early, rows, sound_loop
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, custom_mixed_precision, get_black_list
+from mpkit.diagnose import Finding, preflight
+
+
+class LlamaNorm(nn.Module):
+    """A root-mean-square norm as language models write it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + 1e-6)).to(given)
+
+
+class PlainNorm(nn.Module):
+    """A norm that leaves the precision to others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def named(network: nn.Module, word: str, level: str = "O2", **options: Any) -> list[Finding]:
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(network.parameters(), 0.1)
+    return [found for found in preflight(network, optimizer, level, **options) if word in str(found)]
+
+
+def test_a_norm_that_asks_for_float32_is_found_and_protected() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), LlamaNorm(8), LlamaNorm(8), nn.Linear(8, 3))
+    with torch.no_grad():
+        network[0].weight.mul_(1e3)
+    x, y = rows()
+
+    def gradients(net: nn.Module) -> list[Tensor]:
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    (found,) = named(network, "LlamaNorm")  # of two modules of one class, the first
+    assert found.where == "1"
+    assert not named(network, "casts to float32", "O1")
+    assert named(network, "casts to float32", "O3")
+    low = auto_mixed_precision(copy.deepcopy(network), "O2")
+    assert not all(bool(g.isfinite().all()) and bool(g.any()) for g in gradients(low))  # what was warned of
+    assert "black_list=[*get_black_list(), LlamaNorm]" in found.way_out
+    cured = custom_mixed_precision(copy.deepcopy(network), black_list=[*get_black_list(), LlamaNorm])
+    for got, want in zip(gradients(cured), gradients(network)):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=1e-3)  # 3 roundings to 11 bits around each product
+
+
+def test_other_modules_are_not_taken_for_such_norms() -> None:
+    network = nn.Sequential(PlainNorm(), nn.LayerNorm(4), nn.Softmax(-1), nn.Linear(4, 4), nn.RMSNorm(4))
+    assert not named(network, "casts to float32")
+
+
+def test_parameters_stored_in_16_bits() -> None:
+    half = chain(nn.ReLU()).half()
+    assert "network.float()" in named(half, "stored in")[0].way_out
+    assert not named(half.float(), "stored in")
+
+
+def test_gradients_in_16_bits() -> None:
+    half = chain(nn.ReLU()).half()
+    for p in half.parameters():
+        p.grad = torch.ones_like(p)
+    assert named(half, "gradient is float16", "O0")
+    wide = half.float()
+    F.cross_entropy(auto_mixed_precision(wide, "O2")(rows()[0]), rows()[1]).backward()
+    assert not named(wide, "gradient is float16")
+
+
+def test_an_optimizer_of_another_network_or_of_a_part() -> None:
+    network = chain(nn.ReLU())
+    other = torch.optim.SGD(copy.deepcopy(network).parameters(), 0.1)
+    part = torch.optim.SGD([network.first.weight], 0.1)
+    assert "build the optimizer from this network" in named(network, "not in this network", optimizer=other)[0].way_out
+    assert named(network, "in no group", optimizer=part)
+    assert preflight(network, torch.optim.SGD(network.parameters(), 0.1), "O2") == []
+    part.add_param_group({"params": [p for p in network.parameters() if p is not network.first.weight]})
+    assert not named(network, "in no group", optimizer=part)
+    frozen = torch.optim.SGD([network.first.weight], 0.1)
+    for p in network.parameters():
+        p.requires_grad_(p is network.first.weight)
+    assert not named(network, "in no group", optimizer=frozen)
+
+
+def test_constants_that_the_format_cannot_hold() -> None:
+    half = chain(nn.ReLU()).half()
+    (found,) = named(half, "eps=", optimizer=torch.optim.Adam(half.parameters(), 1e-3))
+    assert "eps >= 6.1e-05" in found.way_out
+    assert not named(half, "eps=", optimizer=torch.optim.Adam(half.parameters(), 1e-3, eps=6.2e-5))
+    assert not named(half.float(), "eps=", optimizer=torch.optim.Adam(half.float().parameters(), 1e-3))
+
+
+def test_states_in_16_bits_or_not_finite() -> None:
+    network = chain(nn.ReLU())
+    half = copy.deepcopy(network).bfloat16()
+    for net, word in ((half, "optimizer state exp_avg_sq is bfloat16"), (network, "holds inf or NaN")):
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, float("inf") if net is network else 1.0)
+        before = copy.deepcopy(optimizer.state_dict())
+        optimizer.step()
+        assert named(net, word, optimizer=optimizer)
+        if net is half:  # keep the states in float32
+            wide = net.float()
+            optimizer = torch.optim.Adam(wide.parameters(), 1e-3)
+            for p in wide.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        else:  # go back to a checkpoint
+            optimizer.load_state_dict(before)
+        assert not named(net, word, optimizer=optimizer)
+
+
+def test_updates_that_round_away() -> None:
+    for dtype, rate in ((torch.float16, 0.1), (torch.float32, 1e-6)):
+        layer = nn.Linear(4, 4, bias=False).to(dtype)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        layer.weight.grad = torch.full((4, 4), 1e-3).to(dtype)
+        (found,) = named(layer, "half an ulp", "O0", optimizer=torch.optim.SGD(layer.parameters(), rate))
+        if dtype is torch.float16:
+            assert "float32" in found.way_out
+            layer = layer.float()
+            layer.weight.grad = torch.full((4, 4), 1e-3)
+        else:
+            assert "learning rate" in found.way_out
+            rate = 0.1
+        assert not named(layer, "half an ulp", "O0", optimizer=torch.optim.SGD(layer.parameters(), rate))
+
+
+def test_a_gradient_clipped_before_it_is_unscaled() -> None:
+    network = chain(nn.ReLU())
+    assert "unscale_" in named(network, "clip_grad_norm_", loop=clip_too_early)[0].way_out
+    assert not named(network, "clip_grad_norm_", loop=sound_loop)
