@@ -86,7 +86,7 @@ def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
     written, kept = 0, []
     for source in sorted(path for path in lessons.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         name = source.relative_to(lessons).as_posix()
-        content = source.read_bytes()
+        content = as_opened(source.read_bytes()) if source.suffix == ".ipynb" else source.read_bytes()
         target = folder / name
         if target.is_symlink() or target.exists():
             found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
@@ -100,6 +100,19 @@ def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
         record[name], written = _sha256(content), written + 1
     _write(folder / RECORD, json.dumps(record, indent=1).encode())
     return written, kept
+
+
+def as_opened(content: bytes) -> bytes:
+    """A stored notebook as its reader first meets it: without results and without hidden tests."""
+    try:
+        notebook = json.loads(content)
+    except ValueError:  # no notebook, whatever its name: it travels as it is
+        return content
+    notebook["cells"] = [c for c in notebook["cells"] if "test" not in c["metadata"].get("tags", ())]
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _read_record(path: Path) -> dict[str, str]:

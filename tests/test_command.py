@@ -158,4 +158,9 @@ def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
     assert copied == {p.relative_to(ROOT / "notebooks").as_posix() for p in (ROOT / "notebooks").rglob("*.ipynb")}
     for path in tmp_path.rglob("*.ipynb"):
         assert "### BEGIN" not in path.read_text("utf-8")
-        assert json.loads(path.read_text("utf-8"))["nbformat"] == 4
+        notebook = json.loads(path.read_text("utf-8"))
+        assert notebook["nbformat"] == 4
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        assert cells
+        assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+        assert not any("test" in cell["metadata"].get("tags", []) for cell in cells)

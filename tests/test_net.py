@@ -186,7 +186,7 @@ BUGS = [
         "(network(images).argmax(1) == labels)",
         "(network(images).argmin(1) == labels)",
         "00_start_here",
-        7,
+        9,
     ),
     Bug(
         "a window that the explorer forgets",
@@ -194,7 +194,7 @@ BUGS = [
         "DynamicLossScaler(2.0**self.init_exponent, self.scale_factor, self.scale_window)",
         "DynamicLossScaler(2.0**self.init_exponent, self.scale_factor, 50)",
         "00_start_here",
-        11,
+        15,
     ),
     Bug(
         "a mean square that is not rooted",
@@ -202,7 +202,7 @@ BUGS = [
         ".square().mean().sqrt()\n    return",
         ".square().mean()\n    return",
         "03_casting_levels",
-        4,
+        8,
     ),
     Bug(
         "the layer before the one that is kept",
@@ -210,7 +210,7 @@ BUGS = [
         "network.get_submodule(layers[kept - 1])",
         "network.get_submodule(layers[kept - 2])",
         "03_casting_levels",
-        6,
+        11,
     ),
     Bug(
         "gradients that are not rounded to their format",
@@ -218,7 +218,7 @@ BUGS = [
         "grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)",
         "grad = grads[0]",
         "03_casting_levels",
-        11,
+        19,
     ),
     Bug(
         "a training that ignores the scale",
@@ -226,7 +226,7 @@ BUGS = [
         "WeightedLoss(weight)), optimizer, torch.tensor(scale))",
         "WeightedLoss(weight)), optimizer, torch.tensor(1.0))",
         "04_why_loss_scaling",
-        6,
+        9,
     ),
     Bug(
         "a step that reports that it was applied",
@@ -234,7 +234,7 @@ BUGS = [
         'end = "skipped" if self.skipped else "applied"',
         'end = "applied"',
         "06_training_step",
-        3,
+        4,
     ),
     Bug(
         "a forward pass without its cast",
@@ -242,7 +242,7 @@ BUGS = [
         '    auto_mixed_precision(network, "O2")\n    if bad',
         '    auto_mixed_precision(network, "O0")\n    if bad',
         "06_training_step",
-        2,
+        3,
     ),
     Bug(
         "a step that goes uphill",
@@ -250,7 +250,7 @@ BUGS = [
         "parameter.grad = grad\n",
         "parameter.grad = -grad\n",
         "06_training_step",
-        4,
+        6,
     ),
     Bug(
         "a cell that returns the scaled loss",
@@ -258,7 +258,7 @@ BUGS = [
         "ctx.outcome = StepOutcome(loss, overflow, live.clone())",
         "ctx.outcome = StepOutcome(loss * live, overflow, live.clone())",
         "06_training_step",
-        6,
+        8,
     ),
     Bug(
         "the least likely digit counted as the answer",
@@ -266,7 +266,7 @@ BUGS = [
         "(network(tests).argmax(1) == truth)",
         "(network(tests).argmin(1) == truth)",
         "07_optimizers_and_schedules",
-        12,
+        21,
     ),
     Bug(
         "a static scale that the optimizer forgets",
@@ -274,7 +274,7 @@ BUGS = [
         "Momentum(p, 0.05, 0.9, decay, scale)",
         "Momentum(p, 0.05, 0.9, decay)",
         "07_optimizers_and_schedules",
-        16,
+        27,
     ),
     Bug(
         "an overflow check that sees NaN only, in a training",
@@ -282,7 +282,7 @@ BUGS = [
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
         "08_scaler_zoo",
-        12,
+        20,
     ),
     Bug(
         "a frozen step in place of every full one",
@@ -290,7 +290,7 @@ BUGS = [
         "            opt.step()\n",
         "            opt.step() if index else None\n",
         "09_boost_levels",
-        8,
+        14,
     ),
     Bug(
         "a rate that one worker does not have",
@@ -298,7 +298,7 @@ BUGS = [
         "deltas.append([rate * g for g",
         "deltas.append([g for g",
         "12_adasum",
-        10,
+        15,
     ),
     Bug(
         "gradients that are not rounded to the format",
@@ -306,7 +306,7 @@ BUGS = [
         "return quantize(x, FP32, self.fmt)",
         "return quantize(x, FP32, FP32)",
         "13_group_loss_scale",
-        2,
+        3,
     ),
     Bug(
         "markers behind the first that are left out",
@@ -314,7 +314,7 @@ BUGS = [
         "x = x if self.together and i else self.manager(x, i, i + 1)",
         "x = x if i else self.manager(x, i, i + 1)",
         "13_group_loss_scale",
-        6,
+        10,
     ),
     Bug(
         "an advice that is lost",
@@ -322,7 +322,7 @@ BUGS = [
         "advice = [*(cured or [_NO_CURE]), hidden if",
         "advice = [hidden if",
         "14_overflow_detective",
-        3,
+        7,
     ),
     Bug(
         "an interval of 90 % called one of 95 %",
@@ -344,7 +344,7 @@ BUGS = [
         "total += 100 * float((out.argmax(classes) == y).sum())",
         "total += float((out.argmax(classes) == y).sum())",
         "20_your_own_experiment",
-        10,
+        15,
     ),
     Bug(
         "finished runs that are run again",
@@ -352,7 +352,7 @@ BUGS = [
         "pending = {t.stem: t for t in tasks if t.stem not in finished}",
         "pending = {t.stem: t for t in tasks}",
         "20_your_own_experiment",
-        11,
+        17,
     ),
     Bug(
         "a level that never reaches the network",
@@ -360,7 +360,7 @@ BUGS = [
         "auto_mixed_precision(net, level, _dtype(dtype))",
         'auto_mixed_precision(net, "O0", _dtype(dtype))',
         "20_your_own_experiment",
-        12,
+        19,
     ),
     Bug(
         "a spread that divides by n",

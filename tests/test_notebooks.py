@@ -16,7 +16,7 @@ LESSONS = sorted(FOLDER.glob("*.ipynb"))
 LABS = sorted(FOLDER.glob("labs/*.ipynb"))
 NOTEBOOKS = [*LESSONS, *LABS]
 
-TAGS = {"raises-exception", "hide-input", "solution", "nbval-ignore-output"}
+TAGS = {"raises-exception", "hide-input", "nbval-ignore-output", "test"}
 IMPORTS = {"mpkit", "torch", "numpy", "pandas", "matplotlib", "ipywidgets", *sys.stdlib_module_names}
 HEADINGS = ("Goal", "Predict", "Tweak", "Check yourself", "Summary")
 FORBIDDEN = ("clear_output", "to_jshtml", "!pip", "%pip", "plt.show", "nbval-skip", "NBVAL_SKIP", "NBVAL_IGNORE")
@@ -28,6 +28,11 @@ def name(path):
 
 def code_cells(notebook):
     return [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+
+
+def read_cells(notebook):
+    """Code cells without the hidden ones that only test."""
+    return [c for c in code_cells(notebook) if "test" not in c.metadata.get("tags", [])]
 
 
 def prose(notebook):
@@ -63,7 +68,7 @@ def test_every_cell_ran_in_order_without_an_error(notebook):
 def test_cells_are_few_short_and_tagged_as_allowed(notebook):
     cells = code_cells(notebook)
     if notebook.path in LESSONS:
-        assert len(cells) <= 25
+        assert len(read_cells(notebook)) <= 25
     for cell in cells:
         assert set(cell.metadata.get("tags", [])) <= TAGS
         if notebook.path in LESSONS:
@@ -82,7 +87,7 @@ def test_imports_and_words_are_allowed(notebook):
 
 
 def test_most_cells_print_or_return_what_nbval_can_compare(notebook):
-    cells = [c for c in code_cells(notebook) if not c.metadata.get("nbgrader", {}).get("solution")]
+    cells = [c for c in read_cells(notebook) if not c.metadata.get("nbgrader", {}).get("solution")]
     compared = [
         c
         for c in cells
@@ -110,6 +115,24 @@ def test_every_picture_is_a_png_with_its_sentence(notebook):
             assert not sentence.startswith("<"), f"a default repr instead of a sentence: {sentence!r}"
             assert f"<figcaption>{escape(sentence)}</figcaption>" in output.data["text/html"]
         assert not any("image/svg+xml" in o.get("data", {}) for o in cell.outputs)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_lesson_asks_before_it_shows_and_keeps_its_tests_out_of_sight(path):
+    notebook = nbformat.read(path, as_version=4)
+    sources = [c.source for c in read_cells(notebook)]
+    assert any(s.startswith(("check.predict(", "my_verdicts = None")) for s in sources)
+    assert sum("check.judge(" in s for s in sources) == 1
+    asserts = [node for s in sources for node in ast.parse(s).body if isinstance(node, ast.Assert)]
+    assert asserts == [], "asserts of a test belong into a cell behind, tagged test"
+    for cell in code_cells(notebook):
+        if "test" in cell.metadata.get("tags", []):
+            assert cell.metadata.jupyter.source_hidden
+            assert "assert" in cell.source
+            assert not cell.outputs
+    calls = [node for s in sources for node in ast.walk(ast.parse(s)) if isinstance(node, ast.Call)]
+    answers = [call.args[2] for call in calls if ast.unparse(call.func) == "check.answer" and len(call.args) > 2]
+    assert all(ast.unparse(answer) in ("None", "my_verdicts") for answer in answers), "an answer stands on the page"
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)

@@ -1,8 +1,9 @@
-"""What a lesson checks: its questions, its claims about a live training, and the figures that only a screen shows.
+"""What a lesson asks and checks: predictions, questions, tasks, claims about a live training, figures for the screen.
 
-A lesson's questions live in `mpkit/check/lesson_NN.py` as `QUESTIONS`, a dict from a short name to a `Question`; the
-truth of each is computed, never written down. The last digits of a live training differ from machine to machine, so a
-lesson stores a `claim` that holds with a margin on all of them, and `on_screen` shows the reader the digits themselves.
+They live in `mpkit/check/lesson_NN.py`: `PREDICTIONS` and `QUESTIONS`, dicts from a short name to a `Prediction` or a
+`Question`, and `TASK`, a `Task`. The truth of each is computed, never written down. The last digits of a live training
+differ from machine to machine, so a lesson stores a `claim` that holds with a margin on all of them, and `on_screen`
+shows the reader the digits themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -90,9 +92,32 @@ def answer(lesson: str, name: str, value: Any = None) -> None:
     print(verdict(lesson, name, value)[1])
 
 
+def predict(lesson: str, name: str) -> Any:
+    """A widget that asks for a prediction, and tells the truth to whoever has made one.
+
+    Raises:  ValueError for a lesson or prediction that does not exist.
+    """
+    from mpkit.widgets.commit import Commit
+
+    predictions = _of(lesson).PREDICTIONS
+    if name not in predictions:
+        raise ValueError(f"lesson {lesson} has the predictions {', '.join(predictions)}, got {name!r}")
+    return Commit(predictions[name])
+
+
+def judge(lesson: str, function: Callable[..., Any]) -> None:
+    """Run the function that the reader of a lesson wrote on all cases of its task, and print a sentence.
+
+    Raises:  TypeError if it is no function; ValueError for a lesson that does not exist.
+    """
+    if not callable(function):
+        raise TypeError(f"judge needs the function that you wrote, got {function!r}: leave its parentheses out")
+    print(_of(lesson).TASK.verdict(function, _same)[1])
+
+
 def verdict(lesson: str, name: str, value: Any = None) -> tuple[bool | None, str]:
     """(right or wrong or None when nothing was answered, the sentence)."""
-    questions = _questions(lesson)
+    questions = _of(lesson).QUESTIONS
     if name not in questions:
         raise ValueError(f"lesson {lesson} has the questions {', '.join(questions)}, got {name!r}")
     question = questions[name]
@@ -107,9 +132,9 @@ def verdict(lesson: str, name: str, value: Any = None) -> tuple[bool | None, str
     return False, "Not yet. " + question.hint
 
 
-def _questions(lesson: str) -> dict[str, Question]:
+def _of(lesson: str) -> ModuleType:
     try:
-        return import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS
+        return import_module(f"mpkit.check.lesson_{lesson}")
     except ModuleNotFoundError as error:
         raise ValueError(f'there is no lesson {lesson!r} with questions; write two digits, as in "05"') from error
 

@@ -1,7 +1,12 @@
 """Questions of lesson 00."""
 
+import torch
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.formats import FP16
+from mpkit.scalers import DynamicLossScaler, all_finite
 
 
 def _after_one_overflow() -> float:
@@ -36,3 +41,50 @@ QUESTIONS = {
         "Look at the table of dtypes above: what does `parameter.dtype` say?",
     ),
 }
+
+
+def _overflow() -> str:
+    scaler = DynamicLossScaler(2.0**16, 2, 50)
+    finite = all_finite([scaler.scale(torch.tensor([2.0])).half()])
+    scaler.adjust(finite)
+    return "a" if finite else "b" if scaler.scale_value == 2.0**15 else "c"
+
+
+def _decisions() -> list[tuple[tuple[list[float], float], tuple[bool, float]]]:
+    found = []
+    for gradients, scale in (([0.5, 2.0], 1024.0), ([0.5, 2.0], 65536.0), ([-70.0], 1024.0), ([1e-9], 8.0)):
+        scaler = DynamicLossScaler(scale, 2, 50)
+        finite = all_finite([scaler.scale(torch.tensor(gradients)).half()])
+        scaler.adjust(finite)
+        found.append(((gradients, scale), (bool(finite), float(scaler.scale_value))))
+    return found
+
+
+PREDICTIONS = {
+    "overflow": Prediction(
+        "A gradient entry of 2.0 is multiplied by a loss scale of 65536. What does the check find?",
+        (
+            (
+                "It is finite, and the step is applied.",
+                "131072 lies beyond 65504, the largest float16, so the product is inf.",
+            ),
+            (
+                "It is inf in float16: the step is skipped, and the scale halves.",
+                "One step is lost, nothing else: the weights never meet the inf.",
+            ),
+            (
+                "It is inf in float16, and the training is lost.",
+                "Only an update could spoil the weights, and this update is left out.",
+            ),
+        ),
+        _overflow,
+    ),
+}
+
+TASK = Task(
+    "the function gets a list of true gradients and the loss scale, and returns a pair: is the step applied (True or "
+    "False), and the scale of the next step. Multiply first; nothing above 65504 is finite in float16.",
+    _decisions,
+    "This is the decision that every loss scaler takes.",
+    "A step is applied when all gradients times the scale lie within 65504; otherwise the scale is halved.",
+)

@@ -1,7 +1,12 @@
 """Questions of lesson 01."""
 
+import torch
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.formats import BF16, E4M3FN, FP16, FP32
+from mpkit.rounding import round_to
 
 QUESTIONS = {
     "smallest": Question(
@@ -46,3 +51,54 @@ QUESTIONS = {
         ),
     ),
 }
+
+
+def _value(pattern: int) -> float:
+    return float(FP16.decode(torch.tensor(pattern)))
+
+
+def _decoded() -> list[tuple[tuple[int, int, int], float]]:
+    fields = [(0, 15, 0), (1, 16, 512), (0, 30, 1023), (0, 1, 0), (0, 0, 1), (1, 0, 1023), (0, 0, 0), (0, 31, 0)]
+    return [((s, e, f), _value(s << 15 | e << 10 | f)) for s, e, f in fields]
+
+
+def _stored() -> str:
+    return "a" if round_to(torch.tensor(0.1, dtype=torch.float64), FP16).item() == 0.1 else "b"
+
+
+def _next_to_one() -> str:
+    gap = _value(int(FP16.encode(1.0)) + 1) - 1
+    return {2.0**-24: "a", 2.0**-16: "b", 2.0**-10: "c"}[gap]
+
+
+PREDICTIONS = {
+    "tenth": Prediction(
+        "0.1 is not a sum of few powers of two. What does float16 store for it?",
+        (
+            ("0.1 exactly.", "With eleven binary digits 0.1 cannot be written, as 1/3 cannot with decimal ones."),
+            ("The nearest of its values, a little off.", "The error is at most half the gap to the next value."),
+            (
+                "0.1, cut off after three decimal digits.",
+                "The digits that are kept are binary, and the last one is rounded, not cut off.",
+            ),
+        ),
+        _stored,
+    ),
+    "last_bit": Prediction(
+        "You flip the last of the 16 bits of 1.0. How far do you get?",
+        (
+            ("2^-24 further.", "That is the gap near zero. Near 1 the values lie 2^14 times farther apart."),
+            ("2^-16 further.", "Sixteen bits are not sixteen digits: only ten of them belong to the fraction."),
+            ("2^-10 further.", "Ten fraction bits divide the way from 1 to 2 into 1024 steps."),
+        ),
+        _next_to_one,
+    ),
+}
+
+TASK = Task(
+    "the function gets the sign bit, the exponent field (0 to 31) and the fraction field (0 to 1023) of a float16, and "
+    "returns its value. An exponent field of 0 means zero or a subnormal; with a field of 31 and fraction 0 it is inf.",
+    _decoded,
+    "You have written the decoder of float16.",
+    "A normal number is 2^(exponent - 15) x (1 + fraction / 1024). A subnormal has no leading 1, and the exponent -14.",
+)

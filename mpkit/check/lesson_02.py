@@ -1,7 +1,12 @@
 """Questions of lesson 02."""
 
+import torch
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.formats import BF16, FP16
+from mpkit.rounding import round_to
 
 
 def _rounded(value: float, mode: str = "nearest_even") -> float:
@@ -54,3 +59,36 @@ QUESTIONS = {
         ),
     ),
 }
+
+
+def _tie() -> str:
+    return {2050: "a", 2048: "b"}[int(torch.tensor(2049.0).half())]
+
+
+def _nearest_even() -> list[tuple[tuple[float], float]]:
+    numbers = (2048.5, 2049.0, 2049.5, 2051.0, 2053.0, 3001.0, 3001.1, 4094.9)
+    return [((x,), round_to(torch.tensor(x, dtype=torch.float64), FP16).item()) for x in numbers]
+
+
+PREDICTIONS = {
+    "tie": Prediction(
+        "2049 lies exactly halfway between the float16 numbers 2048 and 2050. What do you get?",
+        (
+            ("2050, as in school.", "School rounds every tie up. Then sums of many rounded numbers drift upwards."),
+            ("2048.", "A tie goes to the neighbour whose last fraction bit is 0. So 2051 goes up, to 2052."),
+            (
+                "Sometimes one, sometimes the other.",
+                "That is stochastic rounding. The default of all casts gives the same answer each time.",
+            ),
+        ),
+        _tie,
+    ),
+}
+
+TASK = Task(
+    "the function gets a number between 2048 and 4096, where the float16 numbers are the even integers, and returns "
+    "the float16 number that it is rounded to: the nearest one, and at a tie the one whose half is even.",
+    _nearest_even,
+    "Ties went to the neighbour whose last bit is 0: this is the default rounding of IEEE 754.",
+    "Divide by 2, round to an integer with ties to even, and multiply by 2. What does Python's round() do with ties?",
+)

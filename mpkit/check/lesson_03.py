@@ -1,6 +1,14 @@
 """Questions of lesson 03."""
 
+import copy
+
+import torch
+from torch import nn
+
+from mpkit.casting import auto_mixed_precision, ledger
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 
 
 def _computes(level: str, operation: str) -> str:
@@ -71,3 +79,55 @@ QUESTIONS = {
         "Print get_black_list().",
     ),
 }
+
+
+LAYERS = {"linear": nn.Linear(4, 4), "relu": nn.ReLU(), "batch_norm": nn.BatchNorm1d(4), "softmax": nn.Softmax(-1)}
+
+
+def _ran(layer: str, level: str) -> tuple[str, str]:
+    """What the ledger says of a layer inside a network: (computes in, its result)."""
+    inner = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(LAYERS[layer]), nn.Linear(4, 4))
+    with ledger(auto_mixed_precision(inner, level, torch.bfloat16)) as book:
+        inner(torch.ones(3, 4))
+    return book.rows[1].compute, book.rows[1].output[0]
+
+
+def _norm() -> str:
+    return {("bfloat16", "bfloat16"): "a", ("float32", "float32"): "b", ("float32", "bfloat16"): "c"}[
+        _ran("batch_norm", "O2")
+    ]
+
+
+def _widths() -> list[tuple[tuple[str, str], int]]:
+    pairs = [(layer, level) for level in ("O0", "O1", "O2", "O3") for layer in LAYERS]
+    return [(pair, 32 if _ran(*pair)[0] == "float32" else 16) for pair in pairs]
+
+
+PREDICTIONS = {
+    "norm": Prediction(
+        "At O2 in float16, in what does the batch norm compute, and what does it give to the ReLU?",
+        (
+            (
+                "It computes in float16 and gives float16.",
+                "That is O3. O2 keeps four classes in float32 inside, and batch norm is one of them.",
+            ),
+            (
+                "It computes in float32 and gives float32.",
+                "The inside is right. But its result is rounded as it leaves, so that the next layer stays in 16 bits.",
+            ),
+            (
+                "It computes in float32 and gives float16.",
+                "The mean of many values needs the digits; what is handed on need not have them.",
+            ),
+        ),
+        _norm,
+    ),
+}
+
+TASK = Task(
+    "the function gets a layer ('linear', 'relu', 'batch_norm' or 'softmax') and a level ('O0' to 'O3'), and returns "
+    "the width in bits, 16 or 32, in which this layer computes inside a network.",
+    _widths,
+    "These three lists are all that the levels O0 to O3 differ in.",
+    "O1 has a list of what it casts, O2 a list of what it does not cast. Ask the ledger where you are unsure.",
+)

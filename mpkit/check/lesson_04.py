@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.explorers.training import gradients_of_digits, shares_at
 from mpkit.formats import FP16
 
 
@@ -41,3 +44,40 @@ QUESTIONS = {
         "At which moment of the step is the loss multiplied: before or after the activations are computed?",
     ),
 }
+
+
+def _share() -> str:
+    lost = shares_at(gradients_of_digits()[720, "activations"], 1.0, FP16).lost
+    return "a" if lost == 0 else "b" if lost < 0.05 else "c"
+
+
+def _largest_scales() -> list[tuple[tuple[float], int]]:
+    return [((v,), math.floor(math.log2(FP16.max / v))) for v in (1.0, 65504.0, 1e-3, 2.0**-20, 3.1e-7, 700.0)]
+
+
+PREDICTIONS = {
+    "zero": Prediction(
+        "Which share of the gradients between the layers becomes zero when it is stored in float16?",
+        (
+            (
+                "None: float16 goes down to 2^-24, about 0.00000006, and gradients are not that small.",
+                "At the start of a training that is nearly right. A network that has learnt makes small errors, and "
+                "its gradients shrink with them.",
+            ),
+            ("About one in a thousand.", "So it is at the start. After 720 steps the gradients are far smaller."),
+            (
+                "More than one in twenty.",
+                "And no message tells it: a gradient of zero is a legal number.",
+            ),
+        ),
+        _share,
+    ),
+}
+
+TASK = Task(
+    "the function gets the largest gradient of a training, and returns the largest n for which a loss scale of 2^n "
+    "still keeps it within 65504.",
+    _largest_scales,
+    "A dynamic scaler finds this number by trying.",
+    "2^n times the gradient may be 65504 at most: divide, take the logarithm to base 2, and round down.",
+)

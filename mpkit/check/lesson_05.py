@@ -1,7 +1,13 @@
 """Questions of lesson 05, the dynamic loss scale."""
 
+import torch
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.explorers.scaling import DynamicsExplorer
 from mpkit.policies import preset, run
+from mpkit.scalers import DynamicLossScaler
 
 
 def _after(finite: list[bool]) -> float:
@@ -44,3 +50,50 @@ QUESTIONS = {
         "What does multiplying the loss by 1 do to its gradients?",
     ),
 }
+
+
+def _search() -> str:
+    model = DynamicsExplorer(run="gpt_sums", init_exponent=24, scale_window=50, step=110)
+    first = int(model.finite.argmax())
+    return "a" if first == 1 else "c" if model.scale[:110].min() == 1 else "b"
+
+
+def _steps() -> list[tuple[tuple[float, int, bool], tuple[float, int]]]:
+    scaler = DynamicLossScaler(8.0, 2, 3)
+    found = []
+    for finite in (True, True, True, True, False, True, True, False, False, False, False, False, True):
+        before = (float(scaler.scale_value), int(scaler.counter))
+        scaler.adjust(torch.tensor(finite))
+        found.append(((*before, finite), (float(scaler.scale_value), int(scaler.counter))))
+    return found
+
+
+PREDICTIONS = {
+    "search": Prediction(
+        "The scale starts at 2^24, far above the ceiling. What happens in the first 110 steps?",
+        (
+            (
+                "The first overflow brings the scale to the ceiling at once.",
+                "The scaler does not know how far it is too high: it is only told that something overflowed.",
+            ),
+            (
+                "A few steps in a row are skipped, one for each power of two; later a single step now and then.",
+                "Every overflow halves the scale once. Later a batch with larger gradients has a lower ceiling.",
+            ),
+            (
+                "The scale falls to 1 and climbs from there.",
+                "It falls only as long as steps overflow, and that ends as soon as it is below the ceiling.",
+            ),
+        ),
+        _search,
+    ),
+}
+
+TASK = Task(
+    "the function gets the scale, the counter of finite steps, and whether this step was finite; it returns the next "
+    "scale and the next counter, for a factor of 2, a window of 3 and a floor of 1.",
+    _steps,
+    "Three numbers and one bit: this is the whole rule of a dynamic loss scale.",
+    "Finite: count, and when the window is full double the scale and start the count again. Not finite: halve, not "
+    "below 1, and start the count again.",
+)

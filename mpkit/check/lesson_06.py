@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 
 
 def _scale_after() -> float:
@@ -48,3 +52,50 @@ QUESTIONS = {
         ((4, "Then the first micro-batch's gradient is divided four times."),),
     ),
 }
+
+
+def _step_with_inf() -> str:
+    from mpkit.explorers.training import one_step
+
+    _, skipped, change = one_step(16, True)
+    if change == 0 and skipped and _scale_after() == 32768:
+        return "b"
+    return "c" if change != change else "a"
+
+
+def _clipped() -> list[tuple[tuple[list[float], float, float], list[float]]]:
+    found = []
+    for true, scale, max_norm in (([3.0, 4.0], 8.0, 1.0), ([0.3, 0.4], 1024.0, 1.0), ([-6.0, 8.0], 2.0, 5.0)):
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        parameter.grad = torch.tensor(true, dtype=torch.float64)
+        torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+        found.append((([g * scale for g in true], scale, max_norm), parameter.grad.tolist()))
+    return found
+
+
+PREDICTIONS = {
+    "inf": Prediction(
+        "An image in the batch holds an inf, and the loss scale is 65536. What does this one step change?",
+        (
+            ("The weights, a little; the scale stays.", "One inf in the batch makes every gradient inf or NaN."),
+            (
+                "Nothing but the scale, which becomes 32768.",
+                "The check comes before the update, so neither the weights nor the momentum meet the inf.",
+            ),
+            (
+                "The weights become NaN.",
+                "They would, without the check between the gradients and the update.",
+            ),
+        ),
+        _step_with_inf,
+    ),
+}
+
+TASK = Task(
+    "the function gets scaled gradients (a list), the loss scale and the largest norm allowed, and returns the "
+    "gradients that the optimizer may use: unscaled, and clipped if their norm is above the largest one allowed.",
+    _clipped,
+    "Unscaled first, then clipped: in the other order the threshold would move with the scale.",
+    "The norm is the root of the sum of squares. Divide by the scale before you compare it with the largest one.",
+    rel=1e-5,  # clip_grad_norm_ adds 1e-6 to the norm
+)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.formats import FP16
+from mpkit.optimizers import SGD, AdamWeightDecay
 from mpkit.optimizers.arguments import decays_by_name
 from mpkit.rounding import round_to
 from mpkit.schedules import PolynomialDecayLR, WarmUpLR
@@ -47,3 +50,58 @@ QUESTIONS = {
         "What multiplies the gradient, and what divides it?",
     ),
 }
+
+
+def _shrunk(grouped: bool) -> list[str]:
+    names = ["fc.weight", "fc.bias", "bn.gamma", "bn.beta"]
+    named = [(name, torch.nn.Parameter(torch.ones(2))) for name in names]
+    optimizer = SGD([{"params": named}] if grouped else named, 0.1, weight_decay=0.5)
+    for _, parameter in named:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return [name for name, parameter in named if parameter[0] < 1]
+
+
+def _reached() -> str:
+    return {(1, 1): "a", (2, 4): "b", (4, 4): "c"}[len(_shrunk(False)), len(_shrunk(True))]
+
+
+def _decoupled() -> list[tuple[tuple[float, float, float], float]]:
+    found = []
+    for weight, rate, decay in ((1.0, 0.1, 0.5), (-2.0, 0.01, 0.1), (3.0, 0.1, 0.0)):
+        parameter = torch.nn.Parameter(torch.tensor([weight], dtype=torch.float64))
+        parameter.grad = torch.zeros_like(parameter)
+        AdamWeightDecay([("w", parameter)], rate, weight_decay=decay).step()
+        found.append(((weight, rate, decay), parameter.item()))
+    return found
+
+
+PREDICTIONS = {
+    "decay": Prediction(
+        "Of fc.weight, fc.bias, bn.gamma and bn.beta: which does weight decay reach without groups, which in a group?",
+        (
+            (
+                "Without groups and in a group: fc.weight alone.",
+                "Papers often leave biases out. The name rule looks for beta and gamma only.",
+            ),
+            (
+                "Without groups fc.weight and fc.bias; in a group all four.",
+                "A group says itself what its weight decay is, so no name is left out there.",
+            ),
+            (
+                "All four in both cases.",
+                "In a group, yes. Without groups, names with beta or gamma are left out.",
+            ),
+        ),
+        _reached,
+    ),
+}
+
+TASK = Task(
+    "the function gets a weight, the learning rate and the weight decay, and returns the weight after one step of "
+    "AdamWeightDecay with a gradient of 0.",
+    _decoupled,
+    "The decay goes past the adaptive step: no size of gradients can change it.",
+    "The step itself is 0. The decay takes rate x decay x weight off the weight.",
+    rel=1e-6,
+)

@@ -3,6 +3,8 @@
 import math
 
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.explorers.zoo import ZooExplorer
 from mpkit.policies import naive_loss_ratio, preset, run
 
@@ -69,3 +71,55 @@ QUESTIONS = {
         ((lambda v: isinstance(v, int | float) and v == math.inf, "It does get there: 0.9**n goes to 0."),),
     ),
 }
+
+
+def _who_skips_most() -> str:
+    skips = dict(zip((m := ZooExplorer(situation="drop", interval=20)).names, m.done.skipped.tolist()))
+    most = max(skips, key=skips.__getitem__)
+    others = [count for name, count in skips.items() if name != most]
+    if max(others) - min(others) <= 3:
+        return "b"
+    return "c" if most == "mxnet" else "a"
+
+
+def _patient() -> list[tuple[tuple[float, int, bool], tuple[float, int]]]:
+    policy = preset("megatron", initial_scale=1024.0, min_scale=1.0, growth_interval=10**6, hysteresis=2)
+    overflows, found, credit = [True, True, False, True, False, False, True], [], 2
+    done = run(policy, [not o for o in overflows])
+    before = 1024.0
+    for overflow, after in zip(overflows, done.scale.tolist()):
+        left = max(credit - 1, 0) if overflow else credit
+        found.append(((before, credit, overflow), (after, left)))
+        before, credit = after, left
+    return found
+
+
+PREDICTIONS = {
+    "drop": Prediction(
+        "The ceiling falls from 2^20 to 2^3 for sixty steps, then returns. Who skips the most steps?",
+        (
+            (
+                "DeepSpeed, Megatron and Colossal-AI, because they wait for a second overflow each time.",
+                "They wait once. Their patience comes back with a growth of the scale only, not after every overflow.",
+            ),
+            (
+                "All rules the same within three steps, except one.",
+                "All halve the scale until it fits. The one that differs divides by less, and waits each time.",
+            ),
+            (
+                "MXNet, because it decides too late, by far.",
+                "It decides one step late, which costs one step, not many.",
+            ),
+        ),
+        _who_skips_most,
+    ),
+}
+
+TASK = Task(
+    "write Megatron's patience. The function gets the scale, the credit (2 at the start) and whether the step "
+    "overflowed, and returns the next scale and credit: an overflow takes one credit, and halves the scale when no "
+    "credit is left after that. Finite steps change neither (the growth, which restores the credit, is left out).",
+    _patient,
+    "The first overflow passes, every further one halves, until a growth restores the credit.",
+    "Take the credit off first, not below 0; then look whether any is left.",
+)

@@ -1,7 +1,11 @@
 """Questions of lesson 09."""
 
+from statistics import median
+
 from mpkit.boost import AutoBoost, LessBN
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.networks import resnet34
 
 
@@ -48,3 +52,43 @@ QUESTIONS = {
         "Look at the row O1 in the table of speed-ups.",
     ),
 }
+
+
+def _alone() -> str:
+    try:
+        return "b" if AutoBoost("O2").active == AutoBoost("O1").active else "a"
+    except (TypeError, ValueError):
+        return "c"
+
+
+def _ratios() -> list[tuple[tuple[list[float], list[float]], float]]:
+    rounds = [([2.0, 2.2, 2.1], [1.0, 2.0, 1.0]), ([1.0, 1.0, 9.0], [1.0, 0.5, 1.0]), ([3.0], [2.0])]
+    return [((off, on), median(a / b for a, b in zip(off, on))) for off, on in rounds]
+
+
+PREDICTIONS = {
+    "alone": Prediction(
+        "O2 asks for one algorithm more than O1. You train in one process. What do you expect?",
+        (
+            (
+                "O2 is faster than O1.",
+                "The one algorithm more is AdaSum, which merges the updates of several processes.",
+            ),
+            (
+                "O2 does exactly what O1 does.",
+                "AdaSum merges the updates of several processes; alone there is nothing to merge.",
+            ),
+            ("O2 fails.", "It does not fail. It lists AdaSum as inactive, with the reason."),
+        ),
+        _alone,
+    ),
+}
+
+TASK = Task(
+    "the function gets the seconds of a step without boost (a list, one for each round of the measurement) and those "
+    "with boost, of the same rounds, and returns how many times faster the boost is: the median over the rounds of "
+    "the ratio.",
+    _ratios,
+    "Round by round, so that a busy machine slows both sides; the median, so that one bad round does not count.",
+    "Divide within each round first, then take the median of the ratios.",
+)

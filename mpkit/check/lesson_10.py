@@ -1,8 +1,13 @@
 """Questions of lesson 10."""
 
+import torch
+
 from mpkit.boost import GradientFreeze
 from mpkit.boost.grad_freeze import expected_saving
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.optimizers import centralized
 
 
 def _frozen() -> int:
@@ -49,3 +54,37 @@ QUESTIONS = {
         ((3, "That is the mean before."),),
     ),
 }
+
+
+def _frozen_share() -> str:
+    frozen = sum(
+        index > 0 for index in GradientFreeze(10, 1, 0.7, 1000).generate_freeze_index_sequence(10, 1, 0.7, 1000)
+    )
+    return "a" if abs(frozen - 700) < 50 else "b" if abs(frozen - 300) < 50 else "c"
+
+
+def _centred() -> list[tuple[tuple[list[list[float]]], list[list[float]]]]:
+    gradients = ([[1.0, 3.0], [2.0, 6.0]], [[0.5, 0.5, 2.0]], [[1.0], [-1.0]])
+    return [((g,), centralized(torch.tensor(g, dtype=torch.float64), 1).tolist()) for g in gradients]
+
+
+PREDICTIONS = {
+    "share": Prediction(
+        'The third argument, 0.7, is called freeze_p, "the probability of freezing". On how many of 1000 steps is '
+        "something frozen?",
+        (
+            ("About 700.", "So the name says. The code does the opposite."),
+            ("About 300.", "freeze_p is the share of steps without freezing; in mpkit it is also full_step_fraction."),
+            ("All of them.", "Some steps are full steps, so that the first layers go on learning."),
+        ),
+        _frozen_share,
+    ),
+}
+
+TASK = Task(
+    "the function gets the gradient of a weight matrix, a list of rows (one row for each output), and returns it "
+    "centralized: from every row its own mean is taken off.",
+    _centred,
+    "Each row now sums to 0: this is the whole algorithm of gradient centralization.",
+    "One mean for each row, not one for the whole matrix.",
+)

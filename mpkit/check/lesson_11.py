@@ -6,7 +6,9 @@ import numpy as np
 
 from mpkit.boost.dim_reduce import pca_matrix
 from mpkit.check import Question
-from mpkit.explorers.dim_reduce import reduced_path
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.explorers.dim_reduce import components, earlier_path, reduced_path
 
 
 def _most_trials() -> int:
@@ -51,3 +53,47 @@ QUESTIONS = {
         ((5, "Two points span a line, three a plane: the mean takes one away."),),
     ),
 }
+
+
+def _directions() -> str:
+    weights = earlier_path().weights
+    moved = weights - weights.mean(axis=0)
+    share = ((moved @ components().T) ** 2).sum(axis=0).cumsum() / (moved**2).sum()
+    needed = int((share > 0.99).argmax()) + 1
+    return "a" if needed <= 3 else "b" if needed <= 60 else "c"
+
+
+def _projected() -> list[tuple[tuple[list[list[float]], list[float]], list[float]]]:
+    root = 0.5**0.5
+    pairs = (([[1.0, 0.0, 0.0]], [3.0, 4.0, 5.0]), ([[root, root, 0.0], [0.0, 0.0, 1.0]], [1.0, 3.0, 2.0]))
+    return [((rows, step), (np.array(rows).T @ (np.array(rows) @ np.array(step))).tolist()) for rows, step in pairs]
+
+
+PREDICTIONS = {
+    "directions": Prediction(
+        "40 steps of plain gradient descent on 910 weights. How many directions hold 99 % of the movement?",
+        (
+            (
+                "Two or three.",
+                "The steps point nearly the same way for a long time, so few directions describe the whole walk.",
+            ),
+            (
+                "About 40, one for each step.",
+                "40 steps span at most 40 directions, but most of them lie almost along the same line.",
+            ),
+            (
+                "Nearly all 910.",
+                "40 steps cannot span more than 40 directions, however many weights there are.",
+            ),
+        ),
+        _directions,
+    ),
+}
+
+TASK = Task(
+    "the function gets the components (a list of rows, each of length 1 and at right angles to the others) and a step "
+    "(a list), and returns the part of the step that lies in the space of the components.",
+    _projected,
+    "Down to a few numbers and up again: DimReduce searches among exactly these steps.",
+    "The inner product of the step with each row tells how far it goes along that row; add up the rows times these.",
+)

@@ -4,6 +4,8 @@ import torch
 
 from mpkit.boost.adasum import adasum, adasum_enabled, adasum_pair
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 
 
 def _three_times() -> float:
@@ -37,3 +39,48 @@ QUESTIONS = {
         "Halve each number until you reach 1, or an odd number.",
     ),
 }
+
+
+def _rule() -> str:
+    a, right = torch.tensor([2.0, 0.0], dtype=torch.float64), torch.tensor([0.0, 1.5], dtype=torch.float64)
+    same, apart = adasum_pair(a, a, eps=0), adasum_pair(a, right, eps=0)
+    if torch.equal(apart, (a + right) / 2):
+        return "a"
+    return "b" if torch.equal(same, a) and torch.equal(apart, a + right) else "c"
+
+
+def _merged() -> list[tuple[tuple[list[float], list[float]], list[float]]]:
+    pairs = (([2.0, 0.0], [2.0, 0.0]), ([2.0, 0.0], [0.0, 1.5]), ([1.0, 2.0], [3.0, -1.0]), ([1.0, 1.0], [-2.0, -2.0]))
+    both = [(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)) for a, b in pairs]
+    return [(pair, adasum_pair(a, b, eps=0).tolist()) for pair, (a, b) in zip(pairs, both)]
+
+
+PREDICTIONS = {
+    "rule": Prediction(
+        "Two workers propose the same update a; later two workers propose updates at a right angle. What should be "
+        "applied?",
+        (
+            (
+                "The mean in both cases.",
+                "At a right angle the two have nothing in common, and the mean halves what each of them found.",
+            ),
+            (
+                "The update a itself in the first case, the sum in the second.",
+                "What both say counts once, what only one says counts in full. AdaSum does this for every angle.",
+            ),
+            (
+                "The sum in both cases.",
+                "When all say the same, the sum of 16 workers goes 16 times too far.",
+            ),
+        ),
+        _rule,
+    ),
+}
+
+TASK = Task(
+    "the function gets two updates (lists of numbers) and returns their AdaSum, "
+    "(1 - d / 2A) a + (1 - d / 2B) b, with d = a·b, A = a·a and B = b·b.",
+    _merged,
+    "This is all of AdaSum; more workers are merged two by two.",
+    "d, A and B are numbers: sums over the products of the entries.",
+)

@@ -1,10 +1,16 @@
 """Questions of lesson 13."""
 
+from functools import cache
+
 import torch
 from torch import nn
 
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.explorers.group_scale import batches, deep_sigmoid, surviving, train_step
+from mpkit.formats import E5M2
 
 
 def _at_the_input(scales: list[float]) -> float:
@@ -55,3 +61,53 @@ QUESTIONS = {
         ((256, "That would hold if one overflow halved, as with most loss scalers."),),
     ),
 }
+
+
+@cache
+def _fate() -> str:
+    """What one scale for all groups leaves of group 1, after the 60 steps of the lesson."""
+    true, one = deep_sigmoid(3), deep_sigmoid(3, "one scale", E5M2, scale=2.0**18)
+    data = batches(60)
+    train_step(true, *data[-1])
+    for batch in data:
+        train_step(one, *batch)
+    share = surviving(one, true)[0]
+    return "b" if share < 0.5 else "c"
+
+
+def _marked() -> list[tuple[tuple[float, list[float], int, int], float]]:
+    found = []
+    for gradient, scales, i, j in ((2.0, [1024.0, 16.0], 1, 2), (1.0, [1024.0, 16.0], 0, 1), (3.0, [8.0, 64.0], 2, 3)):
+        manager = GroupLossScaleManager(scales, [[nn.Parameter(torch.ones(1))] for _ in scales])
+        x = torch.ones(1, requires_grad=True)
+        (manager(x, i, j) * gradient).sum().backward()
+        assert x.grad is not None
+        found.append(((gradient, [1.0, *scales, 1.0], i, j), x.grad.item()))
+    return found
+
+
+PREDICTIONS = {
+    "fate": Prediction(
+        "One dynamic loss scale for all groups, in E5M2. What happens to the values of group 1?",
+        (
+            ("They overflow.", "Group 1 has the smallest gradients: it is the last one to overflow."),
+            (
+                "Most of them are rounded to zero.",
+                "The scale may only be as large as group 4 can bear, and that is far too small for group 1.",
+            ),
+            (
+                "Nothing: a dynamic scale finds a value that fits all.",
+                "It finds the largest value that nothing overflows at. No single value fits groups so far apart.",
+            ),
+        ),
+        _fate,
+    ),
+}
+
+TASK = Task(
+    "the function gets a gradient, the table of scales S (a 1 at both ends), and the numbers i and j of a marker; it "
+    "returns what the marker makes of the gradient on its way back.",
+    _marked,
+    "A gradient always carries the scale of the group that it is in.",
+    "It comes with the scale of group j and must leave with the scale of group i.",
+)

@@ -1,8 +1,13 @@
 """Questions of lesson 14."""
 
+import math
+
 import numpy as np
+import torch
 
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.diagnose import recommend
 from mpkit.explorers.evidence import investigated, load_run
 
@@ -42,3 +47,54 @@ QUESTIONS = {
         (("fp16", "Every scale was tried on the way down to 0, and none worked."),),
     ),
 }
+
+
+def _where(verdict: str) -> str:
+    exponents = {"A": 24, "B": 12, "C": 12, "D": 12}
+    found = {name: investigated(name, exponent, "float16").verdict for name, exponent in exponents.items()}
+    return next(name for name, told in found.items() if told == verdict).lower()
+
+
+def _first_bad() -> list[tuple[tuple[list[tuple[str, list[float]]]], str]]:
+    found = []
+    for gain in (1.0, 1e3, 1e30):
+        heard, values = [], torch.ones(2)
+        for name in ("first", "second", "third"):
+            values = (values * gain).half().float()
+            heard.append((name, values.tolist()))
+        first = next((name for name, out in heard if not all(map(math.isfinite, out))), "")
+        found.append(((heard,), first))
+    return found
+
+
+PREDICTIONS = {
+    "scale": Prediction(
+        "Which of the four trains again when the loss scale is lowered?",
+        (
+            ("A", "Its structure is harmless, and its scale of 2^24 is the largest of the four."),
+            ("B", "The square is made in the forward pass, and the loss scale is applied after it."),
+            ("C", "Its batch holds a NaN. No scale makes a number of it."),
+            ("D", "The logarithm of 0 is -inf in every format."),
+        ),
+        lambda: _where("scale_too_high"),
+    ),
+    "format": Prediction(
+        "Which of them trains in bfloat16, but at no scale in float16?",
+        (
+            ("A", "It trains in float16 too, at a smaller scale."),
+            ("B", "Its square passes 65504 in the forward pass. bfloat16 reaches as far as float32."),
+            ("C", "Its batch holds a NaN, in every format."),
+            ("D", "The logarithm of 0 is -inf in every format."),
+        ),
+        lambda: _where("forward_overflow"),
+    ),
+}
+
+TASK = Task(
+    "the function gets what forward hooks have heard: a list of pairs (name of the layer, a list of its outputs), in "
+    "the order of the forward pass. It returns the name of the first layer with an output that is inf or NaN, and '' "
+    "when there is none.",
+    _first_bad,
+    "So `diagnose` finds the layer; it then looks at the operations inside.",
+    "math.isfinite is False for inf and for NaN. Later layers only inherit the damage: return the first.",
+)

@@ -1,10 +1,14 @@
 """Questions of lesson 15."""
 
+import numpy as np
+
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.explorers.evidence import load_run
 from mpkit.formats import FP16
-from mpkit.policies import preset
-from mpkit.replay import replay, swept
+from mpkit.policies import ScalePolicy, preset
+from mpkit.replay import replay, simulate, swept
 
 
 def _skips(run: str, name: str) -> int:
@@ -34,3 +38,53 @@ QUESTIONS = {
         "Replay `swept(2**16, 2, 10)` and read the column `collapsed`.",
     ),
 }
+
+
+def _torch_default() -> str:
+    skipped = _skips("mlp_digits", "torch")
+    return "a" if skipped > 3 else "b" if skipped == 3 else "c"
+
+
+def _before_the_first() -> str:
+    first = int(replay(load_run("mlp_digits"), {"megatron": preset("megatron")})["first_good"].iloc[0])
+    return "a" if first <= 2 else "b" if first <= 20 else "c"
+
+
+def _counted() -> list[tuple[tuple[list[float], float, int], int]]:
+    courses = ([16.0] * 8, 64.0, 3), ([16.0, 4.0, 16.0, 16.0, 2.0, 16.0], 16.0, 2), ([1e9] * 5, 2.0, 1)
+    found = []
+    for tops, start, window in courses:
+        policy = ScalePolicy(start, 2.0, 0.5, window, 1.0)
+        found.append(((tops, start, window), int(simulate(np.array(tops), policy).skipped[0])))
+    return found
+
+
+PREDICTIONS = {
+    "window": Prediction(
+        "mlp_digits skipped 3 of 400 steps with a window of 50. And with torch's default window of 2000?",
+        (
+            ("More than 3.", "A longer window means fewer attempts to grow, and each attempt is what may overflow."),
+            ("Also 3.", "Those three were attempts to grow. In 400 steps a window of 2000 makes none."),
+            ("Fewer than 3.", "In 400 steps the window is never full, so the scale stays at its start."),
+        ),
+        _torch_default,
+    ),
+    "start": Prediction(
+        "Megatron-LM starts at 2^32. How many steps are skipped before the first one is applied?",
+        (
+            ("One or two.", "Each skipped step halves the scale once, and the ceiling lies many powers of two lower."),
+            ("About a dozen.", "One for each power of two down to the ceiling, and one more for the patience."),
+            ("More than fifty.", "From 2^32 to 1 there are only 32 halvings, and the ceiling lies far above 1."),
+        ),
+        _before_the_first,
+    ),
+}
+
+TASK = Task(
+    "the function gets the ceilings of a run (a list), the first scale and the window, and returns how many steps a "
+    "dynamic loss scale with factor 2 skips (a step is skipped when the scale is above its ceiling; the scale never "
+    "falls below 1).",
+    _counted,
+    "This is a replay: what `replay` does for thousands of policies at once.",
+    "Go through the ceilings with the rule of lesson 05, and count.",
+)

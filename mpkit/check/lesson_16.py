@@ -7,6 +7,7 @@ import torch
 
 from mpkit.casting import auto_mixed_precision
 from mpkit.check import Question
+from mpkit.check.task import Task
 from mpkit.formats import FP32
 from mpkit.optimizers import SGD
 from mpkit.policies import naive_loss_ratio
@@ -100,3 +101,23 @@ QUESTIONS = {
         "Solve 0.9^n < 2^-24.",
     ),
 }
+
+PREDICTIONS: dict[str, object] = {}  # its eleven statements are judged at the start, by `check.answer`
+
+
+def _lost() -> list[tuple[tuple[list[float]], float]]:
+    found = []
+    for gradients in ([1.0, 1e-9, 0.0, 2e-8], [1e-3, 3e-8], [0.0, 0.0], [1e-12, -1e-12]):
+        values = np.array(gradients)
+        gone = (values != 0) & (values.astype(np.float16) == 0)
+        found.append(((gradients,), float(gone.mean())))
+    return found
+
+
+TASK = Task(
+    "all_finite cannot see an underflow. Write what can: the function gets a list of gradients and returns the share "
+    "of them that are not zero, but become zero in float16 (magnitudes up to 2^-25 do).",
+    _lost,
+    "A share of all values; those that were zero before are not lost.",
+    "Count the values v with v != 0 and abs(v) <= 2**-25, and divide by how many there are.",
+)

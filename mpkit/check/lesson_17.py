@@ -3,6 +3,8 @@
 import numpy as np
 
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 from mpkit.explorers.recipes import load_amaxes
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import advance, initial_tensor_scale, tensor_scale_preset
@@ -50,3 +52,50 @@ QUESTIONS = {
         "From which tensor does a current scale come?",
     ),
 }
+
+
+def _delayed(amaxes: list[float], length: int) -> list[float]:
+    """The scale that each step is cast with, and the next one."""
+    policy = tensor_scale_preset("te_delayed", E4M3FN, amax_history_len=length)
+    state = initial_tensor_scale(policy)
+    scales = [float(state.scale)]
+    for amax in amaxes:
+        state = advance(policy, state, amax)
+        scales.append(float(state.scale))
+    return scales
+
+
+def _clipped_step() -> str:
+    amaxes = [4.0, 0.5, 0.5, 0.5, 8.0]
+    clipped = [amax > E4M3FN.max / scale for amax, scale in zip(amaxes, _delayed(amaxes, 3))]
+    return {(): "a", (1,): "b", (4,): "c", (1, 4): "d"}[tuple(i for i, c in enumerate(clipped) if c)]
+
+
+def _scales() -> list[tuple[tuple[list[float], int], float]]:
+    histories = ([4.0], [4.0, 0.5, 0.5], [4.0, 0.5, 0.5, 0.5], [7.0, 2.0, 1.0])
+    return [((amaxes, length), _delayed(amaxes, length)[-1]) for amaxes in histories for length in (1, 2, 3)]
+
+
+PREDICTIONS = {
+    "clipped": Prediction(
+        "E4M3 (largest value 448), a history of 3 steps, the amaxes 4, 0.5, 0.5, 0.5, 8: which step is clipped?",
+        (
+            ("None: the scale always fits.", "It fits the steps before. The step itself has not been looked at."),
+            ("The second, because 4 was before it.", "A large amax before makes the scale small: there is much room."),
+            (
+                "The last: its scale comes from the three quiet steps before.",
+                "The scale is stale: it holds values up to 0.5, and everything beyond is clipped.",
+            ),
+            ("The second and the last.", "The second has room: the 4 before it made the scale small."),
+        ),
+        _clipped_step,
+    ),
+}
+
+TASK = Task(
+    "the function gets all amaxes so far (a list, the newest last) and the length of the history, and returns the "
+    "scale of the next step in E4M3: the largest value 448 divided by the largest amax that the history still holds.",
+    _scales,
+    "This is delayed scaling, as TransformerEngine does it.",
+    "amaxes[-length:] are the steps that the history holds; their maximum becomes 448.",
+)

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from mpkit.blocks import MXFP4, NVFP4, quantize_blocks
+from mpkit.blocks import MXFP4, NVFP4, BlockFormat, quantize_blocks
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
 
 
 def _zeros() -> int:
@@ -37,3 +39,56 @@ QUESTIONS = {
         ((63, "The second block has a scale of its own."), (32, "The outlier itself does not become 0.")),
     ),
 }
+
+
+def _remains(place: int, fmt: BlockFormat) -> float:
+    """What is left of 5.0 at the start of a row whose value at `place` is 1000."""
+    row = torch.full((64,), 5.0)
+    row[place] = 1000.0
+    return float(quantize_blocks(row, fmt).dequantize()[0])
+
+
+def _beside() -> str:
+    left = _remains(20, MXFP4)
+    return "a" if abs(left - 5) < 0.1 else "b" if left > 0 else "c"
+
+
+def _next_block() -> str:
+    return "a" if _remains(20, replace(MXFP4, block=(1, 16))) > 0 else "b"
+
+
+def _shared() -> list[tuple[tuple[list[float]], float]]:
+    blocks = ([0.1, -0.6, 5.0], [6.1, 1.0], [1000.0, 5.0], [0.02, 0.01], [-7.9, 4.0])
+    return [((block,), float(quantize_blocks(torch.tensor(block), MXFP4).scales[0])) for block in blocks]
+
+
+PREDICTIONS = {
+    "beside": Prediction(
+        "One of the 32 values of a block is 1000, the others are 5.0. What remains of a 5.0 in MXFP4?",
+        (
+            (
+                "5.0, or a number near it.",
+                "The scale must serve the 1000; the 5.0 is then a 200th of the largest value.",
+            ),
+            ("A rough value such as 4 or 6.", "So it would be without the outlier. Now the smallest step is 64."),
+            ("0.", "Everything below a 24th of the largest value of its block becomes zero."),
+        ),
+        _beside,
+    ),
+    "next_block": Prediction(
+        "The same values in blocks of 16, and the outlier is the 21st value. What remains of the first one?",
+        (
+            ("About 5.", "Its block does not hold the outlier, so its scale fits it. An outlier hurts its own block."),
+            ("0.", "The outlier is in another block, and every block has a scale of its own."),
+        ),
+        _next_block,
+    ),
+}
+
+TASK = Task(
+    "the function gets the values of one block (a list) and returns its scale in MXFP4 by the floor rule: the power of "
+    "two 2^(floor(log2(largest magnitude)) - 2), since the largest power of two in E2M1 is 4 = 2^2.",
+    _shared,
+    "Two powers of two below the largest: so the largest element comes to lie between 4 and 8.",
+    "Take the largest magnitude first, its logarithm to base 2 rounded down, then subtract 2.",
+)

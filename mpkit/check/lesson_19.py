@@ -1,7 +1,14 @@
 """Questions of lesson 19."""
 
+import numpy as np
+import torch
+
 from mpkit.casting import RECIPES
 from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.explorers.recipes import load_recipes
+from mpkit.networks import TinyGPT
 
 QUESTIONS = {
     "casts": Question(
@@ -24,3 +31,42 @@ QUESTIONS = {
         'RECIPES["nvfp4"].describe() says it for each cast.',
     ),
 }
+
+
+def _told_apart() -> str:
+    """Whether any recipe's mean gap to float32 leaves the spread of float32's own seeds."""
+    end = load_recipes()["end"].astype(float)
+    gaps = np.abs((end[1:] - end[0]).mean(axis=1))
+    return "b" if (gaps < np.ptp(end[0])).all() else "a"
+
+
+def _kept() -> list[tuple[tuple[str], bool]]:
+    names = [name for name, module in TinyGPT().named_modules() if isinstance(module, torch.nn.Linear)]
+    return [((name,), name == "lm_head" or name.startswith("h.0.")) for name in names]
+
+
+PREDICTIONS = {
+    "apart": Prediction(
+        "A small GPT learns under every recipe, with three seeds each. Will its loss tell the recipes apart?",
+        (
+            (
+                "Yes: fewer bits end with a visibly higher loss.",
+                "Look at the spread of float32's own seeds first: it is as large as the differences.",
+            ),
+            (
+                "No: the seeds of float32 differ by as much as any recipe differs from float32.",
+                "A small network answers neither which recipe is best nor which product is the culprit.",
+            ),
+        ),
+        _told_apart,
+    ),
+}
+
+TASK = Task(
+    "write a filter. The function gets the name of a linear layer of the small GPT and returns True for those that "
+    "should stay in high precision: the output layer `lm_head`, and all layers of the first block, whose names begin "
+    "with `h.0.`.",
+    _kept,
+    "Such a filter is what `cast_like(network, recipe, keep=...)` takes; it refuses one that matches nothing.",
+    "Mind `h.01` and the like: compare with the dot.",
+)

@@ -1,7 +1,9 @@
 """Questions of lesson 20."""
 
 from mpkit.check import Question
-from mpkit.experiment.statistics import more_seeds
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.experiment.statistics import more_seeds, paired
 from mpkit.explorers.own_experiment import recorded
 
 
@@ -52,3 +54,50 @@ QUESTIONS = {
         (("better", "The middle is above 0, but the interval goes on to the other side."),),
     ),
 }
+
+
+def _differs() -> str:
+    worse = _worse()
+    return "b" if worse == ["e5m1 O2, scaled"] else "c" if not worse else "a"
+
+
+def _intervals() -> list[tuple[tuple[list[float], list[float]], tuple[float, float]]]:
+    base = [88.0, 90.0, 91.0, 89.0, 92.0]
+    others = ([87.0, 90.0, 90.5, 88.0, 91.0], [88.5, 89.0, 92.0, 90.0, 91.0], [80.0, 81.0, 84.0, 82.0, 83.0])
+    found = []
+    for other in others:
+        told = paired([b - a for a, b in zip(base, other)])
+        found.append(((base, other), (told.low, told.high)))
+    return found
+
+
+PREDICTIONS = {
+    "differs": Prediction(
+        "Which of the seven settings differ from float32 in the mean accuracy of ten seeds?",
+        (
+            (
+                "All of them: fewer bits always cost something.",
+                "They may cost something, but less than two seeds of the same setting differ by.",
+            ),
+            (
+                "Only the format with one fraction bit.",
+                "Its difference is larger than chance explains, among seven comparisons too.",
+            ),
+            (
+                "None: the spread between seeds is larger than any difference.",
+                "Pairs by seed take most of the spread out, so one difference can be seen.",
+            ),
+        ),
+        _differs,
+    ),
+}
+
+TASK = Task(
+    "the function gets the accuracies of the baseline and of another setting for the same five seeds (two lists), and "
+    "returns the 95 % interval of the mean paired difference, a pair (low, high). For five pairs it is the mean "
+    "difference ± 2.7764 x the standard deviation of the differences / sqrt(5).",
+    _intervals,
+    "Pairs first, then the spread: what a seed does to both settings falls out.",
+    "Take the five differences (other minus baseline) first; statistics.stdev divides by n - 1.",
+    rel=1e-4,
+)

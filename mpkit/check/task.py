@@ -1,0 +1,58 @@
+"""A task: two to ten lines that the reader writes, judged on cases whose results the library computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a lesson lets its reader write.
+
+    Args:
+        prompt:  what the function gets and must return.
+        cases:   computes pairs of the arguments (a tuple) and the right result.
+        right:   the sentence when all cases agree.
+        hint:    the sentence beside the first case that differs.
+        rel:     relative tolerance for numbers.
+    """
+
+    prompt: str
+    cases: Callable[[], Iterable[tuple[tuple[Any, ...], Any]]]
+    right: str
+    hint: str
+    rel: float = 1e-9
+
+    def verdict(self, function: Callable[..., Any], same: Callable[[Any, Any, float], bool]) -> tuple[bool | None, str]:
+        """(right or wrong or None while nothing is written, the sentence)."""
+        name = getattr(function, "__name__", "it")
+        for number, (arguments, expected) in enumerate(self.cases()):
+            call = f"{name}({', '.join(_shown(a) for a in arguments)})"
+            try:
+                got = _plain(function(*copy.deepcopy(arguments)))
+            except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
+                return False, f"Not yet. {call} raised {type(error).__name__}: {error}"
+            if got is None and number == 0:
+                return None, f"Write it yourself: {self.prompt}"
+            if not same(got, _plain(expected), self.rel):
+                return False, f"Not yet. {call} must give {_shown(expected)}, and gave {_shown(got)}. {self.hint}"
+        return True, f"Right, in all {number + 1} cases. {self.right}"
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as numbers and lists."""
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _shown(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown, value)) + "]"
+    return repr(value)

@@ -1,0 +1,56 @@
+"""The view of a prediction: one button for every answer."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import ipywidgets as w
+
+from mpkit.check.prediction import Prediction
+
+
+class Commit(w.VBox):
+    """The question with a button for every answer; the first press is the prediction, further ones tell of the others.
+
+    Stored on a page it is the question and its answers: what is right is said to nobody who has not pressed.
+    """
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction = prediction
+        self.first: str | None = None
+        self.status = w.HTML()
+        self.buttons = {
+            letter: w.Button(
+                description=f"({letter}) {text}", layout=w.Layout(width="auto", max_width="860px", height="auto")
+            )
+            for letter, (text, _) in zip("abcdefgh", prediction.choices)
+        }
+        for letter, button in self.buttons.items():
+            button.add_class("mpk-choice")
+            button.on_click(lambda _, letter=letter: self.choose(letter))
+        prompt = w.HTML(f"<style>{_WRAPPED}</style><b>Predict.</b> {escape(prediction.prompt)}")
+        super().__init__([prompt, *self.buttons.values(), self.status])
+
+    def choose(self, letter: str) -> None:
+        """Press the button of one answer.
+
+        Raises:  ValueError if there is no such answer.
+        """
+        if letter not in self.buttons:
+            raise ValueError(f"the answers are {', '.join(self.buttons)}, got {letter!r}")
+        self.first = self.first or letter
+        self.buttons[self.first].button_style = "info"
+        self.status.value = f'<div role="status">{escape(self.prediction.told(self.first, letter))}</div>'
+
+    def __repr__(self) -> str:
+        answers = [f"  ({letter}) {text}" for letter, (text, _) in zip(self.buttons, self.prediction.choices)]
+        return "\n".join([f"Predict: {self.prediction.prompt}", *answers])
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        return data | {"text/plain": repr(self)}  # ipywidgets cuts it off after 110 characters
+
+
+_WRAPPED = ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"  # long answers take two lines

@@ -1,0 +1,230 @@
+"""Predictions and tasks of all lessons: right passes, wrong is told why, nothing is said before an answer."""
+
+import math
+import re
+import statistics
+from importlib import import_module
+
+import pytest
+from support import ROOT
+
+from mpkit import check
+
+LESSONS = sorted(path.stem[-2:] for path in (ROOT / "mpkit" / "check").glob("lesson_*.py"))
+
+
+PREDICTIONS = [(n, name) for n in LESSONS for name in import_module(f"mpkit.check.lesson_{n}").PREDICTIONS]
+
+
+# what was found by other means than the computation in `mpkit.check`
+TRUTHS = {
+    ("00", "overflow"): "b",  # 2 * 65536 > 65504
+    ("01", "tenth"): "b",
+    ("01", "last_bit"): "c",
+    ("02", "tie"): "b",  # 2048 = 1024 * 2, and 1024 is even
+    ("03", "norm"): "c",
+    ("04", "zero"): "c",
+    ("05", "search"): "b",
+    ("06", "inf"): "b",
+    ("07", "decay"): "b",
+    ("08", "drop"): "b",
+    ("09", "alone"): "b",
+    ("10", "share"): "b",  # 1 - 0.7
+    ("11", "directions"): "a",
+    ("12", "rule"): "b",
+    ("13", "fate"): "b",
+    ("14", "scale"): "a",
+    ("14", "format"): "b",
+    ("15", "window"): "c",
+    ("15", "start"): "b",
+    ("17", "clipped"): "c",
+    ("18", "beside"): "c",
+    ("18", "next_block"): "a",
+    ("19", "apart"): "b",
+    ("20", "differs"): "b",
+}
+
+
+def test_every_prediction_is_known_here():
+    assert set(PREDICTIONS) == set(TRUTHS)
+
+
+@pytest.mark.parametrize(("lesson", "name"), PREDICTIONS, ids="-".join)
+def test_a_prediction_tells_nothing_before_it_is_made_and_the_truth_after(lesson, name):
+    widget = check.predict(lesson, name)
+    truth = TRUTHS[lesson, name]
+    asked = repr(widget)
+    assert asked.startswith("Predict: ")
+    assert widget._repr_mimebundle_()["text/plain"] == asked
+    for letter, (text, word) in zip("abcd", widget.prediction.choices):
+        assert f"({letter}) {text}" in asked
+        assert word not in asked
+    assert widget.status.value == ""
+    wrong = next(letter for letter in widget.buttons if letter != truth)
+    widget.buttons[wrong].click()
+    assert "something else" in widget.status.value
+    widget.buttons[truth].click()
+    assert f"Your prediction was ({wrong})" in widget.status.value
+    assert f"Of ({truth}): right" in widget.status.value
+    again = check.predict(lesson, name)
+    again.buttons[truth].click()
+    assert f"You predicted ({truth}), and so it is." in again.status.value
+
+
+def test_bad_names_are_refused():
+    with pytest.raises(ValueError, match="lesson 05 has the predictions search, got 'nothing'"):
+        check.predict("05", "nothing")
+    with pytest.raises(ValueError, match="no lesson '99'"):
+        check.predict("99", "search")
+    with pytest.raises(ValueError, match="the answers are a, b, c, got 'z'"):
+        check.predict("05", "search").choose("z")
+    with pytest.raises(TypeError, match="the function that you wrote"):
+        check.judge("05", 3)
+
+
+def decide(gradients, scale):
+    finite = all(abs(g * scale) <= 65504 for g in gradients)
+    return finite, scale if finite else scale / 2
+
+
+def decode(sign, exponent, fraction):
+    if exponent == 31:
+        value = math.inf if fraction == 0 else math.nan
+    elif exponent == 0:
+        value = 2.0**-14 * fraction / 1024
+    else:
+        value = 2.0 ** (exponent - 15) * (1 + fraction / 1024)
+    return -value if sign else value
+
+
+def width(layer, level):
+    low = {"O0": (), "O1": ("linear", "relu"), "O2": ("linear", "relu", "softmax")}
+    return 16 if layer in low.get(level, ("linear", "relu", "softmax", "batch_norm")) else 32
+
+
+def after(scale, counter, finite):
+    if not finite:
+        return max(scale / 2, 1.0), 0
+    return (scale * 2, 0) if counter + 1 == 3 else (scale, counter + 1)
+
+
+def usable(scaled, scale, max_norm):
+    true = [g / scale for g in scaled]
+    norm = math.sqrt(sum(g * g for g in true))
+    return [g * min(1, max_norm / norm) for g in true]
+
+
+def usable_late(scaled, scale, max_norm):
+    norm = math.sqrt(sum(g * g for g in scaled))
+    return [g * min(1, max_norm / norm) / scale for g in scaled]
+
+
+def patient(scale, credit, overflow):
+    if not overflow:
+        return scale, credit
+    left = max(credit - 1, 0)
+    return (scale, left) if left else (scale / 2, 0)
+
+
+def centralize(gradient):
+    return [[v - statistics.fmean(row) for v in row] for row in gradient]
+
+
+def inside(rows, step):
+    parts = [sum(a * b for a, b in zip(row, step)) for row in rows]
+    return [sum(part * row[i] for part, row in zip(parts, rows)) for i in range(len(step))]
+
+
+def adasum(a, b):
+    d, aa, bb = (sum(x * y for x, y in zip(u, v)) for u, v in ((a, b), (a, a), (b, b)))
+    return [(1 - d / (2 * aa)) * x + (1 - d / (2 * bb)) * y for x, y in zip(a, b)]
+
+
+def first_bad(heard):
+    return next((name for name, out in heard if not all(map(math.isfinite, out))), "")
+
+
+def replayed(ceilings, scale, window):
+    count = skipped = 0
+    for ceiling in ceilings:
+        if scale > ceiling:
+            skipped, count, scale = skipped + 1, 0, max(scale / 2, 1)
+        else:
+            count += 1
+            if count == window:
+                scale, count = scale * 2, 0
+    return skipped
+
+
+def interval(base, other):
+    d = [b - a for a, b in zip(base, other)]
+    half = 2.7764 * statistics.stdev(d) / 5**0.5
+    return statistics.fmean(d) - half, statistics.fmean(d) + half
+
+
+# lesson -> (a right solution, a typical wrong one)
+SOLUTIONS = {
+    "00": (decide, lambda gradients, scale: (all(abs(g) <= 65504 for g in gradients), scale)),
+    "01": (decode, lambda s, e, f: (-1) ** s * 2.0 ** (e - 15) * (1 + f / 1024)),
+    "02": (lambda x: 2 * round(x / 2), lambda x: 2 * math.floor(x / 2 + 0.5)),
+    "03": (width, lambda layer, level: 16 if level in ("O2", "O3") else 32),
+    "04": (lambda v: math.floor(math.log2(65504 / v)), lambda v: round(math.log2(65536 / v))),
+    "05": (after, lambda s, c, finite: (s * 2, 0) if finite else (s / 2, 0)),
+    "06": (usable, usable_late),
+    "07": (lambda w, rate, decay: w - rate * decay * w, lambda w, rate, decay: w - decay * w),
+    "08": (patient, lambda s, c, overflow: (s / 2, c) if overflow else (s, c)),
+    "09": (
+        lambda off, on: statistics.median(a / b for a, b in zip(off, on)),
+        lambda off, on: statistics.fmean(off) / statistics.fmean(on),
+    ),
+    "10": (centralize, lambda g: [[v - statistics.fmean([x for r in g for x in r]) for v in row] for row in g]),
+    "11": (inside, lambda rows, step: step),
+    "12": (adasum, lambda a, b: [(x + y) / 2 for x, y in zip(a, b)]),
+    "13": (lambda g, S, i, j: g * S[i] / S[j], lambda g, S, i, j: g * S[j] / S[i]),
+    "14": (first_bad, lambda heard: heard[-1][0]),
+    "15": (replayed, lambda ceilings, scale, window: sum(scale > c for c in ceilings)),
+    "16": (
+        lambda gradients: sum(v != 0 and abs(v) <= 2**-25 for v in gradients) / len(gradients),
+        lambda gradients: sum(abs(v) <= 2**-25 for v in gradients) / len(gradients),
+    ),
+    "17": (lambda amaxes, n: 448 / max(amaxes[-n:]), lambda amaxes, n: 448 / amaxes[-1]),
+    "18": (
+        lambda block: 2.0 ** (math.floor(math.log2(max(map(abs, block)))) - 2),
+        lambda block: max(map(abs, block)) / 6,
+    ),
+    "19": (lambda name: name == "lm_head" or name.startswith("h.0."), lambda name: name == "lm_head"),
+    "20": (interval, lambda base, other: (min(other) - max(base), max(other) - min(base))),
+}
+
+
+def told(lesson, function, capsys):
+    check.judge(lesson, function)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_task_knows_right_from_wrong_and_unwritten(lesson, capsys):
+    right, wrong = SOLUTIONS[lesson]
+    assert re.match(r"Right, in all \d+ cases\. \w", told(lesson, right, capsys))
+    refused = told(lesson, wrong, capsys)
+    assert re.match(r"Not yet\. \S.* must give .*, and gave ", refused), refused
+    assert told(lesson, lambda *_: None, capsys).startswith("Write it yourself: ")
+    assert "raised ZeroDivisionError" in told(lesson, lambda *_: 1 / 0, capsys)
+    assert told(lesson, lambda: 1, capsys).startswith("Not yet. ")
+
+
+def test_a_task_hands_out_copies(capsys):
+    def spoils(gradient):
+        done = centralize(gradient)
+        gradient.clear()
+        return done
+
+    assert told("10", spoils, capsys).startswith("Right")
+
+
+def test_judging_a_bound_method_and_a_class_works(capsys):
+    class Decider:
+        def __call__(self, gradients, scale):
+            return decide(gradients, scale)
+
+    assert told("00", Decider(), capsys).startswith("Right")
