@@ -53,4 +53,5 @@ class Commit(w.VBox):
         return data | {"text/plain": repr(self)}  # ipywidgets cuts it off after 110 characters
 
 
-_WRAPPED = ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"  # long answers take two lines
+# long answers take two lines
+_WRAPPED = ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"
