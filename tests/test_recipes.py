@@ -348,9 +348,12 @@ def test_tensor_cores_get_the_same_operands(monkeypatch):
 
 
 def cpu_multiplies_eight_bits() -> bool:
-    eight = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+    """Every kind of product that the recipes below ask for."""
+    four, five = (torch.zeros(16, 16).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2))
+    one, rows = torch.ones(()), torch.ones(16, 1)
     try:
-        torch._scaled_mm(eight, eight.t(), torch.ones(()), torch.ones(()), out_dtype=torch.float32)
+        torch._scaled_mm(five, four.t(), one, one, out_dtype=torch.float32)
+        torch._scaled_mm(four, four.t(), rows, rows.t(), out_dtype=torch.bfloat16)
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Unpack
 
 import torch
@@ -17,7 +16,6 @@ LEAST = 4096  # smaller tensors keep float32 moments: they save little, and norm
 _SIGNED = {"moment1": True, "moment2": False}
 
 
-@cache
 def dynamic_map(signed: bool) -> Tensor:
     """The 256 values that a code stands for, ascending, float32.
 
@@ -33,14 +31,23 @@ def dynamic_map(signed: bool) -> Tensor:
     return torch.cat(values).sort().values
 
 
-@cache
-def _maps(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The map on a device, and its 255 thresholds: the smallest float32 that takes each next code.
+_MAPS: dict[tuple[bool, str], tuple[Tensor, Tensor]] = {}  # a dict, because torch.compile looks into functools.cache
 
-    A value goes to the upper of its neighbours where value - lower >= (upper - lower) / 2, all in float32. That grows
-    with the value, so the threshold is found by halving the interval between the two patterns.
+
+def _maps(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The map on a device, and its 255 thresholds: the smallest float32 that takes each next code."""
+    key = (signed, str(device))
+    if key not in _MAPS:
+        table = dynamic_map(signed)
+        _MAPS[key] = table.to(device), _thresholds(table).to(device)
+    return _MAPS[key]
+
+
+def _thresholds(table: Tensor) -> Tensor:
+    """A value goes to the upper of its neighbours where value - lower >= (upper - lower) / 2, all in float32.
+
+    That grows with the value, so the threshold is found by halving the interval between the two patterns.
     """
-    table = dynamic_map(signed)
     lower, upper = table[:-1], table[1:]
     half = (upper - lower) * 0.5
     below, at = _ordered(lower), _ordered(upper)
@@ -48,7 +55,7 @@ def _maps(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         middle = (below + at) // 2
         up = _value(middle) - lower >= half
         below, at = torch.where(up, below, middle), torch.where(up, middle, at)
-    return table.to(device), _value(at).to(device)
+    return _value(at)
 
 
 def _ordered(x: Tensor) -> Tensor:
@@ -118,6 +125,9 @@ class Adam8bit(Optimizer):
         check_betas(beta1, beta2, eps)
         hyper = {"betas": (beta1, beta2), "eps": float(eps), "state_bits": 8}
         super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            for signed in _SIGNED.values():
+                _maps(signed, device)  # before a compiled step looks for them
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if weight.numel() < LEAST or weight.numel() % BLOCK:
