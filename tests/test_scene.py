@@ -118,6 +118,22 @@ def test_a_change_costs_at_most_25_kb(name):
 
 
 @pytest.mark.parametrize("name", VIEWS)
+def test_no_stored_view_is_blank(name):
+    """A view of a training that nobody has started yet shows one that was recorded."""
+    view = VIEWS[name]()
+    kept, drawn = view.kept | view.spec["data"], 0
+    for m in (m for panel in view.spec["panels"] for m in panel["marks"]):
+        y = np.asarray(unpack(m.get("y", m.get("values", m.get("y1", []))), kept), dtype=float)
+        if m["type"] in ("line", "points", "bars", "boxes", "arrows") and not (
+            m.get("quiet") and y.size == 1
+        ):  # a region
+            drawn += np.isfinite(y).sum()
+    assert drawn >= 4
+    if name in ("start.start", "scaling.live"):
+        assert len(mark(view, "a recorded run")["y"]) == len(view.explorer.recorded.losses)
+
+
+@pytest.mark.parametrize("name", VIEWS)
 def test_page_and_stored_picture_show_the_same(show, name):
     """Every word in the same order and every line through the same pixels, at the first, a middle and the last step."""
     view = VIEWS[name]()
