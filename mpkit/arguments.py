@@ -6,6 +6,7 @@ A number is an int or a float, of Python or NumPy; a bool is none. What is check
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
@@ -20,6 +21,8 @@ def check_number(
     number: Any = value  # Real has no comparisons in its type
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits")
     if not (low < number < high if open_low else low <= number < high):
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
     return float(number)

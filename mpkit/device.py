@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from mpkit.arguments import check_kind
+
 
 def default_device() -> torch.device:
     """The device of the lessons: `MPKIT_DEVICE` when set, else the first CUDA device, else the CPU.
@@ -29,6 +31,7 @@ def default_device() -> torch.device:
 
 def fp16_is_slow(device: torch.device) -> bool:
     """Whether float16 convolutions should be emulated on `device`: their CPU backward is up to 200x slower."""
+    check_kind("device", device, torch.device, "a torch.device")
     return device.type == "cpu"
 
 

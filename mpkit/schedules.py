@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import check_count, check_flags
+from mpkit.arguments import check_count, check_flags, check_kind
 
 # --- checks, shared by both families
 
@@ -486,6 +486,7 @@ def lambda_lr(
     Raises:  TypeError for something that is no schedule; ValueError when the number of schedules is not that of groups.
     Source:  torch.optim.lr_scheduler.LambdaLR with the base rate 1, so that the factor is the rate.
     """
+    check_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     groups = optimizer.param_groups
     schedules = [schedule] * len(groups) if isinstance(schedule, LearningRateSchedule) else list(schedule)
     for each in schedules:

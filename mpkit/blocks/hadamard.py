@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of TransformerEngine 2.20."""
 WIDTH = len(SIGNS)
@@ -24,6 +26,8 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
     >>> hadamard(torch.eye(16)[0]).abs().unique()
     tensor([0.2500])
     """
+    check_kind("x", x, Tensor, "a tensor")
+    check_kind("dim", dim, int, "an int")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
     moved = x.detach().float().movedim(dim, -1)

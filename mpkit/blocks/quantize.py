@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpkit.arguments import check_kind
 from mpkit.blocks.format import BlockFormat, IntFormat
 from mpkit.blocks.scales import (
     Scales,
@@ -319,6 +320,9 @@ def round_with_bits(y: Tensor, element: FloatFormat, bits: Tensor) -> Tensor:
     Edges:   NaN gives the largest element where the format has no NaN. The chance is cut to multiples of 1/256.
     Source:  TransformerEngine 2.20, common/util/ptx.cuh (what Blackwell's cvt.rs does in hardware).
     """
+    check_kind("y", y, Tensor, "a tensor")
+    check_kind("element", element, FloatFormat, "a FloatFormat such as E2M1")
+    check_kind("bits", bits, Tensor, "a tensor of random bits")
     magnitude = y.abs()
     field = (magnitude.view(torch.int32) >> 23).clamp(element.min_exponent + 127, element.max_exponent + 127)
     gap = ((field - element.fraction_bits) << 23).view(torch.float32)

@@ -212,7 +212,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"loss_scale_number must be an int, got {number!r}")
         if isinstance(init, Real):
-            init = [float(init)] * number
+            init = [check_number("init_loss_scale", init, open_low=True)] * number
         if not isinstance(init, Sequence) or isinstance(init, str) or not all(isinstance(s, Real) for s in init):
             raise TypeError(f"init_loss_scale must be a number or a list of numbers, got {init!r}")
         if len(init) != number:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mpkit.arguments import check_kind
 from mpkit.casting import operations as ops
 from mpkit.casting.handlers import computing, looks_inside
 from mpkit.casting.mode import Forward, mark, mark_of
@@ -153,6 +154,9 @@ def recipe_linear(
 
     Shapes:  x (*, in), weight (out, in) -> (*, out) in the dtype of x.
     """
+    check_kind("x", x, Tensor, "a tensor")
+    check_kind("weight", weight, Tensor, "a tensor")
+    check_kind("recipe", recipe, Recipe, "a Recipe")
     return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note, torch.is_grad_enabled())
 
 
@@ -331,6 +335,7 @@ def drop_scales(module: nn.Module) -> None:
 
 def end_step(network: nn.Module) -> None:
     """Say that a step is over, for loops that change weights where it cannot be seen (through `.data`)."""
+    check_kind("network", network, nn.Module, "an nn.Module")
     for module in network.modules():
         if isinstance(module, RecipeScales):
             for key in module.sites:
@@ -339,6 +344,7 @@ def end_step(network: nn.Module) -> None:
 
 def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:
     """Path of each linear layer -> the recipe it runs under, None where it stays high."""
+    check_kind("network", network, nn.Module, "an nn.Module")
     found: dict[str, Recipe | None] = {}
     for name, module in linear_layers(network).items():
         forward = mark_of(module)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpkit.arguments import check_kind
 from mpkit.formats import BF16, FP16, get_format
 from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
@@ -49,6 +50,7 @@ def recommend(trace: Trace) -> Recommendation:
     gradient values; else fp16. The policy is the best of a replayed sweep over starts, factors and windows.
     Raises:  ValueError for a trace without histograms, or too short to have seen finite gradients.
     """
+    check_kind("trace", trace, Trace, "a Trace")
     if not len(trace.gradients.step):
         raise ValueError("the trace has no gradient histograms; record it with Recorder(network, ...)")
     forward = _forward_reasons(trace)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mpkit.arguments import check_kind
 from mpkit.diagnose.cure import OUTSIDE, ROOT
 
 _ROUNDING = "round to "
@@ -70,6 +71,8 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, network: nn.Module, leaves: dict[str, Tensor]) -> None:
+        check_kind("network", network, nn.Module, "an nn.Module")
+        check_kind("leaves", leaves, dict, "a dict of tensors by name")
         super().__init__()
         self.network = network
         bad = {name: t for name, t in leaves.items() if _checkable(t) and not bool(t.isfinite().all())}

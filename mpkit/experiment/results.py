@@ -38,6 +38,8 @@ class Results:
     """
 
     def __init__(self, index: Mapping[str, Any], rows: Sequence[Row], *, folder: Path, stopped: bool = False) -> None:
+        if not (isinstance(index, Mapping) and {"cells", "seeds"} <= set(index)):
+            raise TypeError(f"index must be a dict with the keys 'cells' and 'seeds', got {index!r:.100}")
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped

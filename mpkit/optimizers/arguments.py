@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from mpkit.arguments import check_float, check_number
+from mpkit.arguments import check_count, check_float, check_kind, check_number
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
 GradientTransform = Callable[[list[Tensor], list[Tensor], dict[str, Any]], list[Tensor]]
@@ -46,11 +46,13 @@ def trainable_params(module: nn.Module) -> list[tuple[str, Parameter]]:
 
     Source:  MindSpore Cell.trainable_params. Batch statistics are buffers in torch, so they are in neither list.
     """
+    check_kind("module", module, nn.Module, "an nn.Module")
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
 def untrainable_params(module: nn.Module) -> list[tuple[str, Parameter]]:
     """(name, parameter) of every parameter that does not require a gradient, in order of definition."""
+    check_kind("module", module, nn.Module, "an nn.Module")
     return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
 
@@ -66,6 +68,8 @@ def centralized(grad: Tensor, multiple_of: int = 1) -> Tensor:
     Edges:   `multiple_of=16` is the reference's kernel: it leaves a gradient alone unless shape[1] is a multiple of 16.
     Source:  Yong et al. 2020, arXiv:2004.01461, equation 1; MindSpore 2.7 for the multiple.
     """
+    check_kind("grad", grad, Tensor, "a tensor")
+    check_count("multiple_of", multiple_of)
     if grad.ndim < 2 or grad.shape[1] % multiple_of:
         return grad
     return grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)

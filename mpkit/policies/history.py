@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from mpkit.arguments import check_kind, check_number
 
 from .rule import FLOAT32_MAX, STOPS, ScalePolicy, ScaleState, advance, initial
 
@@ -49,6 +52,7 @@ def run(policy: ScalePolicy, finite: Any) -> ScaleHistory:
     >>> run(ScalePolicy(growth_interval=2), [True, True, False, True]).scale
     array([ 65536., 131072.,  65536.,  65536.])
     """
+    check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     flags = _flags(finite)
     return _run_vector(policy, flags) if policy.shape else _run_one(policy, flags)
 
@@ -107,6 +111,7 @@ def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.nda
 
     In a delayed policy the word describes the decision of the step before, which became public in this one.
     """
+    check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     before, after, finite = np.asarray(before), np.asarray(after), np.asarray(finite)
     low, high, grow, bits = (
         value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
@@ -137,6 +142,8 @@ def naive_loss_ratio(scale: float, loss: float) -> float:
     smallest float16 in 158 steps, from 65536 to float32 infinity in 815; no step is skipped, so the first overflow
     goes into the weights.
     """
+    check_number("scale", scale)
+    check_number("loss", loss, low=-math.inf)
     if loss > scale:
         return scale * 0.9
     return scale * 1.1 if loss < 0.5 * scale else scale

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 Value = Any  # a Python number, or a tensor of them: one rule serves both
 
 NEVER = 2**62
@@ -238,6 +240,7 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
 
     Tensors are float64 (scales, strikes, since) and int64 (counters) of `policy.shape`.
     """
+    check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     p = policy
     if device is None and not p.shape:
         scale = _rounded(p, float(p.init_scale))
@@ -263,6 +266,9 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     here; the caller decides what to do about it. A part of the rule that a policy does not use (a plain number that
     says so) costs nothing.
     """
+    if not (isinstance(policy, ScalePolicy) and isinstance(state, ScaleState)):
+        kinds = f"{type(policy).__name__} and {type(state).__name__}"
+        raise TypeError(f"need a ScalePolicy and what initial(policy) gave, got {kinds}")
     p, s = policy, state.decided
     bad = _not(finite)
     good = state.good + 1

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 
 from . import rule
@@ -111,6 +112,7 @@ class TensorScaleState(NamedTuple):
 
 def initial_tensor_scale(policy: TensorScalePolicy, device: torch.device | str | None = None) -> TensorScaleState:
     """The state before the first step, scale 1: numbers, or tensors where `device` is given or `policy` is a vector."""
+    check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy")
     vector = bool(policy.shape)
     if device is None and not vector:
         return TensorScaleState(1.0, (0.0,) * policy.history_len if policy.delayed else ())
@@ -129,6 +131,8 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
     Edges:   amax 0, inf and NaN as the library does it: see `TensorScalePolicy.unfused` and `double`.
     Raises:  ValueError for a negative number; TypeError for what is no number.
     """
+    check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy")
+    check_kind("state", state, TensorScaleState, "what initial_tensor_scale(policy) gave")
     if isinstance(state.scale, Tensor):
         amax = torch.as_tensor(amax, dtype=torch.float32, device=state.scale.device).expand(policy.shape)
         return _advance_tensors(policy, state, amax)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 FIELDS = 256  # exponent fields of float32: 0 holds zeros and subnormals, 255 holds inf and NaN
 _MIN_NORMAL = 2.0**-126
 _BLOCK = 2**19  # values counted at once: they stay in the cache between one pass and the next
@@ -27,6 +29,7 @@ def exponent_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> counts[127:130].tolist(), int(zeros), float(largest)
     ([2, 1, 0], 1, 3.0)
     """
+    check_kind("x", x, Tensor, "a tensor")
     flat = x.detach().reshape(-1).to(torch.float32)
     if flat.device.type == "cpu":
         counted, zeros, largest, _ = host_counts(flat)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpkit.arguments import check_count, check_kind
 from mpkit.formats import get_format
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ class Ranges:
     largest: np.ndarray
 
     def __post_init__(self) -> None:
+        check_kind("names", self.names, (tuple, list), "the names of parameters or modules")
+        for key in _RANGES:
+            check_kind(key, getattr(self, key), np.ndarray, "an array")
+        check_count("lowest", self.lowest, low=LOWEST)
         rows, names = len(self.step), len(self.names)
         _need_shape("size", self.size, (names,))
         for key in ("zeros", "nonfinite", "largest"):
@@ -176,6 +181,10 @@ class Trace:
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for key in ("step", *_SCALARS):
+            check_kind(key, getattr(self, key), np.ndarray, "an array")
+        check_kind("gradients", self.gradients, Ranges, "Ranges")
+        check_kind("activations", self.activations, Ranges, "Ranges", optional=True)
         for key in _SCALARS:
             _need_shape(key, getattr(self, key), (len(self.step),))
         _need_ascending("the steps", self.step)

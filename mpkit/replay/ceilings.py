@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mpkit.arguments import check_kind
 from mpkit.formats import FloatFormat, get_format
 from mpkit.record import Ranges, Trace
 
@@ -29,6 +30,7 @@ def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
                   step overrules the estimate, so replaying the recorded policy gives the recorded run.
     Shapes:  (N,) float64; inf where a step has no gradient but zeros.
     """
+    check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
     if fmt.name in trace.measured:
         return trace.measured[fmt.name].copy()
@@ -56,6 +58,7 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
     Edges:   values spread evenly (in bits) over their power of two; exact at scales that are powers of two, up to
              ties. Rows without finite values give 0.
     """
+    check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
     return _flushed(trace.gradients.total(), trace.gradients.lowest, scales, fmt)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial, stack
 
 _UNROLLED = 16  # steps per compiled call: the state stays in registers for that long
@@ -70,6 +71,7 @@ def simulate(
     Edges:   a policy that raises skips that step and does nothing after it.
     Raises:  ValueError for ceilings that are NaN or of another shape.
     """
+    check_kind("policies", policies, ScalePolicy, "a ScalePolicy; stack([...]) makes one of many")
     tops = np.asarray(ceilings, dtype=np.float64)
     if not policies.shape:
         policies = stack([policies])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpkit.arguments import check_kind, check_number
 from mpkit.formats import FloatFormat
 from mpkit.policies import STOPS, ScalePolicy, stack
 from mpkit.record import Trace
@@ -84,6 +85,7 @@ def sweep(
     Returns:  the columns of `replay` with `init`, `factor`, `window` in place of the policy.
     Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
+    check_kind("trace", trace, Trace, "a Trace")
     starts = _numbers(float(trace.scale[0]) if init is None and len(trace) else 1.0 if init is None else init)
     grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
     if not grid or any(w != int(w) for _, _, w in grid):
@@ -102,6 +104,9 @@ def sweep(
 
 def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> ScalePolicy:
     """The policy of one cell of `sweep`."""
+    check_number("init", init)
+    check_number("factor", factor, low=1.0, open_low=True)
+    check_number("window", window, low=1.0)
     return ScalePolicy(
         float(init), float(factor), 1.0, int(window), min_scale, backoff_divisor=float(factor), name="sweep"
     )

@@ -129,7 +129,7 @@ def checked_amaxes(amax: Any) -> np.ndarray:
     """(steps,) float32. Raises TypeError or ValueError for what is no series of largest magnitudes."""
     try:
         series = np.ascontiguousarray(amax, dtype=np.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"amax is a series of numbers, one per step, got {amax!r:.100}") from error
     if series.ndim != 1 or not len(series):
         raise ValueError(f"amax has one number per step, shape (steps,), got shape {series.shape}")

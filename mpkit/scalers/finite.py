@@ -10,6 +10,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 _DTYPE = attrgetter("dtype")
 _IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NO_GRADIENTS = (
@@ -84,6 +86,7 @@ def check_and_unscale_(
              every gradient is missing. No gradient has been changed then.
     Source:  MindSpore amp's unscale for the rounding; the kernel is the one of torch.amp.GradScaler.
     """
+    check_kind("grads", grads, (list, tuple), "a list of tensors")
     if not isinstance(scale, Tensor):
         raise TypeError(f"scale must be a tensor, got {type(scale).__name__}; write torch.tensor({scale!r})")
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_number
 from mpkit.policies import STOPS, advance, initial, preset
 
 from .scaler import need_flag, need_keys, need_number
@@ -192,6 +192,9 @@ class DynamicLossScaleUpdateCell(nn.Module):
     streak: Tensor
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
+        for name, value in (("loss_scale_value", loss_scale_value), ("scale_factor", scale_factor)):
+            check_number(name, value, low=-math.inf)
+        check_number("scale_window", scale_window, low=-math.inf)
         super().__init__()
         self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
         factor = torch.tensor(scale_factor, dtype=torch.float32)

@@ -164,6 +164,8 @@ def need_number(name: str, value: Any) -> None:
     """TypeError unless `value` is an int or a float (a bool is neither)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
 
 
 def need_flag(name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from mpkit.arguments import check_kind
 from mpkit.policies import TensorScalePolicy, TensorScaleState, advance_tensor_scale, initial_tensor_scale
 
 from .scaler import need_keys
@@ -83,6 +84,9 @@ class TensorScaler:
 
 def update_all_(scalers: Sequence[TensorScaler]) -> None:
     """`update_` of several scalers with one message between processes: one tensor has one scale on all of them."""
+    check_kind("scalers", scalers, (list, tuple), "a list of TensorScaler objects")
+    for scaler in scalers:
+        check_kind("each of scalers", scaler, TensorScaler, "a TensorScaler")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         amaxes = torch.stack([scaler.amax.to(scalers[0].amax.device) for scaler in scalers])
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_number
+from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.pca import row_block
 from mpkit.step.distributed import mean_
 
@@ -88,7 +88,10 @@ class DimReduce(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        check_kind("network", network, nn.Module, "an nn.Module")
         self.weights = tuple(weight)
+        for each in self.weights:
+            check_kind("each of weight", each, nn.Parameter, "a parameter")
         self.size = sum(w.numel() for w in self.weights)
         _check_numbers(n_components, rho, gamma, alpha, sigma, rank, rank_size)
         _check_optimizer(optimizer, self.weights)

@@ -11,6 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 
+from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.snapshots import read_snapshots, write_atomically
 
 FULL_NAME = "pca_mat_temp.npy"
@@ -45,6 +46,8 @@ def pca_matrix(
     Source:  Halko, Martinsson, Tropp 2011, arXiv:0909.4061, algorithms 4.4 and 5.1 with one power iteration and ten
              extra directions, as in MindSpore boost (which centres the caller's array in place).
     """
+    check_kind("data", data, np.ndarray, "an array with a row per sample")
+    check_count("n_components", n_components)
     data = np.array(data, dtype=np.float64)
     if data.ndim != 2:
         raise ValueError(f"data must have a row per sample, got shape {data.shape}")
@@ -85,6 +88,9 @@ def _sign_of_largest(rows: np.ndarray) -> np.ndarray:
 
 def row_block(rows: int, rank: int, rank_size: int) -> slice:
     """The rows of rank `rank`: ceil(rows / rank_size) each, the last ranks fewer or none."""
+    check_count("rows", rows, low=0)
+    check_count("rank", rank, low=0)
+    check_count("rank_size", rank_size)
     each = -(-rows // rank_size)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
@@ -104,6 +110,8 @@ def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> 
 
     Raises:  RuntimeError when it is not there after `timeout` seconds.
     """
+    check_count("rank", rank, low=0)
+    check_number("timeout", timeout)
     full_path = Path(full_path)
     end = time.monotonic() + timeout
     while not full_path.with_name(MARKER).exists():

@@ -90,6 +90,7 @@ def reduce_(grads: Sequence[Tensor], *, mean: bool = True, degree: int | None = 
 
     Raises:  RuntimeError when torch.distributed has not been set up.
     """
+    check_kind("grads", grads, (list, tuple), "a list of tensors")
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("reducing gradients needs torch.distributed.init_process_group(...) in every process")
     mean_(grads, (degree or torch.distributed.get_world_size()) if mean else 1)

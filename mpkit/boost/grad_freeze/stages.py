@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from mpkit.arguments import check_count, check_kind, check_number
+
 
 def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
     """The trainable parameters in definition order, cut before each module that holds a weight of two axes or more."""
+    check_kind("net", net, nn.Module, "an nn.Module")
     stages: list[list[nn.Parameter]] = []
     seen: set[int] = set()
     closed = True  # the stage at the end has its weight, so another weight opens a new one
@@ -31,6 +34,7 @@ def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
 
 def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
     """The original's rule: "bn" or "bias" in the name joins the stage, any other closes it once it holds three."""
+    check_kind("net", net, nn.Module, "an nn.Module")
     stages: list[list[nn.Parameter]] = [[]]
     for name, p in net.named_parameters():
         if not p.requires_grad:
@@ -43,6 +47,9 @@ def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
 
 def index_probabilities(groups: int, freeze_type: int) -> list[float]:
     """P(v) of v = 1..G-1 on a frozen step: uniform for type 0, (G - v) / (G (G-1) / 2) for type 1."""
+    check_count("groups", groups, low=2)
+    if freeze_type not in (0, 1):
+        raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {freeze_type!r}")
     if freeze_type == 0:
         return [1 / (groups - 1)] * (groups - 1)
     return [(groups - v) / (groups * (groups - 1) / 2) for v in range(1, groups)]
@@ -58,6 +65,9 @@ def expected_saving(stage_costs: Sequence[float], groups: int, freeze_type: int,
     >>> round(expected_saving([1.0] * 10, 10, 1, 0.7), 4)   # (1 - 0.7) * (10 + 1) / (3 * 10)
     0.11
     """
+    check_kind("stage_costs", stage_costs, (list, tuple), "a list of costs, one of each stage")
+    check_count("groups", groups)
+    check_number("full_step_fraction", full_step_fraction, high=1.0 + 2.0**-52)
     if groups < 2:
         return 0.0
     stride, total = len(stage_costs) // groups, sum(stage_costs)
@@ -75,6 +85,7 @@ def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
     Args:
         inputs:  one forward pass is run on them, without gradients.
     """
+    check_kind("net", net, nn.Module, "an nn.Module")
     stages = stages_by_module(net)
     place = {id(p): i for i, stage in enumerate(stages) for p in stage}
     work = [0.0] * (len(stages) + 1)
