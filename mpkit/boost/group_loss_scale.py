@@ -212,14 +212,14 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         if not isinstance(number, int) or isinstance(number, bool):
             raise TypeError(f"loss_scale_number must be an int, got {number!r}")
         if isinstance(init, Real):
-            init = [check_number("init_loss_scale", init, open_low=True)] * number
+            init = [init] * number  # type: ignore[list-item]  # checked below
         if not isinstance(init, Sequence) or isinstance(init, str) or not all(isinstance(s, Real) for s in init):
             raise TypeError(f"init_loss_scale must be a number or a list of numbers, got {init!r}")
         if len(init) != number:
             raise ValueError(f"need one initial scale for each of {number} groups, got {len(init)}")
         if not all(max(self.min_scale, 0) <= s <= self.max_scale and s > 0 for s in init):
             raise ValueError(f"initial scales must be positive and in {self.min_scale}..{self.max_scale}, got {init}")
-        return [float(s) for s in init]
+        return [check_number("init_loss_scale", s, open_low=True) for s in init]
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupLossScaleManager:
         """Follow the network to another device, but stay float32 when it is cast."""

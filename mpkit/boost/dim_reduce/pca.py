@@ -47,7 +47,7 @@ def pca_matrix(
              extra directions, as in MindSpore boost (which centres the caller's array in place).
     """
     check_kind("data", data, np.ndarray, "an array with a row per sample")
-    check_count("n_components", n_components)
+    check_kind("n_components", n_components, int, "an int")
     data = np.array(data, dtype=np.float64)
     if data.ndim != 2:
         raise ValueError(f"data must have a row per sample, got shape {data.shape}")
