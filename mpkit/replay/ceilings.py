@@ -68,6 +68,8 @@ def flushed_by_current_scale(part: Ranges, fmt: FloatFormat) -> np.ndarray:
 
     Shapes:  (H, P) float64 in 0..1; NaN where the amax is 0, inf or NaN. Approximate as `flushed`.
     """
+    check_kind("part", part, Ranges, "Ranges, such as a trace's gradients")
+    check_kind("fmt", fmt, FloatFormat, "a FloatFormat such as E4M3FN")
     with np.errstate(divide="ignore", invalid="ignore"):
         usable = (part.largest > 0) & np.isfinite(part.largest)
         scales = np.where(usable, fmt.max / part.largest.astype(np.float64), np.nan)
