@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from typing import Any
 
 import pytest
 from scenes import look
 
-from mpkit import check
 from mpkit.check import verdict
 from mpkit.explorers.boost import (
     FREEZE_STEPS,
@@ -194,7 +194,7 @@ def test_centralization_takes_the_mean_and_keeps_the_rest() -> None:
 
 @pytest.mark.parametrize("lesson", ["09", "10"])
 def test_questions_know_their_answers(lesson: str) -> None:
-    questions = check._questions(lesson)
+    questions = import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS
     assert len(questions) == 4
     for name, question in questions.items():
         assert verdict(lesson, name, question.truth())[0] is True

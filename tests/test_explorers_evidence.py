@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_two_threads_end_in_the_picture_of_the_last_settings(make: Callable[[], 
 
 @pytest.mark.parametrize("lesson", ["14", "15", "16"])
 def test_questions_accept_the_truth_and_give_a_hint_otherwise(lesson: str) -> None:
-    for name, question in check._questions(lesson).items():
+    for name, question in import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS.items():
         truth = question.truth()
         assert check.verdict(lesson, name, truth)[0] is True
         assert check.verdict(lesson, name, "no such answer")[0] is False

@@ -7,7 +7,8 @@ import torch
 from scenes import look
 from traitlets import Bool, Enum, Float, Int
 
-from mpkit.check import _questions, verdict
+from mpkit.check import verdict
+from mpkit.check.lesson_07 import QUESTIONS
 from mpkit.explorers.optimizers import (
     FORMATS,
     MAKERS,
@@ -150,7 +151,7 @@ def test_equal_scales_train_as_none_and_unequal_ones_hurt_all_but_adam(kind):
 RIGHT = {"warmup": 0.3, "eps": -7, "decayed": ["conv.weight", "fc.bias"], "factor": 1024}
 
 
-@pytest.mark.parametrize("name", _questions("07"))
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_questions_know_right_from_wrong(name):
     assert verdict("07", name)[0] is None
     assert verdict("07", name, RIGHT[name])[0] is True
