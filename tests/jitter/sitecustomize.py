@@ -80,7 +80,8 @@ def install(seed: int, times: float = 1.0) -> None:
                 if low is None:
                     return moved_(kernels[name].call_boxed(keys, *args, **kwargs))
                 target = kwargs.pop("out", args[0] if name.endswith("_") else None)
-                sums = kernels[plain].call_boxed(keys, *cast(args, low, torch.float32), **kwargs)
+                wide = {name: cast(value, low, torch.float32) for name, value in kwargs.items()}  # a mask, say
+                sums = kernels[plain].call_boxed(keys, *cast(args, low, torch.float32), **wide)
                 result = moved_(sums, SUM)
                 if name == FLASH:  # the logarithms beside the result are float32 in any case
                     return cast(result[0], torch.float32, low), result[1]
