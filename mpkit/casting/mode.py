@@ -260,7 +260,10 @@ class Forward:
             return mode.cast_all(output, self.result)
 
     def _called_on(self, caller: Any) -> nn.Module | None:
-        """The module whose call this is: a shallow copy, such as a replica of DataParallel, shares this object."""
+        """The module whose call this is: a shallow copy, such as a replica of DataParallel, shares this object.
+
+        An instance's `forward` is called without its module, and torch has no public hook that sees a copy being made.
+        """
         module = caller.f_locals.get("self")
         shares = isinstance(module, nn.Module) and module.__dict__.get("forward") is self
         return module if shares else self.module

@@ -4,6 +4,9 @@
 its rule have long ended. So whatever enters a checkpoint inside a cast forward carries the rule with it. That is done
 at the two places through which torch takes the function, once and for all: users hold `checkpoint` itself under names
 of their own. Outside a cast forward nothing changes.
+
+Both names are torch's own affair. Its public way, `context_fn`, is an argument of each call and of the form without
+re-entrance only, so it cannot serve a call that somebody else wrote.
 """
 
 from __future__ import annotations

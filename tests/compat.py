@@ -1,0 +1,353 @@
+"""Casting on what others wrote: PyTorch's operator and module databases, torchvision's and transformers' tiny networks.
+
+    python tests/compat.py --share 0.05 --minutes 10       # a share of the cases; again goes on where it stopped
+    python tests/compat.py --only modules --fresh
+
+Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
+within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
+plus sixteen units of the format's last place. A copy, a pickle, a checkpoint and a removal have to give the same bits,
+and so has, in one case of twenty, compiling.
+
+Needs `pip install "mpkit[compat]"`; the counts go to data/benchmarks/compat.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import pickle
+import time
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from mpkit.casting import LEVELS, auto_mixed_precision, cast_like, remove_mixed_precision
+from mpkit.casting.presets import PRESETS
+from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
+
+STORED = Path(__file__).parent.parent / "data" / "benchmarks" / "compat.json"
+SAMPLES = 3  # inputs of each operator or module that are tried
+TREATMENTS: dict[str, tuple[str, Any]] = {
+    **{f"{level} bfloat16": (level, torch.bfloat16) for level in LEVELS},
+    **{f"{preset} bfloat16": (preset, torch.bfloat16) for preset in PRESETS},
+    **{f"O2 {fmt.name}": ("O2", fmt) for fmt in (BF16, E5M2, E4M3FN)},
+}
+
+
+class Call(nn.Module):
+    """A network that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network and its arguments, made anew at each call."""
+
+    name: str
+    make: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
+    portable: bool = True  # whether it can be pickled and copied at all
+
+
+def operators() -> Iterator[Case]:
+    """Every operator of PyTorch's database that has gradients in float32."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if not op.supports_dtype(torch.float32, "cpu") or not op.supports_autograd:
+            continue
+
+        def make(i: int, op: Any = op) -> Any:
+            torch.manual_seed(0)
+            sample = next(s for n, s in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=True)) if n == i)
+            return Call(op.op), (sample.input, *sample.args), sample.kwargs
+
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        for i in range(SAMPLES):
+            yield Case(f"{name}[{i}]", lambda i=i, make=make: make(i), portable=False)
+
+
+def modules() -> Iterator[Case]:
+    """Every module of PyTorch's database."""
+    from torch.testing._internal.common_modules import module_db
+
+    for info in module_db:
+
+        def make(i: int, info: Any = info) -> Any:
+            torch.manual_seed(0)
+            given = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=True, training=True)
+            sample = given[i]
+            network = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
+            return network, sample.forward_input.args, sample.forward_input.kwargs
+
+        for i in range(SAMPLES):
+            yield Case(f"{info.name}[{i}]", lambda i=i, make=make: make(i))
+
+
+def vision() -> Iterator[Case]:
+    """torchvision's classification networks without weights."""
+    _declare_operators()
+    import torchvision.models as zoo
+
+    for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "densenet121"):
+
+        def make(name: str = name) -> Any:
+            torch.manual_seed(0)
+            return zoo.get_model(name, num_classes=4).eval(), (torch.rand(2, 3, 64, 64),), {}
+
+        yield Case(name, make)
+
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def _declare_operators() -> None:
+    """Where torchvision was built for another torch its operators are missing, without which it does not load.
+
+    No network here needs one.
+    """
+    found = find_spec("torchvision")
+    for folder in (found and found.submodule_search_locations) or ():
+        for library in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(OSError):
+                torch.ops.load_library(str(library))
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            _LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def language() -> Iterator[Case]:
+    """transformers' networks, tiny and random."""
+    _declare_operators()  # transformers loads torchvision where it finds it
+    import transformers as hf
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    small |= {"vocab_size": 64, "max_position_embeddings": 32}
+    gpt = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    kinds = {
+        "BertModel": (hf.BertConfig, small),
+        "GPT2LMHeadModel": (hf.GPT2Config, gpt),
+        "LlamaForCausalLM": (hf.LlamaConfig, small | {"num_key_value_heads": 2}),
+        "MistralForCausalLM": (hf.MistralConfig, small | {"num_key_value_heads": 1}),
+        "T5ForConditionalGeneration": (
+            hf.T5Config,
+            {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64},
+        ),
+    }
+    for name, (config, sizes) in kinds.items():
+
+        def make(name: str = name, config: Any = config, sizes: Any = sizes) -> Any:
+            torch.manual_seed(0)
+            ids = torch.arange(12).reshape(2, 6)
+            given = {"input_ids": ids} | ({} if name.endswith("Model") else {"labels": ids})
+            return getattr(hf, name)(config(**sizes)).eval(), (), given
+
+        yield Case(name, make)
+
+
+SOURCES = {"modules": modules, "operators": operators, "vision": vision, "language": language}
+
+
+# --- one case -----------------------------------------------------------------------------------------------------
+
+
+def put(network: nn.Module, treatment: str) -> nn.Module:
+    """The network under a treatment."""
+    name, dtype = TREATMENTS[treatment]
+    return auto_mixed_precision(network, name, dtype) if name in LEVELS else cast_like(network, name, dtype)
+
+
+def trained(network: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    """Float results, then the gradients of parameters and arguments."""
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    wanted = [*(p for p in network.parameters() if p.requires_grad), *leaves]
+    torch.manual_seed(1)
+    out = [x for x in tree_leaves(network(*args, **kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    ends = [x.float().sum() for x in out if x.requires_grad]
+    grads = torch.autograd.grad(sum(ends), wanted, allow_unused=True) if ends and wanted else ()  # type: ignore[arg-type]
+    return [x.detach().to_dense().float() for x in (*out, *(g for g in grads if g is not None))]
+
+
+def _rounded(value: Any, to: Any) -> Any:
+    def low(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype is not torch.float32 or x.layout is not torch.strided:
+            return x
+        with torch.no_grad():
+            y = x.to(torch.bfloat16).float() if isinstance(to, torch.dtype) else _round(x, to)
+        return y.requires_grad_(x.requires_grad)
+
+    return tree_map(low, value)
+
+
+def _round(x: Tensor, fmt: FloatFormat) -> Tensor:
+    from mpkit.rounding import round_to
+
+    return round_to(x.detach(), fmt)
+
+
+def within(got: list[Tensor], want: list[Tensor], nearby: list[Tensor], eps: float) -> bool:
+    """Whether every result is as near to float32 as the format allows, value by value at the scale of its tensor."""
+    if [x.shape for x in got] != [x.shape for x in want]:
+        return False
+    for a, b, near in zip(got, want, nearby):
+        known = b.isfinite() & near.isfinite() & (b.abs() < 1e4)
+        if not bool(known.any()):
+            continue
+        scale = float(b[known].abs().max())
+        moved = float((near - b)[known].abs().max())
+        if not bool(((a - b)[known].abs() <= 16 * moved + 16 * eps * scale + eps).all()):
+            return False
+    return True
+
+
+def outcome(case: Case, treatment: str) -> str:
+    """ "within", "outside", "torch has no kernel", "not the same after ...", or the kind of an error."""
+    try:
+        plain, args, kwargs = case.make()
+        want = trained(plain, args, kwargs)
+        again = trained(*_fresh(case))
+    except Exception:
+        return "not a case"  # torch itself cannot run it, or the database has no such sample
+    if not _same(want, again):
+        return "not a case"  # draws at random, whatever the seed
+    dtype = TREATMENTS[treatment][1]
+    eps = 2.0**-8 if isinstance(dtype, torch.dtype) else dtype.eps
+    try:
+        network, args, kwargs = _fresh(case)
+        got = trained(put(network, treatment), args, kwargs)
+        if case.portable and (changed := _changed(case, treatment, got, want)):
+            return f"not the same after {changed}"
+    except Exception as error:
+        words = str(error)
+        kernel = "not implemented for" in words or "not support" in words or "must be" in words or "xpected" in words
+        return "torch has no kernel" if kernel else type(error).__name__
+    try:
+        plain, args, kwargs = _fresh(case)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.copy_(_rounded(p.detach(), dtype))
+        nearby = trained(plain, *_rounded((args, kwargs), dtype))
+    except Exception:
+        return "not a case"
+    return "within" if within(got, want, nearby, eps) else "outside"
+
+
+def _fresh(case: Case) -> tuple[nn.Module, Any, Any]:
+    return case.make()
+
+
+def _changed(case: Case, treatment: str, got: list[Tensor], want: list[Tensor]) -> str:
+    """What changes the numbers of a cast network though it should not; "" if nothing does."""
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda network: pickle.loads(pickle.dumps(network)),
+        "checkpoint": lambda network: _Checkpointed(network),
+    }
+    if chosen(f"compile {case.name} {treatment}", 0.05):
+        torch._dynamo.reset()
+        ways["compile"] = lambda network: torch.compile(network, backend="eager")  # type: ignore[assignment,return-value]
+    for name, way in ways.items():
+        network, args, kwargs = _fresh(case)
+        if not _same(trained(way(put(network, treatment)), args, kwargs), got):
+            return name
+    network, args, kwargs = _fresh(case)
+    return "" if _same(trained(remove_mixed_precision(put(network, treatment)), args, kwargs), want) else "removal"
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(a, b))
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+
+def chosen(name: str, share: float) -> bool:
+    """Whether a run is in a share of all: the same ones each time, and a larger share holds a smaller one."""
+    return zlib.crc32(name.encode()) / 2**32 < share
+
+
+def versions() -> dict[str, str]:
+    """Of what the cases come from."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("torch", "torchvision", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def summary(runs: dict[str, str]) -> dict[str, Any]:
+    """Counts of outcomes by source and by treatment, and the names of what is neither within nor torch's own."""
+    by: dict[str, dict[str, Counter[str]]] = {"source": {}, "treatment": {}}
+    for name, result in runs.items():
+        source, _, treatment = name.split(" | ")
+        by["source"].setdefault(source, Counter())[result] += 1
+        by["treatment"].setdefault(treatment, Counter())[result] += 1
+    fine = ("within", "torch has no kernel", "not a case")
+    return {
+        "counts": {kind: {key: dict(sorted(c.items())) for key, c in sorted(d.items())} for kind, d in by.items()},
+        "to_look_at": sorted(f"{name}: {result}" for name, result in runs.items() if result not in fine),
+    }
+
+
+def run(share: float, minutes: float, only: str | None, stored: Path = STORED, fresh: bool = False) -> dict[str, Any]:
+    """Run what is left of a share of the cases, at most so long, and store outcomes and counts."""
+    before = json.loads(stored.read_text()) if stored.exists() and not fresh else {}
+    runs: dict[str, str] = before.get("runs", {}) if before.get("versions") == versions() else {}
+    end = time.monotonic() + 60 * minutes
+    for source in SOURCES if only is None else (only,):
+        for case in SOURCES[source]():
+            for treatment in TREATMENTS:
+                name = f"{source} | {case.name} | {treatment}"
+                if name in runs or not chosen(name, share) or time.monotonic() > end:
+                    continue
+                runs[name] = outcome(case, treatment)
+    result = {"versions": versions(), "share": share, **summary(runs), "runs": dict(sorted(runs.items()))}
+    stored.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=1.0, help="share of all cases (0 to 1)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; again goes on")
+    parser.add_argument("--only", choices=SOURCES)
+    parser.add_argument("--fresh", action="store_true", help="forget what is stored")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    result = run(given.share, given.minutes, given.only, fresh=given.fresh)
+    print(json.dumps({key: result[key] for key in ("versions", "counts", "to_look_at")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A sample of `make compat`: casting on modules and operators of PyTorch's own databases; and the stored counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import compat
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FINE = ("within", "torch has no kernel", "not a case")
+OWN: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "perceptron": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (4, 6)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU()), (2, 2, 6, 6)),
+    "recurrent": (lambda: nn.GRU(6, 5, batch_first=True), (2, 4, 6)),
+}
+
+
+def case_of(name: str) -> compat.Case:
+    make, shape = OWN[name]
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return make(), (torch.rand(shape, requires_grad=True),), {}
+
+    return compat.Case(name, made)
+
+
+SOME = ("O1 bfloat16", "O2 bfloat16", "auto bfloat16", "apex_O1 bfloat16", "torch_autocast bfloat16", "O2 e5m2")
+
+
+@pytest.mark.parametrize("treatment", SOME)
+def test_networks_come_as_near_to_float32_as_the_format_allows(treatment: str) -> None:
+    assert {name: compat.outcome(case_of(name), treatment) for name in OWN} == dict.fromkeys(OWN, "within")
+
+
+def test_the_databases_are_within_bounds_in_a_sample() -> None:
+    pytest.importorskip("expecttest", reason='PyTorch\'s databases need it: pip install "mpkit[compat]"')
+    found = {
+        f"{source} | {case.name} | {treatment}": compat.outcome(case, treatment)
+        for source in ("modules", "operators")
+        for case in compat.SOURCES[source]()
+        for treatment in ("O1 bfloat16", "auto bfloat16", "torch_autocast bfloat16")
+        if compat.chosen(f"sample {case.name} {treatment}", 0.01)
+    }
+    assert len(found) > 20
+    assert {name: result for name, result in found.items() if result not in FINE} == {}
+
+
+def test_a_wrong_number_and_a_changed_copy_are_seen() -> None:
+    want = [torch.tensor([1.0, -2.0])]
+    assert compat.within([want[0] * 1.01], want, want, 2.0**-8)
+    assert not compat.within([want[0] * 1.1], want, want, 2.0**-8)
+    assert not compat.within([want[0][:1]], want, want, 2.0**-8)
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def __deepcopy__(self, memo: Any) -> Counts:
+            return Counts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return Counts(), (torch.ones(1, 2),), {}
+
+    assert (
+        compat.outcome(compat.Case("a copy with other weights", made), "O1 bfloat16") == "not the same after deepcopy"
+    )
+
+
+def test_it_goes_on_where_it_stopped_and_takes_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "SOURCES", {"own": lambda: iter([case_of("perceptron")])})
+    monkeypatch.setattr(compat, "TREATMENTS", {name: compat.TREATMENTS[name] for name in ("O0 bfloat16", "O2 bf16")})
+    stored = tmp_path / "compat.json"
+    assert compat.run(1.0, 0.0, None, stored)["runs"] == {}  # no time
+    first = compat.run(1.0, 1.0, None, stored)
+    assert first["counts"]["source"] == {"own": {"within": 2}}
+    monkeypatch.setattr(compat, "outcome", lambda *_: pytest.fail("it was run before"))
+    assert compat.run(1.0, 1.0, None, stored)["runs"] == first["runs"]
+    shares = [{name for name in map(str, range(1000)) if compat.chosen(name, share)} for share in (0.1, 0.3)]
+    assert shares[0] < shares[1]
+    assert 250 < len(shares[1]) < 350
+
+
+def test_the_stored_counts_are_those_of_the_stored_runs() -> None:
+    stored = json.loads(compat.STORED.read_text())
+    assert {"torch", "torchvision", "transformers"} == set(stored["versions"])
+    assert len(stored["runs"]) > 100
+    assert compat.summary(stored["runs"]) == {key: stored[key] for key in ("counts", "to_look_at")}
