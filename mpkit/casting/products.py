@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -221,7 +222,7 @@ def _product(
     if a.dtype is not b.dtype:  # one operand in high precision
         a, b = a.float(), b.float()
     a, b = (a if axes[0] == 1 else a.t()), (b.t() if axes[1] == 1 else b)
-    with torch.autocast(a.device.type, enabled=False):
+    with nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False):  # no autocast on meta
         return (a @ b).to(dtype)
 
 
