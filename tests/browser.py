@@ -58,7 +58,7 @@ window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
-  const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML);
+  const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
   const text = [all('img', (e) => e.src), drawn, words('[role=status]'), words('table')].join('#');
   let hash = 2166136261;
   for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
