@@ -38,7 +38,7 @@ from ray.util.joblib import register_ray
 if __name__ == "__main__":
     ray.init(num_cpus=2, include_dashboard=False)
     register_ray()
-    with joblib.parallel_config("ray"):
+    with joblib.parallel_config("ray", n_jobs=-1):
         call()
 """
 

@@ -218,7 +218,7 @@ class Forward:
             return self._plain(module)(*args, **kwargs)
         if mode is not None and (compiling or _get_current_function_mode() is mode or _listens(mode)):
             return self._run(mode, rule, module, args, kwargs)
-        if fx_tracing._is_fx_tracing_flag:
+        if not compiling and fx_tracing.is_fx_symbolic_tracing():
             _refuse_proxies((*args, *kwargs.values()))
         if may_be_sharded() and module is not None and not compiling:
             leave_hooks_uncast(module, _uncast)

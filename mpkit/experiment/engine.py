@@ -75,8 +75,8 @@ def experiment(
     it. Two processes may work on one folder; each takes cells that the other has not begun.
 
     Whoever outgrows the machine writes `with joblib.parallel_config("dask")` (after making a `dask.distributed.Client`)
-    or `with joblib.parallel_config("ray")` (after `ray.util.joblib.register_ray()`) around the same call. Machines that
-    do not see the folder send their cells back to be stored.
+    or `with joblib.parallel_config("ray", n_jobs=-1)` (after `ray.util.joblib.register_ray()`) around the same call.
+    Machines that do not see the folder send their cells back to be stored.
 
     >>> results = experiment(lambda seed, x: {"y": x + seed}, {"x": [1, 3]}, seeds=2, progress=False)
     >>> results.frame[["x", "seed", "y"]].to_dict("list")
