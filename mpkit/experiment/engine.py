@@ -290,8 +290,11 @@ def _answers(plan: _Plan, tasks: Sequence[Task], jobs: int) -> Iterator[Answer]:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         tasks = [replace(task, devices=devices) for task in tasks]
     joblib = _joblib()
-    parallel = joblib.Parallel(n_jobs=plan.n_jobs and jobs, return_as="generator_unordered", batch_size=1, **options)
-    with contextlib.closing(parallel(joblib.delayed(work)(task) for task in tasks)) as answers:
+    backend = joblib.parallel.get_active_backend()[0]  # ray's can only tell of all cells at the end
+    one_by_one = "generator_unordered" if backend.supports_return_generator else "list"
+    parallel = joblib.Parallel(n_jobs=plan.n_jobs and jobs, return_as=one_by_one, batch_size=1, **options)
+    answers = parallel(joblib.delayed(work)(task) for task in tasks)
+    with contextlib.closing(answers) if hasattr(answers, "close") else contextlib.nullcontext():
         yield from answers
 
 
