@@ -31,6 +31,7 @@ def run(network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 def compare(level: str, dtype: Any, name: str, backend: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # a reset keeps them, those of other tests too
     network, args, kwargs = made(name)
     if name == "convolutional":
         network[2] = nn.ReLU()

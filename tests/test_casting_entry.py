@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from mpkit.formats import BF16
 
 X = torch.rand(3, 4)
 W = torch.rand(4, 4)
+
+
+def ran(coroutine: Any) -> Any:
+    """In a thread of its own: Playwright keeps a running event loop in the test process's first one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 class Plain(nn.Module):
@@ -73,7 +80,7 @@ def test_forwards_in_steps_compute_what_a_plain_one_computes(level: str, dtype: 
     for y in generator(X):
         assert (outside * 1.0).dtype is torch.float32  # between two steps the caller computes as it always did
         got.append(y)
-    for found in (got, asyncio.run(coroutine(X))):
+    for found in (got, ran(coroutine(X))):
         assert [y.dtype for y in found] == [y.dtype for y in want]
         assert all(torch.equal(a, b) for a, b in zip(found, want))
 
@@ -84,7 +91,7 @@ def test_two_coroutines_at_a_time_do_not_disturb_each_other() -> None:
     async def both() -> Any:
         return await asyncio.gather(low(X), wide(X), low(X))
 
-    first, plain, second = asyncio.run(both())
+    first, plain, second = ran(both())
     assert torch.equal(first[1], second[1])
     assert torch.equal(plain[1], (X @ W) * 1.1)
 

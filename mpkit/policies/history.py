@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ def naive_loss_ratio(scale: float, loss: float) -> float:
     goes into the weights.
     """
     check_number("scale", scale)
-    check_number("loss", loss, low=-math.inf)
+    check_kind("loss", loss, Real, "a number")  # NaN too: the loss of a broken training, at which the rule does nothing
     if loss > scale:
         return scale * 0.9
     return scale * 1.1 if loss < 0.5 * scale else scale
