@@ -19,7 +19,7 @@ Overflow = Literal["inf", "nan", "saturate"]
 MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
 SEEDED = 2**13
-"""Values: from a block of this size on, a generator of the CPU seeds a faster one; below, making that costs more."""
+"""Values: from this many on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
 
 def round_to(
@@ -305,35 +305,25 @@ def _stepped(fmt: FloatFormat, mode: Mode) -> Kernel:
 def _random_words(generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
     """A function: block -> 32 random bits per element, int32, to be read before the next block comes.
 
-    On a GPU, and for a small block, the bits are the generator's own; one draw of 64 bits serves two elements, which
-    halves the cost. For a large block on a CPU the generator seeds NumPy's SFC64, four times as fast, whose bits serve
-    two blocks: words of 32 bits in the first, and in the second those that begin 16 bits later. So each word is
-    uniform, and two of them share only the high half of one with the low half of the other, which matters
-    with probability 2**-16.
+    On a GPU, and where the first block is small, the bits are the generator's own. Otherwise the generator seeds NumPy's
+    SFC64, four times as fast. One draw of 64 bits serves two elements, and the draws follow each other whatever the size
+    of the blocks, so a seed gives the same numbers with any number of threads.
     """
     buffer = torch.empty(0, dtype=torch.int64)
     fast: np.random.Generator | None = None
-    once = torch.empty(0, dtype=torch.int16)  # the bits of the last block, while they may serve another one
 
     def draw(x: Tensor) -> Tensor:
-        nonlocal buffer, fast, once
-        count = (x.numel() + 1) // 2
+        nonlocal buffer, fast
+        count, first = (x.numel() + 1) // 2, fast is None and not buffer.numel()
+        if first and x.is_cpu and type(x) is Tensor and x.numel() >= SEEDED:
+            seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=generator)
+            fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
+        if fast is not None:
+            drawn = fast.integers(-(2**63), 2**63 - 1, count, dtype=np.int64, endpoint=True)
+            return torch.from_numpy(drawn).view(torch.int32)[: x.numel()]
         if buffer.numel() < count:
             buffer = torch.empty(count, dtype=torch.int64, device=x.device)
-        words = buffer[:count].view(torch.int32)[: x.numel()]
-        if not (x.is_cpu and type(x) is Tensor and x.numel() >= SEEDED):
-            buffer[:count].random_(-(2**63), None, generator=generator)
-        elif once.numel() > 2 * x.numel():
-            words.view(torch.int16).copy_(once[1 : 1 + 2 * x.numel()])
-            once = once[:0]
-        else:
-            if fast is None:
-                seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=generator)
-                fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
-            drawn = fast.integers(-(2**63), 2**63 - 1, count + 1, dtype=np.int64, endpoint=True)
-            once = torch.from_numpy(drawn).view(torch.int16)
-            words = once.view(torch.int32)[: x.numel()]
-        return words
+        return buffer[:count].random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
 
     return draw
 

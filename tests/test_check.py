@@ -9,6 +9,8 @@ import pytest
 from support import ROOT
 
 from mpkit import check
+from mpkit.check.prediction import Prediction
+from mpkit.widgets.commit import Commit
 
 LESSONS = sorted(path.stem[-2:] for path in (ROOT / "mpkit" / "check").glob("lesson_*.py"))
 
@@ -47,6 +49,14 @@ TRUTHS = {
 
 def test_every_prediction_is_known_here():
     assert set(PREDICTIONS) == set(TRUTHS)
+
+
+def test_a_prediction_says_that_it_computes_while_it_does():
+    said = []
+    slow = Prediction("?", [("yes", "Because."), ("no", "Since.")], lambda: said.append(widget.status.value) or "a")
+    widget = Commit(slow)
+    widget.choose("a")
+    assert "One moment" in said[0] and "You predicted (a), and so it is. Because." in widget.status.value
 
 
 @pytest.mark.parametrize(("lesson", "name"), PREDICTIONS, ids="-".join)
@@ -214,12 +224,12 @@ def test_a_task_knows_right_from_wrong_and_unwritten(lesson, capsys):
 
 
 def test_a_task_hands_out_copies(capsys):
-    def spoils(gradient):
-        done = centralize(gradient)
-        gradient.clear()
-        return done
+    def spoils(base, other):  # the cases of this lesson share one list of the baseline
+        found = interval(base, other)
+        base.clear()
+        return found
 
-    assert told("10", spoils, capsys).startswith("Right")
+    assert told("20", spoils, capsys).startswith("Right")
 
 
 def test_judging_a_bound_method_and_a_class_works(capsys):

@@ -532,3 +532,19 @@ def test_stochastic_rounding_on_cuda_has_the_right_mean_and_repeats():
     assert torch.equal(first, second)
     ups = float((first > 1).double().mean())
     assert abs(ups - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 1e6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [9, 2**13 + 1, 2**16 + 7, 200_001])
+def test_a_seed_draws_the_same_with_any_number_of_threads(count, dtype):
+    x = random_patterns(count, seed=3).nan_to_num(0.0).to(dtype)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for some in (1, 2, 4):
+            torch.set_num_threads(some)
+            generator = torch.Generator().manual_seed(5)
+            found.append(round_to(x, FP16, "stochastic", generator=generator))
+            found[-1] = torch.cat([found[-1], torch.rand(1, generator=generator, dtype=dtype)])  # and it goes on alike
+    finally:
+        torch.set_num_threads(threads)
+    assert mismatches(found[0], found[1]) == mismatches(found[0], found[2]) == 0

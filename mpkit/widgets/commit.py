@@ -41,7 +41,11 @@ class Commit(w.VBox):
             raise ValueError(f"the answers are {', '.join(self.buttons)}, got {letter!r}")
         self.first = self.first or letter
         self.buttons[self.first].button_style = "info"
-        self.status.value = f'<div role="status">{escape(self.prediction.told(self.first, letter))}</div>'
+        self._say("One moment: the answer is being computed.")  # some lessons train for a few seconds
+        self._say(self.prediction.told(self.first, letter))
+
+    def _say(self, sentence: str) -> None:
+        self.status.value = f'<div role="status">{escape(sentence)}</div>'
 
     def __repr__(self) -> str:
         answers = [f"  ({letter}) {text}" for letter, (text, _) in zip(self.buttons, self.prediction.choices)]
