@@ -305,9 +305,9 @@ def _stepped(fmt: FloatFormat, mode: Mode) -> Kernel:
 def _random_words(generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
     """A function: block -> 32 random bits per element, int32, to be read before the next block comes.
 
-    On a GPU, and where the first block is small, the bits are the generator's own. Otherwise the generator seeds NumPy's
-    SFC64, four times as fast. One draw of 64 bits serves two elements, and the draws follow each other whatever the size
-    of the blocks, so a seed gives the same numbers with any number of threads.
+    On a GPU, and where the first block is small, the bits are the generator's own. Otherwise the generator seeds
+    NumPy's SFC64, four times as fast. One draw of 64 bits serves two elements, and the draws follow each other whatever
+    the size of the blocks, so a seed gives the same numbers with any number of threads.
     """
     buffer = torch.empty(0, dtype=torch.int64)
     fast: np.random.Generator | None = None

@@ -56,7 +56,8 @@ def test_a_prediction_says_that_it_computes_while_it_does():
     slow = Prediction("?", [("yes", "Because."), ("no", "Since.")], lambda: said.append(widget.status.value) or "a")
     widget = Commit(slow)
     widget.choose("a")
-    assert "One moment" in said[0] and "You predicted (a), and so it is. Because." in widget.status.value
+    assert "One moment" in said[0]
+    assert "You predicted (a), and so it is. Because." in widget.status.value
 
 
 @pytest.mark.parametrize(("lesson", "name"), PREDICTIONS, ids="-".join)
