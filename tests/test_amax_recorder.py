@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.diagnose import recommend_recipe
+from mpkit.casting import cast_like
+from mpkit.diagnose import recommend_recipe, stale_scales
 from mpkit.formats import E4M3FN
 from mpkit.record import AmaxRecorder, AmaxTrace, Recorder
 from mpkit.replay import flushed_by_current_scale
@@ -88,6 +90,29 @@ def test_recomputed_compiled_and_copied_networks_are_recorded_once():
     copy.deepcopy(net)(batch(0) * 100).sum().backward()
     recorder.end_step()
     assert np.array_equal(recorder.trace().amax[-1], amax[0])  # a copy is another network
+
+
+@pytest.mark.parametrize("make", [lambda net: Recorder(net, amaxes=True, activations=True), AmaxRecorder])
+def test_a_watched_network_is_pickled_without_its_recorder(make):
+    net = cast_like(nn.Sequential(nn.Linear(4, 2)), "te_hybrid_delayed")
+    recorder = make(net)
+    other = pickle.loads(pickle.dumps(net))
+    assert torch.equal(other(torch.ones(1, 4)), net(torch.ones(1, 4)))
+    assert len(pickle.dumps(net)) < 20_000  # not what was recorded
+    assert len(copy.deepcopy(net)[0]._forward_hooks) == len(net[0]._forward_hooks)
+    recorder.close()
+    assert not net[0]._forward_hooks
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_tensor_is_no_stale_scale(bad):
+    amax = np.ones((5, 2), dtype=np.float32)
+    amax[3, 1] = bad
+    trace = AmaxTrace(("0.input", "0.grad"), amax)
+    for ask in (stale_scales, recommend_recipe):
+        with pytest.raises(ValueError, match=rf"amax of 0.grad is {bad} in step 3: .*trace.amax\[:3\]"):
+            ask(trace)
+    assert stale_scales(AmaxTrace(trace.tensors, trace.amax[:3])) == []
 
 
 def test_what_one_scale_flushes_is_counted_as_rounding_has_it():

@@ -258,17 +258,53 @@ def test_a_copy_or_a_resumed_run_goes_on_bit_for_bit(way):
     )
 
 
-def test_the_state_of_another_recipe_is_refused_and_nothing_changes():
-    net = cast_like(network(), DELAYED)
-    train(net, batches(2))
-    before = copy.deepcopy(net[0]._modules["recipe_scales"].get_extra_state())
-    other = cast_like(network(), "te_hybrid_delayed")
-    train(other, batches(2))
-    with pytest.raises(ValueError, match="another policy"):
-        net.load_state_dict(other.state_dict())
-    assert_same(net[0]._modules["recipe_scales"].get_extra_state(), before)
-    with pytest.raises(RuntimeError, match="recipe_scales"):
-        net.load_state_dict(network().state_dict())
+STATELESS = next(name for name, recipe in RECIPES.items() if not recipe.delayed())
+
+
+def trained(recipe):
+    net = network()
+    if recipe is not None:
+        train(cast_like(net, recipe), batches(2))
+    return net
+
+
+def inside(net, state):
+    return nn.Sequential(net), {f"0.{key}": value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("place", [lambda *both: both, inside], ids=["root", "inside"])
+def test_the_state_of_another_policy_is_refused_and_nothing_changes(place):
+    net, other = trained(DELAYED), trained("te_hybrid_delayed")
+    before = copy.deepcopy(net.state_dict())
+    for own in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        loader, state = place(own, other.state_dict())
+        with pytest.raises(ValueError, match="another policy"):
+            loader.load_state_dict(state)
+        assert_same(own.state_dict(), before)
+    remove_mixed_precision(net)
+    assert not net._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("place", [lambda *both: both, inside], ids=["root", "inside"])
+@pytest.mark.parametrize(
+    ("saved", "loading", "match"),
+    [
+        ("te_hybrid_delayed", STATELESS, "scales of recipe 'te_hybrid_delayed' in .*cast it like"),
+        (None, "te_hybrid_delayed", r"no scales for .*strict=False\) loads the weights"),
+        (STATELESS, "te_hybrid_delayed", "saved without it"),
+    ],
+    ids=["stateless", "from plain", "from stateless"],
+)
+def test_scales_too_many_or_too_few_are_explained_beside_the_error_of_torch(saved, loading, match, place):
+    net, other = trained(loading), trained(saved)
+    loader, state = place(net, other.state_dict())
+    with pytest.warns(UserWarning, match=match), pytest.raises(RuntimeError, match="recipe_scales"):
+        loader.load_state_dict(state)
+    with torch.no_grad():
+        other[0].weight.add_(1)
+    with pytest.warns(UserWarning, match=match):
+        loader.load_state_dict(state, strict=False)
+    assert torch.equal(net[0].weight, other[0].weight)
 
 
 def test_a_loop_that_hides_its_updates_says_where_a_step_ends():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import cache
@@ -73,6 +74,10 @@ class RecipeScales(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_extra_state` gave. Raises ValueError if it belongs to another recipe."""
+        self.sites, self.seen = self.fitting(state), {}
+
+    def fitting(self, state: object) -> dict[str, dict[str, TensorScaler]]:
+        """The scalers that a saved state describes; nothing changes here. Raises ValueError for another recipe's."""
         if not isinstance(state, dict) or "sites" not in state:
             raise ValueError(f"this is not the state of a recipe's scales: {state!r:.100}")
         loaded: dict[str, dict[str, TensorScaler]] = {}
@@ -82,7 +87,7 @@ class RecipeScales(nn.Module):
                 raise ValueError(f"this state belongs to recipe {state.get('recipe')!r}, not to {self.recipe.name!r}")
             for name, scaler in scalers.items():
                 loaded[key][name].load_state_dict(scaler)
-        self.sites, self.seen = loaded, {}
+        return loaded
 
 
 class RecipeForward(Forward):
@@ -325,13 +330,46 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
             module.add_module(STATE, RecipeScales(recipe))
     root = mark_of(network) or mark(network, Rule())
     root.level = recipe.name
+    if not any(_is_check(hook) for hook in network._load_state_dict_pre_hooks.values()):
+        network.register_load_state_dict_pre_hook(_check_state)
     return network
+
+
+def _check_state(network: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Before anything is loaded: whether the scales in `state` belong to the recipes of this network.
+
+    A hook cannot see `strict`. So scales that are too many or too few are warned of, and torch raises if it is strict.
+    """
+    ending = f"{STATE}._extra_state"
+    own = {f"{prefix}{path}._extra_state": m for path, m in network.named_modules() if isinstance(m, RecipeScales)}
+    saved = {key: value for key, value in state.items() if key.startswith(prefix) and key.endswith(ending)}
+    for key in own.keys() & saved.keys():
+        own[key].fitting(saved[key])
+    for key in sorted(saved.keys() - own.keys())[:1]:
+        name = saved[key].get("recipe") if isinstance(saved[key], dict) else None
+        warnings.warn(
+            f"the state has scales of recipe {name!r} in {key!r}, and this network keeps none there: cast it like "
+            f"{name!r} before loading, or load_state_dict(state, strict=False) leaves the scales out",
+            stacklevel=5,
+        )
+    for key in sorted(own.keys() - saved.keys())[:1]:
+        warnings.warn(
+            f"the state has no scales for {key!r} of recipe {own[key].recipe.name!r}: it was saved without it; "
+            f"load_state_dict(state, strict=False) loads the weights and keeps the scales as they are",
+            stacklevel=5,
+        )
+
+
+def _is_check(hook: Any) -> bool:
+    return getattr(hook, "hook", hook) is _check_state  # torch wraps it
 
 
 def drop_scales(module: nn.Module) -> None:
     """Take the scales of a recipe off this one module."""
     if isinstance(module._modules.get(STATE), RecipeScales):
         del module._modules[STATE]
+    for key in [key for key, hook in module._load_state_dict_pre_hooks.items() if _is_check(hook)]:
+        del module._load_state_dict_pre_hooks[key]
 
 
 def end_step(network: nn.Module) -> None:

@@ -48,7 +48,7 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
     is left out.
 
     Args:    preset and options as in `policies.tensor_scale_preset`.
-    Raises:  TypeError if `trace` is no AmaxTrace; ValueError for an unknown preset.
+    Raises:  TypeError if `trace` is no AmaxTrace; ValueError for an unknown preset, and for an amax that is inf or NaN.
 
     >>> trace = AmaxTrace(("0.input", "0.grad"), np.array([[1, 1], [1, 1], [90, 1]], dtype=np.float32))
     >>> print(*stale_scales(trace))
@@ -58,11 +58,18 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
         raise TypeError(f"need an AmaxTrace, as AmaxRecorder.trace() gives it, got {type(trace).__name__}")
     found = []
     for name, series in trace.series().items():
+        if not np.isfinite(series).all():
+            step = int(np.isfinite(series).argmin())
+            raise ValueError(
+                f"the amax of {name} is {series[step]} in step {step}: the tensor itself was broken there, so no scale is "
+                f"to blame. Find where it began with diagnose(network, ...), or look at the steps before: "
+                f"AmaxTrace(trace.tensors, trace.amax[:{step}])"
+            )
         element = E5M2 if name.endswith(".grad") else E4M3FN
         policy = tensor_scale_preset(preset, element, **options)
         replayed = replay_tensor_scales(series, [policy], scales=True)
         assert replayed.scales is not None
-        overshoot = np.nan_to_num(series * replayed.scales[0] / np.float32(element.max))[1:]
+        overshoot = (series * replayed.scales[0] / np.float32(element.max))[1:]
         clipped = overshoot > 1 + 2.0**-22
         if clipped.any():
             first = int(clipped.argmax()) + 1
@@ -111,7 +118,7 @@ def recommend_recipe(
 
     Args:    trace: `Recorder(..., amaxes=True).amax_trace()`; histograms: the `trace()` of the same recorder, made with
              `activations=True`.
-    Raises:  TypeError for another kind of trace; ValueError for histograms without activations.
+    Raises:  TypeError for another kind of trace; ValueError for histograms without activations, or a NaN or inf amax.
     """
     stale = stale_scales(trace, amax_history_len=history_len)
     flushed = [] if histograms is None else _flushed_reasons(histograms)

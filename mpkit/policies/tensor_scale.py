@@ -128,7 +128,8 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
     nothing is read on the host. In a delayed policy the scale that comes out is for the next step; in a current one it
     is for this step's own tensor.
 
-    Edges:   amax 0, inf and NaN as the library does it: see `TensorScalePolicy.unfused` and `double`.
+    Edges:   amax 0, inf and NaN as the library does it, without an error: see `TensorScalePolicy.unfused` and `double`.
+             `diagnose.stale_scales` names a recorded tensor whose amax was not finite.
     Raises:  ValueError for a negative number; TypeError for what is no number.
     """
     check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy")

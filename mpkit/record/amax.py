@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
+from mpkit.record.watch import watch
 from mpkit.step.hooks import Hook
 
 
@@ -75,22 +77,19 @@ class AmaxRecorder(Hook):
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
         self._hooks: list[Any] = []
         for path, layer in layers.items():
-            self._hooks.append(layer.register_forward_hook(self._watch(path, layer)))
+            self._hooks.append(watch(layer, partial(self._seen, path)))
 
-    def _watch(self, path: str, watched: nn.Module) -> Any:
-        def seen(layer: nn.Module, args: Any, output: Any) -> None:
-            if layer is not watched or not torch.is_grad_enabled():  # a copy of the network carries the hook along
-                return
-            weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
-            if args and isinstance(args[0], Tensor):
-                self._note(f"{path}.input", args[0])
-            if isinstance(weight, Tensor):
-                self._note(f"{path}.weight", weight)
-            result = output[0] if isinstance(output, tuple) else output
-            if result.requires_grad:
-                result.register_hook(lambda grad: self._note(f"{path}.grad", grad))
-
-        return seen
+    def _seen(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
+        if args and isinstance(args[0], Tensor):
+            self._note(f"{path}.input", args[0])
+        if isinstance(weight, Tensor):
+            self._note(f"{path}.weight", weight)
+        result = output[0] if isinstance(output, tuple) else output
+        if result.requires_grad:
+            result.register_hook(lambda grad: self._note(f"{path}.grad", grad))
 
     def _note(self, name: str, tensor: Tensor) -> None:
         amax = amax_of(tensor)

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mpkit.record.counts import exponent_counts, host_counts, new_scratch, total
 from mpkit.record.rows import Part, Rows, Table, added, kept, moved
 from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
 from mpkit.record.trace import Trace
+from mpkit.record.watch import watch
 from mpkit.step import Hook, StepContext
 
 
@@ -245,20 +247,15 @@ class Recorder(Hook):
         leaves = {name: m for name, m in self.network.named_modules() if name and not any(True for _ in m.children())}
         self._activations = Rows(tuple(leaves))
         for name, module in leaves.items():
-            self._handles.append(module.register_forward_hook(self._activation_hook(name, module)))
+            self._handles.append(watch(module, partial(self._activation, name)))
 
-    def _activation_hook(self, name: str, watched: nn.Module) -> Any:
-        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
-            if module is not watched:  # a copy of the network carries the hook along
-                return
-            if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
-                seen = self._seen.get(name)
-                with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
-                    flat = output.detach().reshape(-1).float()
-                    new = (*self._counts(flat, None)[:3], flat.numel())
-                self._seen[name] = new if seen is None else added([seen, new])  # type: ignore[assignment]
-
-        return hook
+    def _activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
+            seen = self._seen.get(name)
+            with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
+                flat = output.detach().reshape(-1).float()
+                new = (*self._counts(flat, None)[:3], flat.numel())
+            self._seen[name] = new if seen is None else added([seen, new])  # type: ignore[assignment]
 
 
 def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:
