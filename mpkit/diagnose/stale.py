@@ -61,7 +61,7 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
         if not np.isfinite(series).all():
             step = int(np.isfinite(series).argmin())
             raise ValueError(
-                f"the amax of {name} is {series[step]} in step {step}: the tensor itself was broken there, so no scale is "
+                f"the amax of {name} is {series[step]} in step {step}: the tensor itself was broken there, no scale is "
                 f"to blame. Find where it began with diagnose(network, ...), or look at the steps before: "
                 f"AmaxTrace(trace.tensors, trace.amax[:{step}])"
             )
