@@ -103,7 +103,7 @@ def modules() -> Iterator[Case]:
 
 def vision() -> Iterator[Case]:
     """torchvision's classification networks without weights."""
-    _declare_operators()
+    declare_operators()
     import torchvision.models as zoo
 
     for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "densenet121"):
@@ -118,7 +118,7 @@ def vision() -> Iterator[Case]:
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
-def _declare_operators() -> None:
+def declare_operators() -> None:
     """Where torchvision was built for another torch its operators are missing, without which it does not load.
 
     No network here needs one.
@@ -135,7 +135,7 @@ def _declare_operators() -> None:
 
 def language() -> Iterator[Case]:
     """transformers' networks, tiny and random."""
-    _declare_operators()  # transformers loads torchvision where it finds it
+    declare_operators()  # transformers loads torchvision where it finds it
     import transformers as hf
 
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

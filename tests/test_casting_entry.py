@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
+import pickle
 import threading
-from collections.abc import AsyncIterator, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.casting import amp_level, auto_mixed_precision, cast_like, custom_mixed_precision, to_float, within
+from mpkit.casting import (
+    amp_level,
+    auto_mixed_precision,
+    cast_like,
+    custom_mixed_precision,
+    remove_mixed_precision,
+    to_float,
+    within,
+)
 from mpkit.formats import BF16
 
 X = torch.rand(3, 4)
@@ -120,6 +132,94 @@ def test_another_entry_point_and_a_thread_compute_at_the_level_within_it(level: 
     network(X).sum().backward()
     assert torch.equal(network.inner.weight.grad, grad)
     assert torch.equal(X @ W, torch.mm(X, W))  # nothing is cast outside
+
+
+def silent(call: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return call()
+
+
+def past(call: Callable[[], Any]) -> None:
+    """A call past the level. Where a 16-bit result of a module then meets float32, torch refuses."""
+    with contextlib.suppress(RuntimeError):
+        call()
+
+
+class Worker(Several):
+    """Its forward starts a thread that does not ask for the level; it also has an encode of its own."""
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(self(x)).argmax(-1)
+
+    def forward(self, x: Tensor, *, threaded: bool = False) -> Tensor:
+        found: list[Any] = []
+
+        def work() -> None:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.inner(x)
+            found.extend(caught)
+
+        if threaded:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert "within" in str(found[0].message)
+        return super().encode(x)
+
+
+PUT: dict[str, Callable[[nn.Module], Any]] = {
+    **{f"level {x}": lambda n, x=x: auto_mixed_precision(n, x, torch.bfloat16) for x in ("O1", "O2", "O3", "auto")},
+    "level torch_autocast": lambda n: cast_like(n, "torch_autocast"),
+    "own list": lambda n: custom_mixed_precision(n, white_list=[torch.matmul]),
+    "own": lambda n: to_float(n, torch.bfloat16),
+    "own by part": lambda n: (to_float(n.inner, torch.bfloat16), to_float(n, torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("put", PUT)
+def test_a_method_that_passes_the_level_by_says_so(put: str) -> None:
+    network = Several()
+    PUT[put](network)
+    twins = [network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))]
+    for twin in twins:
+        with pytest.warns(UserWarning, match="within") as caught:
+            past(lambda twin=twin: twin.encode(X))
+        (words,) = {str(one.message) for one in caught}
+        assert "Several.encode" in words
+        assert put.startswith("own") or put in words
+        assert {one.filename for one in caught} == {__file__}  # where the method calls the module
+    with pytest.warns(UserWarning, match=r"Several\.(encode|forward)"):
+        past(lambda: Several.forward(network, X))
+    remove_mixed_precision(network)
+    silent(lambda: network.encode(X))
+
+
+@pytest.mark.parametrize("put", PUT)
+def test_calls_at_the_level_and_modules_on_their_own_say_nothing(put: str) -> None:
+    network = Worker()
+    PUT[put](network)
+    holder = nn.ModuleDict({"network": network})  # as DistributedDataParallel and Trainers hold it
+    inside = torch.compile(network, backend="eager")
+
+    def with_level() -> Tensor:
+        with within(network):
+            return network.encode(X)
+
+    for call in (lambda: network(X), lambda: network.generate(X), lambda: network.inner(X), with_level):
+        silent(call)
+    silent(lambda: holder["network"](X))
+    silent(lambda: inside(X))
+    network(X, threaded=True)
+    with pytest.warns(UserWarning, match=r"Worker\.encode|Several\.encode|Worker\.forward"):
+        past(lambda: network.encode(X))
+    part = nn.Sequential(to_float(nn.Linear(4, 4), torch.float16))  # nothing around it has a level
+    silent(lambda: part(X))
 
 
 def test_within_is_for_modules_at_a_level() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import compat
+import pytest
 import torch
 import torch.nn.functional as F
 from test_diagnose import chain, clip_too_early, rows, sound_loop
@@ -28,6 +30,20 @@ class LlamaNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(variance + 1e-6)).to(given)
 
 
+class GemmaNorm(nn.Module):
+    """The same with its arithmetic in a method of its own, and a weight around 1."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._normed(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
 class PlainNorm(nn.Module):
     """A norm that leaves the precision to others."""
 
@@ -40,9 +56,10 @@ def named(network: nn.Module, word: str, level: str = "O2", **options: Any) -> l
     return [found for found in preflight(network, optimizer, level, **options) if word in str(found)]
 
 
-def test_a_norm_that_asks_for_float32_is_found_and_protected() -> None:
+@pytest.mark.parametrize("norm", [LlamaNorm, GemmaNorm])
+def test_a_norm_that_asks_for_float32_is_found_and_protected(norm: Any) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(8, 8), LlamaNorm(8), LlamaNorm(8), nn.Linear(8, 3))
+    network = nn.Sequential(nn.Linear(8, 8), norm(8), norm(8), nn.Linear(8, 3))
     with torch.no_grad():
         network[0].weight.mul_(1e3)
     x, y = rows()
@@ -52,16 +69,28 @@ def test_a_norm_that_asks_for_float32_is_found_and_protected() -> None:
         F.cross_entropy(net(x), y).backward()
         return [p.grad for p in net.parameters() if p.grad is not None]
 
-    (found,) = named(network, "LlamaNorm")  # of two modules of one class, the first
+    (found,) = named(network, norm.__name__)  # of two modules of one class, the first
     assert found.where == "1"
     assert not named(network, "casts to float32", "O1")
     assert named(network, "casts to float32", "O3")
     low = auto_mixed_precision(copy.deepcopy(network), "O2")
     assert not all(bool(g.isfinite().all()) and bool(g.any()) for g in gradients(low))  # what was warned of
-    assert "black_list=[*get_black_list(), LlamaNorm]" in found.way_out
-    cured = custom_mixed_precision(copy.deepcopy(network), black_list=[*get_black_list(), LlamaNorm])
+    assert f"black_list=[*get_black_list(), {norm.__name__}]" in found.way_out
+    cured = custom_mixed_precision(copy.deepcopy(network), black_list=[*get_black_list(), norm])
     for got, want in zip(gradients(cured), gradients(network)):
         torch.testing.assert_close(got, want, rtol=0.05, atol=1e-3)  # 3 roundings to 11 bits around each product
+
+
+def test_the_norms_of_language_models_are_found() -> None:
+    compat.declare_operators()
+    hf = pytest.importorskip("transformers", reason='tiny networks of others: pip install "mpkit[compat]"')
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    small |= {"vocab_size": 64, "max_position_embeddings": 32, "num_key_value_heads": 1, "head_dim": 8}
+    for kind in ("Llama", "Mistral", "Qwen2", "Gemma", "Gemma2", "Phi3"):
+        config = getattr(hf, f"{kind}Config")(**small, pad_token_id=0)
+        with torch.device("meta"):
+            network = getattr(hf, f"{kind}Model")(config)
+        assert named(network, f"{kind}RMSNorm"), kind
 
 
 def test_other_modules_are_not_taken_for_such_norms() -> None:

@@ -48,7 +48,8 @@ def auto_mixed_precision(
     | O3 | every operation | float32 |
     | auto | per operation: a list to `dtype`, a list to float32, a list to the widest input | may be `dtype` |
 
-    Other methods than `forward`, and threads that it starts, compute at the level inside `within(network)`.
+    The call of the network is the way in. Its other methods, and threads that a forward starts, compute at the level
+    inside `within(network)`; outside of it they warn when they call a module of the network.
 
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
@@ -56,7 +57,7 @@ def auto_mixed_precision(
         dtype:      torch.float16 or torch.bfloat16; a FloatFormat is emulated inside float32, forwards and backwards.
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"); ValueError for another dtype or level.
-    Warns:   when `network` already runs at a level: it changes to the new one.
+    Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
              and O0 does nothing at all: `remove_mixed_precision` takes a level off.
@@ -88,7 +89,7 @@ def auto_mixed_precision(
         _black_list(network, low, ())
     else:
         spread(network, lambda module: _auto(low, module))
-    _root(network).level = amp_level
+    settle(network, amp_level)
     return network
 
 
@@ -126,6 +127,7 @@ def custom_mixed_precision(
         for missing in (norm for norm in BLACK_MODULES if norm not in black):
             _log.warning("%s is not on the black list, so it computes in %s", missing.__name__, low)
         _black_list(network, low, black)
+    settle(network)
     return network
 
 
@@ -194,6 +196,16 @@ def amp_level(network: Any) -> str:
 def _root(network: nn.Module) -> Forward:
     root = mark_of(network)
     return mark(network, Rule()) if root is None else root
+
+
+def settle(network: nn.Module, level: str = "") -> None:
+    """Record the level on a network whose modules were marked, and on them that the way in is its forward."""
+    root = _root(network)
+    root.level = level
+    for module in network.modules():
+        found = mark_of(module)
+        if found is not None and found is not root:
+            found.inside = True
 
 
 def _auto(low: Target, module: nn.Module | None = None) -> Rule:
@@ -286,7 +298,8 @@ def to_float(
     for inner in module.modules():
         old = mark_of(inner)
         around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
-        mark(inner, lowered(inner, target), by_user=True, **around)
+        inside = inner is not module or (old is not None and old.inside)
+        mark(inner, lowered(inner, target), by_user=True, inside=inside, **around)
     return module
 
 

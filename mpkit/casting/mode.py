@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from mpkit.casting.entrances import know_methods, warn_if_passed_by
 from mpkit.casting.handlers import Handler, computing
 from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
@@ -189,6 +190,7 @@ class Forward:
         result:  float results are cast to this on the way out; None leaves them.
         level:   level recorded on the root of `auto_mixed_precision`, else "".
         by_user: True when `to_float` set the rule, which O1 and auto then respect.
+        inside:  True when a network around this module was cast with it: its forward is the way in.
         inner:   a callable that stood in the instance's `forward` before, or None for the class's own.
     """
 
@@ -200,6 +202,7 @@ class Forward:
         result: Target | None = None,
         level: str = "",
         by_user: bool = False,
+        inside: bool = False,
         inner: Callable[..., Any] | None = None,
     ) -> None:
         self.module = module
@@ -207,7 +210,9 @@ class Forward:
         self.result = result
         self.level = level
         self.by_user = by_user
+        self.inside = inside
         self.inner = inner
+        know_methods(type(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode, rule, module = _LOCAL.mode, self.rule, self.module
@@ -222,6 +227,8 @@ class Forward:
             _refuse_proxies((*args, *kwargs.values()))
         if may_be_sharded() and module is not None and not compiling:
             leave_hooks_uncast(module, _uncast)
+        if self.inside and mode is None and module is not None and not compiling:
+            warn_if_passed_by(module, sys._getframe(1), _level_of)
         outside, mode = mode, CastMode(() if mode is None else mode.ledgers)
         _LOCAL.mode = mode
         try:
@@ -274,6 +281,10 @@ class Forward:
             return self.inner
         assert module is not None
         return MethodType(type(module).forward, module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        know_methods(type(self.module))
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """A function decorated in the body of a class is a method, as any other."""
@@ -375,6 +386,11 @@ def mark_of(module: Any) -> Forward | None:
     """The casting mark on this very module (or decorated function), if any."""
     forward = module.__dict__.get(_MARK) if isinstance(module, nn.Module) else module
     return forward if isinstance(forward, Forward) else None
+
+
+def _level_of(module: Any) -> str | None:
+    found = mark_of(module) if isinstance(module, nn.Module) else None
+    return None if found is None or found.rule is None else found.level
 
 
 def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from mpkit.casting.frameworks import apex_lists, autocast_lists
-from mpkit.casting.levels import entry_of, lowered, protect_children, refuse_scripted, spread
+from mpkit.casting.levels import entry_of, lowered, protect_children, refuse_scripted, settle, spread
 from mpkit.casting.mode import mark, mark_of
 from mpkit.casting.products import Keep, cast_by_recipe
 from mpkit.casting.recipe import RECIPES, Recipe
@@ -132,9 +132,7 @@ def cast_like(
         raise ValueError(f"keep goes with a recipe; {preset} has its own lists of what stays float32")
     put, low = PRESETS[preset]
     put(network, target_of(low if dtype is None else dtype, grad_dtype))
-    root = mark_of(network)
-    if root is not None:
-        root.level = preset
+    settle(network, preset)
     return network
 
 

@@ -319,7 +319,7 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     kept = kept_layers(layers.items(), keep)
     for name, module in layers.items():
         old = mark_of(module)
-        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
+        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level, "inside": old.inside}
         drop_scales(module)
         if name in kept:
             if isinstance(old, RecipeForward):

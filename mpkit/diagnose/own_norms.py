@@ -32,15 +32,31 @@ def own_norms(network: nn.Module, level: str) -> Iterator[tuple[str, str]]:
 
 
 def _asks_for_float32(kind: type[nn.Module]) -> bool:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    nodes = [node for tree in _trees(kind) for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     widened = any(_name(call) == "float" or (_name(call) in ("to", "type") and _says_float32(call)) for call in calls)
     told = any(_name(call) in _DELICATE and _says_float32(call) for call in calls)
-    powers = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) for node in ast.walk(tree))
+    powers = any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) for node in nodes)
     return told or (widened and (powers or any(_name(call) in _DELICATE for call in calls)))
+
+
+def _trees(kind: type[nn.Module]) -> Iterator[ast.AST]:
+    """The source of a class's forward and of the methods of the class that it calls, as far as it is Python."""
+    todo, seen = ["forward"], set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, name))))
+        except (OSError, TypeError, SyntaxError, AttributeError):
+            continue
+        yield tree
+        called = {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call) and _of_self(node.func)}
+        todo += sorted(called - seen - set(dir(nn.Module)))
+
+
+def _of_self(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self"
 
 
 def _says_float32(call: ast.Call) -> bool:

@@ -1,0 +1,67 @@
+"""Calls that pass a level by: a module inside a network with a level runs, while the network's own forward does not.
+
+A level is put on `forward`. Whoever calls another method of the network gets modules that compute at the level and,
+between them, operations that do not. Nobody sees those operations, but the call of the first module is seen, and who
+made it stands on the interpreter's stack.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+_KINDS: WeakSet[type] = WeakSet()
+# ids of the code of their methods: an id given again to other code costs one more look and nothing else
+_METHODS: set[int] = set()
+
+
+def know_methods(kind: type) -> None:
+    """Remember the methods of a class of modules, and the functions defined in them; torch's own are left out."""
+    if kind in _KINDS:
+        return
+    _KINDS.add(kind)
+    for base in kind.__mro__:
+        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+            for attribute in vars(base).values():
+                _METHODS.update(id(code) for code in _codes(attribute))
+
+
+def _codes(attribute: Any) -> Iterator[CodeType]:
+    function = inspect.unwrap(attribute.fget if isinstance(attribute, property) else attribute)
+    todo = [getattr(function, "__code__", None)]
+    while todo:
+        code = todo.pop()
+        if isinstance(code, CodeType):
+            yield code
+            todo += code.co_consts  # a thread runs a function that a method defines
+
+
+def warn_if_passed_by(module: nn.Module, frame: FrameType | None, level_of: Callable[[Any], str | None]) -> None:
+    """Warn if a method of a network around `module`, which has a level, called it from `frame` on.
+
+    Args:  level_of gives the name of the level on a module, None if there is none.
+    """
+    depth = 3  # the caller of the forward that called this
+    while frame is not None:
+        if id(frame.f_code) in _METHODS:
+            owner = frame.f_locals.get("self")
+            level = None if owner is module else level_of(owner)
+            if level is not None and any(inner is module for inner in owner.modules()):
+                warnings.warn(_words(type(owner).__name__, frame.f_code.co_name, level), stacklevel=depth)
+                return
+        frame, depth = frame.f_back, depth + 1
+
+
+def _words(kind: str, method: str, level: str) -> str:
+    at = f"level {level}" if level else "a precision of its own"
+    return (
+        f"{kind}.{method} passes {at} by, since that is put on the call of the network: the modules that it calls are "
+        f"cast, what it computes itself is not. Run it inside `with within(network):` (mpkit.casting) to cast both; "
+        f"if only the modules shall be cast, put the level on them, not on the whole {kind}"
+    )
