@@ -33,7 +33,8 @@ def know_methods(kind: type) -> None:
 
 
 def _codes(attribute: Any) -> Iterator[CodeType]:
-    function = inspect.unwrap(attribute.fget if isinstance(attribute, property) else attribute)
+    function: Any = attribute.fget if isinstance(attribute, property) else attribute
+    function = inspect.unwrap(function)
     todo = [getattr(function, "__code__", None)]
     while todo:
         code = todo.pop()
@@ -50,7 +51,7 @@ def warn_if_passed_by(module: nn.Module, frame: FrameType | None, level_of: Call
     depth = 3  # the caller of the forward that called this
     while frame is not None:
         if id(frame.f_code) in _METHODS:
-            owner = frame.f_locals.get("self")
+            owner: Any = frame.f_locals.get("self")
             level = None if owner is module else level_of(owner)
             if level is not None and any(inner is module for inner in owner.modules()):
                 warnings.warn(_words(type(owner).__name__, frame.f_code.co_name, level), stacklevel=depth)
