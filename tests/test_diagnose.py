@@ -535,7 +535,7 @@ class Huge(nn.Module):
 
 def recorded(make, loss, steps=60, dtype=torch.float16, policy=None, factor=lambda i: 1.0, scale_free=False):
     network = auto_mixed_precision(make(), "O2", dtype)
-    scaler = PolicyLossScaler(policy or ScalePolicy(2.0**16, growth_interval=2000))
+    scaler = PolicyLossScaler(policy or ScalePolicy(init_scale=2.0**16, growth_interval=2000))
     recorder = Recorder(network, scaler=scaler)
     step = TrainOneStepWithLossScaleCell(
         WithLossCell(network, loss),
@@ -552,12 +552,12 @@ def recorded(make, loss, steps=60, dtype=torch.float16, policy=None, factor=lamb
 
 def test_recommend_ends_a_planted_collapse_of_the_forward_pass():
     trace = recorded(Huge, nn.CrossEntropyLoss(), factor=lambda i: 1.0 if i < 20 else 3.0)
-    assert replay(trace, ScalePolicy(2.0**16))["collapsed"][0]
+    assert replay(trace, ScalePolicy(init_scale=2.0**16))["collapsed"][0]
     advice = recommend(trace)
     assert (advice.dtype, advice.policy) == ("bf16", None)
     assert "no loss scale repairs" in str(advice)
     cured = recorded(Huge, nn.CrossEntropyLoss(), dtype=torch.bfloat16, factor=lambda i: 1.0 if i < 20 else 3.0,
-                     policy=ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0))  # fmt: skip
+                     policy=ScalePolicy.fixed(1.0))  # fmt: skip
     assert not cured.overflow.any()
 
 
@@ -575,20 +575,20 @@ def test_recommend_ends_a_planted_collapse_of_the_policy():
     def run(policy):
         return recorded(lambda: chain(nn.ReLU()), Outlier(6), steps=240, policy=policy)
 
-    sunk = run(ScalePolicy(2.0**16, growth_interval=2000))
+    sunk = run(ScalePolicy(init_scale=2.0**16, growth_interval=2000))
     assert sunk.scale[-1] < 2.0**0
     advice = recommend(sunk)
     assert advice.dtype == "fp16"
     cured = run(advice.policy)
     assert cured.scale[-1] >= 2**4 * sunk.scale[-1]
     assert not replay(cured, advice.policy)["collapsed"][0]
-    assert replay(sunk, {"old": ScalePolicy(2.0**16), "new": advice.policy})["policy"][0] == "new"
+    assert replay(sunk, {"old": ScalePolicy(init_scale=2.0**16), "new": advice.policy})["policy"][0] == "new"
 
 
 def test_a_healthy_run_is_told_a_scale_that_does_not_overflow():
     trace = recorded(lambda: chain(nn.ReLU()), nn.CrossEntropyLoss())
     advice = recommend(trace)
-    fixed = ScalePolicy(advice.static, backoff_factor=1.0, growth_interval=0)
+    fixed = ScalePolicy.fixed(advice.static)
     row = replay(trace, fixed).iloc[0]
     assert (row["skipped"], advice.dtype) == (0, "fp16")
     assert row["flushed"] < 0.01

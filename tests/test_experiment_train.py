@@ -112,7 +112,7 @@ def test_every_framework_scales_by_its_name(scaler):
 @pytest.mark.parametrize(
     "scaler",
     [
-        *(8, 8.0, ScalePolicy(8.0, growth_interval=0), DynamicLossScaler(8, 2, 100)),
+        *(8, 8.0, ScalePolicy(init_scale=8.0, growth_interval=0), DynamicLossScaler(8, 2, 100)),
         lambda network: DynamicLossScaler(8, 2, 100),
     ],
 )

@@ -165,13 +165,13 @@ def test_naive_rule_overflows_from_above_and_sinks_from_below():
 
 
 def test_steered_scaler_obeys_the_policy_of_the_moment():
-    policy = [ScalePolicy(16.0, growth_interval=2)]
+    policy = [ScalePolicy(init_scale=16.0, growth_interval=2)]
     scaler = SteeredScaler(lambda: policy[0])
     scaler.adjust(torch.tensor(True))
     assert scaler.scale_value == 16
     scaler.adjust(torch.tensor(True))
     assert scaler.scale_value == 32
-    policy[0] = ScalePolicy(16.0, growth_interval=1, growth_factor=4.0)
+    policy[0] = ScalePolicy(init_scale=16.0, growth_interval=1, growth_factor=4.0)
     scaler.adjust(torch.tensor(True))
     assert scaler.scale_value == 128
     scaler.put(2.0)

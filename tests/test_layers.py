@@ -1,6 +1,7 @@
 """A module imports its own layer or lower ones, and `import mpkit` stays small."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,14 @@ def test_the_check_sees_absolute_relative_and_local_imports():
     )
     assert [found.split(":")[0] for found in upward_imports(source, "mpkit.casting.levels")] == ["1", "2", "3", "5"]
     assert upward_imports("from mpkit import formats\nimport torch", "mpkit.casting") == []
+
+
+def test_the_rule_of_a_loss_scale_stands_once():
+    """The counter meets its interval in one file, and torch's kernel for the same is called in one other."""
+    text = {p.relative_to(ROOT).as_posix(): p.read_text() for p in sorted((ROOT / "mpkit").rglob("*.py"))}
+    counter = re.compile(r"(?:good|counter|count|streak)\b[^\n]*[=>]=? [\w.]*(?:growth_interval|window)")
+    assert [name for name, source in text.items() if counter.search(source)] == ["mpkit/policies/rule.py"]
+    assert [name for name, source in text.items() if "._amp_update_scale_(" in source] == ["mpkit/scalers/kernel.py"]
 
 
 def test_import_mpkit_pulls_in_torch_and_numpy_only():

@@ -61,11 +61,11 @@ BUGS = [
         LAB02,
     ),
     Bug(
-        "a backoff without the floor",
+        "a policy without the floor, in the rule and in its kernel",
         "policies/rule.py",
-        "return _at_least(shrunk, p.min_scale)",
-        "return shrunk",
-        LAB02,
+        "_in_format(self.scale_bits, bound))",
+        '_in_format(self.scale_bits, bound * (key != "min_scale")))',
+        "05_dynamic_loss_scale",
     ),
     Bug(
         "half the smallest number not flushed",
@@ -80,13 +80,6 @@ BUGS = [
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
         "00_start_here",
-    ),
-    Bug(
-        "a scaler without the floor",
-        "scalers/scaler.py",
-        "torch.maximum(self.scale_value, found_inf, out=self.scale_value)",
-        "pass",
-        "05_dynamic_loss_scale",
     ),
     Bug(
         "an update in spite of the overflow",

@@ -20,6 +20,7 @@ from mpkit.policies import (
     advance,
     initial,
     naive_loss_ratio,
+    own_names,
     preset,
     run,
     stack,
@@ -34,21 +35,13 @@ GIVEN = {  # what has no default in the framework
 SINGLE = [name for name in FRAMEWORKS if name != "fairscale_layerwise"]
 
 
-INTERVAL = {  # what each framework calls its growth interval
-    **dict.fromkeys(("mpkit", "torch", "megatron", "colossalai", "flax", "fairscale_layerwise"), "growth_interval"),
-    **dict.fromkeys(("keras3", "tf_keras"), "dynamic_growth_steps"),
-    **dict.fromkeys(("paddle", "paddle_static"), "incr_every_n_steps"),
-    **{"tf_v1": "increment_period", "jmp": "period", "mxnet": "_scale_seq_len"},
-}
-
-
 def of(framework: str, **parameters) -> ScalePolicy:
     return preset(framework, **{**GIVEN.get(framework, {}), **parameters})
 
 
 def short(framework: str, **parameters) -> ScalePolicy:
     """With a growth interval of 3, so that a short run grows too."""
-    return of(framework, **{INTERVAL.get(framework, "scale_window"): 3}, **parameters)
+    return of(framework, **{own_names(framework)[1]: 3}, **parameters)
 
 
 # reference table: start, finite steps to first / next growth, bad steps before the first backoff, floor, cap
@@ -265,7 +258,7 @@ def test_mpkit_policy_stops_at_its_cap():
 def test_endings_at_infinity():
     up = [True] * 200
     ends = {
-        name: float(run(of(name, **{INTERVAL[name]: 1}), up).scale[-1]) for name in ("keras3", "megatron", "paddle")
+        name: float(run(of(name, **{own_names(name)[1]: 1}), up).scale[-1]) for name in ("keras3", "megatron", "paddle")
     }
     assert set(ends.values()) == {math.inf}
     stuck = run(of("keras3", dynamic_growth_steps=1), [*up, *[False] * 239])

@@ -239,8 +239,8 @@ def test_replay_ranks_by_what_training_lost_and_says_what_it_cannot_know():
     gradients = [torch.randn(200, generator=generator) * 2.0**-14 for _ in range(60)]
     policies = {
         "good": swept(2.0**20, 2, 1000),
-        "too high": ScalePolicy(2.0**40, backoff_factor=1.0, growth_interval=0),
-        "too low": ScalePolicy(2.0**-8, backoff_factor=1.0, growth_interval=0),
+        "too high": ScalePolicy.fixed(2.0**40),
+        "too low": ScalePolicy.fixed(2.0**-8),
     }
     frame = replay(trace_of(gradients), policies)
     assert frame["policy"].tolist() == ["good", "too low", "too high"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from support import assert_same
 from test_policies import SINGLE, of, short
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, ScalePolicy, preset, run
+from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -27,6 +28,7 @@ from mpkit.scalers import (
     all_finite,
     check_and_unscale_,
 )
+from mpkit.scalers.kernel import fused_rule
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -312,15 +314,18 @@ POLICIES = st.builds(
     growth_ge=st.booleans(),
     flush_subnormal=st.booleans(),
     raise_at_min=st.booleans(),
+    hold_at_overflow=st.booleans(),
 )
 
 
 @given(policy=POLICIES, flags=st.lists(st.booleans(), min_size=5, max_size=40))
-@example(ScalePolicy(1.0, growth_factor=0.5, growth_interval=1, min_scale=1.0), [True] * 5)  # growth has no floor
 @example(
-    ScalePolicy(2.0**24, backoff_factor=1.0, backoff_divisor=0.5, max_scale=2.0**24), [False] * 5
+    ScalePolicy(init_scale=1.0, growth_factor=0.5, growth_interval=1, min_scale=1.0), [True] * 5
+)  # growth has no floor
+@example(
+    ScalePolicy(init_scale=2.0**24, backoff_factor=1.0, backoff_divisor=0.5, max_scale=2.0**24), [False] * 5
 )  # nor a cap this
-@example(ScalePolicy(2.0**16, backoff_factor=1.0, backoff_divisor=4.0), [False] * 5)
+@example(ScalePolicy(backoff_factor=1.0, backoff_divisor=4.0), [False] * 5)
 @settings(max_examples=300, deadline=None)
 def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     """A third of these policies are simple enough for torch's own kernel; all must do what Python numbers do."""
@@ -333,10 +338,68 @@ def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     assert (int(scaler.stopped) == 0) == (want.raised_at is None)
 
 
+def test_the_kernel_is_used_where_the_numbers_agree():
+    """Thirds by a whole divisor too; what it cannot do is left to the rule."""
+    fused = {name for name in FRAMEWORKS if fused_rule(short(name))}
+    assert fused >= {"torch", "mpkit", "tf_keras", "tf_v1", "jmp", "mindspore_scaler", "mindspore_cell"}
+    assert not fused & {"deepspeed", "megatron", "fairseq", "flax", "mxnet", "mindspore_manager", "fairscale_layerwise"}
+    thirds = ScalePolicy.by_factor(1000.0, 3.0, 5, floor=1.0)
+    assert fused_rule(thirds) is not None
+    assert fused_rule(replace(thirds, backoff_divisor=2.0**24 + 2)) is None
+    assert fused_rule(replace(thirds, min_scale=0.0)) is None
+
+
+@given(st.floats(1.0, 2.0**127, width=32), st.integers(2**24, 2**26))
+@settings(max_examples=50, deadline=None)
+def test_a_factor_beyond_the_kernel_is_divided_by_the_rule(scale, factor):
+    scaler = DynamicLossScaler(scale, factor, 5)
+    scaler.adjust(torch.tensor(False))
+    policy = preset("mindspore_scaler", scale_value=scale, scale_factor=factor, scale_window=5)
+    assert float(scaler.scale_value) == run(policy, [False]).scale[0]
+
+
+SCALERS = {
+    "static": StaticLossScaler(64.0),
+    "dynamic": DynamicLossScaler(1000, 3, 4),
+    "fixed manager": FixedLossScaleManager(64.0),
+    "manager": DynamicLossScaleManager(1000.0, 3, 4),
+    "fixed cell": FixedLossScaleUpdateCell(64.0),
+    "cell": DynamicLossScaleUpdateCell(1000.0, 3, 4),
+    "policy": PolicyLossScaler(preset("deepspeed", init_scale=1000.0)),
+}
+
+
+@pytest.mark.parametrize("name", SCALERS)
+def test_every_scaler_tells_its_policy(name):
+    scaler, flags = SCALERS[name], [False, True, True, True, True, True, False]
+    want, seen, scale = run(scaler.policy, flags), [], torch.tensor(float(initial(scaler.policy).scale))
+    seen = [stepped(scaler, flag, scale) for flag in flags]
+    assert seen == want.scale.tolist()
+
+
+def test_a_subclass_is_heard_in_a_training_step():
+    heard = []
+
+    class Own(DynamicLossScaler):
+        def adjust(self, grads_finite):
+            heard.append(bool(grads_finite))
+            return super().adjust(grads_finite)
+
+    class OwnCell(DynamicLossScaleUpdateCell):
+        def forward(self, loss_scale, overflow):
+            heard.append(bool(overflow))
+            return super().forward(loss_scale, overflow)
+
+    scaler, cell, scale = Own(64, 2, 3), OwnCell(64, 2, 3), torch.tensor(64.0)
+    scaler.advance_(torch.ones(()))
+    cell.advance_(scale, torch.ones(()))
+    assert (heard, float(scaler.scale_value), float(scale)) == ([False, True], 32, 32)
+
+
 def test_a_floor_and_a_cap_are_numbers_of_the_scales_format():
     flags = [False] * 3 + [True] * 20
     for bits, kind in ((16, np.float16), (32, np.float32), (64, np.float64)):
-        policy = ScalePolicy(1.0, growth_interval=1, min_scale=0.3, max_scale=1000.1, scale_bits=bits)
+        policy = ScalePolicy(init_scale=1.0, growth_interval=1, min_scale=0.3, max_scale=1000.1, scale_bits=bits)
         scales = run(policy, flags).scale
         assert scales.min() == kind(0.3)
         assert scales.max() == kind(1000.1)

@@ -113,7 +113,7 @@ def in_float32(make: Callable[..., Trace]) -> Trace:
     return make(measured)
 
 
-UNSCALED = ScalePolicy(1.0, backoff_factor=1.0, growth_interval=0)
+UNSCALED = ScalePolicy.fixed(1.0)
 
 
 def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batches:
@@ -285,7 +285,7 @@ def what_if(make: Callable[..., Trace]) -> None:
     """Really train the run of `make` in float16 under five policies, to test replays of the float32 run with."""
     runs = []
     for start, factor, window, floor in WHAT_IF:
-        policy = ScalePolicy(2.0**start, factor, 1.0, window, 2.0**floor, backoff_divisor=factor)
+        policy = ScalePolicy.by_factor(2.0**start, factor, window, 2.0**floor)
 
         def steered(
             network: nn.Module, batches: Batches, _policy: ScalePolicy, what: str, policy=policy, **options

@@ -54,7 +54,7 @@ def _counted() -> list[tuple[tuple[list[float], float, int], int]]:
     courses = ([16.0] * 8, 64.0, 3), ([16.0, 4.0, 16.0, 16.0, 2.0, 16.0], 16.0, 2), ([1e9] * 5, 2.0, 1)
     found = []
     for tops, start, window in courses:
-        policy = ScalePolicy(start, 2.0, 0.5, window, 1.0)
+        policy = ScalePolicy.by_factor(start, 2.0, window, floor=1.0)
         found.append(((tops, start, window), int(simulate(np.array(tops), policy).skipped[0])))
     return found
 

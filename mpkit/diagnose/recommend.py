@@ -127,7 +127,9 @@ def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
 def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:
     windows = [w for w in (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if w <= max(10, len(trace) // 2)]
     candidates = [
-        ScalePolicy(static, 2.0, 0.5, window, min_scale=2.0**-14, max_scale=2.0**24, name="recommended")
+        ScalePolicy(
+            init_scale=static, growth_interval=window, min_scale=2.0**-14, max_scale=2.0**24, name="recommended"
+        )
         for window in windows
     ]
     table = replay(trace, candidates, fmt=get_format("fp16"), scales=False)

@@ -409,7 +409,7 @@ class NaiveRuleExplorer(Explorer):
         for loss in self.losses[:-1]:
             naive.append(naive_loss_ratio(naive[-1], float(loss)))
         self.naive = np.array(naive)
-        policy = ScalePolicy(2.0**self.exponent, growth_interval=50)
+        policy = ScalePolicy(init_scale=2.0**self.exponent, growth_interval=50)
         self.dynamic = simulate(np.full(self.steps, self.ceiling), policy).sampled[:, 0]
 
     def end_of_learning(self) -> tuple[str, int]:

@@ -128,9 +128,8 @@ class DynamicsExplorer(Explorer):
         up, floor = self.scale_factor, 2.0**self.floor_exponent
         down = self.down_factor if self.apart else up
         window = 2**30 if self.hold else self.scale_window
-        return ScalePolicy(
-            2.0**self.init_exponent, up, 1.0, window, floor, backoff_divisor=1.0 if self.hold else down, name="dynamic"
-        )
+        apart = {"backoff_divisor": 1.0 if self.hold else down}
+        return ScalePolicy.by_factor(2.0**self.init_exponent, up, window, floor, name="dynamic", **apart)
 
     def idle(self) -> tuple[str, ...]:
         moving = ("scale_factor", "apart", "down_factor", "scale_window", "floor_exponent") if self.hold else ()
@@ -233,7 +232,7 @@ class SweepExplorer(Explorer):
         trace, tops = recorded(self.run)
         pairs = [(f, w) for f in self.FACTORS for w in self.WINDOWS]
         start = 2.0**self.init_exponent
-        policies = [ScalePolicy(start, f, 1.0, w, 1.0, backoff_divisor=f) for f, w in pairs]
+        policies = [ScalePolicy.by_factor(start, f, w, floor=1.0) for f, w in pairs]
         done = simulate(tops, stack(policies))
         good = done.sampled <= tops[:, None]
         bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
@@ -309,7 +308,7 @@ class LiveExplorer(Explorer):
         """The policy of the sliders now; it starts at 2^16."""
         factor = float(self.scale_factor)
         floor = 2.0**self.floor_exponent
-        return ScalePolicy(2.0**16, factor, 1.0, self.scale_window, floor, backoff_divisor=factor)
+        return ScalePolicy.by_factor(2.0**16, factor, self.scale_window, floor)
 
     def train(self) -> None:
         """Train in the background."""

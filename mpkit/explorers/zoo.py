@@ -10,7 +10,7 @@ from traitlets import Bool, Enum, Float, Int
 
 from mpkit.explorers.base import Explorer
 from mpkit.explorers.scaling import exponent, stepped
-from mpkit.policies import ScalePolicy, naive_loss_ratio, preset, stack
+from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
 from mpkit.replay import simulate
 
 STEPS = 200
@@ -21,35 +21,16 @@ SITUATIONS = {
     "model": "every gradient is NaN from step 60 on: the model is broken",
     "free": "nothing ever overflows",
 }
-_OWN_NAMES = {  # the framework's own names of growth interval and start
-    "torch": ("growth_interval", "init_scale"),
-    "keras3": ("dynamic_growth_steps", "initial_scale"),
-    "tf_keras": ("dynamic_growth_steps", "initial_scale"),
-    "tf_v1": ("increment_period", "initial_loss_scale"),
-    "apex": ("scale_window", "init_scale"),
-    "deepspeed": ("scale_window", "init_scale"),
-    "megatron": ("growth_interval", "initial_scale"),
-    "colossalai": ("growth_interval", "initial_scale"),
-    "fairseq": ("scale_window", "init_scale"),
-    "jmp": ("period", "loss_scale"),
-    "flax": ("growth_interval", "scale"),
-    "paddle": ("incr_every_n_steps", "init_loss_scaling"),
-    "paddle_static": ("incr_every_n_steps", "init_loss_scaling"),
-    "mxnet": ("_scale_seq_len", "_loss_scale"),
-    "mindspore_scaler": ("scale_window", "scale_value"),
-    "mindspore_cell": ("scale_window", "loss_scale_value"),
-    "mindspore_manager": ("scale_window", "init_loss_scale"),
-    "mpkit": ("growth_interval", "init_scale"),
-}
+_START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # their classes have no default for it
 _FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
-ZOO = tuple(_OWN_NAMES)
+ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwise")), "mpkit")
 
 
 def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
     """A framework's policy with this growth interval and, if given, this start; all else is its default."""
-    own_interval, own_start = _OWN_NAMES[framework]
+    own_start, own_interval = own_names(framework)
     parameters: dict[str, Any] = {own_interval: interval}
-    if start is not None or framework in ("jmp", *_FACTOR_NEEDED):
+    if own_start is not None and (start is not None or framework in _START_NEEDED):
         parameters[own_start] = 2.0**16 if start is None else start
     if framework in _FACTOR_NEEDED:
         parameters["scale_factor"] = 2

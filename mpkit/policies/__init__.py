@@ -1,8 +1,8 @@
 """Dynamic loss scaling: one rule, every framework's as a preset of it, and a run that steps it."""
 
 from .history import ScaleHistory, explain, naive_loss_ratio, run
-from .presets import FRAMEWORKS, preset
-from .rule import REASONS, STOPS, ScalePolicy, ScaleState, initial, stack
+from .presets import FRAMEWORKS, own_names, preset
+from .rule import REASONS, STOPS, ScalePolicy, ScaleState, Stop, initial, stack
 from .tensor_scale import (
     TENSOR_SCALE_PRESETS,
     TensorScalePolicy,
@@ -22,6 +22,7 @@ __all__ = [
     "ScaleHistory",
     "ScalePolicy",
     "ScaleState",
+    "Stop",
     "TensorScalePolicy",
     "TensorScaleState",
     "advance",
@@ -30,6 +31,7 @@ __all__ = [
     "initial",
     "initial_tensor_scale",
     "naive_loss_ratio",
+    "own_names",
     "preset",
     "run",
     "stack",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpkit.arguments import check_kind, check_number
 
-from .rule import FLOAT32_MAX, STOPS, ScalePolicy, ScaleState, advance, initial
+from .rule import FLOAT32_MAX, STOPS, ScalePolicy, ScaleState, Stop, advance, initial
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def _run_one(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     done, start = len(scales), initial(policy).scale
     flags, scale = flags[:done], np.array(scales, dtype=np.float64)
     stopped = done if raised else None
-    return ScaleHistory(policy, flags, scale, np.logical_not(flags), stopped, STOPS[raised], state, start)
+    return ScaleHistory(policy, flags, scale, np.logical_not(flags), stopped, STOPS[Stop(raised)], state, start)
 
 
 def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,14 +24,27 @@ def preset(framework: str, **parameters: Any) -> ScalePolicy:
     >>> preset("deepspeed", scale_window=500).hysteresis
     2
     """
-    if framework not in _PRESETS:
-        raise ValueError(f"unknown framework {framework!r}; known are {', '.join(FRAMEWORKS)}")
-    build = _PRESETS[framework]
+    build = _known(framework).build
     try:
         inspect.signature(build).bind(**parameters)
     except TypeError as error:
         raise TypeError(f"{framework} takes {inspect.signature(build)}: {error}") from None
     return _on_its_grid(replace(build(**parameters), name=framework))
+
+
+def own_names(framework: str) -> tuple[str | None, str]:
+    """What a framework's class calls its first scale (None: it has one for each layer) and its growth interval.
+
+    >>> own_names("paddle")
+    ('init_loss_scaling', 'incr_every_n_steps')
+    """
+    return _known(framework)[1:]
+
+
+def _known(framework: str) -> _Preset:
+    if framework not in _PRESETS:
+        raise ValueError(f"unknown framework {framework!r}; known are {', '.join(FRAMEWORKS)}")
+    return _PRESETS[framework]
 
 
 def _on_its_grid(policy: ScalePolicy) -> ScalePolicy:
@@ -45,10 +58,6 @@ def _on_its_grid(policy: ScalePolicy) -> ScalePolicy:
         min_scale=narrow(float(policy.min_scale)),
         max_scale=narrow(float(policy.max_scale)),
     )
-
-
-def _fixed(scale: float, bits: int = 32) -> ScalePolicy:
-    return ScalePolicy(scale, backoff_factor=1.0, growth_interval=0, scale_bits=bits)
 
 
 def _need(condition: bool, sentence: str) -> None:
@@ -80,12 +89,12 @@ def _mpkit(
     _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
     _need(0 < min_scale <= init_scale <= max_scale < math.inf, "need 0 < min_scale <= init_scale <= max_scale < inf")
     return ScalePolicy(
-        init_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        min_scale,
-        max_scale,
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
         hysteresis=hysteresis,
         refill_on_growth=hysteresis > 1,
         refill_on_finite=hysteresis > 1,
@@ -101,15 +110,20 @@ def _torch(
     enabled: bool = True,
 ) -> ScalePolicy:
     if not enabled:
-        return _fixed(1.0)
+        return ScalePolicy.fixed(1.0)
     _need(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
     _need(backoff_factor < 1, f"backoff_factor must be below 1, got {backoff_factor}")
-    return ScalePolicy(init_scale, growth_factor, backoff_factor, growth_interval)
+    return ScalePolicy(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
 
 
 def _keras3(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> ScalePolicy:
     return ScalePolicy(
-        initial_scale, growth_interval=dynamic_growth_steps, hold_at_overflow=False, flush_subnormal=True
+        init_scale=initial_scale, growth_interval=dynamic_growth_steps, hold_at_overflow=False, flush_subnormal=True
     )
 
 
@@ -118,7 +132,7 @@ def _tf_keras(
 ) -> ScalePolicy:
     if not dynamic:
         _need(initial_scale is not None, "with dynamic=False, initial_scale must be given: it is the fixed scale")
-        return _fixed(initial_scale or 1.0)
+        return ScalePolicy.fixed(initial_scale or 1.0)
     steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
     return _tf_v1(2.0**15 if initial_scale is None else initial_scale, steps)
 
@@ -127,10 +141,10 @@ def _tf_v1(initial_loss_scale: float = 2.0**15, increment_period: int = 2000, mu
     _need(multiplier > 0, f"multiplier must be above 0, got {multiplier}")
     factor = in_float32(multiplier)  # so TensorFlow holds it; the compiler makes the division a product
     return ScalePolicy(
-        initial_loss_scale,
-        factor,
-        in_float32(1 / factor),
-        increment_period,
+        init_scale=initial_loss_scale,
+        growth_factor=factor,
+        backoff_factor=in_float32(1 / factor),
+        growth_interval=increment_period,
         min_scale=1.0,
         growth_ge=True,
     )
@@ -146,9 +160,9 @@ def _apex(
 ) -> ScalePolicy:
     """`scale_factor` is taken and ignored, as the class does: 2 is hard-wired."""
     if loss_scale != "dynamic":
-        return _fixed(float(loss_scale), bits=64)
+        return ScalePolicy.fixed(float(loss_scale), scale_bits=64)
     return ScalePolicy(
-        min(max_loss_scale, init_scale),
+        init_scale=min(max_loss_scale, init_scale),
         growth_interval=scale_window,
         min_scale=min_loss_scale or 0.0,
         max_scale=max_loss_scale,
@@ -170,13 +184,11 @@ def _deepspeed(
 ) -> ScalePolicy:
     """The dynamic scaler of ZeRO 1-3 with the defaults of its configuration."""
     _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
-    return ScalePolicy(
+    return ScalePolicy.by_factor(
         init_scale,
         scale_factor,
-        1.0,
         scale_window,
         min_scale,
-        backoff_divisor=scale_factor,
         scale_bits=64,
         hold_at_overflow=False,
         first_growth_lag=1,
@@ -201,11 +213,11 @@ def _megatron(
     _need(growth_interval > 0, f"growth_interval must be above 0, got {growth_interval}")
     _need(hysteresis > 0, f"hysteresis must be above 0, got {hysteresis}")
     return ScalePolicy(
-        initial_scale,
-        in_float32(growth_factor),
-        in_float32(backoff_factor),
-        growth_interval,
-        min_scale,
+        init_scale=initial_scale,
+        growth_factor=in_float32(growth_factor),
+        backoff_factor=in_float32(backoff_factor),
+        growth_interval=growth_interval,
+        min_scale=min_scale,
         hold_at_overflow=False,
         hysteresis=hysteresis,
         refill_on_growth=True,
@@ -236,13 +248,11 @@ def _fairseq(
     min_loss_scale: float = 1e-4,
 ) -> ScalePolicy:
     _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
-    return ScalePolicy(
+    return ScalePolicy.by_factor(
         init_scale,
         scale_factor,
-        1.0,
         scale_window,
         0.0 if threshold is None else threshold,
-        backoff_divisor=scale_factor,
         scale_bits=64,
         hold_at_overflow=False,
         tolerance=max(0.0, tolerance),
@@ -265,16 +275,16 @@ def _jmp(
     bits = {"float16": 16, "float32": 32, "float64": 64}[dtype]
     narrow = in_float16 if bits == 16 else in_float32 if bits == 32 else float
     held = narrow(factor)
-    return ScalePolicy(
+    product = {"backoff_factor": narrow(1 / held), "backoff_divisor": 1.0} if jit else {}
+    return ScalePolicy.by_factor(
         loss_scale,
         held,
-        narrow(1 / held) if jit else 1.0,
         period,
         1.0 if jit else min_loss_scale,
-        backoff_divisor=1.0 if jit else held,
         scale_bits=bits,
         flush_subnormal=bits == 32,
         init_count=counter,
+        **product,
     )
 
 
@@ -287,12 +297,12 @@ def _flax(
     minimum_scale: float | None = SMALLEST_NORMAL,
 ) -> ScalePolicy:
     return ScalePolicy(
-        scale,
-        in_float32(growth_factor),
-        in_float32(backoff_factor),
-        growth_interval,
-        minimum_scale or 0.0,
-        FLOAT32_MAX,
+        init_scale=scale,
+        growth_factor=in_float32(growth_factor),
+        backoff_factor=in_float32(backoff_factor),
+        growth_interval=growth_interval,
+        min_scale=minimum_scale or 0.0,
+        max_scale=FLOAT32_MAX,
         first_growth_lag=1,
         next_growth_lag=1,
         flush_subnormal=True,
@@ -310,14 +320,14 @@ def _paddle(
     use_dynamic_loss_scaling: bool = True,
 ) -> ScalePolicy:
     if not (enable and use_dynamic_loss_scaling):
-        return _fixed(init_loss_scaling if enable else 1.0)
+        return ScalePolicy.fixed(init_loss_scaling if enable else 1.0)
     _need(incr_ratio > 1, f"incr_ratio must be above 1, got {incr_ratio}")
     _need(0 < decr_ratio < 1, f"decr_ratio must lie in (0, 1), got {decr_ratio}")
     return ScalePolicy(
-        init_loss_scaling,
-        in_float32(incr_ratio),
-        in_float32(decr_ratio),
-        incr_every_n_steps,
+        init_scale=init_loss_scaling,
+        growth_factor=in_float32(incr_ratio),
+        backoff_factor=in_float32(decr_ratio),
+        growth_interval=incr_every_n_steps,
         hold_at_overflow=False,
         hysteresis=_patience(decr_every_n_nan_or_inf),
         refill_on_finite=True,
@@ -339,7 +349,7 @@ def _paddle_static(
 def _mxnet(_loss_scale: float = 2.0**16, _scale_seq_len: int = 2000, _max_loss_scale: float = 2.0**24) -> ScalePolicy:
     """The class has no arguments; these are the names of its private fields."""
     return ScalePolicy(
-        _loss_scale,
+        init_scale=_loss_scale,
         growth_interval=_scale_seq_len,
         max_scale=_max_loss_scale,
         scale_bits=64,
@@ -362,12 +372,12 @@ def _fairscale_layerwise(
     _need(all(v > 0 for v in layer_scale_dict.values()), f"scales must be above 0, got {dict(layer_scale_dict)}")
     _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
     return ScalePolicy(
-        torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        min_scale,
-        max_scale,
+        init_scale=torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
         scale_bits=64,
         hold_at_overflow=False,
         clamp_both_ways=True,
@@ -380,12 +390,14 @@ def _mindspore_scaler(scale_value: float, scale_factor: int, scale_window: int) 
 
 
 def _mindspore_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> ScalePolicy:
+    """`scale_window` may be a fraction, as in the class: the counter passes it at the next whole step."""
     _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
+    factor = in_float32(scale_factor)
     return ScalePolicy(
-        loss_scale_value,
-        in_float32(scale_factor),
-        in_float32(1 / in_float32(scale_factor)),
-        scale_window,
+        init_scale=loss_scale_value,
+        growth_factor=factor,
+        backoff_factor=in_float32(1 / factor),
+        growth_interval=math.ceil(scale_window),
         min_scale=1.0,
         hold_at_overflow=False,
         growth_ge=True,
@@ -397,10 +409,10 @@ def _mindspore_manager(
 ) -> ScalePolicy:
     _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
     return ScalePolicy(
-        init_loss_scale,
-        scale_factor,
-        1 / scale_factor,
-        scale_window,
+        init_scale=init_loss_scale,
+        growth_factor=scale_factor,
+        backoff_factor=1 / scale_factor,
+        growth_interval=scale_window,
         min_scale=1.0,
         scale_bits=64,
         hold_at_overflow=False,
@@ -408,26 +420,34 @@ def _mindspore_manager(
     )
 
 
-_PRESETS: dict[str, Callable[..., ScalePolicy]] = {
-    "mpkit": _mpkit,
-    "torch": _torch,
-    "keras3": _keras3,
-    "tf_keras": _tf_keras,
-    "tf_v1": _tf_v1,
-    "apex": _apex,
-    "deepspeed": _deepspeed,
-    "megatron": _megatron,
-    "colossalai": _colossalai,
-    "fairseq": _fairseq,
-    "jmp": _jmp,
-    "flax": _flax,
-    "paddle": _paddle,
-    "paddle_static": _paddle_static,
-    "mxnet": _mxnet,
-    "fairscale_layerwise": _fairscale_layerwise,
-    "mindspore_scaler": _mindspore_scaler,
-    "mindspore_cell": _mindspore_cell,
-    "mindspore_manager": _mindspore_manager,
+class _Preset(NamedTuple):
+    """A framework's rule, and what its class calls the first scale and the finite steps before growth."""
+
+    build: Callable[..., ScalePolicy]
+    start: str | None
+    interval: str
+
+
+_PRESETS = {
+    "mpkit": _Preset(_mpkit, "init_scale", "growth_interval"),
+    "torch": _Preset(_torch, "init_scale", "growth_interval"),
+    "keras3": _Preset(_keras3, "initial_scale", "dynamic_growth_steps"),
+    "tf_keras": _Preset(_tf_keras, "initial_scale", "dynamic_growth_steps"),
+    "tf_v1": _Preset(_tf_v1, "initial_loss_scale", "increment_period"),
+    "apex": _Preset(_apex, "init_scale", "scale_window"),
+    "deepspeed": _Preset(_deepspeed, "init_scale", "scale_window"),
+    "megatron": _Preset(_megatron, "initial_scale", "growth_interval"),
+    "colossalai": _Preset(_colossalai, "initial_scale", "growth_interval"),
+    "fairseq": _Preset(_fairseq, "init_scale", "scale_window"),
+    "jmp": _Preset(_jmp, "loss_scale", "period"),
+    "flax": _Preset(_flax, "scale", "growth_interval"),
+    "paddle": _Preset(_paddle, "init_loss_scaling", "incr_every_n_steps"),
+    "paddle_static": _Preset(_paddle_static, "init_loss_scaling", "incr_every_n_steps"),
+    "mxnet": _Preset(_mxnet, "_loss_scale", "_scale_seq_len"),
+    "fairscale_layerwise": _Preset(_fairscale_layerwise, None, "growth_interval"),
+    "mindspore_scaler": _Preset(_mindspore_scaler, "scale_value", "scale_window"),
+    "mindspore_cell": _Preset(_mindspore_cell, "loss_scale_value", "scale_window"),
+    "mindspore_manager": _Preset(_mindspore_manager, "init_loss_scale", "scale_window"),
 }
 FRAMEWORKS = tuple(_PRESETS)
 """Every name that `preset` knows."""

@@ -13,6 +13,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +30,28 @@ NEVER = 2**62
 SMALLEST_NORMAL = 2.0**-126
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
-STOPS = (
-    "",
-    "overflow although the scale is at its floor: the scale is not the cause, look at the model and the data",
-    "the scale sank to the value at which this policy stops the run",
-    "the scale is zero, so gradients cannot be divided by it",
-    "overflow although the scale is infinite, and this framework dies while it writes the message",
-    "too many overflows in a row: no scale helps, look at the model and the data",
-)
-"""What a `raised` code of `advance` means; 0 is "nothing"."""
-AT_FLOOR, SANK, ZERO, INFINITE, CONSECUTIVE = 1, 2, 3, 4, 5
+
+class Stop(IntEnum):
+    """The error code of `advance`: which error the framework raises in a step."""
+
+    NONE = 0
+    AT_FLOOR = 1
+    SANK = 2
+    ZERO = 3
+    INFINITE = 4
+    CONSECUTIVE = 5
+
+
+STOPS = {
+    Stop.NONE: "",
+    Stop.AT_FLOOR: "overflow although the scale is at its floor: the scale is not the cause, look at the model and the "
+    "data",
+    Stop.SANK: "the scale sank to the value at which this policy stops the run",
+    Stop.ZERO: "the scale is zero, so gradients cannot be divided by it",
+    Stop.INFINITE: "overflow although the scale is infinite, and this framework dies while it writes the message",
+    Stop.CONSECUTIVE: "too many overflows in a row: no scale helps, look at the model and the data",
+}
+"""What each error says."""
 
 REASONS = {
     "held": "gradients were finite, and the growth interval is not over",
@@ -54,7 +67,7 @@ REASONS = {
 """Every word that `ScaleHistory.reasons` uses."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScalePolicy:
     """How a loss scale moves: numbers only, so that a vector of policies is a policy whose fields are tensors.
 
@@ -86,6 +99,8 @@ class ScalePolicy:
         flush_subnormal:  a scale below 2^-126 becomes 0.
         name:             the preset it came from, for tables.
         layers:           names of a layer-wise policy (a vector): an overflow in one layer skips the step of all.
+    All are given by keyword; `by_factor` and `fixed` make the two kinds that most often are wanted.
+
     Raises:  TypeError or ValueError for a number of the wrong kind or out of range.
     Source:  the parameters by which eighteen recorded implementations were reproduced bit for bit; a factor that a
              framework rounds to float32 first is stored rounded (`preset` does it), and a start that is cut to the
@@ -139,6 +154,25 @@ class ScalePolicy:
         for key in ("min_scale", "max_scale"):  # a bound between two numbers of the format is the nearer of them
             if not isinstance(bound := getattr(self, key), Tensor):
                 object.__setattr__(self, key, _in_format(self.scale_bits, bound))
+
+    @classmethod
+    def by_factor(cls, init_scale: float, factor: float, window: int, floor: float = 0.0, **others: Any) -> ScalePolicy:
+        """One factor for both ways, as half of the frameworks have it: times `factor` after `window`, over it at once.
+
+        Args:    others: any further fields of a policy.
+
+        >>> run_down = ScalePolicy.by_factor(2.0**16, 3.0, 100, floor=1.0)
+        >>> run_down.growth_factor, run_down.backoff_divisor, run_down.backoff_factor
+        (3.0, 3.0, 1.0)
+        """
+        bounds = {"growth_interval": window, "min_scale": floor}
+        factors = {"growth_factor": factor, "backoff_factor": 1.0, "backoff_divisor": factor}
+        return cls(**{"init_scale": init_scale, **factors, **bounds, **others})
+
+    @classmethod
+    def fixed(cls, scale: float, **others: Any) -> ScalePolicy:
+        """A scale that never moves, in 32 bits unless `others` say so."""
+        return cls(**{"init_scale": scale, "backoff_factor": 1.0, "growth_interval": 0, **others})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScalePolicy):
@@ -262,7 +296,7 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     """One step of the rule: (state before, were all gradients finite) -> (state after, error code).
 
     `finite` is a Python bool with a state of numbers, or a bool tensor of the policy's shape with a state of tensors;
-    then nothing is read on the host. The error code is 0, or says which error of `STOPS` the framework raises
+    then nothing is read on the host. The error code is 0, or the `Stop` that says which error the framework raises
     here; the caller decides what to do about it. A part of the rule that a policy does not use (a plain number that
     says so) costs nothing.
     """
@@ -341,15 +375,15 @@ def _stops(p: ScalePolicy, s: Value, decided: Value, bad: Value, shrink: Value, 
     """The error code of this step; a policy without errors costs nothing here."""
     raised: Value = 0
     if p.raise_at_min is not False:
-        raised = _where(_both(_both(shrink, s == p.min_scale), p.raise_at_min), AT_FLOOR, raised)
+        raised = _where(_both(_both(shrink, s == p.min_scale), p.raise_at_min), Stop.AT_FLOOR.value, raised)
     if _used(p.stop_at > -math.inf):
-        raised = _where(_both(bad, decided <= p.stop_at), SANK, raised)
+        raised = _where(_both(bad, decided <= p.stop_at), Stop.SANK.value, raised)
     if p.error_at_zero is not False:
-        raised = _where(_both(s == 0, p.error_at_zero), ZERO, raised)
+        raised = _where(_both(s == 0, p.error_at_zero), Stop.ZERO.value, raised)
     if p.error_at_inf is not False:
-        raised = _where(_both(_both(bad, s == math.inf), p.error_at_inf), INFINITE, raised)
+        raised = _where(_both(_both(bad, s == math.inf), p.error_at_inf), Stop.INFINITE.value, raised)
     if _used(p.max_consecutive < NEVER):
-        raised = _where(streak > p.max_consecutive, CONSECUTIVE, raised)
+        raised = _where(streak > p.max_consecutive, Stop.CONSECUTIVE.value, raised)
     return raised
 
 

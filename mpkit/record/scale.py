@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from mpkit.policies import ScalePolicy, preset
-from mpkit.scalers import (
-    DynamicLossScaleManager,
-    DynamicLossScaler,
-    DynamicLossScaleUpdateCell,
-    LossScaleManager,
-    LossScaler,
-)
+from mpkit.scalers import LossScaleManager, LossScaler
 
 
 def scale_of(scaler: Any) -> Any:
@@ -50,8 +44,8 @@ def was_unscaled(scaler: Any, optimizer: Any) -> bool:
 
 def policy_of(scaler: Any) -> ScalePolicy | None:
     """The scale policy in use, where the scaler has one that mpkit knows."""
-    if isinstance(getattr(scaler, "policy", None), ScalePolicy):
-        return scaler.policy
+    if isinstance(policy := getattr(scaler, "policy", None), ScalePolicy):
+        return policy
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
         policy = preset(
             "torch",
@@ -61,15 +55,4 @@ def policy_of(scaler: Any) -> ScalePolicy | None:
             growth_interval=scaler.get_growth_interval(),
         )
         return dataclasses.replace(policy, init_count=scaler._get_growth_tracker())
-    if isinstance(scaler, DynamicLossScaleUpdateCell):
-        start = scaler.loss_scale_value
-        return preset("mindspore_cell", loss_scale_value=start, **_factor_and_window(scaler))
-    if isinstance(scaler, DynamicLossScaler):
-        return preset("mindspore_scaler", scale_value=float(scaler.scale_value), **_factor_and_window(scaler))
-    if isinstance(scaler, DynamicLossScaleManager):
-        return preset("mindspore_manager", init_loss_scale=scaler.get_loss_scale(), **_factor_and_window(scaler))
     return None
-
-
-def _factor_and_window(scaler: Any) -> dict[str, Any]:
-    return {"scale_factor": scaler.scale_factor, "scale_window": scaler.scale_window}

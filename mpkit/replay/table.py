@@ -107,9 +107,7 @@ def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> Sc
     check_number("init", init)
     check_number("factor", factor, low=1.0, open_low=True)
     check_number("window", window, low=1.0)
-    return ScalePolicy(
-        float(init), float(factor), 1.0, int(window), min_scale, backoff_divisor=float(factor), name="sweep"
-    )
+    return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
 
 
 def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:

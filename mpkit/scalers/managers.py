@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_number
-from mpkit.policies import STOPS, advance, initial, preset
+from mpkit.policies import STOPS, ScalePolicy, advance, initial, preset
 
+from .kernel import FusedRule, TensorRule, short_rule
 from .scaler import need_flag, need_keys, need_number
 
-# 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
-_DOWN, _UP = (torch.tensor(factor, dtype=torch.float32) for factor in (2.0**-64, 2.0**64))
-_ONE = torch.tensor(1)
+_ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
 
 
 class LossScaleManager(ABC):
     """What a `Model` asks about loss scaling."""
+
+    @property
+    def policy(self) -> ScalePolicy | None:
+        """The rule, from where the scale stands now; None where a subclass has one that no policy describes."""
+        return None
 
     @abstractmethod
     def get_loss_scale(self) -> float:
@@ -64,6 +70,11 @@ class FixedLossScaleManager(LossScaleManager):
         if not isinstance(drop_overflow_update, bool):
             raise TypeError(f"drop_overflow_update must be a bool, got {type(drop_overflow_update).__name__}")
         self._loss_scale, self._drop = loss_scale, drop_overflow_update
+
+    @property
+    def policy(self) -> ScalePolicy:
+        """A fixed scale."""
+        return ScalePolicy.fixed(self._loss_scale, scale_bits=64)
 
     def get_loss_scale(self) -> float:
         """The scale given to the constructor."""
@@ -108,6 +119,11 @@ class DynamicLossScaleManager(LossScaleManager):
         )
         self._state = initial(self._policy)
         self.cur_iter, self.last_overflow_iter = 1, 0
+
+    @property
+    def policy(self) -> ScalePolicy:
+        """Preset "mindspore_manager" from the scale of now."""
+        return replace(self._policy, init_scale=self.get_loss_scale())
 
     @property
     def bad_step(self) -> int:
@@ -163,6 +179,11 @@ class FixedLossScaleUpdateCell(nn.Module):
         super().__init__()
         self.loss_scale_value = loss_scale_value
 
+    @property
+    def policy(self) -> ScalePolicy:
+        """A fixed scale."""
+        return ScalePolicy.fixed(self.loss_scale_value)
+
     def get_loss_scale(self) -> float:
         """The scale given to the constructor."""
         return self.loss_scale_value
@@ -179,9 +200,10 @@ class DynamicLossScaleUpdateCell(nn.Module):
     The scale lives in the caller's float32 tensor; the cell counts steps (`cur_iter`, from 1) and those since the last
     change (`streak`; `last_overflow_iter` follows from both), so that nothing is read on the host. Growth has no
     guard: past the largest float32 the scale becomes inf, and stays inf for ever. Arguments are not checked (0.1, 0, 0
-    are accepted), as in MindSpore. `get_loss_scale()` is the first value for ever; the live one is the tensor.
+    are accepted), as in MindSpore; the first step raises ValueError where the factor is 0 or below.
+    `get_loss_scale()` is the first value for ever; the live one is the tensor.
 
-    Source:  MindSpore nn.DynamicLossScaleUpdateCell; the rule is preset "mindspore_cell", and a test holds them equal.
+    Source:  MindSpore nn.DynamicLossScaleUpdateCell, preset "mindspore_cell".
 
     >>> scale, cell = torch.tensor(1024.0), DynamicLossScaleUpdateCell(1024.0, 2, 2)
     >>> _ = [cell(scale, torch.tensor(bad)) for bad in (False, False, True)]; scale
@@ -197,10 +219,13 @@ class DynamicLossScaleUpdateCell(nn.Module):
         check_number("scale_window", scale_window, low=-math.inf)
         super().__init__()
         self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
-        factor = torch.tensor(scale_factor, dtype=torch.float32)
-        self._rule = float(factor), float(factor.reciprocal()), max(1, math.ceil(scale_window))
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
+
+    @property
+    def policy(self) -> ScalePolicy:
+        """Preset "mindspore_cell" from the first scale."""
+        return _policy(self.loss_scale_value, self.scale_factor, self.scale_window)
 
     @property
     def last_overflow_iter(self) -> Tensor:
@@ -214,17 +239,32 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def forward(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
         """One step: () or (1,) float32 `loss_scale` is changed in place, the bool tensor `overflow` returned."""
         need_flag("overflow", overflow)
-        self.advance_(loss_scale, overflow.float())
+        self._advance_(loss_scale, overflow.float())
         return overflow
 
     def advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
-        """One step from the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
+        """One step from the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls.
+
+        Hooks of this module, and a subclass's `forward`, hear of it as of any call.
+        """
+        own = type(self).forward is DynamicLossScaleUpdateCell.forward
+        if own and not (self._forward_hooks or self._forward_pre_hooks):
+            self._advance_(loss_scale, found_inf)
+        else:
+            self(loss_scale, found_inf.bool())
+
+    def _advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
-        # torch's kernel refuses growth past the largest float32; moved down by 2^64 (exact) it has room, and moving
-        # up again gives the inf that this rule has
-        loss_scale.mul_(_DOWN)
-        torch._amp_update_scale_(loss_scale, self.streak, found_inf, *self._rule)
-        loss_scale.mul_(_UP)
-        torch.maximum(loss_scale, found_inf, out=loss_scale)  # the floor of 1 holds after an overflow only
+        _rule(self.scale_factor, self.scale_window).advance_(loss_scale, self.streak, found_inf)
         self.cur_iter.add_(_ONE)
+
+
+def _policy(scale: float, factor: float, window: float) -> ScalePolicy:
+    return preset("mindspore_cell", loss_scale_value=scale, scale_factor=factor, scale_window=window)
+
+
+@lru_cache
+def _rule(factor: float, window: float) -> FusedRule | TensorRule:
+    """The rule is the same whatever the first scale is."""
+    return short_rule(_policy(1.0, factor, window))

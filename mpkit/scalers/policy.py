@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, advance, initial
-from mpkit.policies.rule import FLOAT32_MAX, SMALLEST_NORMAL
+from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, Stop, advance, initial
 
+from .kernel import fused_rule
 from .scaler import LossScaler, need_flag, need_keys
 
 
@@ -29,6 +29,8 @@ class PolicyLossScaler(LossScaler):
     A vector of n policies, such as a layer-wise preset, has n scales: `adjust` takes (n,) flags, `scale` and `unscale`
     a tuple or list with one entry per policy (a tensor or a container of them). Whether the step of all is skipped
     is for the loop to decide: `flags.all()`.
+
+    A policy that `kernel.fused_rule` covers costs two small launches in a step, any other about twenty.
 
     Args:    policy: one policy or a vector of them; remember: steps kept for `history` (0: none).
     Raises:  TypeError for anything but a ScalePolicy and an int; ValueError for a negative number of steps.
@@ -46,13 +48,13 @@ class PolicyLossScaler(LossScaler):
             raise TypeError(f"remember must be an int (steps), got {type(remember).__name__}")
         if remember < 0:
             raise ValueError(f"remember must be at least 0 steps, got {remember}")
-        self.policy = policy
+        self._policy = policy
         self.remember = remember
-        self._plain = _kernel_covers(policy)
+        self._fused = fused_rule(policy)
         self._shape, self._count = policy.shape, policy.shape.numel()  # asked in every step, and not free
         wide = torch.float64 if policy.scale_bits == 64 else torch.float32
         self.scale_value = torch.as_tensor(initial(policy).scale, dtype=wide).clone()
-        if self._plain:
+        if self._fused:
             self._counter = torch.zeros((), dtype=torch.int32)
         else:
             self._state = initial(policy, "cpu")
@@ -65,6 +67,11 @@ class PolicyLossScaler(LossScaler):
         self._scales[0] = self.scale_value
         self._found = torch.zeros(remember + 1, *self._shape, dtype=torch.float32)
 
+    @property
+    def policy(self) -> ScalePolicy:
+        """The policy given, with its first scale."""
+        return self._policy
+
     def get_loss_scale(self) -> Any:
         """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
         first = initial(self.policy).scale
@@ -76,14 +83,17 @@ class PolicyLossScaler(LossScaler):
         if grads_finite.numel() != self._count:
             came = tuple(grads_finite.shape)
             raise ValueError(f"grads_finite must hold one flag per scale, {self._count}, got shape {came}")
-        self.advance_(grads_finite.reshape(self._shape).logical_not().float())
+        PolicyLossScaler.advance_(self, grads_finite.reshape(self._shape).logical_not().float())
         return True
 
     def advance_(self, found_inf: Tensor) -> None:
         """`adjust` for the float32 flag of `check_and_unscale_` (or one per policy), unchecked."""
         self._follow(found_inf.device)
-        if self._plain:
-            self._advance_in_kernel(found_inf)
+        if self._fused:
+            if self._policy.raise_at_min:
+                at_floor = found_inf * (self.scale_value == self._policy.min_scale)
+                torch.maximum(self.stopped, at_floor, out=self.stopped)  # the lowest code, 1: an earlier one stays
+            self._fused.advance_(self.scale_value, self._counter, found_inf)
         else:
             self._advance_by_rule(found_inf == 0)
         if self.remember:
@@ -103,7 +113,7 @@ class PolicyLossScaler(LossScaler):
         code = int(self.stopped)
         self.stopped.zero_()
         if code:
-            raise RuntimeError(f"{self.policy.name or 'the policy'} stops here: {STOPS[code]}")
+            raise RuntimeError(f"{self.policy.name or 'the policy'} stops here: {STOPS[Stop(code)]}")
 
     def history(self) -> ScaleHistory:
         """What was decided in the last `remember` steps, oldest first (reads the device)."""
@@ -138,22 +148,6 @@ class PolicyLossScaler(LossScaler):
         self._scales.copy_(state["scales"])
         self._found.copy_(state["finite"].logical_not())
 
-    def _advance_in_kernel(self, found_inf: Tensor) -> None:
-        p = self.policy
-        if p.raise_at_min:
-            at_floor = found_inf * (self.scale_value == p.min_scale)  # the lowest code, 1: an earlier one stays
-            torch.maximum(self.stopped, at_floor, out=self.stopped)
-        torch._amp_update_scale_(
-            self.scale_value,
-            self._counter,
-            found_inf,
-            p.growth_factor,
-            p.backoff_factor / p.backoff_divisor,
-            p.growth_interval,
-        )
-        if p.min_scale > 0 or p.max_scale < math.inf:
-            self.scale_value.clamp_(p.min_scale, p.max_scale)
-
     def _advance_by_rule(self, finite: Tensor) -> None:
         after, raised = advance(self.policy, self._state, finite)
         for old, new in zip(self._state, after):  # `scale` first: in a delayed policy its new value is old `decided`
@@ -165,8 +159,8 @@ class PolicyLossScaler(LossScaler):
 
     def _load(self, numbers: ScaleState) -> None:
         """Take over a state of Python numbers, in place: a train cell looks at these very tensors."""
-        own = [self.scale_value, self._counter] if self._plain else [self.scale_value, *self._state]
-        new = [numbers.scale, numbers.good] if self._plain else [numbers.scale, *numbers]
+        own = [self.scale_value, self._counter] if self._fused else [self.scale_value, *self._state]
+        new = [numbers.scale, numbers.good] if self._fused else [numbers.scale, *numbers]
         for tensor, value in zip(own, new, strict=True):
             tensor.copy_(torch.as_tensor(value, dtype=tensor.dtype))
 
@@ -175,7 +169,7 @@ class PolicyLossScaler(LossScaler):
         return int(self._index[0]) // self._count
 
     def _numbers(self) -> ScaleState:
-        if not self._plain:
+        if not self._fused:
             return ScaleState(*(value.cpu().clone() if value.dim() else value.item() for value in self._state))
         scale = float(self.scale_value)
         return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
@@ -189,36 +183,11 @@ class PolicyLossScaler(LossScaler):
         return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
     def _tensors(self) -> list[str]:
-        return ["scale_value", "stopped", "_index", "_scales", "_found", *(["_counter"] if self._plain else [])]
+        return ["scale_value", "stopped", "_index", "_scales", "_found", *(["_counter"] if self._fused else [])]
 
     def _follow(self, device: torch.device) -> None:
         if self.scale_value.device != device:
             super()._follow(device)
-            self.policy = self.policy.to(device)
-            if not self._plain:
+            self._policy = self._policy.to(device)
+            if not self._fused:
                 self._state = ScaleState(*(value.to(device) for value in self._state))
-
-
-def _kernel_covers(p: ScalePolicy) -> bool:
-    """Whether torch's scale-update kernel and a clamp do all that the policy asks for: two launches, not twenty."""
-    if p.shape or math.frexp(p.backoff_divisor)[0] != 0.5:  # by a power of two, product and quotient are the same
-        return False
-    backoff = p.backoff_factor / p.backoff_divisor
-    plain = ScalePolicy(
-        p.init_scale,
-        p.growth_factor,
-        backoff,
-        p.growth_interval,
-        p.min_scale,
-        p.max_scale,
-        growth_ge=p.growth_ge and p.growth_interval >= 1,  # counted from 0, the interval is met and never passed
-        flush_subnormal=p.flush_subnormal and p.min_scale >= SMALLEST_NORMAL,  # nothing is left to flush
-        raise_at_min=p.raise_at_min,
-        name=p.name,
-    )
-    same = plain == replace(p, backoff_factor=backoff, backoff_divisor=1.0)
-    inside = (
-        p.min_scale <= p.init_scale <= p.max_scale and backoff <= 1 <= p.growth_factor
-    )  # or the clamp would act late
-    capped = p.max_scale == math.inf or p.max_scale * p.growth_factor <= FLOAT32_MAX
-    return same and inside and capped and p.growth_interval < 2**31

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpkit.arguments import check_count
+from mpkit.policies import ScalePolicy, preset
+
+from .kernel import FusedRule, TensorRule, short_rule
 
 
 class LossScaler(ABC):
     """Multiplies losses and divides gradients by `scale_value`, which lives in a 0-d tensor.
 
-    The state follows the tensors it is used with: on first use with CUDA tensors it moves to their device.
+    Every scaler has a `policy`, the rule by which it moves; `adjust` and `advance_` are one step of it. The state
+    follows the tensors it is used with: on first use with CUDA tensors it moves to their device.
     """
 
     scale_value: Tensor
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "adjust" in vars(cls) and "advance_" not in vars(cls):
+            cls.advance_ = LossScaler.advance_  # type: ignore[method-assign]  # a step must hear the new `adjust`
+
+    @property
+    def policy(self) -> ScalePolicy | None:
+        """The rule, from where the scale stands now; None where a subclass has one that no policy describes."""
+        return None
 
     def scale(self, inputs: Any) -> Any:
         """x * cast(scale, x.dtype) for a tensor or a nested tuple or list of them; container and dtypes are kept.
@@ -38,6 +53,13 @@ class LossScaler(ABC):
     @abstractmethod
     def adjust(self, grads_finite: Tensor) -> bool:
         """Adjust the scale after a step whose gradients were all finite, or not; True if the scaler ever adjusts."""
+
+    def advance_(self, found_inf: Tensor) -> None:
+        """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
+        self.adjust(found_inf == 0)
+
+    def check(self) -> None:  # noqa: B027  # a scaler without errors of its own has nothing to add
+        """Raise RuntimeError if the rule met one of its errors since the last call; most rules have none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs, as Python numbers."""
@@ -82,9 +104,17 @@ class StaticLossScaler(LossScaler):
     def __init__(self, scale_value: float) -> None:
         self.scale_value = _checked_scale(scale_value)
 
+    @property
+    def policy(self) -> ScalePolicy:
+        """A fixed scale."""
+        return ScalePolicy.fixed(float(self.scale_value))
+
     def adjust(self, grads_finite: Tensor) -> bool:
         """Does nothing and says so: False."""
         return False
+
+    def advance_(self, found_inf: Tensor) -> None:
+        """Does nothing."""
 
 
 class DynamicLossScaler(LossScaler):
@@ -99,8 +129,7 @@ class DynamicLossScaler(LossScaler):
         scale_factor: whole number >= 1 (1 never moves).
         scale_window: finite steps before growth, whole number >= 1.
     Raises:  TypeError for a kind, ValueError for a range that is not the one above.
-    Source:  MindSpore amp.DynamicLossScaler. The kernel multiplies by 1 / factor in double precision and rounds once,
-             which for factors below 2^24 is the correctly rounded quotient that MindSpore computes.
+    Source:  MindSpore amp.DynamicLossScaler, preset "mindspore_scaler".
 
     >>> scaler = DynamicLossScaler(2**10, 2, 50)
     >>> scaler.adjust(torch.tensor(False)), scaler.scale_value
@@ -113,6 +142,11 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = check_count("scale_window", scale_window)
         self.counter = torch.zeros((), dtype=torch.int32)
 
+    @property
+    def policy(self) -> ScalePolicy:
+        """Preset "mindspore_scaler" from the scale of now."""
+        return _policy(float(self.scale_value), self.scale_factor, self.scale_window)
+
     def adjust(self, grads_finite: Tensor) -> bool:
         """One step of the rule; `grads_finite` is a 0-d bool tensor, as `all_finite` returns it. Returns True.
 
@@ -121,15 +155,13 @@ class DynamicLossScaler(LossScaler):
         need_flag("grads_finite", grads_finite)
         if grads_finite.dim():
             raise ValueError(f"grads_finite must be 0-d, got shape {tuple(grads_finite.shape)}; use .all()")
-        self.advance_(grads_finite.logical_not().float())
+        DynamicLossScaler.advance_(self, grads_finite.logical_not().float())
         return True
 
     def advance_(self, found_inf: Tensor) -> None:
         """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
         self._follow(found_inf.device)
-        factor, window = self.scale_factor, self.scale_window
-        torch._amp_update_scale_(self.scale_value, self.counter, found_inf, factor, 1 / factor, window)
-        torch.maximum(self.scale_value, found_inf, out=self.scale_value)  # the floor of 1, where the scale was lowered
+        _rule(self.scale_factor, self.scale_window).advance_(self.scale_value, self.counter, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, counter and settings, as Python numbers."""
@@ -151,6 +183,16 @@ class DynamicLossScaler(LossScaler):
 
     def _tensors(self) -> list[str]:
         return ["scale_value", "counter"]
+
+
+def _policy(scale: float, factor: int, window: int) -> ScalePolicy:
+    return preset("mindspore_scaler", scale_value=scale, scale_factor=factor, scale_window=window)
+
+
+@lru_cache
+def _rule(factor: int, window: int) -> FusedRule | TensorRule:
+    """The rule moves any scale of 1 or more, so it is the same whatever the first one is."""
+    return short_rule(_policy(1.0, factor, window))
 
 
 def _checked_scale(scale_value: Any) -> Tensor:

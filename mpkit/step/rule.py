@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, LossScaler, PolicyLossScaler
+from mpkit.scalers import LossScaler
 from mpkit.step.phases import scale_tensor
 
 Rule = Callable[[Tensor, Tensor], Any]
@@ -28,7 +28,7 @@ class ScalerRule:
 
     def advance_(self, scale: Tensor, found_inf: Tensor) -> None:
         """One step from the float32 flag, without the conversions that a bool costs."""
-        self.scaler.advance_(found_inf)  # type: ignore[attr-defined]
+        self.scaler.advance_(found_inf)
         self._show(scale)
 
     def _show(self, scale: Tensor) -> None:
@@ -37,8 +37,7 @@ class ScalerRule:
 
     def check(self) -> None:
         """Raise RuntimeError if a policy met one of its errors since the last call; reads the host."""
-        if isinstance(self.scaler, PolicyLossScaler):
-            self.scaler.check()
+        self.scaler.check()
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's."""
@@ -53,16 +52,13 @@ def adjust_(rule: Rule, scale: Tensor, found_inf: Tensor, overflow: Tensor) -> N
     """Let `rule` move `scale`; `overflow` is `found_inf` as a bool.
 
     Our own rules take the float32 flag as it is: in a step of milliseconds each tiny operation more is half a percent,
-    since it finds a cold cache. A subclass, or a cell with a hook, is called the public way, so that it is heard.
+    since it finds a cold cache. Anything else that can be called as an update cell is.
     """
-    if type(rule) is ScalerRule:
-        direct = type(rule.scaler) in (DynamicLossScaler, PolicyLossScaler)
-    else:
-        direct = type(rule) is DynamicLossScaleUpdateCell and not (rule._forward_hooks or rule._forward_pre_hooks)
-    if direct:
-        rule.advance_(scale, found_inf)  # type: ignore[attr-defined]
-    else:
+    advance_ = getattr(rule, "advance_", None)
+    if advance_ is None:
         rule(scale, overflow)
+    else:
+        advance_(scale, found_inf)
 
 
 def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Rule | None]:
