@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+import struct
 from importlib import import_module
 
 import pytest
@@ -28,10 +29,11 @@ TRUTHS = {
     ("04", "zero"): "c",
     ("05", "search"): "b",
     ("06", "inf"): "b",
-    ("07", "decay"): "b",
+    ("07", "step"): "c",  # v and eps are below half of 2^-24
     ("08", "drop"): "b",
     ("09", "alone"): "b",
     ("10", "share"): "b",  # 1 - 0.7
+    ("10", "rule"): "b",
     ("11", "directions"): "a",
     ("12", "rule"): "b",
     ("13", "fate"): "b",
@@ -44,6 +46,7 @@ TRUTHS = {
     ("18", "next_block"): "a",
     ("19", "apart"): "b",
     ("20", "differs"): "b",
+    ("21", "decay"): "b",
 }
 
 
@@ -130,6 +133,15 @@ def usable_late(scaled, scale, max_norm):
     return [g * min(1, max_norm / norm) / scale for g in scaled]
 
 
+def half(x):
+    return struct.unpack("e", struct.pack("e", x))[0]
+
+
+def updated(master, scaled, scale, rate):
+    master -= rate * scaled / scale
+    return master, half(master)
+
+
 def patient(scale, credit, overflow):
     if not overflow:
         return scale, credit
@@ -182,7 +194,7 @@ SOLUTIONS = {
     "04": (lambda v: math.floor(math.log2(65504 / v)), lambda v: round(math.log2(65536 / v))),
     "05": (after, lambda s, c, finite: (s * 2, 0) if finite else (s / 2, 0)),
     "06": (usable, usable_late),
-    "07": (lambda w, rate, decay: w - rate * decay * w, lambda w, rate, decay: w - decay * w),
+    "07": (updated, lambda master, scaled, scale, rate: (half(master - rate * scaled / scale),) * 2),
     "08": (patient, lambda s, c, overflow: (s / 2, c) if overflow else (s, c)),
     "09": (
         lambda off, on: statistics.median(a / b for a, b in zip(off, on)),
@@ -205,6 +217,7 @@ SOLUTIONS = {
     ),
     "19": (lambda name: name == "lm_head" or name.startswith("h.0."), lambda name: name == "lm_head"),
     "20": (interval, lambda base, other: (min(other) - max(base), max(other) - min(base))),
+    "21": (lambda w, rate, decay: w - rate * decay * w, lambda w, rate, decay: w - decay * w),
 }
 
 

@@ -8,7 +8,6 @@ from scenes import look
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.check import verdict
-from mpkit.check.lesson_07 import QUESTIONS
 from mpkit.explorers.optimizers import (
     FORMATS,
     MAKERS,
@@ -148,14 +147,22 @@ def test_equal_scales_train_as_none_and_unequal_ones_hurt_all_but_adam(kind):
     assert "1024 times" in model.summary()
 
 
-RIGHT = {"warmup": 0.3, "eps": -7, "decayed": ["conv.weight", "fc.bias"], "factor": 1024}
+RIGHT = {
+    ("07", "eps"): -7,
+    ("07", "lost"): 1,
+    ("07", "factor"): 1024,
+    ("21", "warmup"): 0.3,
+    ("21", "decayed"): ["conv.weight", "fc.bias"],
+    ("21", "listed"): 0.01,
+}
 
 
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_questions_know_right_from_wrong(name):
-    assert verdict("07", name)[0] is None
-    assert verdict("07", name, RIGHT[name])[0] is True
-    for wrong in (-8, 0.1, ["conv.weight"], 1.0):
-        right, sentence = verdict("07", name, wrong)
-        assert right is False
-        assert str(RIGHT[name]) not in sentence
+@pytest.mark.parametrize(("lesson", "name"), RIGHT, ids="-".join)
+def test_questions_know_right_from_wrong(lesson, name):
+    right = RIGHT[lesson, name]
+    assert verdict(lesson, name)[0] is None
+    assert verdict(lesson, name, right)[0] is True
+    for wrong in (-8, 0.1, ["conv.weight"], 0.5):
+        good, sentence = verdict(lesson, name, wrong)
+        assert good is False
+        assert sentence.startswith("Not yet. ")

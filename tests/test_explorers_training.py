@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from scenes import look
 
 from mpkit.check import verdict
+from mpkit.explorers.start import train_step
 from mpkit.explorers.training import (
     EXPONENTS,
     FORMATS,
@@ -202,3 +205,8 @@ def test_questions_know_right_from_wrong(lesson, name):
     wrong = True if isinstance(RIGHT[lesson][name], bool) else 12345
     assert verdict(lesson, name, wrong)[0] is False
     assert verdict(lesson, name)[0] is None
+
+
+def test_the_function_of_the_lesson_counts_the_phases_of_the_picture():
+    counted = re.findall(r"# (\d) (.*)", inspect.getsource(train_step))
+    assert counted == [(str(i), phase.name) for i, phase in enumerate(StepExplorer().phases, 1)]

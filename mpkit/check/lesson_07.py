@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
+from mpkit.explorers.optimizers import first_adam_step
 from mpkit.formats import FP16
-from mpkit.optimizers import SGD, AdamWeightDecay
-from mpkit.optimizers.arguments import decays_by_name
+from mpkit.optimizers import SGD
 from mpkit.rounding import round_to
-from mpkit.schedules import PolynomialDecayLR, WarmUpLR
-
-NAMES = ("conv.weight", "fc.bias", "bn.gamma", "bn.beta")
 
 
 def _least_eps() -> int:
@@ -21,14 +20,14 @@ def _least_eps() -> int:
     return min(e for e in range(-12, 0) if float(round_to(torch.tensor(10.0**e), FP16)) > 0)
 
 
+def _without_master() -> float:
+    weight = torch.ones((), dtype=torch.float16)
+    for _ in range(100):
+        weight = weight - 1e-4
+    return weight.item()
+
+
 QUESTIONS = {
-    "warmup": Question(
-        "A schedule is WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4). Its rate at step 6?",
-        lambda: WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4)(6),
-        "After the switch the second schedule counts from 0, so this is its step 2: {truth:g}.",
-        "Which step does the second schedule see at step 6, when it starts at step 4?",
-        ((0.1, "That is the decay at its own step 6; it starts counting at the switch."),),
-    ),
     "eps": Question(
         "Which is the smallest eps = 10^n that float16 does not turn into 0? Give n.",
         _least_eps,
@@ -36,12 +35,12 @@ QUESTIONS = {
         "Half of float16's smallest subnormal number is 2.98e-08.",
         ((-8, "1e-08 is below half of the smallest subnormal number: it rounds to 0."),),
     ),
-    "decayed": Question(
-        f"Weight decay is set and there are no groups. Which of {', '.join(NAMES)} are decayed? A list of names.",
-        lambda: [name for name in NAMES if decays_by_name(name)],
-        "The name decides: those with beta or gamma are left out, biases are not.",
-        "The rule looks for two words in the name, and for nothing else.",
-        ((["conv.weight"], "Biases are decayed too: only the names with beta or gamma are left out."),),
+    "lost": Question(
+        "A float16 weight of 1 has no master copy. A hundred updates each take 0.0001 off it. What is it afterwards?",
+        _without_master,
+        "It still is {truth:g}: below 1 the numbers of float16 are 0.0005 apart, so every update rounds to nothing.",
+        "How far is the next float16 number below 1, and to which of the two is 0.9999 nearer?",
+        ((0.99, "That is what a float32 master copy would hold."),),
     ),
     "factor": Question(
         "sens is 1024 and the optimizer's loss_scale was forgotten (1.0). How many times too far does one SGD step go?",
@@ -52,56 +51,48 @@ QUESTIONS = {
 }
 
 
-def _shrunk(grouped: bool) -> list[str]:
-    names = ["fc.weight", "fc.bias", "bn.gamma", "bn.beta"]
-    named = [(name, torch.nn.Parameter(torch.ones(2))) for name in names]
-    optimizer = SGD([{"params": named}] if grouped else named, 0.1, weight_decay=0.5)
-    for _, parameter in named:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return [name for name, parameter in named if parameter[0] < 1]
+def _first_step() -> str:
+    size = float(first_adam_step(torch.tensor([1e-3]), 1e-8, FP16).size)
+    return "c" if not math.isfinite(size) else "a" if abs(size - 1) < 0.01 else "b"
 
 
-def _reached() -> str:
-    return {(1, 1): "a", (2, 4): "b", (4, 4): "c"}[len(_shrunk(False)), len(_shrunk(True))]
-
-
-def _decoupled() -> list[tuple[tuple[float, float, float], float]]:
+def _mastered() -> list[tuple[tuple[float, float, float, float], tuple[float, float]]]:
     found = []
-    for weight, rate, decay in ((1.0, 0.1, 0.5), (-2.0, 0.01, 0.1), (3.0, 0.1, 0.0)):
-        parameter = torch.nn.Parameter(torch.tensor([weight], dtype=torch.float64))
-        parameter.grad = torch.zeros_like(parameter)
-        AdamWeightDecay([("w", parameter)], rate, weight_decay=decay).step()
-        found.append(((weight, rate, decay), parameter.item()))
+    for master, gradient, scale, rate in ((1.0, 0.5, 1024.0, 2.0**-13), (0.75, -0.25, 64.0, 0.5), (1.0, 2.0, 1.0, 0.25)):
+        parameter = torch.nn.Parameter(torch.tensor([master], dtype=torch.float16))
+        parameter.grad = torch.tensor([gradient * scale], dtype=torch.float16)
+        optimizer = SGD([parameter], rate, loss_scale=scale)
+        optimizer.step()
+        held = optimizer.state[parameter]["master"].item()
+        found.append(((master, gradient * scale, scale, rate), (held, parameter.item())))
     return found
 
 
 PREDICTIONS = {
-    "decay": Prediction(
-        "Of fc.weight, fc.bias, bn.gamma and bn.beta: which does weight decay reach without groups, which in a group?",
+    "step": Prediction(
+        "A gradient is 0.001, eps is 1e-8, and m, v and eps are kept in float16. How long is Adam's first step?",
         (
             (
-                "Without groups and in a group: fc.weight alone.",
-                "Papers often leave biases out. The name rule looks for beta and gamma only.",
+                "One learning rate, as in float32.",
+                "So it should be. But v holds the square of the gradient, and that is far smaller than the gradient.",
             ),
             (
-                "Without groups fc.weight and fc.bias; in a group all four.",
-                "A group says itself what its weight decay is, so no name is left out there.",
+                "A little too long or too short, by rounding.",
+                "Rounding alone would do that. Here v is not rounded a little: it becomes 0.",
             ),
             (
-                "All four in both cases.",
-                "In a group, yes. Without groups, names with beta or gamma are left out.",
+                "Infinite.",
+                "v is 0, eps is 0, and the step is m / 0. All of it is too small for float16, one by one.",
             ),
         ),
-        _reached,
+        _first_step,
     ),
 }
 
 TASK = Task(
-    "the function gets a weight, the learning rate and the weight decay, and returns the weight after one step of "
-    "AdamWeightDecay with a gradient of 0.",
-    _decoupled,
-    "The decay goes past the adaptive step: no size of gradients can change it.",
-    "The step itself is 0. The decay takes rate x decay x weight off the weight.",
-    rel=1e-6,
+    "the function gets the float32 master copy of a weight, its scaled gradient, the loss scale and the learning rate; "
+    "it returns the new master copy, and the float16 weight that the network computes with.",
+    _mastered,
+    "The master copy collects what the float16 weight cannot show yet.",
+    "Divide the gradient by the scale, take rate x gradient off the master copy, and round only the second result.",
 )

@@ -2,11 +2,12 @@
 
 import torch
 
-from mpkit.boost import GradientFreeze
+from mpkit.boost import GradientFreeze, LessBN
 from mpkit.boost.grad_freeze import expected_saving
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
+from mpkit.networks import resnet18
 from mpkit.optimizers import centralized
 
 
@@ -63,6 +64,12 @@ def _frozen_share() -> str:
     return "a" if abs(frozen - 700) < 50 else "b" if abs(frozen - 300) < 50 else "c"
 
 
+def _kept_place() -> str:
+    kept = LessBN(resnet18(width=4)).report.kept
+    block = [name for name in kept if name.startswith("layer2.0.")]
+    return {("bn1",): "a", ("bn2",): "b"}.get(tuple(name.rpartition(".")[2] for name in block), "c")
+
+
 def _centred() -> list[tuple[tuple[list[list[float]]], list[list[float]]]]:
     gradients = ([[1.0, 3.0], [2.0, 6.0]], [[0.5, 0.5, 2.0]], [[1.0], [-1.0]])
     return [((g,), centralized(torch.tensor(g, dtype=torch.float64), 1).tolist()) for g in gradients]
@@ -78,6 +85,24 @@ PREDICTIONS = {
             ("All of them.", "Some steps are full steps, so that the first layers go on learning."),
         ),
         _frozen_share,
+    ),
+    "rule": Prediction(
+        "In a block with a shortcut, which BatchNorms does LessBN keep?",
+        (
+            (
+                "The first one, which sees what enters the block.",
+                "Look at a frame in the picture: its first BatchNorm has a cross.",
+            ),
+            (
+                "The last one, next to the addition of block and shortcut.",
+                "It keeps the size of the sum in check. Where no block has a shortcut, no BatchNorm goes.",
+            ),
+            (
+                "All but that of the shortcut.",
+                "The one of the shortcut goes, but so do others: only one of the block stays.",
+            ),
+        ),
+        _kept_place,
     ),
 }
 

@@ -15,10 +15,9 @@ def _most_trials() -> int:
     return max(len(search.losses) for search in reduced_path(8).searches)
 
 
-def _limit() -> float:
-    projection = np.array([0.3, 0.4])
-    direction = -np.eye(2) @ projection
-    return round(1.0 + 0.4 * 1.0 * float(projection @ direction), 9)
+def _freed() -> int:
+    """Steps of the last ten in which a stuck run accepted a trial."""
+    return sum(search.accepted for search in reduced_path(2).searches[-10:])
 
 
 def _meaningful() -> int:
@@ -35,15 +34,15 @@ QUESTIONS = {
         "How many forward passes can one line search cost at most?",
         _most_trials,
         "Step size 1, then rho, then it gives up.",
-        "Which step sizes are tried? Look at the column `trials` of the table.",
+        "Which step sizes are tried, and what happens after the second?",
         ((1, "That is the cost when the first trial is accepted."),),
     ),
-    "limit": Question(
-        "Loss 1.0, q = (0.3, 0.4), H the identity, sigma 0.4, step size 1. Below which loss is the trial accepted?",
-        _limit,
-        "d = -q, so q·d = -0.25, and 1 - 0.4 * 0.25 = {truth:g}.",
-        "Compute d = -H q, then q·d, and put it into loss + sigma * step * q·d.",
-        ((0.75, "You left out sigma."), (1.1, "Mind the sign: d = -H q points downhill, so q·d is negative.")),
+    "stuck": Question(
+        "2 components, alpha 0.001: in how many of the last ten steps is a trial accepted?",
+        _freed,
+        "{truth}: a refused search changes nothing in the plane, so the next one tries the same two steps again.",
+        "Set the view to 2 components and walk through the last steps: which trials are refused?",
+        ((10, "The residual moves in every step, but far too little to change the search."),),
     ),
     "samples": Question(
         "You recorded 5 snapshots. How many principal components do they have that are more than rounding noise?",

@@ -28,16 +28,20 @@ BATCH, RATE, STEPS = 64, 0.1, 240
 def train_step(
     network: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, bool]:
-    """One step of mixed-precision training, written out: (loss, were the gradients finite)."""
-    parameters = list(network.parameters())
-    loss = F.cross_entropy(network(images), labels)
-    grads = torch.autograd.grad(scaler.scale(loss), parameters)  # 1 scale the loss, 2 differentiate
-    finite = all_finite(grads)  # 3 check
+    """One step of mixed-precision training, in its eight phases: (loss, were the gradients finite)."""
+    optimizer.zero_grad()
+    parameters = list(network.parameters())  # 1 keep weights in float32
+    output = network(images)  # 2 forward in float16
+    loss = F.cross_entropy(output, labels)  # 3 loss in float32
+    scaler.scale(loss).backward()  # 4 multiply and go back
+    scaled = [parameter.grad for parameter in parameters]  # 5 gradients in float32
+    true = scaler.unscale(scaled)  # 6 divide by the scale
+    finite = all_finite(true)  # 7 finite? update : skip
     if finite:
-        for parameter, grad in zip(parameters, scaler.unscale(grads)):  # 4 unscale
+        for parameter, grad in zip(parameters, true):
             parameter.grad = grad
-        optimizer.step()  # 5 update, or skip
-    scaler.adjust(finite)  # 6 adjust the scale for the next step
+        optimizer.step()
+    scaler.adjust(finite)  # 8 adjust the scale
     return loss.detach(), bool(finite)
 
 

@@ -1,0 +1,98 @@
+"""Questions of lesson 21."""
+
+from __future__ import annotations
+
+import torch
+
+from mpkit.check import Question
+from mpkit.check.prediction import Prediction
+from mpkit.check.task import Task
+from mpkit.optimizers import SGD, AdamWeightDecay
+from mpkit.optimizers.arguments import decays_by_name
+from mpkit.schedules import PolynomialDecayLR, WarmUpLR, piecewise_constant_lr
+
+NAMES = ("conv.weight", "fc.bias", "bn.gamma", "bn.beta")
+
+
+def _listed() -> float:
+    return piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])[5]
+
+
+QUESTIONS = {
+    "warmup": Question(
+        "A schedule is WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4). Its rate at step 6?",
+        lambda: WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4)(6),
+        "After the switch the second schedule counts from 0, so this is its step 2: {truth:g}.",
+        "Which step does the second schedule see at step 6, when it starts at step 4?",
+        ((0.1, "That is the decay at its own step 6; it starts counting at the switch."),),
+    ),
+    "decayed": Question(
+        f"Weight decay is set and there are no groups. Which of {', '.join(NAMES)} are decayed? A list of names.",
+        lambda: [name for name in NAMES if decays_by_name(name)],
+        "The name decides: those with beta or gamma are left out, biases are not.",
+        "The rule looks for two words in the name, and for nothing else.",
+        ((["conv.weight"], "Biases are decayed too: only the names with beta or gamma are left out."),),
+    ),
+    "listed": Question(
+        "piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01]): which rate does step 5 use, counted from 0?",
+        _listed,
+        "A milestone is the step at which the next rate begins: {truth:g}.",
+        "Print the list and count from 0.",
+        ((0.05, "That rate ends before its milestone: it is used in the steps 2, 3 and 4."),),
+    ),
+}
+
+
+def _shrunk(grouped: bool) -> list[str]:
+    names = ["fc.weight", "fc.bias", "bn.gamma", "bn.beta"]
+    named = [(name, torch.nn.Parameter(torch.ones(2))) for name in names]
+    optimizer = SGD([{"params": named}] if grouped else named, 0.1, weight_decay=0.5)
+    for _, parameter in named:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return [name for name, parameter in named if parameter[0] < 1]
+
+
+def _reached() -> str:
+    return {(1, 1): "a", (2, 4): "b", (4, 4): "c"}[len(_shrunk(False)), len(_shrunk(True))]
+
+
+def _decoupled() -> list[tuple[tuple[float, float, float], float]]:
+    found = []
+    for weight, rate, decay in ((1.0, 0.1, 0.5), (-2.0, 0.01, 0.1), (3.0, 0.1, 0.0)):
+        parameter = torch.nn.Parameter(torch.tensor([weight], dtype=torch.float64))
+        parameter.grad = torch.zeros_like(parameter)
+        AdamWeightDecay([("w", parameter)], rate, weight_decay=decay).step()
+        found.append(((weight, rate, decay), parameter.item()))
+    return found
+
+
+PREDICTIONS = {
+    "decay": Prediction(
+        "Of fc.weight, fc.bias, bn.gamma and bn.beta: which does weight decay reach without groups, which in a group?",
+        (
+            (
+                "Without groups and in a group: fc.weight alone.",
+                "Papers often leave biases out. The name rule looks for beta and gamma only.",
+            ),
+            (
+                "Without groups fc.weight and fc.bias; in a group all four.",
+                "A group says itself what its weight decay is, so no name is left out there.",
+            ),
+            (
+                "All four in both cases.",
+                "In a group, yes. Without groups, names with beta or gamma are left out.",
+            ),
+        ),
+        _reached,
+    ),
+}
+
+TASK = Task(
+    "the function gets a weight, the learning rate and the weight decay, and returns the weight after one step of "
+    "AdamWeightDecay with a gradient of 0.",
+    _decoupled,
+    "The decay goes past the adaptive step: no size of gradients can change it.",
+    "The step itself is 0. The decay takes rate x decay x weight off the weight.",
+    rel=1e-6,
+)
