@@ -58,7 +58,11 @@ def _first_step() -> str:
 
 def _mastered() -> list[tuple[tuple[float, float, float, float], tuple[float, float]]]:
     found = []
-    for master, gradient, scale, rate in ((1.0, 0.5, 1024.0, 2.0**-13), (0.75, -0.25, 64.0, 0.5), (1.0, 2.0, 1.0, 0.25)):
+    for master, gradient, scale, rate in (
+        (1.0, 0.5, 1024.0, 2.0**-13),
+        (0.75, -0.25, 64.0, 0.5),
+        (1.0, 2.0, 1.0, 0.25),
+    ):
         parameter = torch.nn.Parameter(torch.tensor([master], dtype=torch.float16))
         parameter.grad = torch.tensor([gradient * scale], dtype=torch.float16)
         optimizer = SGD([parameter], rate, loss_scale=scale)
