@@ -8,7 +8,8 @@ within bounds when it is as near to float32 as the format allows: sixteen times 
 plus sixteen units of the format's last place, where the true value is in the format's range; or sixteen times as far as
 torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). An error is torch's own ("torch has
 no kernel") if torch raises the very same one there, or says that a kernel is not implemented for the dtype. A copy, a
-pickle, a checkpoint and a removal have to give the same bits, and so has, in one case of twenty, compiling.
+pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty, the same but for
+float32's own roundings, which torch changes without casts too.
 
 Needs `pip install "mpkit[compat]"`; the counts go to data/benchmarks/compat.json.
 """
@@ -42,6 +43,7 @@ from mpkit.casting.presets import PRESETS
 from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
 
 STORED = Path(__file__).parent.parent / "data" / "benchmarks" / "compat.json"
+FUSED = 2.0**-20  # times 16: what another order of float32 operations may change, far below a cast left out
 SAMPLES = 3  # inputs of each operator or module that are tried
 TREATMENTS: dict[str, tuple[str, Any]] = {
     **{f"{level} bfloat16": (level, torch.bfloat16) for level in LEVELS},
@@ -290,10 +292,11 @@ def _changed(case: Case, treatment: str, got: list[Tensor], want: list[Tensor]) 
     }
     if chosen(f"compile {case.name} {treatment}", 0.05):
         torch._dynamo.reset()
-        ways["compile"] = lambda network: torch.compile(network, backend="eager")  # type: ignore[assignment,return-value]
+        ways["compile"] = lambda network: torch.compile(network, backend="aot_eager")  # type: ignore[assignment,return-value]
     for name, way in ways.items():
         network, args, kwargs = case.make()
-        if not _same(trained(way(put(network, treatment)), args, kwargs), got):
+        again = trained(way(put(network, treatment)), args, kwargs)
+        if not (within(again, got, got, FUSED) if name == "compile" else _same(again, got)):
             return name
     network, args, kwargs = case.make()
     return "" if _same(trained(remove_mixed_precision(put(network, treatment)), args, kwargs), want) else "removal"
