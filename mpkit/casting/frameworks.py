@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import Handler, computed_in, computing, in_place, looks_inside, widest
+from mpkit.casting.handlers import Handler, computed_in, in_place, looks_inside, promoted
 from mpkit.casting.lists import CONVOLUTIONS
 from mpkit.casting.operations import words
 from mpkit.casting.rules import Rule, operator_lists
@@ -91,20 +91,20 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
 
 
 def _sparing_float64(handler: Handler) -> Handler:
-    target = getattr(handler, "computes", None)
-    if target is None and handler is not widest:
+    target = handler.computes
+    if target is None and handler is not promoted:
         return handler
 
     def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if all(x.dtype is not torch.float64 for x in float_tensors((args, kwargs))):
-            return handler(mode, func, args, kwargs)
+            return handler.run(mode, func, args, kwargs)
         if target is not None:
             args, kwargs = map_tensors(
                 lambda x: x if x.dtype is torch.float64 else mode.cast(x, target), (args, kwargs)
             )
         return func(*args, **kwargs)
 
-    return computing(target, handle)
+    return Handler(handle, target)
 
 
 _IN_FLOAT32 = _sparing_float64(computed_in(torch.float32))
@@ -112,15 +112,16 @@ _IN_FLOAT32 = _sparing_float64(computed_in(torch.float32))
 
 def _unless_told(handler: Handler) -> Handler:
     def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs) if kwargs.get("dtype") is not None else handler(mode, func, args, kwargs)
+        return func(*args, **kwargs) if kwargs.get("dtype") is not None else handler.run(mode, func, args, kwargs)
 
-    return computing(getattr(handler, "computes", None), handle)
+    return Handler(handle, handler.computes)
 
 
+@Handler
 def _interpolated(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every mode but "area", which is an average pool, in float32."""
     way = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
-    return func(*args, **kwargs) if way == "area" else _IN_FLOAT32(mode, func, args, kwargs)
+    return func(*args, **kwargs) if way == "area" else _IN_FLOAT32.run(mode, func, args, kwargs)
 
 
 def _matrix_power(low: Target) -> Handler:
@@ -132,9 +133,9 @@ def _matrix_power(low: Target) -> Handler:
         if not isinstance(n, int) or abs(n) < 2 or "out" in kwargs or not float_tensors(args[:1]):
             return func(*args, **kwargs)
         x = func(args[0], -1) if n < 0 else args[0]
-        return in_low(mode, func, (x, abs(n)), {})
+        return in_low.run(mode, func, (x, abs(n)), {})
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
 @cache
@@ -164,11 +165,12 @@ def _refused_in_low(low: Target, way_out: str) -> Handler:
             raise NotImplementedError(
                 f"{func.__name__} is unsafe in 16 bits, and apex bans it there; use {way_out}, or to_float"
             )
-        return wide(mode, func, args, kwargs) if func.__name__ == BANNED else func(*args, **kwargs)
+        return wide.run(mode, func, args, kwargs) if func.__name__ == BANNED else func(*args, **kwargs)
 
-    return handle
+    return Handler(handle)
 
 
+@Handler
 def _as_its_input(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     return converted(out, precision(args[0])) if args and isinstance(args[0], Tensor) else out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,24 +29,32 @@ from mpkit.casting.targets import (
 if TYPE_CHECKING:
     from mpkit.casting.mode import CastMode
 
-Handler = Callable[["CastMode", ops.Function, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[["CastMode", ops.Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def computing(target: Target | None, handle: Handler, *, round_trip: bool = False) -> Handler:
-    """The handler, with a note of what it computes in.
+@dataclass(frozen=True, eq=False)
+class Handler:
+    """What is done for one torch operation.
 
-    A `round_trip` casts its first input to a native `target` and gives values of `target` as float32.
+    Args:
+        run:        (mode, function, arguments, keyword arguments) -> the result.
+        computes:   what the operation computes in; None: as its inputs decide.
+        round_trip: stands where `run` casts its input to a native `computes` and its result back to float32: the same
+                    with the result left in `computes`, for a neighbour that would cast it down again.
     """
-    handle.computes = target  # type: ignore[attr-defined]
-    handle.round_trip = round_trip and isinstance(target, torch.dtype)  # type: ignore[attr-defined]
-    return handle
+
+    run: Run
+    computes: Target | None = None
+    round_trip: Run | None = None
 
 
+@Handler
 def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call it as it is."""
     return func(*args, **kwargs)
 
 
+@Handler
 def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
@@ -90,7 +99,14 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
-    return computing(low, handle, round_trip=result is torch.float32)
+    return Handler(handle, low, _left(computed_in, low, result))
+
+
+def _left(factory: Callable[..., Handler], *precisions: Target | None) -> Run | None:
+    """What `factory` makes if the result, the last precision, is left native instead of cast to float32."""
+    *others, result = precisions
+    trip = result is torch.float32 and isinstance(others[0], torch.dtype)
+    return factory(*others, None).run if trip else None
 
 
 def exactly_in(low: Emulated) -> Handler:
@@ -101,13 +117,13 @@ def exactly_in(low: Emulated) -> Handler:
         out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
         return _delivered(moved(out, inputs, low), args, kwargs)
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
 def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
     if type(low) is Emulated:  # a native kernel has rounded by itself
         out = mode.cast_all(out, low)
-    if result is None or mode.hands_over:
+    if result is None:
         return out
     return mode.cast(out, result) if type(out) is Tensor else mode.cast_all(out, result)
 
@@ -136,6 +152,7 @@ def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return still(into, bound) if isinstance(bound, Emulated) and precision(out) == bound else into
 
 
+@Handler
 def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor written into keeps its precision; other float inputs are cast to it."""
     into = args[0] if args else None
@@ -158,9 +175,9 @@ def written_back(compute: ops.Function, low: Target, result: Target | None) -> H
     handle_new = computed_in(low, result)
 
     def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _delivered(handle_new(mode, compute, args, kwargs), args, {"inplace": True})
+        return _delivered(handle_new.run(mode, compute, args, kwargs), args, {"inplace": True})
 
-    return handle
+    return Handler(handle)
 
 
 def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Handler:
@@ -184,7 +201,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
         out = out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
 
-    return computing(low, handle, round_trip=bias_in is low and result is torch.float32)
+    return Handler(handle, low, _left(product_then_bias, low, low, result) if bias_in is low else None)
 
 
 def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -206,14 +223,15 @@ def product_then_sum(low: Target) -> Handler:
         product = _finished(mode, product, low, torch.float32)
         return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
-def widest(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@Handler
+def promoted(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All float inputs to the widest float among them."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     if len(inputs) < 2:
-        return follows(mode, func, args, kwargs)
+        return follows.run(mode, func, args, kwargs)
     dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in inputs]
     wide = dtypes[0]
     for dtype in dtypes[1:]:
@@ -236,7 +254,7 @@ def norm_with_statistics(low: Target, result: Target | None) -> Handler:
             rest, options = map_tensors(settled, rest), map_tensors(settled, kwargs)
         return _finished(mode, func(mode.cast(args[0], low), *rest, **options), low, result)
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
 def norm_of_low_input(low: Target) -> Handler:
@@ -252,7 +270,7 @@ def norm_of_low_input(low: Target) -> Handler:
             args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
         return mode.cast_all(func(*args, **kwargs), low)
 
-    return computing(torch.float32, handle)
+    return Handler(handle, torch.float32)
 
 
 def gathered(low: Target, result: Target | None) -> Handler:
@@ -265,7 +283,7 @@ def gathered(low: Target, result: Target | None) -> Handler:
         out = mode.cast_all(func(*args, **kwargs), low)
         return out if result is None else mode.cast_all(out, result)
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
 def summed_rows(low: Target, result: Target | None) -> Handler:
@@ -278,9 +296,9 @@ def summed_rows(low: Target, result: Target | None) -> Handler:
             table = table if precision(table) == low else converted_by_values(table, low)
             args = (args[0] if args else kwargs["input"], table, *args[2:])
             kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "weight")}
-        return in_low(mode, func, args, kwargs)
+        return in_low.run(mode, func, args, kwargs)
 
-    return computing(low, handle)
+    return Handler(handle, low)
 
 
 def looks_inside(inner: ops.Function) -> Handler:
@@ -290,14 +308,16 @@ def looks_inside(inner: ops.Function) -> Handler:
         with mode:
             return inner(*args, **kwargs)
 
-    return handle
+    return Handler(handle)
 
 
+@Handler
 def unflattened(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x.unflatten`, which the compiler can follow only as a function."""
-    return follows(mode, torch.unflatten, args, kwargs)
+    return follows.run(mode, torch.unflatten, args, kwargs)
 
 
+@Handler
 def refused(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that the lists ban, since its float16 result would overflow or lose all precision."""
     name = getattr(func, "__name__", func)

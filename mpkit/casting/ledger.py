@@ -141,18 +141,18 @@ class Ledger:
     ) -> Any:
         """Do what the rule says and write it down."""
         if func in ops.COMPOSED:
-            return (handler or looks_inside(ops.COMPOSED[func]))(mode, func, args, kwargs)
+            return (handler or looks_inside(ops.COMPOSED[func])).run(mode, func, args, kwargs)
         if not self._path or mode.rule is CASTING:
-            return handler(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
+            return handler.run(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
         given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))
         call, before = Call(func, self.count), len(self.casts)
         self._operation = call.__name__
-        out = handler(mode, call, args, kwargs) if handler is not None else call(*args, **kwargs)
+        out = handler.run(mode, call, args, kwargs) if handler is not None else call(*args, **kwargs)
         self._operation = ""
         results = float_tensors(out)
         if results and func not in _NO_ROW:
             made = self.casts[before:]
-            computes = getattr(handler, "computes", None) or call.computed
+            computes = (handler.computes if handler is not None else None) or call.computed
             row = Operation(
                 self._path[-1],
                 call.__name__,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx._symbolic_trace as fx_tracing
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
@@ -23,7 +22,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from mpkit.casting.entrances import know_methods, warn_if_passed_by
-from mpkit.casting.handlers import Handler, computing
+from mpkit.casting.handlers import Handler
+from mpkit.casting.neighbours import in_sequence, round_trip
 from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.sparse import is_dense
@@ -48,7 +48,6 @@ class CastMode(TorchFunctionMode):
         self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], int, int]] = {}
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
-        self.hands_over = False  # the next result stays in 16 bits, since its only taker casts it back
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rule
@@ -60,7 +59,7 @@ class CastMode(TorchFunctionMode):
                 handler = _written_down(ledger, handler)
         if handler is None:
             return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
+        return handler.run(self, func, args, kwargs or {})
 
     def cast(self, x: Tensor, target: Target) -> Tensor:
         """A float tensor of any shape -> the same values in `target`; whatever else passes through.
@@ -114,7 +113,7 @@ def _written_down(ledger: Ledger, handler: Handler | None) -> Handler:
     def handle(mode: CastMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return ledger.run(mode, handler, func, args, kwargs)
 
-    return computing(getattr(handler, "computes", None), handle)
+    return Handler(handle, handler.computes if handler is not None else None)
 
 
 # --- the mode of this thread ------------------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ class Forward:
             if self.inner is not None:
                 output = self.inner(*args, **kwargs)
             elif type(module) is nn.Sequential and len(args) == 1 and not kwargs and _unwatched(mode):
-                output = _in_sequence(mode, module, args[0])
+                output = in_sequence(mode, module, [_trip(inner) for inner in module], args[0])
             else:
                 output = type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
             mode.rule = CASTING
@@ -319,56 +318,12 @@ class _Probe(Forward):
         return sys.getrefcount(self)
 
 
-# --- neighbours in an nn.Sequential -----------------------------------------------------------------------------------
-
-_CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
-# modules whose forward is one operation: which, and the attributes that are its arguments after the input
-_ONE_OPERATION: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
-    nn.ReLU: (torch.relu, ()),
-    nn.Linear: (F.linear, ("weight", "bias")),
-    nn.Conv1d: (F.conv1d, _CONVOLUTION),
-    nn.Conv2d: (F.conv2d, _CONVOLUTION),
-    nn.Conv3d: (F.conv3d, _CONVOLUTION),
-}
-
-
-def _in_sequence(mode: CastMode, sequence: nn.Sequential, x: Any) -> Any:
-    """`nn.Sequential.forward`, where O1's neighbours hand over in 16 bits what they would cast to float32 and back.
-
-    Both casts are exact forwards and backwards, and nothing but the next module ever holds the tensor between them, so
-    no bit of a result or a gradient changes (MindSpore 2.7 removes such pairs too). A module that somebody watches by
-    a hook is called as always.
-    """
-    modules = list(sequence)
-    handlers = [_round_trip(module) for module in modules]
-    for module, handler, after in zip(modules, handlers, [*handlers[1:], None]):
-        if handler is None:
-            x = module(x)
-            continue
-        function, names = _ONE_OPERATION[type(module)]
-        mode.hands_over = after is not None and after.computes is handler.computes  # type: ignore[attr-defined]
-        mode.__exit__(None, None, None)  # as on the way through __torch_function__
-        try:
-            x = handler(mode, function, (x, *[getattr(module, name) for name in names]), {})
-        finally:
-            mode.__enter__()
-            mode.hands_over = False
-    return x
-
-
-def _round_trip(module: nn.Module) -> Handler | None:
-    """What a module does that is one operation from 16 bits to float32; None if it is not, or somebody watches it."""
-    operation, own = _ONE_OPERATION.get(type(module)), module.__dict__
-    forward = own.get("forward")
-    if operation is None or type(forward) is not Forward or forward.inner is not None or forward.result is not None:
+def _trip(module: nn.Module) -> Handler | None:
+    """The one operation that a module with a plain mark does; None if its call does anything else."""
+    forward = module.__dict__.get("forward")
+    if type(forward) is not Forward or forward.inner is not None or forward.result is not None or forward.rule is None:
         return None
-    if own.get("inplace") or own.get("padding_mode", "zeros") != "zeros":  # more than the one operation
-        return None
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooks or module._compiled_call_impl is not None:
-        return None
-    handler = None if forward.rule is None else forward.rule.handlers.get(operation[0].__name__)
-    return handler if getattr(handler, "round_trip", False) else None
+    return round_trip(module, forward.rule)
 
 
 def _unwatched(mode: CastMode) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.arguments import check_kind
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import computing, looks_inside
+from mpkit.casting.handlers import Handler, looks_inside
 from mpkit.casting.mode import Forward, mark, mark_of
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.casting.rules import Rule
@@ -123,9 +123,11 @@ def recipe_rule(recipe: Recipe) -> Rule:
 
     element = recipe.fprop_input.element if recipe.fprop_input else None
     grad = recipe.dgrad_grad.element if recipe.dgrad_grad else element
-    handler = computing(Emulated(element, grad), handle) if isinstance(element, FloatFormat) else handle  # type: ignore[arg-type]
+    computes: Emulated | None = None
+    if isinstance(element, FloatFormat):
+        computes = Emulated(element, grad if isinstance(grad, FloatFormat) else element)
     inside = {func.__name__: looks_inside(inner) for func, inner in ops.COMPOSED.items()}
-    return Rule({**inside, "linear": handler}, None, None, (recipe_rule, (recipe,)))
+    return Rule({**inside, "linear": Handler(handle, computes)}, None, None, (recipe_rule, (recipe,)))
 
 
 def _notes(mode: Any) -> Callable[..., None] | None:

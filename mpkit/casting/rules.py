@@ -24,11 +24,11 @@ from mpkit.casting.handlers import (
     norm_with_statistics,
     product_then_bias,
     product_then_sum,
+    promoted,
     refused,
     summed_rows,
     unchanged,
     unflattened,
-    widest,
     written_back,
 )
 from mpkit.casting.targets import Emulated, Target
@@ -157,7 +157,7 @@ def operator_lists(
     low: Target,
     to_low: frozenset[str],
     to_wide: frozenset[str],
-    promoted: frozenset[str],
+    to_widest: frozenset[str],
     bias_in_low: bool,
     banned: frozenset[str] = frozenset(),
     entry: Target | None = None,
@@ -175,11 +175,11 @@ def operator_lists(
         (recurrent, computed_in(low)),
         (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
         (ops.spellings(*to_wide), computed_in(torch.float32)),
-        (ops.spellings(*promoted), widest),
+        (ops.spellings(*to_widest), promoted),
         (ops.spellings(*banned), refused),
     ]
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
-    recipe = (operator_lists, (low, to_low, to_wide, promoted, bias_in_low, banned, entry))
+    recipe = (operator_lists, (low, to_low, to_wide, to_widest, bias_in_low, banned, entry))
     return Rule(_table(*parts), follows if emulated else None, entry, recipe)

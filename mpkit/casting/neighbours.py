@@ -1,0 +1,67 @@
+"""Neighbours in an nn.Sequential hand over in 16 bits what they would cast to float32 and straight back.
+
+At O1 a listed module gives float32, and the next one casts that down again. Both casts are exact, forwards and
+backwards, and in an `nn.Sequential` nothing but the next module ever holds the tensor between them. So no bit of a
+result or a gradient changes (MindSpore 2.7 removes such pairs too, in its graph). In a hand-written forward both casts
+are made: while it runs nobody knows whether a tensor will be used once more, by an addition, which takes it in float32,
+and then two gradients would be added up in 16 bits. `torch.compile` sees the whole forward and leaves the pair out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from mpkit.casting.handlers import Handler
+from mpkit.casting.rules import Rule
+
+_CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
+# modules whose forward is one operation: which, and the attributes that are its arguments after the input
+_ONE_OPERATION: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
+    nn.ReLU: (torch.relu, ()),
+    nn.Linear: (F.linear, ("weight", "bias")),
+    nn.Conv1d: (F.conv1d, _CONVOLUTION),
+    nn.Conv2d: (F.conv2d, _CONVOLUTION),
+    nn.Conv3d: (F.conv3d, _CONVOLUTION),
+}
+
+
+def round_trip(module: nn.Module, rule: Rule) -> Handler | None:
+    """What a module does by `rule` that is one operation from 16 bits to float32.
+
+    None if it is more than that, or somebody watches it by a hook.
+    """
+    operation, own = _ONE_OPERATION.get(type(module)), module.__dict__
+    if operation is None or own.get("inplace") or own.get("padding_mode", "zeros") != "zeros":
+        return None
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or module._compiled_call_impl is not None:
+        return None
+    handler = rule.handlers.get(operation[0].__name__)
+    return handler if handler is not None and handler.round_trip is not None else None
+
+
+def in_sequence(mode: TorchFunctionMode, sequence: nn.Sequential, handlers: list[Handler | None], x: Any) -> Any:
+    """`nn.Sequential.forward` under `mode`, given the `round_trip` of each module; the others are called as always."""
+    listening = True
+    try:
+        for module, handler, after in zip(sequence, handlers, [*handlers[1:], None]):
+            if listening is not (handler is None):  # a handler runs outside its mode, as it does when the mode calls it
+                listening = not listening
+                mode.__enter__() if listening else mode.__exit__(None, None, None)
+            if handler is None:
+                x = module(x)
+                continue
+            function, names = _ONE_OPERATION[type(module)]
+            hands_over = after is not None and after.computes is handler.computes
+            run = handler.round_trip if hands_over and handler.round_trip is not None else handler.run
+            x = run(mode, function, (x, *[getattr(module, name) for name in names]), {})  # type: ignore[arg-type]
+    finally:
+        if not listening:
+            mode.__enter__()
+    return x
