@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check compat portable bench notebooks labs fork clean
+.PHONY: lab test check mutants compat portable bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -22,6 +22,9 @@ check:  ## lint, format, types, import layers
 
 portable:  ## every notebook and test on stand-ins for other machines; make portable ARGS="--only seed --seeds 1 2"
 	$(RUN) python tests/other_machines.py $(or $(ARGS),--tests --table data/benchmarks/portable.md)
+
+mutants:  ## change one operator or constant at a time: do the tests notice? make mutants ARGS="--sample 60 --only boost"
+	$(RUN) python tests/mutants.py $(or $(ARGS),--write data/benchmarks/mutants.json)
 
 compat:  ## casting on PyTorch's, torchvision's and transformers' own cases; make compat ARGS="--share 0.1 --minutes 30"
 	$(RUN) python -m pip install -q "expecttest>=0.3" "torchvision>=0.26" "transformers>=5.0"

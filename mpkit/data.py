@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import os
 import shutil
 import tempfile
 import urllib.error
 import urllib.request
-import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mpkit.files import read_npz
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
 _DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
@@ -121,9 +124,9 @@ def _packaged(name: str) -> Path:
 
 def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            images, labels = file["images"], file["labels"]
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        held = read_npz(path)
+        images, labels = held["images"], held["labels"]
+    except (ValueError, KeyError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore it with `git checkout data/digits.npz`") from error
     got = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
     if got != _DIGITS_SHA256:
@@ -151,16 +154,17 @@ def _read_idx(path: Path) -> np.ndarray:
             f"or call mnist(download=True) to fetch the four files (12 MB)"
         )
     remedy = "delete it and call mnist(download=True), or copy it again"
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole gzip file ({error}); {remedy}") from error
     header = 4 + 4 * len(shape)
+    try:
+        with gzip.open(path) as file:
+            content = file.read(header + math.prod(shape) + 1)  # no more, however much the file would unpack to
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file ({error}); {remedy}") from error
     got_magic = int.from_bytes(content[:4], "big")
     if got_magic != magic:
         raise ValueError(f"{path} must start with magic number {magic:#x}, got {got_magic:#x}; {remedy}")
     got_shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4))
-    if got_shape != shape or len(content) != header + int(np.prod(shape)):
+    if got_shape != shape or len(content) != header + math.prod(shape):
         raise ValueError(
             f"{path} must hold {shape} bytes after its header, got a header of {got_shape} "
             f"and {len(content) - header} bytes; {remedy}"

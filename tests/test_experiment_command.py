@@ -41,7 +41,7 @@ def test_a_failed_run_is_told_with_its_error_and_the_status_says_so(tmp_path, ca
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is no JSON"),
+        ("{", "is no JSON file"),
         ("[]", "must be an object with 'grid'"),
         ('{"grid": {"x": [1]}, "seed": 1}', "unknown: ['seed']"),
         ('{"grid": {"x": 1}}', "must be a list of values"),

@@ -8,7 +8,7 @@ import sys
 from support import ROOT
 
 LAYERS = (
-    ("arguments", "device", "data", "networks"),
+    ("arguments", "files", "device", "data", "networks"),
     ("formats", "rounding", "blocks"),
     ("casting", "policies", "scalers"),
     ("schedules", "optimizers", "step", "model"),

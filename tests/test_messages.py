@@ -144,7 +144,7 @@ def test_a_wrong_argument_is_named_with_what_came(name):
 def test_a_broken_json_file_is_named(content, tmp_path):
     path = tmp_path / "boost.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"boost\.json', which is no JSON file"):
+    with pytest.raises(ValueError, match=r"boost\.json is no JSON file"):
         AutoBoost("O1", path)
 
 

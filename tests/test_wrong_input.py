@@ -1,6 +1,7 @@
 """Every public function and class against wrong input, generated from the signatures: a new one is covered unnamed.
 
-Every required argument is wrong at once. What is allowed to happen: it works, or it raises TypeError or ValueError;
+Every required argument is wrong at once. What is allowed to happen: it works, or it raises TypeError or ValueError
+(or FileNotFoundError);
 what it was given is as it was, no file is written, and the defaults of torch stay.
 """
 
@@ -116,7 +117,7 @@ def refused(thing, values) -> str:
     try:
         with limited(20):
             call(thing, values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:  # the last: "x" is the name of no file
         return "" if str(error) else f"{type(error).__name__} without a word"
     except (Exception, TooLongError) as error:
         return "" if NO_PROCESSES in str(error) else f"{type(error).__name__}: {error}"[:150]

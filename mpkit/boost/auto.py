@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from mpkit.boost.dim_reduce import prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
+from mpkit.files import read_json
 from mpkit.step.distributed import averaging_wrapper
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
@@ -367,11 +367,10 @@ def _loaded(config: Any) -> dict[str, Any]:
     if config is None or config == "":
         return {}
     if isinstance(config, str | Path):
-        path = Path(config)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # of JSON, or of bytes that are no text
-            raise ValueError(f"boost_config_dict names {str(path)!r}, which is no JSON file: {error}") from error
+            config = read_json(Path(config))
+        except ValueError as error:
+            raise ValueError(f"boost_config_dict names a file that cannot be used: {error}") from error
     if not isinstance(config, Mapping):
         raise TypeError(f"boost_config_dict must be a dict or the path of a JSON file, got {type(config).__name__}")
     for section, keys in config.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from mpkit.experiment.batches import found
 from mpkit.experiment.engine import experiment
 from mpkit.experiment.results import Results
 from mpkit.experiment.training import train
+from mpkit.files import read_json
 
 KEYS = ("run", "fixed", "grid", "seeds", "baseline", "n_jobs", "metrics")
 HELP = """grid.json, for instance:
@@ -57,14 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -> Results:
     sys.path.insert(0, str(Path.cwd()))  # "package.module:function" may lie beside the file, as with python -m
     run = found(asked["run"]) if "run" in asked else train
-    grid, fixed = asked["grid"], asked.get("fixed", {})
-    if isinstance(grid, dict):
-        grid = {**{name: [value] for name, value in fixed.items()}, **grid}
-    else:
-        grid = [{**fixed, **cell} for cell in grid]
     return experiment(
         run,
-        grid,
+        cells(asked),
         seeds=asked.get("seeds", 5),
         folder=folder,
         baseline=asked.get("baseline"),
@@ -73,18 +68,25 @@ def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -
     )
 
 
+def cells(asked: dict[str, Any]) -> Any:
+    """The grid of a file, with what is fixed in every cell."""
+    grid, fixed = asked["grid"], asked.get("fixed", {})
+    if isinstance(grid, dict):
+        return {**{name: [value] for name, value in fixed.items()}, **grid}
+    return [{**fixed, **cell} if isinstance(cell, dict) else cell for cell in grid]
+
+
 def read(path: Path) -> dict[str, Any]:
     """What a grid file asks for.
 
     Raises:  ValueError for what is no JSON, or has no grid or unknown keys; FileNotFoundError.
     """
-    try:
-        asked = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    asked = read_json(path)
     if not isinstance(asked, dict) or "grid" not in asked or set(asked) - set(KEYS):
         came = sorted(set(asked) - set(KEYS)) if isinstance(asked, dict) else type(asked).__name__
-        raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came}")
+        raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came!s:.200}")
+    if not isinstance(asked["grid"], dict | list) or not isinstance(asked.get("fixed", {}), dict):
+        raise ValueError(f"{path}: 'grid' must be an object or a list of objects, and 'fixed' an object")
     return asked
 
 

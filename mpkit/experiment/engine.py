@@ -23,7 +23,7 @@ from mpkit.device import default_device
 from mpkit.experiment.grid import Cell, baselines, cells_of, check_call, times_itself
 from mpkit.experiment.identity import Description, run_name, versions, without_torch
 from mpkit.experiment.results import Results
-from mpkit.experiment.store import Folder, Row, canonical, cell_key, code_key, digest, files_of
+from mpkit.experiment.store import MOST, Folder, Row, canonical, cell_key, code_key, digest, files_of
 from mpkit.experiment.worker import DONE, STOPPED, Answer, Task, watch_parent, work
 
 Progress = bool | Callable[[int, int, Row], Any]
@@ -154,6 +154,8 @@ def _numbered(name: str, labels: list[str]) -> int:
 def _seeds(seeds: Any) -> list[int]:
     if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable) or isinstance(seeds, str):
         raise TypeError(f"seeds must be how many, or a list of them, got {seeds!r}")
+    if isinstance(seeds, int) and seeds > MOST:
+        raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
     found = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if any(isinstance(s, bool) or not isinstance(s, int) for s in found):
         raise TypeError(f"seeds are whole numbers, got {found}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpkit.experiment.identity import Description, canonical, name_of
+from mpkit.experiment.store import MOST
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ def _arguments(grid: Any) -> list[dict[str, Any]]:
             raise ValueError(
                 f"every list of the grid needs a value; empty: {[n for n, v in zip(grid, values) if not v]}"
             )
+        if (many := math.prod(map(len, values))) > MOST:
+            raise ValueError(f"an experiment has at most {MOST} runs, and this grid has {many} cells")
         cells = [dict(zip(grid, choice)) for choice in itertools.product(*values)]
     elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(c, Mapping) for c in grid):
         cells = [dict(cell) for cell in grid]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -18,13 +19,29 @@ import numpy as np
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
+from mpkit.files import check_growth, short
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
 UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}\.(json|npz|trace\.npz)")  # of the files of a run
 DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
+
+
+def _unpack(path: Path, to: Path) -> None:
+    """The files of a zip file that `Results.save` made; names and sizes are looked at before anything is written."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            check_growth(file)
+            if strange := [n for n in file.namelist() if n != INDEX and not _NAME.fullmatch(n)]:
+                raise ValueError(f"it holds {strange[0]!r:.80}, which no experiment writes")
+            file.extractall(to)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # zip files raise a dozen kinds of errors
+        raise ValueError(f"{path} is damaged or no zip file of an experiment: {short(error)}") from error
 
 
 class Results:
@@ -58,13 +75,17 @@ class Results:
         """The results that lie in a folder, as far as they are finished; nothing is run.
 
         Args:    folder: the folder, or the zip file that `save` made.
-        Raises:  FileNotFoundError where no experiment was. Warns: of files that were changed or cut.
+        Raises:  FileNotFoundError where no experiment was; ValueError for a zip file that `save` did not make. Warns:
+                 of files that were changed or cut.
         """
         if Path(folder).suffix == ".zip":
             unpacked = Path(tempfile.mkdtemp(prefix="mpkit-experiment-"))
-            with zipfile.ZipFile(folder) as file:
-                file.extractall(unpacked)
-            results = cls.load(unpacked)
+            try:
+                _unpack(Path(folder), unpacked)
+                results = cls.load(unpacked)
+            except BaseException:
+                shutil.rmtree(unpacked, ignore_errors=True)
+                raise
             weakref.finalize(results, shutil.rmtree, unpacked, ignore_errors=True)
             return results
         place = Folder(folder)

@@ -16,9 +16,11 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from mpkit.files import read_json, read_npz, short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +34,14 @@ except ImportError:  # Windows: two processes on one folder may then do the same
 
 SCHEMA = "mpkit.experiment/1"
 _HEAD, _MIDDLE = '{"sha256":"', '","row":'
+_KINDS = {  # what a stored row holds
+    **dict.fromkeys(("cell", "numbers", "versions"), (dict,)),
+    **dict.fromkeys(("timed", "alone"), (bool,)),
+    **dict.fromkeys(("code", "error", "arrays", "trace"), (str,)),
+    "seed": (int,),
+    "seconds": (int, float),
+}
+MOST = 10**7  # runs of one experiment
 INDEX, STOP, TOKEN = "experiment.json", "stop", "token"
 
 
@@ -85,12 +95,9 @@ class Row:
 
         Raises:  ValueError when the file was changed since it was written.
         """
-        import numpy as np
-
         if not self.arrays:
             return {}
-        with np.load(io.BytesIO(self._read("npz", self.arrays)), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        return read_npz(io.BytesIO(self._read("npz", self.arrays)), self.folder / f"{self.stem}.npz")
 
     def load_trace(self) -> Trace:
         """The trace that the run recorded.
@@ -237,15 +244,37 @@ def parsed(text: str, folder: Path) -> Row:
     if not text.startswith(_HEAD) or not text.endswith("}") or text[len(_HEAD) : start] != digest(body):
         raise ValueError("the file was cut or changed after it was written")
     held = json.loads(body)
-    if held.pop("schema") != SCHEMA:
+    if not isinstance(held, dict) or held.pop("schema", None) != SCHEMA:
         raise ValueError("the file is of another version of mpkit")
-    held["numbers"] = {name: float(value) for name, value in held["numbers"].items()}
-    return Row(**held, folder=folder)
+    row = Row(**held, folder=folder)
+    wrong = [name for name, kind in _KINDS.items() if type(getattr(row, name)) not in kind]
+    if wrong or not {type(v) for v in row.numbers.values()} <= {int, float, str}:
+        raise ValueError(f"{wrong[0] if wrong else 'numbers'} is of another kind than a run writes")
+    return replace(row, numbers={name: float(value) for name, value in row.numbers.items()})
 
 
 def index_text(index: Mapping[str, Any]) -> str:
     """The file that names what was asked for."""
     return json.dumps({"schema": SCHEMA, **index}, indent=1)
+
+
+def _is_index(index: Any) -> bool:
+    """Whether a file holds what `index_text` writes: cells, each with a name and a baseline among them, and seeds."""
+    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+        return False
+    cells, seeds = index.get("cells"), index.get("seeds")
+    if not isinstance(cells, list) or not isinstance(seeds, list) or len(cells) * len(seeds) > MOST:
+        return False
+    fits = all(
+        isinstance(c, dict)
+        and isinstance(c.get("cell"), dict)
+        and isinstance(c.get("label"), str)
+        and type(c.get("baseline")) is int
+        and 0 <= c["baseline"] < len(cells)
+        for c in cells
+    )
+    kinds = isinstance(index.get("apart"), bool) and isinstance(index.get("code"), str)
+    return fits and kinds and all(type(seed) is int for seed in seeds)
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -304,8 +333,8 @@ class Folder:
             return row
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            warnings.warn(f"{path} is left out and will be run again: {error}", RuntimeWarning, stacklevel=2)
+        except (ValueError, TypeError, RecursionError, OverflowError, OSError) as error:
+            warnings.warn(f"{path} is left out and will be run again: {short(error)}", RuntimeWarning, stacklevel=2)
             return None
 
     def has(self, stem: str) -> bool:
@@ -338,10 +367,10 @@ class Folder:
     def read_index(self) -> dict[str, Any]:
         """What the last call asked for; empty when that is not there or not readable."""
         try:
-            index = json.loads((self.path / INDEX).read_text())
-        except (FileNotFoundError, ValueError):
+            index = read_json(self.path / INDEX)
+        except (OSError, ValueError):
             return {}
-        return index if isinstance(index, dict) and index.get("schema") == SCHEMA else {}
+        return index if _is_index(index) else {}
 
     def remove(self, stem: str) -> None:
         """Forget a cell."""

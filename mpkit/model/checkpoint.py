@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mpkit.files import read_tensors
+
 
 def save_whole(state: Any, path: Path) -> None:
     """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
@@ -35,13 +37,7 @@ def save_whole(state: Any, path: Path) -> None:
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
     """What `save_whole` wrote for a `Model`. Raises FileNotFoundError; ValueError for any other file."""
-    try:
-        with path.open("rb") as file:
-            state = torch.load(file, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{path} is no checkpoint that can be read ({type(error).__name__}: {error})") from error
+    state = read_tensors(path, device)
     if not isinstance(state, dict) or not {"train_network", "progress"} <= state.keys():
         raise ValueError(f"{path} was not written by Model.save; load weights alone with network.load_state_dict(...)")
     return state

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
+from mpkit.files import read_npz
 from mpkit.record.watch import watch
 from mpkit.step.hooks import Hook
 
@@ -42,11 +43,18 @@ class AmaxTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> AmaxTrace:
-        """Read what `save` wrote. Raises ValueError for a file of another kind."""
-        with np.load(path, allow_pickle=False) as z:
-            if not {"tensors", "amax"} <= set(z.files):
-                raise ValueError(f"{path} holds {', '.join(z.files)}, not an AmaxTrace; Trace.load reads other traces")
-            return cls(tuple(z["tensors"].tolist()), z["amax"].astype(np.float32))
+        """Read what `save` wrote. Raises ValueError for a file of another kind or a damaged one; FileNotFoundError."""
+        held = read_npz(Path(path))
+        if not {"tensors", "amax"} <= set(held):
+            there = ", ".join(held)
+            raise ValueError(f"{path} holds {there:.200}, not an AmaxTrace; Trace.load reads other traces")
+        tensors, amax = held["tensors"], held["amax"]
+        if tensors.dtype.kind != "U" or amax.dtype != np.float32 or amax.ndim != 2 or tensors.shape != amax.shape[1:]:
+            raise ValueError(
+                f"{path} is damaged: it needs (tensors,) names and (steps, tensors) float32, and holds "
+                f"{tensors.shape} {tensors.dtype} and {amax.shape} {amax.dtype}"
+            )
+        return cls(tuple(tensors.tolist()), amax)
 
 
 class AmaxRecorder(Hook):

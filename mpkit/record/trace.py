@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.arguments import check_count, check_kind
+from mpkit.files import read_npz, short
 from mpkit.formats import get_format
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Trace:
 
         Raises:  ValueError, which says what is wrong, for a damaged or foreign file; FileNotFoundError.
         """
-        arrays = _read(Path(path))
+        arrays = read_npz(Path(path))
         try:
             head = json.loads(str(arrays["head"]))
             if head["schema"] != SCHEMA:
@@ -247,8 +247,8 @@ class Trace:
             scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
             measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
             return cls(**scalars, **parts, format=head["format"], meta=head["meta"], measured=measured)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else short(error)
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {what}") from error
 
     def before(self, step: int) -> Trace:
@@ -347,16 +347,6 @@ def _need_ascending(what: str, step: np.ndarray) -> None:
         raise ValueError(f"{what} must ascend, each index once")
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    if not path.exists():
-        raise FileNotFoundError(f"no trace at {path}; Trace.save(path) writes one")
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            return {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
-        raise ValueError(f"{path} is damaged or no npz file at all: {error}") from error
-
-
 def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarray:
     value = arrays[key]
     if value.dtype != np.dtype(dtype):
@@ -366,6 +356,6 @@ def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarra
 
 def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
     if not isinstance(head["names"], list) or not all(isinstance(name, str) for name in head["names"]):
-        raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r}")
+        raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r:.80}")
     columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in _RANGES.items()}
     return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)

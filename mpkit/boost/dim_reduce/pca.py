@@ -13,6 +13,7 @@ from torch import nn
 
 from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.snapshots import read_snapshots, write_atomically
+from mpkit.files import read_npy
 
 FULL_NAME = "pca_mat_temp.npy"
 MARKER = "save_pca_end.txt"
@@ -108,7 +109,7 @@ def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: int) -
 def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> np.ndarray:
     """One rank's rows, as soon as the marker is there.
 
-    Raises:  RuntimeError when it is not there after `timeout` seconds.
+    Raises:  RuntimeError when it is not there after `timeout` seconds; ValueError for a damaged file.
     """
     check_count("rank", rank, low=0)
     check_number("timeout", timeout)
@@ -121,7 +122,7 @@ def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> 
                 "the components has failed, needs longer, or writes elsewhere"
             )
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
-    return np.load(_rank_path(full_path, rank), allow_pickle=False)
+    return read_npy(_rank_path(full_path, rank))
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -166,18 +167,19 @@ def prepare_pca(
     weights = sum(p.numel() for p in network.parameters() if p.requires_grad)
     if computes:
         if source.is_file():
-            matrix = np.load(source, allow_pickle=False)
+            matrix = read_npy(source)
         else:
             matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
             _save(full_path, matrix)
-        if matrix.ndim != 2 or len(matrix) < n_components or matrix.shape[1] != weights:
+        if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
             raise ValueError(
-                f"need {n_components} components of {weights} weights, got a matrix {matrix.shape} from {source.name!r}"
+                f"need {n_components} components of {weights} weights, got a matrix {matrix.shape} of "
+                f"{matrix.dtype} from {source.name!r}"
             )
         write_pca_files(full_path, matrix[:n_components], rank_size)
     rows = read_pca_rows(full_path, rank, timeout)
     block = row_block(n_components, rank, rank_size)
-    if rows.shape != (block.stop - block.start, weights):
+    if rows.shape != (block.stop - block.start, weights) or rows.dtype.kind != "f":
         raise ValueError(
             f"rank {rank} needs {block.stop - block.start} rows of {weights} weights, got {rows.shape} in "
             f"{str(full_path.parent)!r}; remove the files of an earlier run"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_kind
+from mpkit.files import read_tensors
 from mpkit.step import Hook, StepContext
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
@@ -66,7 +67,8 @@ def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
     Columns follow the order of the network's trained parameters, flattened. Files end in .ckpt, .pt or .pth and hold
     a state dict; they are read with `weights_only=True`, so nothing in them is executed.
 
-    Raises:  ValueError for a directory without snapshots, and for one that misses a parameter or has another shape.
+    Raises:  ValueError for a directory without snapshots, and for one that misses a parameter, has another
+             shape, or is damaged.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -83,12 +85,14 @@ def _trained(network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _row(file: Path, trained: Mapping[str, nn.Parameter]) -> np.ndarray:
-    state: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    state: Mapping[str, Tensor] = read_tensors(file)
     if not isinstance(state, Mapping):
         raise ValueError(f"{file.name} must hold a state dict, got {type(state).__name__}")
     for name, p in trained.items():
         if name not in state:
             raise ValueError(f"{file.name} has no parameter {name!r}; was it saved from another network?")
+        if not (isinstance(state[name], Tensor) and state[name].is_floating_point()):
+            raise ValueError(f"{name!r} must be a float tensor, and {file.name} holds {type(state[name]).__name__}")
         if state[name].shape != p.shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(state[name].shape)} in {file.name} and {tuple(p.shape)} in the network"

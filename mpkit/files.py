@@ -1,0 +1,189 @@
+"""Files from strangers: read for what they are, refused in a sentence, and nothing in them is ever run.
+
+A reader looks at the sizes that a file names before it makes room for them. Numpy is imported where it is needed:
+a worker of an experiment starts without it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+DENSEST = 300  # times that a file may grow when it is unpacked; recorded traces grow 20-fold
+SMALL = 2**26  # bytes that it may have unpacked however dense it is
+KINDS = "biufcSU"  # kinds of arrays that need no pickle
+
+
+def short(error: BaseException, length: int = 200) -> str:
+    """The first line of what an error says, cut."""
+    if not isinstance(error, BaseException):
+        raise TypeError(f"error must be an exception, got {type(error).__name__}")
+    lines = str(error).strip().splitlines()
+    return f"{lines[0] if lines else type(error).__name__}"[:length]
+
+
+def _named(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the name of a file, got {type(path).__name__}")
+    return Path(path)
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:  ValueError, which names the file, for anything that is no JSON; OSError.
+    """
+    try:
+        return json.loads(_named(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is no JSON file that can be read: it is nested too deeply") from None
+    except ValueError as error:  # of JSON, or of bytes that are no text
+        raise ValueError(f"{path} is no JSON file: {short(error)}") from error
+
+
+def read_npy(path: str | Path) -> np.ndarray:
+    """The array of an npy file.
+
+    Raises:  ValueError, which names the file, unless it holds as many bytes as its header says; OSError.
+    """
+    path = _named(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        try:
+            return _array(file, size)
+        except OSError:
+            raise
+        except Exception as error:  # NumPy's parser of headers raises whatever Python's does
+            raise ValueError(f"{path} is damaged or no npy file at all: {short(error)}") from error
+
+
+def read_npz(path: str | Path | io.BytesIO, name: object = None) -> dict[str, np.ndarray]:
+    """The arrays of an npz file: a path, or its bytes in memory and the `name` to call them by.
+
+    Raises:  ValueError, which names the file, for one that is damaged, pickled, or would grow more than `DENSEST` times
+             beyond `SMALL` bytes; FileNotFoundError.
+    """
+    source = path if isinstance(path, io.BytesIO) else _named(path)
+    try:
+        with zipfile.ZipFile(source) as file:
+            check_growth(file)
+            return {entry.filename.removesuffix(".npy"): _member(file, entry) for entry in file.infolist()}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {name or path}") from None
+    except Exception as error:  # zip files and headers of arrays raise a dozen kinds between them
+        raise ValueError(f"{name or path} is damaged or no npz file at all: {short(error)}") from error
+
+
+def check_growth(file: zipfile.ZipFile) -> None:
+    """Raise ValueError for a zip file with a name twice, a foreign compression, or far more inside than it is long."""
+    if not isinstance(file, zipfile.ZipFile):
+        raise TypeError(f"file must be an open ZipFile, got {type(file).__name__}")
+    entries = file.infolist()
+    twice = [name for name, times in Counter(e.filename for e in entries).items() if times > 1]
+    if twice:
+        raise ValueError(f"it holds {twice[0]!r:.80} twice")
+    if any(e.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or e.flag_bits & 1 for e in entries):
+        raise ValueError("it is encrypted, or compressed in a way that nothing here writes")
+    packed, whole = sum(e.compress_size for e in entries), sum(e.file_size for e in entries)
+    if whole > max(SMALL, DENSEST * packed):
+        raise ValueError(f"its {packed} bytes would become {whole}")
+
+
+def _member(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    with file.open(entry) as raw:
+        value = _array(raw, entry.file_size)
+        raw.read(1)  # at the end of the entry its checksum is compared
+        return value
+
+
+def _array(file: IO[bytes], size: int) -> np.ndarray:
+    """The array in a file of `size` bytes."""
+    import numpy as np
+
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in read:
+        raise ValueError(f"npy of version {version} is not read here")
+    shape, fortran, dtype = read[version](file)
+    if dtype.kind not in KINDS or dtype.hasobject:
+        raise ValueError(f"an array of {dtype} is not read from a file: nothing here unpickles")
+    wanted = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or wanted != size - file.tell():
+        raise ValueError(
+            f"an array of shape {shape} and {dtype} needs {wanted} bytes, and there are {size - file.tell()}"
+        )
+    held = bytearray(wanted)
+    view, filled = memoryview(held), 0
+    while filled < wanted:
+        got = file.readinto(view[filled : filled + 2**20])  # type: ignore[attr-defined]
+        if not got:
+            raise ValueError(f"it ends after {filled} of {wanted} bytes")
+        filled += got
+    if dtype.kind == "b" and held.translate(None, b"\0\1"):
+        raise ValueError("a truth value is neither 0 nor 1")
+    return np.frombuffer(held, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
+    """What `torch.save` wrote of tensors, numbers, text, lists and dicts.
+
+    Raises:  ValueError, which names the file, for one of another kind, or whose tensors are larger than it is; OSError.
+    """
+    import torch
+
+    with _named(path).open("rb") as file:
+        try:
+            with zipfile.ZipFile(file) as records:
+                sizes = Counter(e.file_size for e in records.infolist())
+                if any(e.compress_type != zipfile.ZIP_STORED for e in records.infolist()):
+                    raise ValueError("it is compressed, which torch.save does not do")
+            file.seek(0)
+            state = torch.load(file, map_location=device, weights_only=True)
+            _check_storages(state, sizes)
+        except Exception as error:  # torch raises UnpicklingError, RuntimeError and more for a damaged file
+            raise ValueError(
+                f"{path} is no checkpoint that can be read ({type(error).__name__}: {short(error)})"
+            ) from error
+    return state
+
+
+def _check_storages(state: Any, sizes: Counter[int]) -> None:
+    """Each storage has a record of its size: torch takes the number in the pickle, and would read beyond the record."""
+    whole = sum(size * times for size, times in sizes.items())
+    seen: dict[int, int] = {}
+    for tensor in _tensors(state):
+        storage = tensor.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+        if tensor.numel() * tensor.element_size() > 3 * whole:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is larger than the file")
+    short_of = Counter(size for place, size in seen.items() if place) - sizes
+    if short_of:
+        raise ValueError(f"a storage of {next(iter(short_of))} bytes has no record of that size")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts and sequences, without a recursion that a file could make too deep."""
+    import torch
+
+    open_, met = [value], {id(value)}
+    while open_:
+        item = open_.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+            continue
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple | set) else ()
+        for part in inner:
+            if id(part) not in met:
+                met.add(id(part))
+                open_.append(part)

@@ -1,0 +1,385 @@
+"""Files from strangers: damaged and hostile variants of every kind of file that mpkit reads.
+
+Each is loaded as it should be, or refused in one sentence by an error that the docstring names, without more memory
+than three times what the whole file holds, and without writing a file. `MPKIT_VARIANTS=10000` makes so many of each
+kind; what else a variant may do is what its kind says.
+"""
+
+import contextlib
+import copy
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import struct
+import tempfile
+import tracemalloc
+import warnings
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import assert_same
+from torch import nn
+
+from mpkit import data
+from mpkit.boost import AutoBoost
+from mpkit.boost.dim_reduce import prepare_pca
+from mpkit.boost.dim_reduce.pca import read_pca_rows, write_pca_files
+from mpkit.boost.dim_reduce.snapshots import WeightSnapshots, read_snapshots
+from mpkit.experiment import Results, command, experiment, train
+from mpkit.experiment.engine import _Plan
+from mpkit.model import Model
+from mpkit.optimizers import Momentum
+from mpkit.record import AmaxTrace, Trace
+from mpkit.record.trace import Ranges
+
+VARIANTS = int(os.environ.get("MPKIT_VARIANTS", "40"))
+SLACK = 2**20  # bytes of Python's own objects: file handles, zip directories, messages
+
+
+def small_trace() -> Trace:
+    steps, names = np.arange(6, dtype=np.int64), ("a.weight", "a.bias")
+    counts = np.zeros((6, 2, 20), np.uint32)
+    counts[:, :, 3:7] = 5
+    whole = np.full((6, 2), 1, np.int64)
+    ranges = Ranges(names, np.array([60, 60]), steps, -12, counts, whole, whole, np.full((6, 2), 0.5, np.float32))
+    series = np.linspace(1, 2, 6)
+    return Trace(
+        steps, series, series * 8, np.zeros(6, bool), series, series, series, ranges, meta={"policy": {"name": "torch"}}
+    )
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+WEIGHTS = 3 * 4 + 4 + 4 * 2 + 2
+
+
+def model() -> Model:
+    net = network()
+    return Model(net, nn.MSELoss(), Momentum(list(net.parameters()), 0.1, 0.9))
+
+
+def run(seed: int, lr: float) -> dict:
+    return {"loss": lr + seed, "series": np.arange(5) * lr}
+
+
+@dataclass
+class Kind:
+    """`make(folder)` writes a whole file and names it; `load(path)` reads it. `text` files hold JSON."""
+
+    make: object
+    load: object
+    refused: tuple = (ValueError, OSError)
+    text: bool = False
+    torch: bool = False  # torch's allocations cannot be counted here
+    state: object = field(default=lambda: None)  # what a refusal leaves as it was
+
+
+def _saved(name, save):
+    def make(folder: Path) -> Path:
+        save(folder / name)
+        return folder / name
+
+    return make
+
+
+def _rows(folder: Path) -> Path:
+    write_pca_files(folder / "pca.npy", np.linspace(-1, 1, 3 * WEIGHTS).reshape(3, WEIGHTS), 1)
+    return folder / "pca_rank_0.npy"
+
+
+def _store(folder: Path, ending: str) -> Path:
+    experiment(run, {"lr": [0.1, 0.2]}, seeds=2, folder=folder / "store")
+    return next(p for p in sorted((folder / "store").iterdir()) if p.name.endswith(ending))
+
+
+def _results(path: Path) -> None:
+    """All that a store holds; a cell that is left out, with a warning, counts as refused."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = Results.load(path if path.suffix == ".zip" else path.parent)
+    assert len(found) <= 4
+    found.frame  # noqa: B018  # what a reader looks at first
+    for (cell, seed), row in found._rows.items():
+        assert row.error or found.series(cell, "series", seed).shape == (5,)
+    if said:
+        raise ValueError(str(said[0].message))
+
+
+def _planned(path: Path) -> None:
+    """A grid file up to the point where its first cell would run."""
+    asked = command.read(path)
+    _Plan(train, command.cells(asked), asked.get("seeds", 5), asked.get("baseline"), 1)
+
+
+def _idx(folder: Path) -> Path:
+    for name, (magic, shape, _) in data._MNIST.items():
+        content = struct.pack(f">{1 + len(shape)}I", magic, *shape) + bytes(i % 10 for i in range(int(np.prod(shape))))
+        (folder / name).write_bytes(gzip.compress(content, mtime=0))
+    return folder / "t10k-images-idx3-ubyte.gz"
+
+
+MODEL = model()
+BOOST = {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": {"freeze_p": 0.4, "total_steps": 100}}
+GRID = {"grid": {"lr": [0.1, 0.2], "level": ["O0", "O2"]}, "fixed": {"epochs": 1}, "seeds": 3, "baseline": {"lr": 0.1}}
+KINDS = {
+    "trace": Kind(_saved("t.npz", lambda p: small_trace().save(p)), Trace.load),
+    "amaxes": Kind(
+        _saved("a.npz", lambda p: AmaxTrace(("a", "b"), np.ones((9, 2), np.float32)).save(p)), AmaxTrace.load
+    ),
+    "components": Kind(
+        _saved("pca.npy", lambda p: np.save(p, np.linspace(-1, 1, 3 * WEIGHTS).reshape(3, WEIGHTS))),
+        lambda p: prepare_pca(network(), 3, pca_mat_path=p, timeout=1),
+    ),
+    "rows of a rank": Kind(_rows, lambda p: read_pca_rows(p.with_name("pca.npy"), 0, timeout=1)),
+    "snapshot": Kind(
+        lambda folder: WeightSnapshots(network(), folder).save(10),
+        lambda p: read_snapshots(p.parent, network()),
+        torch=True,
+    ),
+    "checkpoint": Kind(
+        _saved("c.ckpt", lambda p: MODEL.save(p)),
+        MODEL.load,
+        torch=True,
+        state=lambda: copy.deepcopy(MODEL.train_network.state_dict()),
+    ),
+    "idx": Kind(_idx, lambda p: data.mnist(p.parent, split="test")),
+    "boost": Kind(
+        _saved("boost.json", lambda p: p.write_text(json.dumps(BOOST))),
+        AutoBoost.from_json,
+        refused=(ValueError, OSError, TypeError),
+        text=True,
+    ),
+    "grid": Kind(
+        _saved("grid.json", lambda p: p.write_text(json.dumps(GRID))),
+        _planned,
+        refused=(ValueError, OSError, TypeError),  # what the command says in a sentence
+        text=True,
+    ),
+    "finished cell": Kind(lambda folder: _store(folder, "json"), _results, text=True),
+    "series of a cell": Kind(lambda folder: _store(folder, "npz"), _results),
+    "index of a store": Kind(lambda folder: _store(folder, "experiment.json"), _results, text=True),
+    "store in a zip": Kind(
+        lambda folder: _saved("s.zip", Results.load(_store(folder, "json").parent).save)(folder), _results
+    ),
+}
+
+
+# --- damage
+
+
+def _cut(raw, rng):
+    return raw[: rng.randrange(len(raw))]
+
+
+def _flip(raw, rng):
+    held = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        held[rng.randrange(len(held))] ^= 1 << rng.randrange(8)
+    return bytes(held)
+
+
+def _overwrite(raw, rng):
+    at, long = rng.randrange(len(raw)), rng.randrange(1, 40)
+    return raw[:at] + rng.choice((bytes(long), b"\xff" * long, rng.randbytes(long))) + raw[at + long :]
+
+
+def _remove(raw, rng):
+    at = rng.randrange(len(raw))
+    return raw[:at] + raw[at + rng.randrange(1, 60) :]
+
+
+def _repeat(raw, rng):
+    at, long = rng.randrange(len(raw)), rng.randrange(1, 200)
+    return raw[: at + long] + raw[at:]
+
+
+def _foreign(raw, rng):
+    return rng.choice((b"", b"\0" * 100, b"<html>", b"PK\x03\x04", b"\x93NUMPY", b"{", rng.randbytes(300)))
+
+
+def _inside(raw, rng):
+    """Damage behind the checksum: an entry of a zip file, or the content of a gzip file, and a checksum that fits."""
+    if raw[:2] == b"\x1f\x8b":
+        return gzip.compress(rng.choice(BLIND)(gzip.decompress(raw), rng))
+    entries = dict(_entries(raw))
+    name = rng.choice(list(entries))
+    change = rng.choice(("content", "name", "gone", "other", "header"))
+    if change == "content":
+        entries[name] = rng.choice(BLIND)(entries[name] or b"x", rng)
+    elif change == "header":
+        entries[name] = _header(entries[name], rng)
+    elif change == "other":
+        entries[name] = entries[rng.choice(list(entries))]
+    else:
+        held = entries.pop(name)
+        if change == "name":
+            entries[rng.choice(("../../up.npy", "/tmp/absolute.npy", "x" * 3000, "C:\\a.npy", f"../{name}"))] = held
+    return _zipped(entries.items())
+
+
+def _header(raw, rng):
+    """An array that claims another shape or kind than its bytes have."""
+    if raw[:6] != b"\x93NUMPY":
+        return raw[::-1]
+    shape = rng.choice(("(10**9,)", "(1000000000,)", "(-1,)", "(2, -3)", f"({'9' * 300},)", "()", "(0, 9999999999)"))
+    kind = rng.choice(("<f8", "|O", "<U9999999", "|b1", "<i4", ">f8", "<c16", "|V8", "<m8", "<f4"))
+    text = f"{{'descr': '{kind}', 'fortran_order': {rng.choice(('True', 'False', '[]'))}, 'shape': {shape}, }}"
+    body = raw[10 + struct.unpack("<H", raw[8:10])[0] :]
+    return b"\x93NUMPY\x01\0" + struct.pack("<H", len(text)) + text.encode() + body
+
+
+def _bomb(raw, rng):
+    """A file that unpacks to a thousand times its length."""
+    if raw[:2] == b"\x1f\x8b":
+        return gzip.compress(gzip.decompress(raw) + bytes(2**22))
+    entries = dict(_entries(raw))
+    entries[rng.choice(list(entries))] = bytes(2**27)
+    return _zipped(entries.items())
+
+
+def _number(raw, rng):
+    """JSON in which one value is another one."""
+    start = raw.index(b'"row":') + 6 if raw.startswith(b'{"sha256"') else 0
+    held = json.loads(raw[start : len(raw) - (start > 0)])
+    place = held
+    while True:
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        if not (isinstance(place[key], dict | list) and place[key]) or rng.random() < 0.2:
+            break
+        place = place[key]
+    place[key] = rng.choice(
+        (
+            None,
+            True,
+            -1,
+            10**9,
+            10**400,
+            1e308,
+            float("nan"),
+            float("inf"),
+            "",
+            "../x",
+            "x" * 300,
+            [],
+            {},
+            [[]],
+            [None],
+        )
+    )
+    text = json.dumps(held)
+    if start:  # with the digest that belongs to it, as somebody who means harm would write it
+        text = json.dumps(held, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        text = f'{{"sha256":"{digest}","row":{text}}}'
+    return text.encode()
+
+
+def _deep(raw, rng):
+    many = rng.choice((500, 100_000))
+    return rng.choice((b"[" * many + b"]" * many, b'{"a":' * many + b"1" + b"}" * many, b"[" * many))
+
+
+BLIND = (_cut, _flip, _overwrite, _remove, _repeat, _foreign)
+
+
+def _entries(raw):
+    with zipfile.ZipFile(io.BytesIO(raw)) as file:
+        return [(entry.filename, file.read(entry)) for entry in file.infolist()]
+
+
+def _zipped(entries, packed=zipfile.ZIP_DEFLATED):
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", packed) as file:
+        for name, content in entries:
+            file.writestr(name, content)
+    return held.getvalue()
+
+
+def damage(raw: bytes, kind: Kind, rng: random.Random) -> bytes:
+    if kind.text:
+        return rng.choice((*BLIND, _number, _number, _number, _deep))(raw, rng)
+    if raw[:6] == b"\x93NUMPY":
+        return rng.choice((*BLIND, _header))(raw, rng)
+    if rng.random() < 0.01:
+        return _bomb(raw, rng)
+    changed = rng.choice((*BLIND, _inside, _inside, _inside, _inside))(raw, rng)
+    if kind.torch and zipfile.is_zipfile(io.BytesIO(changed)) and rng.random() < 0.9:
+        try:
+            return _zipped(_entries(changed), zipfile.ZIP_STORED)
+        except (ValueError, OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError):
+            return changed
+        except zipfile.zlib.error:  # type: ignore[attr-defined]
+            return changed
+    return changed
+
+
+def honest(raw: bytes) -> int:
+    """Bytes that a whole file holds when it is unpacked."""
+    if raw[:2] == b"\x1f\x8b":
+        return len(gzip.decompress(raw))
+    return sum(len(c) for _, c in _entries(raw)) if raw[:2] == b"PK" else len(raw)
+
+
+def listing(folder: Path) -> set:
+    return {p.relative_to(folder) for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    small = {}
+    for name, (magic, shape, _) in data._MNIST.items():
+        rows = (3, *shape[1:])
+        content = struct.pack(f">{1 + len(rows)}I", magic, *rows) + bytes(i % 10 for i in range(int(np.prod(rows))))
+        small[name] = (magic, rows, hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(data, "_MNIST", small)
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_damaged_file_is_refused_in_a_sentence(name, place):
+    kind, rng = KINDS[name], random.Random(name)
+    path = kind.make(place)
+    raw = path.read_bytes()
+    path.write_bytes(b"")
+    with contextlib.suppress(*kind.refused):  # what is imported for a refusal is imported now
+        kind.load(path)
+    path.write_bytes(raw)
+    kind.load(path)
+    before, limit = kind.state(), 3 * honest(raw) + SLACK
+    refused = 0
+    for _ in range(VARIANTS):
+        changed = damage(raw, kind, rng)
+        path.write_bytes(changed)
+        there = listing(place)
+        tracemalloc.start()
+        error = None
+        try:
+            kind.load(path)
+        except kind.refused as raised:
+            error = str(raised)  # not the error itself, which keeps the frames and what they hold
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert kind.torch or peak <= limit + 6 * len(changed) * kind.text, f"{peak} bytes for {honest(raw)}"
+        if error is not None:
+            refused += 1
+            assert "\n" not in error, "more than a sentence"
+            assert 10 < len(error) < 1000
+            assert listing(place) <= there, "a refused file left another one behind"
+            assert_same(kind.state(), before)
+        if kind.state() is not None:
+            path.write_bytes(raw)
+            kind.load(path)
+    assert refused > VARIANTS / 4
