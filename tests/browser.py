@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked_kernels import offered
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support import ROOT, SECOND_TRY
@@ -144,6 +145,7 @@ class Lab:
         environment = dict(
             os.environ,
             **folders,
+            **offered(),
             JUPYTERLAB_SETTINGS_DIR=str(scratch / "settings"),
             JUPYTERLAB_WORKSPACES_DIR=str(scratch / "workspaces"),
             IPYTHONDIR=str(scratch / "ipython"),

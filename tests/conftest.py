@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from forked_kernels import offered
 from support import SECOND_TRY
 
 torch.set_num_threads(1)
@@ -25,6 +26,19 @@ if find_spec("hypothesis"):
     # no clock decides about a test: a busy machine is slow at drawing examples, and that is no fault of theirs
     settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("steady")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    kernels = offered()  # for the notebooks; the workers of xdist inherit it
+    os.environ.update(kernels)
+    if kernels and hasattr(config.option, "nbval"):
+        config.option.nbval_current_env = False  # that looks for no kernels
+
+
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    """Programs that a test starts, a grading say, have the kernels of their own environment."""
+    monkeypatch.delenv("JUPYTER_PATH", raising=False)
 
 
 def pytest_report_header() -> str | None:

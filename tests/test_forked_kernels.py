@@ -1,0 +1,78 @@
+"""The kernels that the notebook tests run on: as good as fresh ones, and gone when they should be."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from forked_kernels import FOLDER, alive, offered
+from jupyter_client.manager import start_new_kernel
+from support import ROOT
+
+pytestmark = pytest.mark.skipif(not offered(), reason="processes cannot be forked here")
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUPYTER_PATH", offered()["JUPYTER_PATH"])
+    monkeypatch.setenv("ONLY_HERE", "seen")
+    manager, client = start_new_kernel(startup_timeout=60, cwd=str(tmp_path))
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def answer(client, code):
+    found = []
+    client.execute_interactive(
+        code,
+        allow_stdin=False,
+        timeout=30,
+        output_hook=lambda m: (
+            found.append(m["content"]) if m["msg_type"] in ("stream", "execute_result", "error") else 0
+        ),
+    )
+    return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
+
+
+def test_it_is_a_fresh_process_in_the_folder_and_environment_of_its_asker(kernel, tmp_path):
+    _, client = kernel
+    assert answer(client, "torch") == "NameError"
+    assert answer(client, "import os; os.getcwd()") == repr(str(tmp_path))
+    assert answer(client, "os.environ['ONLY_HERE']") == "'seen'"
+    assert answer(client, "import mpkit; mpkit.__file__") == repr(str(ROOT / "mpkit" / "__init__.py"))
+    assert answer(client, "import matplotlib; 'inline' in matplotlib.get_backend()") == "True"
+    assert answer(client, "import sys; print('out'); print('err', file=sys.stderr)") == "out\n err"
+
+
+def test_it_can_be_interrupted_and_ends_with_its_asker(kernel):
+    manager, client = kernel
+    process = int(answer(client, "import os; os.getpid()"))
+    client.execute("import time; time.sleep(60)")
+    time.sleep(0.5)
+    manager.interrupt_kernel()
+    assert client.get_shell_msg(timeout=30)["content"]["ename"] == "KeyboardInterrupt"
+    manager.provisioner.process.kill()
+    for _ in range(100):
+        if not alive(process):
+            return
+        time.sleep(0.05)
+    pytest.fail("the kernel outlived its asker")
+
+
+def test_the_server_ends_with_the_test_run():
+    code = (
+        "import sys, subprocess, time, os; sys.path.insert(0, sys.argv[1]); import forked_kernels as f\n"
+        "path = f.offered()['JUPYTER_PATH']; f.connected(f.Path(path), os.getpid()).close(); print(path)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != FOLDER}
+    command = [sys.executable, "-c", code, str(ROOT / "tests")]
+    path = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert not os.path.exists(path)
+    for _ in range(200):
+        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        if path not in listed:
+            return
+        time.sleep(0.05)
+    pytest.fail("the server outlived the test run")
