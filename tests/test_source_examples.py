@@ -327,7 +327,7 @@ def test_004_the_written_out_training_step(level):
         loss_scaler.adjust(is_finite)
         return loss
 
-    losses = [train_step(data, label).item() for _ in range(6) for data, label in datapipe(64)]
+    losses = [train_step(data, label).item() for _ in range(6) for data, label in datapipe(16, 384)]
     assert losses[0] == pytest.approx(2.3, abs=0.1)
     assert np.mean(losses[-24:]) < 0.7
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
@@ -419,7 +419,7 @@ def test_004_o3_is_not_entirely_float16():
 
 def test_004_build_train_network_with_a_fixed_manager():
     """Mistakes 7 and 8: it runs on a CPU, with 128 and no adjustment; and the optimizer must be the new network's."""
-    loss_fn, images = nn.CrossEntropyLoss(), datapipe(64)
+    loss_fn, images = nn.CrossEntropyLoss(), datapipe(16, 384)
     loss_scale_manager = FixedLossScaleManager()
     model, optimizer_of_another = Network(), SGD(trainable_params(Network()), 1e-2)
     wrong = build_train_network(model, optimizer_of_another, loss_fn, level="O2", loss_scale_manager=loss_scale_manager)
@@ -447,7 +447,7 @@ def test_004_model_prints_the_loss_in_the_documents_format(capsys):
         loss_scale_manager=FixedLossScaleManager(),
     )
     images, labels = digits("train")
-    train_dataset = DataLoader(TensorDataset(images, labels), batch_size=64)
+    train_dataset = DataLoader(TensorDataset(images[:384], labels[:384]), batch_size=16)
     trainer.train(10, train_dataset, callbacks=[LossMonitor(100)])
     lines = capsys.readouterr().out.splitlines()
     pattern = re.compile(r"epoch: (\d+) step: (\d+), loss is (\d\.\d+)")
