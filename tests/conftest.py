@@ -1,5 +1,6 @@
 """Shared set-up: one thread, and a visible skip for tests that need a GPU."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what torch and ten thousand tests consist of stays; a collection need not look at it each time
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -106,7 +106,7 @@ def import_all() -> None:
     sys.path.insert(0, str(HERE.parent))
     from other_machines import IMPORTED, ROOT
 
-    for name in ({*IMPORTED} - {"execute"}) | {"ipykernel.kernelapp", "ipykernel.ipkernel", "torch._dynamo"}:
+    for name in ({*IMPORTED} - {"execute"}) | {"ipykernel.kernelapp", "ipykernel.ipkernel"}:
         importlib.import_module(name)
     for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
         importlib.import_module(f"mpkit.widgets.{path.stem}")

@@ -45,7 +45,10 @@ ELSEWHERE = (  # tests that look at files, or start browsers, installations, clu
     *("browser", "browser_others", "environment", "experiment_clusters", "experiment_kills", "installed", "labs"),
     *("layers", "messages", "net", "notebooks", "other_machines", "readme"),
 )
-IMPORTED = ("torch", "matplotlib.figure", "ipywidgets", "anywidget", "execute", "IPython.core.interactiveshell")
+IMPORTED = (
+    *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),
+    "IPython.core.interactiveshell",
+)
 MARGIN = 3.0  # distance to the bound of a claim, in spreads over the seeds
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
