@@ -173,12 +173,15 @@ def tiny(*answers, setup="limit = 3"):
     return submission, source
 
 
-def test_added_cells_count_and_an_endless_loop_or_a_dead_kernel_costs_points_not_the_grading():
-    answers = ("def q1():\n    return helper()", "def q2():\n    while True:\n        pass", "import os; os._exit(1)")
-    scores = labs.grade(*tiny(*answers), timeout=2)
-    assert [s.points for s in scores] == [1, 0, 0]
+def test_added_cells_count_and_an_endless_loop_or_a_dead_process_costs_points_not_the_grading(monkeypatch):
+    monkeypatch.setattr("sandbox.GRACE", 1.0)
+    right, endless = "def q1():\n    return helper()", "def q2():\n    while True:\n        pass"
+    deaf = "def q3():\n    while True:\n        try:\n            q2()\n        except:\n            pass"
+    scores = labs.grade(*tiny(right, endless, deaf, "def q4():\n    return 3"), timeout=1)
+    assert [s.points for s in scores] == [1, 0, 0, 0]
     assert scores[1].note.startswith("KeyboardInterrupt")
-    assert "ended the kernel" in scores[2].note
+    assert "ended the process" in scores[2].note
+    assert "ended the process" in scores[3].note
 
 
 def test_a_machine_that_cannot_run_the_lab_gives_nobody_a_zero():

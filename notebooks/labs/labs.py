@@ -1,7 +1,7 @@
 """Release and grade the labs without a server: `python notebooks/labs/labs.py release|grade ...`.
 
 The sources beside this file carry nbgrader's cell metadata (schema 3), so nbgrader can run a course with them as they
-are. This script does the two steps that a small course needs, with nbformat and nbclient alone:
+are. This script does the two steps that a small course needs, with nbformat alone; answers run in `sandbox.py`:
 
     release [--to FOLDER]          student versions: no solutions, no hidden tests, no outputs
     grade SUBMISSION [...] [--csv] points per question; the tests are taken from the source, never from the submission
@@ -10,7 +10,6 @@ are. This script does the two steps that a small course needs, with nbformat and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import os
 import re
@@ -81,28 +80,45 @@ def grade(submission: Any, source: Any, timeout: int = 60) -> list[Score]:
 
     A test cell is all or nothing. Given cells that the student edited or deleted (tests, prompts, set-up) are restored
     from the source; cells that the student added run before the answer that follows them. A cell that takes longer
-    than `timeout` seconds is interrupted and fails; where an answer ends the kernel, what follows earns nothing.
+    than `timeout` seconds is interrupted and fails; where an answer ends its process, what follows earns nothing.
+    All of it runs in a sandbox, see `sandbox.py`: an answer may use of mpkit what the solution of its question uses.
 
     Raises:  ValueError if an answer cell of the source is missing in the submission; RuntimeError if the lab's own
              set-up cell fails, which is the grading machine's fault and must cost nobody a point.
     """
-    from nbclient import NotebookClient  # here: a release, also where the wheel is built, needs nbformat alone
-    from nbclient.exceptions import DeadKernelError
+    import sandbox  # here: a release, also where the wheel is built, needs nbformat alone
 
-    merged = _merged(submission, source)
-    client = NotebookClient(
-        merged,
-        timeout=timeout,
-        interrupt_on_timeout=True,
-        allow_errors=True,
-        resources={"metadata": {"path": str(HERE)}},
-    )
-    with contextlib.suppress(DeadKernelError):  # what did not run has no execution count and earns nothing
-        client.execute()
-    broken = _error(next(cell for cell in merged.cells if cell.cell_type == "code"))
-    if broken:
-        raise RuntimeError(f"the set-up cell of the lab fails here ({broken}); grade where mpkit[lab] is installed")
-    return [_scored(cell) for cell in merged.cells if mark(cell).get("grade")]
+    merged, solutions = _merged(submission, source), _solutions(source)
+    cells = [cell for cell in merged.cells if cell.cell_type == "code"]
+    given = {cell.id for cell in source.cells}
+    steps = [_step(cell, given, solutions) for cell in cells]
+    expected = set().union(*(sandbox.bound(sandbox.ast.parse(text)) for text in solutions.values()))
+    ends = sandbox.run(steps, expected, timeout)
+    if ends[0]:
+        raise RuntimeError(f"the set-up cell of the lab fails here ({ends[0]}); grade where mpkit[lab] is installed")
+    notes, refused = {}, ""
+    for cell, step, end in zip(cells, steps, ends):
+        refused = (end or "") if step.kind == "answer" else refused
+        notes[cell.id] = "did not run: an answer above ended the process" if end is None else end
+        if end and step.kind == "test" and refused:
+            notes[cell.id] = f"{end} (the answer: {refused})"
+    return [_scored(cell, notes.get(cell.id, "")) for cell in merged.cells if mark(cell).get("grade")]
+
+
+def _solutions(source: Any) -> dict[str, str]:
+    """Question -> the code that answers it in the source."""
+    marked = [(mark(cell), cell) for cell in source.cells if cell.cell_type == "code"]
+    return {m["grade_id"]: cell.source for m, cell in marked if m.get("solution")}
+
+
+def _step(cell: Any, given: set[str], solutions: dict[str, str]) -> Any:
+    from sandbox import Step
+
+    if mark(cell).get("solution"):
+        return Step("answer", cell.source, solutions[mark(cell)["grade_id"]])
+    if cell.id not in given:
+        return Step("answer", cell.source)
+    return Step("test" if mark(cell).get("grade") else "given", cell.source)
 
 
 def _merged(submission: Any, source: Any) -> Any:
@@ -132,20 +148,11 @@ def _merged(submission: Any, source: Any) -> Any:
     return merged
 
 
-def _scored(cell: Any) -> Score:
+def _scored(cell: Any, note: str = "") -> Score:
     name, possible = mark(cell)["grade_id"], mark(cell)["points"]
     if mark(cell).get("solution"):
         return Score(name, None, possible, "by hand")
-    note = _error(cell)
     return Score(name, 0 if note else possible, possible, note)
-
-
-def _error(cell: Any) -> str:
-    """Why a code cell failed, in one line; empty if it ran to its end."""
-    if cell.execution_count is None:
-        return "did not run: an answer above ended the kernel"
-    errors = (f"{o.ename}: {o.evalue}".splitlines()[0] for o in cell.outputs if o.output_type == "error")
-    return next(errors, "")
 
 
 def source_of(submission: Path) -> Path:

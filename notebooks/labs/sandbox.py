@@ -1,0 +1,360 @@
+"""Where submissions run: a process of its own, limited in time, memory and files, that gets one cell at a time.
+
+`labs.py` starts it. A test reaches the process when its answer has run, so nothing can read it before. Cells of the lab
+run as they are; a student's code is read first (`problem`), is compiled with guarded writes (`Guard`) and sees a short
+list of built-ins. Before each cell of the lab every name of the lab, and every built-in, is put back.
+INSTRUCTOR.md says what this does not protect from.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MEMORY = 4 * 2**30  # bytes of a process's own data; torch takes 1 GiB of them
+FILE = 2**26  # bytes of a file that it writes
+GRACE = 10.0  # seconds more than a cell may take, until the process is ended
+
+MODULES = {
+    *(
+        "math",
+        "cmath",
+        "itertools",
+        "functools",
+        "collections",
+        "collections.abc",
+        "statistics",
+        "fractions",
+        "decimal",
+    ),
+    *("numbers", "typing", "dataclasses", "copy", "random", "bisect", "heapq", "time", "__future__"),
+    *("numpy", "torch", "torch.nn", "torch.nn.functional", "torch.optim"),
+}
+NO_NAMES = {
+    *("open", "exec", "eval", "compile", "getattr", "setattr", "delattr", "vars", "globals", "locals", "dir", "input"),
+    *("breakpoint", "memoryview", "exit", "quit", "help", "get_ipython", "classmethod", "property", "copyright"),
+}
+# attributes through which code, files, other modules, frames or the rules of torch and NumPy can be reached
+NO_ATTRIBUTES = {
+    *("os", "sys", "io", "builtins", "importlib", "inspect", "ctypes", "subprocess", "types", "gc", "warnings", "re"),
+    *("operator", "attrgetter", "methodcaller", "Formatter", "threading", "platform", "weakref", "copyreg", "pickle"),
+    *("load", "save", "loadtxt", "savetxt", "genfromtxt", "savez", "savez_compressed", "fromfile", "tofile", "memmap"),
+    *("from_file", "DataSource", "open_memmap", "dump", "dumps", "hub", "library", "ops", "classes", "overrides"),
+    *("testing", "utils", "serialization", "multiprocessing", "distributed", "jit", "fx", "compiler", "package"),
+    *("onnx", "export", "lib", "ctypeslib", "f2py", "core", "futures", "as_subclass", "set_default_tensor_type"),
+    *("update_wrapper", "wraps", "total_ordering", "singledispatch", "singledispatchmethod", "cached_property"),
+    *("make_dataclass", "namedtuple", "UserDict", "UserList", "UserString", "ForwardRef", "get_type_hints"),
+    *("gi_frame", "gi_code", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_back", "f_globals", "f_locals"),
+    *("f_builtins", "func_globals", "with_traceback", "format_map"),
+}
+UTILS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "parameters_to_vector"}
+METHODS = {"__init__", "__call__", "__len__", "__iter__", "__next__", "__getitem__"}
+
+
+# --- the process that grades
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cell: of the lab ("given"), a test of it ("test") or a student's ("answer", with the question's solution)."""
+
+    kind: str
+    source: str
+    solution: str = ""
+
+
+def run(steps: Iterable[Step], expected: Iterable[str], timeout: float, memory: int = MEMORY) -> list[str | None]:
+    """What went wrong in each cell, "" where nothing did, None where it did not run.
+
+    Args:    expected: the names that the answers define; timeout: seconds for a cell.
+    """
+    ends: list[str | None] = []
+    with tempfile.TemporaryDirectory(prefix="mpkit-grading-") as folder:
+        environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        environment |= {key: os.environ[key] for key in ("MPKIT_DATA", "LD_LIBRARY_PATH") if key in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-I", __file__],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            path = [str(Path(p).resolve()) for p in sys.path]
+            head = {"path": path, "timeout": timeout, "memory": memory, "expected": sorted(expected)}
+            _send(process, head)
+            for step in steps:
+                ends.append(_one(process, step, timeout + GRACE) if None not in ends else None)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it started
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+    return ends
+
+
+def _send(process: Any, message: Any) -> None:
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+
+
+def _one(process: Any, step: Step, timeout: float) -> str | None:
+    import selectors
+
+    with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as waiting:
+        _send(process, vars(step))
+        waiting.register(process.stdout, selectors.EVENT_READ)
+        if waiting.select(timeout) and (line := process.stdout.readline()):
+            return str(json.loads(line))[:300]
+    return None
+
+
+# --- what a student's code may be
+
+
+def cleaned(source: str) -> str:
+    """Without the lines that only IPython reads."""
+    return re.sub(r"^[%!?].*$", "", source, flags=re.M)
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Every name and attribute that code mentions, and the last part of what it imports."""
+    found = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    return found | {alias.name.split(".")[-1] for n in imports for alias in n.names}
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """Names that the top level of code gives a value."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        else:
+            found |= bound(node)
+    return found
+
+
+def problem(tree: ast.Module, imports: set[str]) -> str:
+    """Why a student's code is not run, "" where nothing stands against it.
+
+    Args:    imports: "module.name" of the lab's own imports, which an answer may repeat.
+    """
+    plain = {id(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) == 1 and not n.keywords}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "type" and id(node) not in plain:
+            return f"line {node.lineno}: type, other than type(x), is not allowed in an answer"
+        for found in _problems(node, imports):
+            if found:
+                return f"line {getattr(node, 'lineno', 0)}: {found} is not allowed in an answer"
+    return ""
+
+
+def _problems(node: ast.AST, imports: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (_imported(alias.name, "", imports) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (_imported(node.module or ".", alias.name, imports) for alias in node.names)
+    elif isinstance(node, ast.Name) and (node.id in NO_NAMES or re.match("_.", node.id)):
+        yield node.id  # the hidden tests' own names begin with _
+    elif isinstance(node, ast.Attribute):
+        own = isinstance(node.value, ast.Name) and node.value.id == "self"
+        hidden = node.attr != "__init__" and node.attr.startswith("__" if own else "_")
+        barred = node.attr in NO_ATTRIBUTES or node.attr.startswith("register_module_")
+        words = node.value.value if isinstance(node.value, ast.Constant) else "._"
+        hidden = hidden or (node.attr == "format" and ("._" in str(words) or "[" in str(words)))  # "{0.__globals__}"
+        if hidden or (barred and not own and not _is_clipping(node)):
+            yield f".{node.attr}"
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        if node.name.startswith("__") and node.name not in METHODS:
+            yield node.name
+        if any(k.arg == "metaclass" for k in getattr(node, "keywords", [])):
+            yield "a metaclass"
+    elif isinstance(node, ast.Global):
+        yield "global (pass the value, and return it)"
+
+
+def _is_clipping(node: ast.Attribute) -> bool:
+    """`nn.utils`, of which `problem` sees no other use than those in UTILS."""
+    return node.attr == "utils" and isinstance(node.value, ast.Name | ast.Attribute) and "nn" in ast.unparse(node.value)
+
+
+def _imported(module: str, name: str, imports: set[str]) -> str:
+    if f"{module}.{name}" in imports or (module in MODULES and name not in NO_ATTRIBUTES | {"*"} and name[:1] != "_"):
+        return ""
+    if module == "torch.nn.utils" and name in UTILS:
+        return ""
+    return f"import of {f'{module}.{name}'.strip('.')}"
+
+
+class Guard(ast.NodeTransformer):
+    """`a.b = c` and `a[b] = c` ask first whether `a` is a student's to change."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Store | ast.Del) or (node.attr == "utils"):
+            check = "__writable__" if node.attr != "utils" else "__only_clipping__"
+            node.value = ast.Call(ast.Name(check, ast.Load()), [node.value], [])
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Store | ast.Del):
+            node.value = ast.Call(ast.Name("__writable__", ast.Load()), [node.value], [])
+        return node
+
+
+def writable(thing: Any) -> Any:
+    """The thing itself, unless it is a module, a class or a function."""
+    kinds = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    if isinstance(thing, kinds) or type(thing).__module__ == "torch._ops":
+        raise PermissionError(f"an answer may not change {getattr(thing, '__name__', thing)}")
+    return thing
+
+
+class _Clipping:
+    """What an answer sees of `torch.nn.utils`."""
+
+    def __init__(self, nn: Any) -> None:
+        self.utils = types.SimpleNamespace(**{name: vars(nn.utils)[name] for name in UTILS if name in vars(nn.utils)})
+
+
+# --- the process that is graded
+
+
+@dataclass
+class Room:
+    """The namespace in which the cells of one submission run."""
+
+    expected: set[str]
+    space: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    kept: dict[str, Any] = field(default_factory=dict)  # what the lab's cells have defined
+    imports: set[str] = field(default_factory=set)  # "module.name" of the lab's own imports
+    library: set[str] = field(default_factory=set)  # names through which they reach mpkit
+    used: dict[str, set[str]] = field(default_factory=dict)  # a student's function -> names in it
+
+    def __post_init__(self) -> None:
+        held = {name: value for name, value in vars(builtins).items() if name not in NO_NAMES}
+        self.safe = {
+            **held,
+            "type": lambda thing: type(thing),
+            "print": lambda *_, **__: None,
+            "display": lambda *_, **__: None,
+        }
+
+    def given(self, source: str) -> None:
+        """A cell of the lab or one of its tests."""
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpkit"):
+                self.library |= {alias.asname or alias.name for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                self.imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+        for name in [n for n in self.space if n in vars(builtins)]:  # `all = lambda _: True`
+            del self.space[name]
+        self.space.update(self.kept)
+        self.space |= {"__builtins__": vars(builtins), "__names__": self.names, "__name__": "__main__"}
+        exec(compile(ast.fix_missing_locations(_Names().visit(tree)), "<lab>", "exec"), self.space)
+        self.kept |= {name: self.space[name] for name in bound(tree) - self.expected if name in self.space}
+
+    def answer(self, source: str, solution: str) -> None:
+        """A student's cell. `solution`: that of its question; "" for a cell that the student added."""
+        tree = ast.parse(cleaned(source))
+        if found := problem(tree, self.imports):
+            raise PermissionError(found)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.used[node.name] = names_in(node)
+        for node in tree.body:  # f = lambda x: ..., from torch import half as f
+            for name in bound(ast.Module([node], [])) - set(self.used):
+                self.used[name] = names_in(node)
+        if solution:
+            allowed = names_in(ast.parse(solution))
+            taken = self.closure(names_in(tree)) & self.library - allowed - self.expected
+            if taken:
+                raise PermissionError(f"{min(taken)} of the library is not for this question: write it yourself")
+        self.space |= {"__builtins__": self.safe, "__writable__": writable, "__only_clipping__": _Clipping}
+        exec(compile(ast.fix_missing_locations(Guard().visit(tree)), "<answer>", "exec"), self.space)
+
+    def closure(self, names: set[str]) -> set[str]:
+        """Names, and those in the student's functions that they name, and so on."""
+        found, open_ = set(names), list(names)
+        while open_:
+            fresh = self.used.get(open_.pop(), set()) - found
+            found |= fresh
+            open_ += fresh
+        return found
+
+    def names(self, function: str) -> set[str]:
+        """What a student's function mentions, in helpers too: for tests that ask whether it is the student's own."""
+        return self.closure({function})
+
+
+class _Names(ast.NodeTransformer):
+    """`f.__code__.co_names` in a test sees the helpers of f too."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        text = re.fullmatch(r"(\w+)\.__code__\.co_names", ast.unparse(node))
+        if not text:
+            return self.generic_visit(node)
+        return ast.Call(ast.Name("__names__", ast.Load()), [ast.Constant(text.group(1))], [])
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt("the cell took too long")
+
+
+def _serve() -> None:
+    """Read cells from stdin and answer each; what a cell prints goes nowhere."""
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    head = json.loads(orders.readline())
+    for what, most in (("DATA", head["memory"]), ("FSIZE", FILE), ("NOFILE", 256), ("CORE", 0)):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (most, most))
+    sys.path[:] = head["path"]
+    signal.signal(signal.SIGALRM, _interrupt)
+    room = Room(set(head["expected"]))
+    for line in orders:
+        step, error = json.loads(line), ""
+        signal.setitimer(signal.ITIMER_REAL, head["timeout"])
+        try:
+            if step["kind"] == "answer":
+                room.answer(step["source"], step["solution"])
+            else:
+                room.given(step["source"])
+        except BaseException as raised:  # SystemExit and KeyboardInterrupt are ends of a cell like any other
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(json.dumps(error) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

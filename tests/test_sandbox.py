@@ -1,0 +1,153 @@
+"""The sandbox of the labs: what each attack earns, and that honest answers lose nothing."""
+
+import nbformat
+import pytest
+
+pytest.importorskip("resource", reason="limits of processes are Unix's")
+import labs
+import sandbox
+
+SETUP = "import math\nfrom mpkit.arguments import check_number\nlimits = [5]\ndef twice(x):\n    return 2 * x"
+SOLUTION = "def f(x):\n    return 2.0 * x + 1"
+TEST = """_want = [twice(float(x)) + 1 for x in range(4)]
+assert all(math.isclose(f(x), w) for x, w in zip(range(4), _want))
+assert [f(x) for x in range(4)] == _want
+assert limits == [5]
+assert not {"check_number", "float16"} & set(f.__code__.co_names)"""
+
+
+def lab(answer, added=None, test=TEST, setup=SETUP):
+    """What the points of a question are when it is answered so, behind a cell that the student added."""
+    mark = {"schema_version": 3, "locked": False, "task": False}
+    new = nbformat.v4.new_code_cell
+    question = {"nbgrader": mark | {"grade_id": "q1", "grade": False, "solution": True}}
+    graded = {"nbgrader": mark | {"grade_id": "q1_hidden", "grade": True, "solution": False, "points": 3}}
+    source = nbformat.v4.new_notebook(cells=[new(setup), new(SOLUTION, metadata=question), new(test, metadata=graded)])
+    submission = nbformat.from_dict(source)
+    submission.cells[1].source = answer
+    if added:
+        submission.cells.insert(1, new(added))
+    (score,) = labs.grade(submission, source, timeout=3)
+    return score
+
+
+HONEST = {
+    "the solution": (SOLUTION, None),
+    "a helper": ("def f(x):\n    return g(x) + 1", "%matplotlib inline\ndef g(x):\n    return 2 * x"),
+    "what the lab gives": ("def f(x):\n    return twice(x) + 1.0", None),
+    "a class": (
+        "class Line:\n    def __init__(self, a):\n        self._a = a\n    def __call__(self, x):\n"
+        "        return self._a * x + 1\nf = Line(2.0)",
+        None,
+    ),
+    "imports and words": (
+        "from functools import reduce\nimport itertools\ndef f(x):\n    text = f'{x!r:>4}' + '{:.2f}'.format(x)\n"
+        "    held = {}\n    held[text] = type(x)\n    return reduce(lambda a, b: a + b, (x, x, 1.0))",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_answer_earns_its_points(name):
+    test = TEST if name != "a class" else TEST.rpartition("\n")[0]
+    score = lab(*HONEST[name], test=test)
+    assert (score.points, score.note) == (3, "")
+
+
+WRONG = "def f(x):\n    return 0.0"
+ANY = "class Any:\n    def __init__(self): pass\n    {}\ndef f(x):\n    return Any()"
+ATTACKS = {
+    "a transformer that strips assert": (
+        WRONG,
+        "import ast\nclass Strip(ast.NodeTransformer):\n    def visit_Assert(self, node):\n        return ast.Pass()\n"
+        "get_ipython().ast_transformers.append(Strip())",
+    ),
+    "the library behind a helper": (
+        "def f(x):\n    return g(x)",
+        "def g(x):\n    return 2 * check_number('x', x) + 1",
+    ),
+    "an import of the library": ("def f(x):\n    return g(x)", "from mpkit.formats import get_format as g"),
+    "a forbidden name behind two helpers": (
+        "def f(x):\n    return g(x)",
+        "import numpy\ndef h(x):\n    return float(numpy.float16(x))\ndef g(x):\n    return 2 * h(x) + 1",
+    ),
+    "a forbidden name under another": (
+        "def f(x):\n    return 2 * float(half(x)) + 1",
+        "from numpy import float16 as half",
+    ),
+    "a built-in of one's own": (WRONG, "all = lambda _: True\nset = lambda _: {}\nfloat = lambda x: Any()"),
+    "a function of the lab": (WRONG, "def twice(x):\n    return -1.0"),
+    "a module in place of another": (WRONG, "class math:\n    isclose = staticmethod(lambda a, b: True)"),
+    "a patched module": (WRONG, "math.isclose = lambda a, b: True"),
+    "a patched module by another name": (WRONG, "m = [math][0]\nm.isclose = lambda a, b: True"),
+    "a patch while the test runs": ("def f(x):\n    math.isclose = lambda a, b: True\n    return 0.0", None),
+    "a patch by update_wrapper": (
+        WRONG,
+        "import functools\ndef isclose(a, b):\n    return True\n"
+        "functools.update_wrapper(math, isclose, assigned=('isclose',), updated=())",
+    ),
+    "setattr": (WRONG, "setattr(math, 'isclose', lambda a, b: True)"),
+    "a dict of a module": (WRONG, "vars(math)['isclose'] = lambda a, b: True"),
+    "equal to everything": (ANY.format("def __eq__(self, other): return True"), None),
+    "equal by assignment": (ANY.format("__eq__ = lambda self, other: True"), None),
+    "a class by type": ("def f(x):\n    return type('A', (float,), {'__eq__': lambda s, o: True})()", None),
+    "type by another name": (
+        "def f(x):\n    def g():\n        t = type\n        return t('A', (), {})\n    return g()",
+        None,
+    ),
+    "what the test expects": ("def f(x):\n    return _want[x]", None),
+    "what the test expects, as words": (
+        "def f(x):\n    form = '{0.__globals__[_want]}'\n    return float(form.format(f)[1:-1].split(',')[x])",
+        None,
+    ),
+    "the globals of a test": (WRONG, "twice.__globals__['all'] = lambda _: True"),
+    "a frame": ("def f(x):\n    g = (i for i in (1,))\n    return g.gi_frame.f_back.f_locals['_want'][x]", None),
+    "attributes by their names": (
+        "def f(x):\n    return fractions.operator.attrgetter('__globals__')(f)['_want'][x]",
+        "import fractions",
+    ),
+    "the file of the tests": ("def f(x):\n    return eval(open('/proc/self/fd/0').read())", None),
+    "a global statement": ("def f(x):\n    global math\n    math = None\n    return 0.0", None),
+    "an end of the process": ("import os\nos._exit(0)", None),
+    "an end of the test": ("def f(x):\n    raise SystemExit(0)", None),
+    "a file": (WRONG, "import numpy\nnumpy.save('/tmp/x.npy', numpy.zeros(3))"),
+    "all memory": ("def f(x):\n    return len(bytearray(2**36))", None),
+    "no end": ("def f(x):\n    while True:\n        pass", None),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_earns_nothing(name):
+    score = lab(*ATTACKS[name])
+    assert score.points == 0
+    assert score.note
+
+
+def test_the_attacks_would_work_where_nothing_is_in_their_way():
+    """Two of them by plain exec, as a check of the table: the built-in of one's own, and the patch in mid-test."""
+    for name in ("a built-in of one's own", "equal by assignment"):
+        answer, added = ATTACKS[name]
+        space = {}
+        for cell in (SETUP, added or "", "Any = object" if name[2] == "b" else "", answer):
+            exec(cell, space)
+        exec(TEST.splitlines()[1 if name[2] == "b" else 2].replace("_want", "[1.0, 3.0, 5.0, 7.0]"), space)
+
+
+def test_what_refuses_an_answer_is_said_beside_the_failed_test():
+    score = lab("def f(x):\n    import os\n    return 0.0")
+    assert "line 2: import of os is not allowed in an answer" in score.note
+
+
+def test_limits_of_the_process_hold_for_everything_in_it():
+    steps = [
+        sandbox.Step("given", "open('large', 'wb').write(bytes(2**27))"),
+        sandbox.Step("given", "held = bytearray(2**33)"),
+        sandbox.Step("given", "files = [open('/dev/null') for _ in range(1000)]"),
+        sandbox.Step(
+            "given", "import os\nassert 'mpkit-grading-' in os.getcwd() and os.environ['HOME'] == os.getcwd()"
+        ),
+        sandbox.Step("given", "assert not [k for k in os.environ if 'TOKEN' in k or 'KEY' in k]"),
+    ]
+    ends = sandbox.run(steps, [], timeout=10)
+    assert [end.split(":")[0] for end in ends] == ["OSError", "MemoryError", "OSError", "", ""]
