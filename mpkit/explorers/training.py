@@ -17,6 +17,7 @@ from traitlets import Bool, Enum, Float, Int
 from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.explorers.base import Explorer
+from mpkit.explorers.start import computed_in
 from mpkit.formats import FloatFormat, get_format
 from mpkit.networks import Network
 from mpkit.rounding import round_to
@@ -343,7 +344,7 @@ def trained_with(
     In exact arithmetic the weight changes nothing. In float16 it makes the gradients small.
     """
     torch.manual_seed(0)
-    network = auto_mixed_precision(Network(), level)
+    network = auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))
     optimizer = torch.optim.SGD(network.parameters(), rate / weight, fused=True)
     cell = TrainOneStepWithLossScaleCell(WithLossCell(network, WeightedLoss(weight)), optimizer, torch.tensor(scale))
     images, labels = digits("train")
