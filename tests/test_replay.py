@@ -78,26 +78,30 @@ def all_policies():
 
 @cache
 def golden(first: int, last: int) -> dict[str, list]:
-    """Steps up to `last` of every golden trace longer than `first`, in one simulation.
+    """Steps up to `last` of every golden trace longer than `first`, in one simulation for traces of about one length.
 
     Returns:  id -> (used scales, raised_at) per layer.
     """
-    lanes = []
+    classes: dict[int, list] = {}
     for name, (file, trace) in TRACES.items():
         if trace["steps"] > first:
             policy, finite = policy_of(file, trace), finite_of(trace)[:last]
             columns = finite.T if policy.layers else [finite]
+            lanes = classes.setdefault(len(finite).bit_length(), [])
             lanes += [(name, policy[i] if policy.layers else policy, c) for i, c in enumerate(columns)]
-    if not lanes:
-        return {}
+    found: dict[str, list] = {}
+    for lanes in classes.values():
+        _replay_together(lanes, found)
+    return found
+
+
+def _replay_together(lanes: list, found: dict[str, list]) -> None:
     tops = np.full((max(len(c) for _, _, c in lanes) + 1, len(lanes)), np.inf)
     for lane, (_, _, column) in enumerate(lanes):
         tops[: len(column), lane] = np.where(column, np.inf, -1.0)  # finite at any scale, or at none
     done = simulate(tops, stack(p for _, p, _ in lanes))
-    found: dict[str, list] = {}
     for lane, (name, _, column) in enumerate(lanes):
         found.setdefault(name, []).append((done.sampled[: len(column) + 1, lane], done.raised_at[lane]))
-    return found
 
 
 def same_as_golden(name: str, lanes: list, last: int) -> None:
