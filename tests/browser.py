@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -122,6 +123,15 @@ AT_TOP = """(e) => e.matches('.handle')
 ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
   c.cell_type !== 'code' || c.execution_count || !(Array.isArray(c.source) ? c.source.join('') : c.source).trim())"""
 
+# One page of JupyterLab serves all notebooks of a worker: loading it anew for each takes seconds.
+OPEN = """async (path) => { const app = window.jupyterapp;
+  const opened = await app.commands.execute('docmanager:open', {path});
+  await opened.context.ready;
+  app.shell.activateById(opened.id); }"""
+
+# What every lesson imports; a kernel that is started ahead has done so when its notebook's turn comes.
+IMPORTS = "import anywidget, ipywidgets, matplotlib.figure, numpy, pandas, torch\n"
+
 HARMLESS = ("favicon", "Failed to load resource: net::ERR_BLOCKED", "[DEP")
 
 
@@ -142,6 +152,11 @@ class Lab:
         folders = {
             f"JUPYTER{key}_DIR": str(scratch / key.strip("_").lower() / "") for key in ("_CONFIG", "_DATA", "_RUNTIME")
         }
+        startup = scratch / "ipython" / "profile_default" / "startup" / "imports.py"
+        startup.parent.mkdir(parents=True)
+        startup.write_text(IMPORTS)
+        self.tab: Tab | None = None
+        self._errands: list[threading.Thread] = []
         environment = dict(
             os.environ,
             **folders,
@@ -173,19 +188,32 @@ class Lab:
         """The page of one notebook alone."""
         return f"{self.base}/doc/tree/notebooks/{notebook}?token={self.token}"
 
-    def shutdown_kernels(self) -> None:
-        """End every kernel, so that the next notebook has the machine to itself."""
-        headers = {"Authorization": f"token {self.token}"}
-        with urllib.request.urlopen(urllib.request.Request(f"{self.base}/api/sessions", headers=headers)) as answer:
-            sessions = json.load(answer)
-        for session in sessions:
-            request = urllib.request.Request(
-                f"{self.base}/api/sessions/{session['id']}", headers=headers, method="DELETE"
-            )
-            urllib.request.urlopen(request).close()
+    def start_kernel(self, notebook: str) -> None:
+        """Start a notebook's kernel while another one is tested."""
+        name = {"path": f"notebooks/{notebook}", "name": notebook, "type": "notebook", "kernel": {"name": "python3"}}
+        self._send(lambda: self._ask("POST", "sessions", name))
+
+    def end_kernel(self, notebook: str) -> None:
+        """End a notebook's kernel; nobody waits for it."""
+        for session in self._ask("GET", "sessions"):
+            if session["path"] == f"notebooks/{notebook}":
+                self._send(lambda found=session["id"]: self._ask("DELETE", f"sessions/{found}"))
+
+    def _ask(self, method: str, what: str, body: Any = None) -> Any:
+        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.base}/api/{what}", data, headers, method=method)
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read() or "null")
+
+    def _send(self, errand: Callable[[], Any]) -> None:
+        self._errands.append(threading.Thread(target=errand))
+        self._errands[-1].start()
 
     def close(self) -> None:
         """End the server that this object started."""
+        for errand in self._errands:
+            errand.join()
         self._process.terminate()
         try:
             self._process.wait(15)
@@ -195,19 +223,17 @@ class Lab:
         self._log.close()
 
 
-class Page:
-    """One notebook in one tab, with everything that went wrong in it."""
+class Tab:
+    """JupyterLab in one tab, in which one notebook after the other is opened, with everything that goes wrong in it."""
 
     def __init__(self, lab: Lab, context: Any, notebook: str) -> None:
-        self.lab, self.problems, self.outside = lab, [], []
+        self.lab, self.problems, self.outside = lab, list[str](), list[str]()
         self.page = context.new_page()
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
         self.page.add_init_script(SIGHT)
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
-        self.page.wait_for_function(READY, timeout=90_000)
-        self.page.evaluate(PENDING)
 
     def _console(self, message: Any) -> None:
         if message.type == "error" and not any(word in message.text for word in HARMLESS):
@@ -219,6 +245,20 @@ class Page:
         else:
             self.outside.append(route.request.url)
             route.abort()
+
+
+class Page:
+    """One notebook in the tab of this worker."""
+
+    def __init__(self, lab: Lab, context: Any, notebook: str) -> None:
+        self.lab, self.notebook = lab, notebook
+        if lab.tab is None:
+            lab.tab = Tab(lab, context, notebook)
+        else:
+            lab.tab.page.evaluate(OPEN, f"notebooks/{notebook}")
+        self.page, self.problems, self.outside = lab.tab.page, lab.tab.problems, lab.tab.outside
+        self.page.wait_for_function(READY, timeout=90_000)
+        self.page.evaluate(PENDING)
 
     def run_all(self, timeout: float = 180) -> None:
         """Run every cell and wait until the kernel rests."""
@@ -265,9 +305,13 @@ class Page:
         return self.page.evaluate(SETTLED, [cell, 1000 * quiet, 60_000])
 
     def close(self) -> None:
-        """Close the tab and end its kernel."""
-        self.page.close()
-        self.lab.shutdown_kernels()
+        """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
+        if self.problems or self.outside or sys.exc_info()[0] is not None:
+            self.page.close()
+            self.lab.tab = None
+        else:
+            self.page.evaluate("() => window.jupyterapp.shell.currentWidget.dispose()")
+        self.lab.end_kernel(self.notebook)
 
 
 SILENT = {"Stop", "10× as fast"}  # with nothing going on they have nothing to change
@@ -301,22 +345,25 @@ def by_name(cell, name):
     return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
 
 
-def visit(lab: Lab, context: Any, notebook: str, record: Callable[[str, object], None]) -> None:
-    """Open a notebook, run it, use every control, and assert that all of it works.
+def visit(lab: Lab, context: Any, notebook: str, record: Callable[[str, object], None], following: str = "") -> None:
+    """Open a notebook, run it, use every control, and assert that all of it works; the kernel of the one that follows
+    starts meanwhile.
 
     A failure counts when it comes twice; the first one is recorded, and the summary of the test run names it.
     """
     try:
-        _visit(lab, context, notebook)
+        _visit(lab, context, notebook, following)
     except (AssertionError, PlaywrightError) as first:
         record(SECOND_TRY, f"{notebook}: {str(first).splitlines()[0]}")
         _visit(lab, context, notebook)
 
 
-def _visit(lab: Lab, context: Any, notebook: str) -> None:
+def _visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
     page = Page(lab, context, notebook)
     try:
         page.run_all()
+        if following:
+            lab.start_kernel(following)
         cells = [c for c in page.cells() if c["type"] == "code" and not c["empty"]]
         expected = {c["index"] for c in cells if "raises-exception" in c["tags"]}
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
@@ -363,7 +410,7 @@ def use(page, cell):
             dead.append(control["name"] or control["kind"])
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
-        if control["name"] in PLAY:
+        if control["name"] in PLAY and page.control(control).inner_text() == "Pause":  # it may have reached the end
             press(page, control, "Enter")
         if control["kind"] == "checkbox":
             press(page, control, "Space")  # back again: other controls may depend on it

@@ -6,6 +6,9 @@ from browser import NOTEBOOKS, visit
 pytestmark = pytest.mark.browser
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS[::2])
-def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, record_property):
-    visit(lab, context, notebook, record_property)
+OWN = NOTEBOOKS[::2]
+
+
+@pytest.mark.parametrize(("notebook", "following"), zip(OWN, [*OWN[1:], ""]), ids=OWN)
+def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, following, record_property):
+    visit(lab, context, notebook, record_property, following)

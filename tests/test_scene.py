@@ -5,6 +5,7 @@ import pkgutil
 import re
 import threading
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 import numpy as np
@@ -66,25 +67,34 @@ def browser(chromium):
     browser.close()
 
 
-@pytest.fixture
-def show(browser, tmp_path):
-    """Views in a bare page, as wide as their scene; nothing may have failed when the test ends."""
-    tabs = []
+@pytest.fixture(scope="module")
+def touch(browser):
+    """One tab for all tests, on a machine that can be touched."""
+    return browser.new_context(has_touch=True).new_page()
 
-    def show(*views, theme="true", **given):
+
+@pytest.fixture
+def show(touch, tmp_path):
+    """Views in a bare page, as wide as their scene; nothing may have failed when the test ends."""
+
+    def show(*views, theme="true", motion="no-preference"):
         wide = max(view.spec["width"] for view in views)
-        tab = browser.new_page(viewport={"width": wide + 16, "height": 900}, **given)
+        touch.set_viewport_size({"width": wide + 16, "height": 900})
+        touch.emulate_media(reduced_motion=motion)
         file = tmp_path / "page.html"
         file.write_text(page(views, theme))
-        tab.goto(file.as_uri())
-        tab.wait_for_function("window.done && models.length", polling=20)
-        tabs.append(tab)
-        return tab
+        touch.goto(file.as_uri())
+        touch.wait_for_function("window.done && models.length", polling=20)
+        return touch
 
     yield show
-    for tab in tabs:
-        assert tab.evaluate("errors") == []
-        tab.close()
+    assert touch.evaluate("window.errors ?? []") == []
+
+
+@cache
+def made(name: str) -> View:
+    """A view as it opens, for tests that leave it alone."""
+    return VIEWS[name]()
 
 
 def mark(view, label):
@@ -114,13 +124,13 @@ def test_the_scene_says_what_the_explorer_computed():
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_change_costs_at_most_25_kb(name):
-    assert weight(VIEWS[name]().spec) < 25_000
+    assert weight(made(name).spec) < 25_000
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_no_stored_view_is_blank(name):
     """A view of a training that nobody has started yet shows one that was recorded."""
-    view = VIEWS[name]()
+    view = made(name)
     kept, drawn = view.kept | view.spec["data"], 0
     for m in (m for panel in view.spec["panels"] for m in panel["marks"]):
         y = np.asarray(unpack(m.get("y", m.get("values", m.get("y1", []))), kept), dtype=float)
@@ -136,7 +146,7 @@ def test_no_stored_view_is_blank(name):
 @pytest.mark.parametrize("name", VIEWS)
 def test_page_and_stored_picture_show_the_same(show, name):
     """Every word in the same order and every line through the same pixels, at the first, a middle and the last step."""
-    view = VIEWS[name]()
+    view = made(name)
     tab = show(view)
     count = view.spec.get("index", {"count": 1})["count"]
     for index in {0, count // 2, count - 1}:
@@ -365,7 +375,7 @@ def test_play_moves_the_picture_and_tells_the_kernel_where_it_stops(show):
 
 
 def test_reduced_motion_moves_by_whole_steps(show):
-    tab = show(dynamics_view(step=10), reduced_motion="reduce")
+    tab = show(dynamics_view(step=10), motion="reduce")
     tab.evaluate("""() => { window.seen = new Set(); new MutationObserver(() =>
         seen.add(document.querySelector('.mpk-stage g[transform]').getAttribute('transform')))
       .observe(document.querySelector('.mpk-stage'), {subtree: true, attributes: true}); }""")
