@@ -286,6 +286,21 @@ BUGS = [
         14,
     ),
     Bug(
+        "a cosine with a direction that is not the shared one",
+        "explorers/adasum.py",
+        "float(result @ common / result.norm())",
+        "float(result @ own[0] / own[0].norm() / result.norm())",
+        "12_adasum",
+        12,
+    ),
+    Bug(
+        "an inf that never reached the batch",
+        "explorers/training.py",
+        "images[0, 0, 0, 0] = torch.inf",
+        "images[0, 0, 0, 0] = 1.0",
+        "06_training_step",
+    ),
+    Bug(
         "a rate that one worker does not have",
         "explorers/adasum.py",
         "deltas.append([rate * g for g",
