@@ -9,6 +9,7 @@ import multiprocessing
 import subprocess
 import sys
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ from mpkit.boost.group_loss_scale import GROWTH, SHRINK
 from mpkit.step import WithLossCell
 
 WORLD, STEPS = 2, 4
-SCENARIOS = ("mean", "adasum", "adasum scaled", "mean accumulated")
+SCENARIOS = [  # freezing in all of them: with each way to reduce, each scaling and each accumulation
+    " ".join(filter(None, parts))
+    for parts in product(("mean", "adasum", "parallel"), ("", "scaled"), ("", "accumulated", "summed"))
+]
 
 
 def loss_net() -> WithLossCell:
@@ -64,9 +68,13 @@ def processed(scenario: str) -> tuple[WithLossCell, FreezeOpt, AutoBoost]:
 def rank_weights(rank: int, scenario: str) -> list[Tensor]:
     """What one rank holds after training with the boost cell."""
     net, optimizer, boost = processed(scenario)
-    cell: Any = BoostTrainOneStepCell(net, optimizer, boost=boost)
-    if scenario.endswith("scaled"):
-        cell = BoostTrainOneStepWithLossScaleCell(net, optimizer, torch.tensor(256.0), boost=boost)
+    whole: nn.Module = net
+    if scenario.startswith("parallel"):
+        whole = nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)
+    options: dict[str, Any] = {"boost": boost, "accumulation_steps": 2 if scenario.endswith("summed") else 1}
+    cell: Any = BoostTrainOneStepCell(whole, optimizer, **options)
+    if "scaled" in scenario:
+        cell = BoostTrainOneStepWithLossScaleCell(whole, optimizer, torch.tensor(256.0), **options)
     assert cell.check_adasum_enable() == scenario.startswith("adasum")
     for step in range(STEPS):
         cell(*batch(rank, step))
@@ -77,30 +85,28 @@ def simulated(scenario: str) -> list[Tensor]:
     """The same in one process: gradients averaged, or the workers' own steps merged."""
     net, optimizer, _ = processed(scenario)
     parameters = list(net.parameters())
-    total = [torch.zeros_like(p) for p in parameters]
-    for step in range(STEPS):
-        if scenario.startswith("adasum"):
-            old, deltas = [p.detach().clone() for p in parameters], []
-            for rank in range(WORLD):
-                with torch.no_grad():
-                    torch._foreach_copy_(parameters, old)
-                for p, g in zip(parameters, torch.autograd.grad(net(*batch(rank, step)), parameters)):
-                    p.grad = g
-                optimizer.step_group(optimizer.index)
-                deltas.append([o - p.detach() for o, p in zip(old, parameters)])
-            optimizer.advance()
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, [o - d for o, d in zip(old, adasum(deltas))])
-            continue
-        micro = 2 if scenario.endswith("accumulated") else 1
+    micro = 2 if scenario.endswith(("accumulated", "summed")) else 1
+    for start in range(0, STEPS, micro):
+        means = []
         for rank in range(WORLD):
-            grads = torch.autograd.grad(net(*batch(rank, step)), parameters)
-            total = [t + g / WORLD / micro for t, g in zip(total, grads)]
-        if (step + 1) % micro == 0:
-            for p, t in zip(parameters, total):
-                p.grad = t
+            seen = [torch.autograd.grad(net(*batch(rank, start + i)), parameters) for i in range(micro)]
+            means.append([sum(grads) / micro for grads in zip(*seen)])
+        if not scenario.startswith("adasum"):
+            for p, *grads in zip(parameters, *means):
+                p.grad = sum(grads) / WORLD
             optimizer.step()
-            total = [torch.zeros_like(p) for p in parameters]
+            continue
+        old, deltas = [p.detach().clone() for p in parameters], []
+        for mean in means:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, old)
+            for p, g in zip(parameters, mean):
+                p.grad = g
+            optimizer.step_group(optimizer.index)
+            deltas.append([o - p.detach() for o, p in zip(old, parameters)])
+        optimizer.advance()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, [o - d for o, d in zip(old, adasum(deltas))])
     return [p.detach() for p in parameters]
 
 

@@ -65,6 +65,46 @@ def test_the_check_sees_absolute_relative_and_local_imports():
     assert upward_imports("from mpkit import formats\nimport torch", "mpkit.casting") == []
 
 
+def graph() -> dict[str, set[str]]:
+    """Every module of mpkit -> the modules of mpkit that it imports when it runs, at its top or in a function."""
+    files = {}
+    for path in sorted((ROOT / "mpkit").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+        names = [imported_name for _, imported_name in imported(tree, package)]
+        found[name] = {n if n in files else n.rpartition(".")[0] for n in names} & set(files) - {name}
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that stand in a cycle: what is left when those that import, or are imported by, no other are gone."""
+    left = set(graph)
+    while True:
+        imported_here = set().union(*(graph[name] & left for name in left))
+        stay = {name for name in left if graph[name] & left} & imported_here
+        if stay == left:
+            return sorted(left)
+        left = stay
+
+
+def test_no_module_imports_itself_through_others():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert cycles(graph()) == []
+
+
+def test_a_step_knows_no_boost_by_name():
+    """Training never knows the names of what hooks into it: boosts come in as values, see `Update` and `Scaling`."""
+    kinds = "FreezeOpt|AdaSum|DimReduce|GradientAccumulation|GroupLossScaleManager|AutoBoost|LessBN"
+    asked = re.compile(rf"isinstance\([^)]*\b(?:{kinds})\b|hasattr\([^)]*unscale_and_update_")
+    files = [*sorted((ROOT / "mpkit" / "step").glob("*.py")), ROOT / "mpkit" / "boost" / "cells.py"]
+    assert [path.name for path in files if asked.search(path.read_text())] == []
+
+
 def test_the_rule_of_a_loss_scale_stands_once():
     """The counter meets its interval in one file, and torch's kernel for the same is called in one other."""
     files = [p for p in sorted((ROOT / "mpkit").rglob("*.py")) if p.parent.name != "bench"]  # peers have rules too

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpkit.boost.adasum import adasum_enabled
-from mpkit.boost.dim_reduce import prepare_pca
+from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
@@ -202,7 +202,7 @@ class AutoBoost:
         Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
         keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
         Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
-        adasum and dim_reduce are marked by an attribute of that name on the optimizer, for the train cells.
+        adasum is marked by an attribute of that name on the optimizer, for the train cells, as in the original.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
@@ -310,9 +310,7 @@ class AutoBoost:
     def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
         rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
         hyper = self.hyper
-        sgd: Any = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
-        sgd.dim_reduce = True
-        sgd.pca_mat_local = prepare_pca(
+        rows = prepare_pca(
             network,
             hyper["n_components"],
             pca_mat_path=hyper["pca_mat_path"],
@@ -322,8 +320,8 @@ class AutoBoost:
             rank_size=size,
             device_number=hyper["device_number"],
         )
-        sgd.dim_reduce_alpha = _rate_of(inner(optimizer)) if hyper["alpha"] == "lr" else hyper["alpha"]
-        return sgd
+        alpha = _rate_of(inner(optimizer)) if hyper["alpha"] == "lr" else hyper["alpha"]
+        return DimReduceSGD([p for p in network.parameters() if p.requires_grad], rows, alpha)
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
         groups = self.hyper["param_groups"]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_choice, check_number
 from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
+from mpkit.step import distributed
+from mpkit.step.scaling import Scaling
 
 SHRINK = 2.0**-0.5  # two overflows halve the scale
 GROWTH = 2.0 ** (1 / 1000)  # a thousand clean steps double it
@@ -76,6 +78,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
 
     table: Tensor
     passed: Tensor
+    for_boost = True
 
     def __init__(
         self,
@@ -167,6 +170,10 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         """This object: it keeps the scales and updates them."""
         return self
 
+    def scaling(self) -> GroupScaling:
+        """The scaling of a train cell whose network holds this manager's markers."""
+        return GroupScaling(self)
+
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
         """The marker between group `layer1` (nearer the input) and group `layer2`; -> x, same values."""
         last = len(self.table) - 1
@@ -231,3 +238,27 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     def _device(self) -> torch.device:
         first = next((p for group in self._groups for p in group), None)
         return self.table.device if first is None else first.device
+
+
+class GroupScaling(Scaling):
+    """A scale for each group of a manager; the loss itself is seeded with 1, the markers apply the scales."""
+
+    def __init__(self, manager: GroupLossScaleManager) -> None:
+        super().__init__()
+        self.groups = manager
+
+    def covers(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ValueError unless every parameter stands in a group."""
+        self.groups.covers(p for p in parameters if isinstance(p, nn.Parameter))
+
+    def unscale_(self, gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+        """Divide each group's gradients by its scale and move the scales of all."""
+        manager = self.groups
+        if distributed.several_processes():  # an overflow that one process sees moves the scales of all alike
+            manager.passed.copy_(distributed.agree_((~manager.passed).float()) == 0)
+        self.group_overflow = found = manager.unscale_and_update_()
+        return found.any().float()
+
+    def shown(self, scale: Tensor) -> Tensor:
+        """The scale of the first group."""
+        return self.groups.scales[0].clone()

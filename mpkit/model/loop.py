@@ -16,7 +16,6 @@ from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, ready_workers, set_random_state
 from mpkit.step import StepOutcome
 from mpkit.step.health import nonfinite_parameters, why_skipped
-from mpkit.step.rule import ScalerRule
 
 READ_EVERY = 100
 """Steps between two reads of the overflow flags on the host (one read for all of them)."""
@@ -170,9 +169,9 @@ class TrainingLoop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
             if self.manager is not None:
                 self.manager.update_loss_scale(overflow)
-        rule = getattr(self.cell, "adjust", None)
-        if flags and isinstance(rule, ScalerRule):
-            rule.check()
+        check = getattr(getattr(self.cell, "adjust", None), "check", None)
+        if flags and check is not None:
+            check()  # a scaler raises here what its policy could not raise on the device
 
     def _check_health(self) -> None:
         if not self.skipped_in_a_row:

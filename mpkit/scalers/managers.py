@@ -22,7 +22,12 @@ _ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, whic
 
 
 class LossScaleManager(ABC):
-    """What a `Model` asks about loss scaling."""
+    """What a `Model` asks about loss scaling.
+
+    for_boost:  whether its update cell is made for the train cells of `mpkit.boost`.
+    """
+
+    for_boost = False
 
     @property
     def policy(self) -> ScalePolicy | None:

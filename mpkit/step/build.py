@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import mpkit
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.levels import protect_children
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
@@ -144,11 +145,9 @@ def _train_cell(
 ) -> TrainOneStepCell:
     plain: Any = TrainOneStepCell
     scaled: Any = TrainOneStepWithLossScaleCell
-    if boosted is not None or hasattr(manager, "unscale_and_update_"):  # a GroupLossScaleManager
-        from mpkit import boost  # upward: a boost level is asked for by name; boost subclasses these cells
-
+    if boosted is not None or getattr(manager, "for_boost", False):
         options["boost"] = boosted
-        plain, scaled = boost.BoostTrainOneStepCell, boost.BoostTrainOneStepWithLossScaleCell
+        plain, scaled = mpkit.BoostTrainOneStepCell, mpkit.BoostTrainOneStepWithLossScaleCell
     if manager is None:
         return plain(network, optimizer, **options)
     update_cell = manager.get_update_cell()
@@ -158,14 +157,16 @@ def _train_cell(
 
 
 def _boost(level: str, config: dict[str, Any] | None) -> Any:
-    """The AutoBoost of a level and its configuration, None where nothing is asked for."""
+    """The AutoBoost of a level and its configuration, None where nothing is asked for.
+
+    Boost stands above this module and is no part of a step: a level asks for it by name, and so it is looked up, in the
+    package's table of public names.
+    """
     if level not in ("O0", "O1", "O2"):
         raise ValueError(f"boost_level is one of O0, O1, O2 (case matters), got {level!r}")
     if level == "O0" and not config:
         return None
-    from mpkit import boost  # upward: only a boost level above O0 or a configuration needs it
-
-    boosted = boost.AutoBoost(level, config)
+    boosted = mpkit.AutoBoost(level, config)
     return boosted if level != "O0" or any(boosted.flags.values()) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import chain
@@ -12,23 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.scalers import check_and_unscale_
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import (
-    apply_,
-    backward,
-    checked_loss,
-    clip_,
-    device_of,
-    gradients_of,
-    parameters_of,
-    scale_tensor,
-)
+from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, parameters_of, scale_tensor
 from mpkit.step.restore import load_all
-from mpkit.step.rule import ScalerRule, adjust_, scale_and_rule
+from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
+from mpkit.step.update import Update
 
 _OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
+MakeUpdate = Callable[[nn.Module, Optimizer], Update]
+"""Makes a step's update from its network and its optimizer."""
+
+
+def plain_update(network: nn.Module, optimizer: Optimizer) -> Update:
+    """The optimizer's own."""
+    return Update(optimizer)
 
 
 class WithLossCell(nn.Module):
@@ -49,6 +47,9 @@ class WithLossCell(nn.Module):
 class TrainOneStepCell(nn.Module):
     """One training step without an overflow check: forward, backward, reduce across processes, update.
 
+    `forward` is the skeleton of every step: differentiate, reduce, unscale and check, clip, update or skip, adjust.
+    What varies are two values: a `Scaling` (here none, the gradients stay multiplied by `sens`) and an `Update`.
+
     Args:
         network:      module that returns the loss.
         optimizer:    updates the network's parameters.
@@ -60,6 +61,7 @@ class TrainOneStepCell(nn.Module):
         accumulation_steps:  calls per update. Every call adds the gradient of its loss / accumulation_steps, so k
                       micro-batches of equal size give the gradient of the whole batch. An error in a backward pass
                       drops what was summed, since a part of that micro-batch is in it; the next call begins anew.
+        update:       makes the step's update from network and optimizer; the default runs the optimizer.
     Returns:  the unscaled loss, or `(loss, {parameter name: gradient})`; names are those in the network itself.
     Raises:   TypeError for another kind, ValueError for another range of an argument.
     Source:   MindSpore nn.TrainOneStepCell. `state_dict()` holds everything that a resumed training needs: weights,
@@ -78,19 +80,34 @@ class TrainOneStepCell(nn.Module):
         hooks: Sequence[Hook] = (),
         clip_norm: float | None = None,
         accumulation_steps: int = 1,
+        update: MakeUpdate = plain_update,
     ) -> None:
-        super().__init__()
-        check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
+        self._set_up(network, optimizer, hooks, clip_norm, accumulation_steps, update)
         sens = 1.0 if sens is None else sens
         if clip_norm is not None and sens != 1:
             raise ValueError(
                 f"clip_norm={clip_norm} with sens={sens} would clip gradients that are still multiplied by sens, that "
                 "is to clip_norm / sens; use TrainOneStepWithLossScaleCell, which unscales before it clips"
             )
+        self.return_grad = return_grad
+        self.register_buffer("sens", scale_tensor(sens, device_of(network.parameters()), "sens"))
+
+    def _set_up(
+        self,
+        network: nn.Module,
+        optimizer: Optimizer,
+        hooks: Sequence[Hook],
+        clip_norm: float | None,
+        accumulation_steps: int,
+        update: MakeUpdate,
+    ) -> None:
+        """What every step has, with a scale or without."""
+        nn.Module.__init__(self)
+        check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
         self.network = network
         self.optimizer = optimizer
-        self.return_grad = return_grad
-        self.hooks = list(hooks)
+        self.return_grad = False
+        self.scaling: Scaling | None = None
         self.clip_norm = clip_norm
         self.accumulation_steps = accumulation_steps
         self.index = 0
@@ -100,23 +117,40 @@ class TrainOneStepCell(nn.Module):
         self._others: list[Tensor] = [p for p in network.parameters() if id(p) not in updated]
         self._replica = distributed.averaging_wrapper(network)
         self._averaged = distributed.averaged_by(self._replica)
-        self.register_buffer("sens", scale_tensor(sens, device_of(network.parameters()), "sens"))
+        self.updating = update(network, optimizer)
+        self.updating.attach(self._replica)
+        self.hooks = [*hooks, *self.updating.hooks]
 
     def forward(self, *inputs: Any) -> Any:
-        ctx = self.context(inputs, self.sens)
+        if not self.return_grad:
+            return self._step(inputs, self.sens).loss
+        kept: list[dict[str, Tensor]] = []
+        return (self._step(inputs, self.sens, kept).loss, *kept)
+
+    def _step(self, inputs: tuple[Any, ...], live: Tensor, kept: list[dict[str, Tensor]] | None = None) -> StepOutcome:
+        """The skeleton; `live` is the scale, `kept` takes the gradients as they were before the update."""
+        scaling, hooks = self.scaling, self.hooks
+        # only a hook can look at the context after the scale was adjusted in place
+        ctx = self.context(inputs, live.clone() if hooks and scaling is not None else live)
         loss = self.compute_gradients(ctx)
-        kept = self._named_gradients() if self.return_grad else None
-        if not self.pending:
-            self.reduce()
-            self._clip()
-            for hook in self.hooks:
-                hook.before_update(ctx)
-            self.update(ctx)
-        ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale)
-        if not self.pending:
-            for hook in self.hooks:
-                hook.after_update(ctx)
-        return loss if kept is None else (loss, kept)
+        if kept is not None:
+            kept.append(self._named_gradients())
+        if self.pending:
+            ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale.clone())
+            return ctx.outcome
+        overflow = self.unscale(ctx)
+        for hook in hooks:
+            hook.before_update(ctx)
+        self.update(ctx)
+        if scaling is None:
+            ctx.outcome = StepOutcome(loss, overflow, live)
+        else:
+            assert ctx.found_inf is not None
+            scaling.adjust_(live, ctx.found_inf, overflow)  # last: an error in the optimizer leaves the scale as it was
+            ctx.outcome = StepOutcome(loss, overflow, scaling.shown(live))
+        for hook in hooks:
+            hook.after_update(ctx)
+        return ctx.outcome
 
     def context(self, inputs: tuple[Any, ...], scale: Tensor) -> StepContext:
         """What this call starts with; counts the call."""
@@ -131,28 +165,54 @@ class TrainOneStepCell(nn.Module):
         if not self.pending:
             self._clear_gradients()
         last = self.pending + 1 == self.accumulation_steps
-        if last or self._replica is None:
-            loss = self._differentiate(ctx)
-        else:  # DistributedDataParallel sends gradients only in the backward pass that ends an accumulation
-            with self._replica.no_sync():
+        try:
+            if last or self._replica is None:
                 loss = self._differentiate(ctx)
-        ctx.loss = loss = loss.detach()
-        if self.accumulation_steps > 1:
-            self.pending = 0 if last else self.pending + 1
-        with self._summing():
+            else:  # DistributedDataParallel sends gradients only in the backward pass that ends an accumulation
+                with self._replica.no_sync():
+                    loss = self._differentiate(ctx)
+            ctx.loss = loss = loss.detach()
+            if self.accumulation_steps > 1:
+                self.pending = 0 if last else self.pending + 1
+            with self._summing():
+                for hook in self.hooks:
+                    hook.after_backward(ctx)
+        except BaseException:
             for hook in self.hooks:
-                hook.after_backward(ctx)
+                hook.after_failure(ctx)
+            raise
         return loss
 
     def reduce(self) -> None:
         """Average the gradients over the processes, unless DistributedDataParallel already has."""
-        if distributed.several_processes() and self._replica is None:
-            distributed.average_(parameters_of(self.optimizer))
+        self.updating.reduce()
+
+    def unscale(self, ctx: StepContext) -> Tensor:
+        """Reduce, unscale, check on all processes, and clip; returns the overflow flag, False where nobody looks."""
+        scaling = self.scaling
+        if scaling is None:
+            self.reduce()
+            self._clip()
+            assert ctx.loss is not None
+            return torch.zeros_like(ctx.loss, dtype=torch.bool)
+        for hook in self.hooks:
+            hook.before_unscale(ctx)
+        several = distributed.several_processes()
+        if several:
+            self.reduce()
+        ctx.found_inf = scaling.unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
+        # what DistributedDataParallel has averaged is the same everywhere; inside its Join some processes are gone
+        if several and not all(id(p) in self._averaged for p in parameters_of(self.optimizer)):
+            distributed.agree_(ctx.found_inf)
+        ctx.overflow = overflow = ctx.found_inf.bool()
+        for hook in self.hooks:
+            hook.after_unscale(ctx)
+        self._clip()
+        return overflow
 
     def update(self, ctx: StepContext) -> None:
-        """Run the optimizer; subclasses override this to update differently."""
-        gradients_of(parameters_of(self.optimizer))  # raises when there are none
-        self.optimizer.step()
+        """Run the optimizer, or skip on overflow; subclasses override this to update differently."""
+        self.updating.apply(ctx, ctx.found_inf)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What `state_dict()` holds beside the tensors of the network."""
@@ -221,7 +281,7 @@ class TrainOneStepCell(nn.Module):
 
     def _clip(self) -> None:
         if self.clip_norm is not None:
-            clip_(parameters_of(self.optimizer), self.clip_norm)
+            self.updating.clip(self.clip_norm)
 
     def _named_gradients(self) -> dict[str, Tensor]:
         named = self.network.named_parameters()
@@ -236,7 +296,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     skip on the device (torch's fused SGD, Adam, AdamW, Adagrad and all of mpkit.optimizers).
 
     Args:
-        network, optimizer, hooks:  as in `TrainOneStepCell`.
+        network, optimizer, hooks, update:  as in `TrainOneStepCell`.
         scale_sense:  an update cell, a `LossScaler`, or the scale itself as a tensor of shape () or (1,).
         clip_norm:    largest joint L2 norm of the true, unscaled gradients.
         accumulation_steps:  calls per update; gradients are summed scaled, and unscaled and checked once.
@@ -246,6 +306,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     """
 
     scale_sense: Tensor
+    scaling: Scaling
 
     def __init__(
         self,
@@ -256,53 +317,16 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         hooks: Sequence[Hook] = (),
         clip_norm: float | None = None,
         accumulation_steps: int = 1,
+        update: MakeUpdate = plain_update,
     ) -> None:
-        options: Any = {"hooks": hooks, "clip_norm": clip_norm, "accumulation_steps": accumulation_steps}
-        super().__init__(network, optimizer, **options)
-        del self.sens
-        scale, self.adjust = scale_and_rule(scale_sense, device_of(network.parameters()))
+        self._set_up(network, optimizer, hooks, clip_norm, accumulation_steps, update)
+        scale, self.scaling = scaling_of(scale_sense, device_of(network.parameters()))
+        self.scaling.covers(parameters_of(optimizer))
+        self.adjust = self.scaling.rule  # by this name an update cell's counters stand in `state_dict()`
         self.register_buffer("scale_sense", scale)
 
     def forward(self, *inputs: Any) -> StepOutcome:
-        live = self.scale_sense
-        # only a hook can look at the context after the scale was adjusted in place
-        ctx = self.context(inputs, live.clone() if self.hooks else live)
-        loss = self.compute_gradients(ctx)
-        if self.pending:
-            return StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), ctx.scale.clone())
-        overflow = self.unscale(ctx)
-        for hook in self.hooks:
-            hook.before_update(ctx)
-        self.update(ctx)
-        if self.adjust is not None:  # last, so that an error in the optimizer leaves the scale as it was
-            assert ctx.found_inf is not None
-            adjust_(self.adjust, live, ctx.found_inf, overflow)
-        ctx.outcome = StepOutcome(loss, overflow, live.clone())
-        for hook in self.hooks:
-            hook.after_update(ctx)
-        return ctx.outcome
-
-    def unscale(self, ctx: StepContext) -> Tensor:
-        """Divide the gradients by the scale, check them on all processes, and clip; returns the overflow flag."""
-        for hook in self.hooks:
-            hook.before_unscale(ctx)
-        several = distributed.several_processes()
-        if several:
-            self.reduce()
-        ctx.found_inf = check_and_unscale_(gradients_of(parameters_of(self.optimizer)), ctx.scale)
-        # what DistributedDataParallel has averaged is the same everywhere; inside its Join some processes are gone
-        if several and not all(id(p) in self._averaged for p in parameters_of(self.optimizer)):
-            distributed.agree_(ctx.found_inf)
-        ctx.overflow = overflow = ctx.found_inf.bool()
-        for hook in self.hooks:
-            hook.after_unscale(ctx)
-        self._clip()
-        return overflow
-
-    def update(self, ctx: StepContext) -> None:
-        """Run the optimizer, or skip on overflow; subclasses override this to update differently."""
-        assert ctx.found_inf is not None
-        apply_(self.optimizer, ctx.found_inf)
+        return self._step(inputs, self.scale_sense)
 
     def get_extra_state(self) -> dict[str, Any]:
         """As of `TrainOneStepCell`, with the state of a `LossScaler`."""

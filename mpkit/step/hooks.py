@@ -69,6 +69,9 @@ class Hook:
     def after_backward(self, ctx: StepContext) -> None:
         """The gradients are there, multiplied by `ctx.scale`."""
 
+    def after_failure(self, ctx: StepContext) -> None:
+        """The forward or the backward pass ended in an exception: what was changed for it is to be put back."""
+
     def before_unscale(self, ctx: StepContext) -> None:
         """The gradients of all micro-batches are summed, still multiplied by `ctx.scale`."""
 

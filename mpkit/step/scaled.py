@@ -9,19 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.scalers import check_and_unscale_
 from mpkit.step import distributed
-from mpkit.step.phases import (
-    apply_,
-    backward,
-    checked_loss,
-    clip_,
-    device_of,
-    gradients_of,
-    parameters_of,
-)
+from mpkit.step.phases import apply_, backward, checked_loss, clip_, device_of, gradients_of, parameters_of
 from mpkit.step.restore import load_all
-from mpkit.step.rule import adjust_, scale_and_rule
+from mpkit.step.scaling import scaling_of
+from mpkit.step.update import Update
 
 
 class ScaledStep:
@@ -70,7 +62,9 @@ class ScaledStep:
             raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")
         self.skip = skip
         self.average = average
-        self.scale, self.adjust = scale_and_rule(scale_sense, device_of(parameters_of(self.optimizers[0])))
+        self.updates = [Update(optimizer) for optimizer in self.optimizers]
+        self.scale, self.scaling = scaling_of(scale_sense, device_of(parameters_of(self.optimizers[0])))
+        self.adjust = self.scaling.rule
         self.drop()
 
     def drop(self) -> None:
@@ -110,11 +104,10 @@ class ScaledStep:
         if not self._begun:
             raise RuntimeError("there are no gradients to unscale: call backward(loss) first")
         several = distributed.several_processes()
-        if self.average and several:
-            for optimizer in self.optimizers:
-                distributed.average_(parameters_of(optimizer))
+        for update in self.updates if self.average else ():
+            update.reduce()
         for grads in [gradients_of(parameters_of(optimizer)) for optimizer in self.optimizers]:  # all, or an error
-            found = check_and_unscale_(grads, self.scale)
+            found = self.scaling.unscale_(grads, self.scale)
             self._found.append(distributed.agree_(found) if several else found)
         return self._any().to(torch.bool)
 
@@ -140,11 +133,10 @@ class ScaledStep:
             self.unscale_()
         anywhere = self._any()
         overflow = anywhere.to(torch.bool)
-        for optimizer, found in list(zip(self.optimizers, self._found))[self._updated :]:
-            apply_(optimizer, anywhere if self.skip == "all" else found)
+        for update, found in list(zip(self.updates, self._found))[self._updated :]:
+            apply_(update.optimizer, anywhere if self.skip == "all" else found)
             self._updated += 1
-        if self.adjust is not None:
-            adjust_(self.adjust, self.scale, anywhere, overflow)
+        self.scaling.adjust_(self.scale, anywhere, overflow)
         self.drop()
         return overflow
 

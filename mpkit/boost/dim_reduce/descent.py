@@ -34,6 +34,25 @@ class LineSearch(NamedTuple):
     losses: tuple[float, ...]
 
 
+class DimReduceSGD(torch.optim.SGD):
+    """The plain SGD with rate 1 that a `DimReduce` drives, and what it is to be made of.
+
+    Args:
+        parameters:     the trained parameters of the network, in its order.
+        pca_mat_local:  as in `DimReduce`.
+        alpha:          learning rate of the residual.
+    """
+
+    dim_reduce = True  # the original's mark, by which train cells know it
+
+    def __init__(self, parameters: Sequence[nn.Parameter], pca_mat_local: np.ndarray | Tensor, alpha: float) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.pca_mat_local, self.dim_reduce_alpha = pca_mat_local, alpha
+
+
+DimReduceSGD.__name__ = "SGD"  # what it is to everybody else, and what the original calls it
+
+
 class DimReduce(nn.Module):
     """Step in the subspace of the principal components of earlier weights; momentum descent outside it.
 

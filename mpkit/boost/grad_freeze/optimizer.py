@@ -248,6 +248,9 @@ class _FreezeHook(Hook):
         thaw_(self._still)
         self._still = []
 
+    def after_failure(self, ctx: StepContext) -> None:
+        self.after_backward(ctx)
+
 
 def thaw_(still: Sequence[Tensor]) -> None:
     """Switch the gradients of frozen parameters on again."""

@@ -1,18 +1,58 @@
-"""Where a step's loss scale comes from, and what moves it."""
+"""Where a step's loss scale comes from, how its gradients are divided by it, and what moves it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpkit.scalers import LossScaler
+from mpkit.scalers import LossScaler, check_and_unscale_
 from mpkit.step.phases import scale_tensor
 
 Rule = Callable[[Tensor, Tensor], Any]
 """`rule(scale, overflow)` updates the scale tensor in place; both live on the device."""
+
+
+class Scaling:
+    """One scale for the whole loss, in a () or (1,) float32 tensor that the step keeps.
+
+    rule:            moves the scale after each step; None: it stays.
+    groups:          the manager of a scaling that has a scale for each group of layers.
+    group_overflow:  (N,) bool, its groups whose gradients were not finite in the last step; None before the first.
+    """
+
+    groups: Any = None
+    group_overflow: Tensor | None = None
+
+    def __init__(self, rule: Rule | None = None) -> None:
+        self.rule = rule
+
+    def covers(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ValueError unless all these parameters get a scale; one scale for the loss is one for all."""
+
+    def unscale_(self, gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+        """Divide the gradients by the scale that was used; -> () float32, 1 where one was not finite."""
+        return check_and_unscale_(gradients, scale)
+
+    def adjust_(self, scale: Tensor, found_inf: Tensor, overflow: Tensor) -> None:
+        """Let the rule move `scale` in place; `overflow` is `found_inf` as a bool.
+
+        Our own rules take the float32 flag as it is: in a step of milliseconds each tiny operation more is half a
+        percent, since it finds a cold cache. Anything else that can be called as an update cell is.
+        """
+        if self.rule is None:
+            return
+        advance_ = getattr(self.rule, "advance_", None)
+        if advance_ is None:
+            self.rule(scale, overflow)
+        else:
+            advance_(scale, found_inf)
+
+    def shown(self, scale: Tensor) -> Tensor:
+        """What the step reports as its scale, a tensor of its own."""
+        return scale.clone()
 
 
 class ScalerRule:
@@ -48,26 +88,13 @@ class ScalerRule:
         self.scaler.load_state_dict(state)
 
 
-def adjust_(rule: Rule, scale: Tensor, found_inf: Tensor, overflow: Tensor) -> None:
-    """Let `rule` move `scale`; `overflow` is `found_inf` as a bool.
-
-    Our own rules take the float32 flag as it is: in a step of milliseconds each tiny operation more is half a percent,
-    since it finds a cold cache. Anything else that can be called as an update cell is.
-    """
-    advance_ = getattr(rule, "advance_", None)
-    if advance_ is None:
-        rule(scale, overflow)
-    else:
-        advance_(scale, found_inf)
-
-
-def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Rule | None]:
-    """The live scale and the rule that adjusts it (None: it stays), from what a train cell takes as `scale_sense`.
+def scaling_of(scale_sense: Any, device: torch.device) -> tuple[Tensor, Scaling]:
+    """The live scale and the scaling of what a train cell takes as `scale_sense`.
 
     Raises:  TypeError for a number or a manager; ValueError for a tensor that is neither () nor (1,).
     """
     if isinstance(scale_sense, Tensor):
-        return scale_tensor(scale_sense, device, "scale_sense"), None
+        return scale_tensor(scale_sense, device, "scale_sense"), Scaling()
     if isinstance(scale_sense, LossScaler):
         if (scales := scale_sense.scale_value.numel()) != 1:
             raise ValueError(
@@ -76,11 +103,14 @@ def scale_and_rule(scale_sense: Any, device: torch.device) -> tuple[Tensor, Rule
             )
         scale = scale_tensor(scale_sense.scale_value, device, "scale_sense")
         own = scale_sense.scale_value
-        return own if own.dtype == scale.dtype and own.device == device else scale, ScalerRule(scale_sense)
+        live = own if own.dtype == scale.dtype and own.device == device else scale
+        return live, Scaling(ScalerRule(scale_sense))
+    if callable(make := getattr(scale_sense, "scaling", None)):
+        return scale_tensor(1.0, device, "scale_sense"), make()
     if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
         if isinstance(scale_sense, torch.nn.Module):
             scale_sense.to(device)
-        return scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"), scale_sense
+        return scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"), Scaling(scale_sense)
     hint = "wrap a number with torch.tensor(...)"
     if hasattr(scale_sense, "get_update_cell"):
         hint = "ask the manager for its cell with manager.get_update_cell()"
