@@ -6,8 +6,6 @@ import os
 
 import torch
 
-from mpkit.arguments import check_kind
-
 
 def default_device() -> torch.device:
     """The device of the lessons: `MPKIT_DEVICE` when set, else the first CUDA device, else the CPU.
@@ -27,12 +25,6 @@ def default_device() -> torch.device:
             f"({torch.cuda.device_count()} found); unset it or set MPKIT_DEVICE=cpu"
         )
     return device
-
-
-def fp16_is_slow(device: torch.device) -> bool:
-    """Whether float16 convolutions should be emulated on `device`: their CPU backward is up to 200x slower."""
-    check_kind("device", device, torch.device, "a torch.device")
-    return device.type == "cpu"
 
 
 def describe(device: torch.device | None = None) -> dict[str, str]:

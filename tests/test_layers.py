@@ -105,6 +105,13 @@ def test_a_step_knows_no_boost_by_name():
     assert [path.name for path in files if asked.search(path.read_text())] == []
 
 
+def test_kinds_are_checked_by_one_vocabulary():
+    """A bool is an int to Python; that it is no number is said in `mpkit/arguments.py`, and hardly anywhere else."""
+    asks = re.compile(r"isinstance\([^()]+, bool\) or not isinstance|not isinstance\([^()]+, bool\)")
+    found = [p.name for p in (ROOT / "mpkit").rglob("*.py") for _ in asks.findall(p.read_text())]
+    assert len([name for name in found if name != "arguments.py"]) <= 20, sorted(found)
+
+
 def test_the_rule_of_a_loss_scale_stands_once():
     """The counter meets its interval in one file, and torch's kernel for the same is called in one other."""
     files = [p for p in sorted((ROOT / "mpkit").rglob("*.py")) if p.parent.name != "bench"]  # peers have rules too

@@ -501,7 +501,7 @@ def test_state_of_another_kind_is_refused():
         (lambda: check_and_unscale_([None, None], torch.tensor(2.0)), ValueError, "Call backward"),
         (lambda: FixedLossScaleManager(0.5), ValueError, "loss_scale must be at least 1"),
         (lambda: FixedLossScaleManager("8"), TypeError, "loss_scale must be a number"),
-        (lambda: FixedLossScaleManager(8, 1), TypeError, "drop_overflow_update must be a bool"),
+        (lambda: FixedLossScaleManager(8, 1), TypeError, "drop_overflow_update must be True or False"),
         (lambda: DynamicLossScaleManager(0.5), ValueError, "init_loss_scale must be at least 1"),
         (lambda: DynamicLossScaleManager(8, 0), ValueError, "scale_factor must be above 0"),
         (lambda: DynamicLossScaleManager(8, 2, 0), ValueError, "scale_window must be at least 1"),

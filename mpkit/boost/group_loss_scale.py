@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_number
+from mpkit.arguments import check_choice, check_count, check_number
 from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
 from mpkit.step import distributed
 from mpkit.step.scaling import Scaling
@@ -216,8 +216,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         return found
 
     def _checked(self, number: int, init: float | Sequence[float]) -> list[float]:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"loss_scale_number must be an int, got {number!r}")
+        number = check_count("loss_scale_number", number, low=0)
         if isinstance(init, Real):
             init = [init] * number  # type: ignore[list-item]  # checked below
         if not isinstance(init, Sequence) or isinstance(init, str) or not all(isinstance(s, Real) for s in init):

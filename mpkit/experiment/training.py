@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_count
 from mpkit.device import default_device
 from mpkit.experiment.batches import Batches, batches_of
 from mpkit.experiment.parts import Parts, low_format
@@ -155,10 +156,7 @@ def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple
 
 def _check(epochs: Any, batch: Any, level: Any, recipe: Any) -> None:
     for name, value in (("epochs", epochs), ("batch", batch)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count(name, value)
     if recipe is not None and level != "O0":
         raise ValueError(
             f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}; give one of them"

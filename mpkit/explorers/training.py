@@ -281,7 +281,6 @@ class OrderExplorer(Explorer):
     def compute(self) -> None:
         """The gradient that each order hands to the optimizer, at every scale."""
         micro = micro_gradients(self.parts)
-        self.true_norm = float(micro.mean(0).norm())
         self.right = clipped(micro.mean(0), self.max_norm)
         self.norms = {
             order: [float(handed_over(micro, 2.0**e, self.max_norm, order).norm()) for e in range(21)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mpkit.arguments import check_count
 from mpkit.step import StepOutcome
 
 if TYPE_CHECKING:
@@ -87,11 +88,7 @@ class LossMonitor(Callback):
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
-        if isinstance(per_print_times, bool) or not isinstance(per_print_times, int):
-            raise TypeError(f"per_print_times must be an int, got {type(per_print_times).__name__}")
-        if per_print_times < 0:
-            raise ValueError(f"per_print_times must be at least 0 (never print), got {per_print_times}")
-        self.per_print_times = per_print_times
+        self.per_print_times = check_count("per_print_times", per_print_times, low=0)  # 0 never prints
         self._last = 0
 
     def on_train_begin(self, run: RunContext) -> None:
@@ -168,12 +165,8 @@ class Checkpoint(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int = 100) -> None:
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"every must be an int (steps), got {type(every).__name__}")
-        if every < 1:
-            raise ValueError(f"every must be at least 1 step, got {every}")
         self.path = Path(path)
-        self.every = every
+        self.every = check_count("every", every)
 
     def on_train_step_end(self, run: RunContext) -> None:
         if run.cur_step_num % self.every == 0:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_count
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
@@ -144,10 +145,8 @@ class Model:
     ) -> None:
         """As `train`, with an evaluation after every `valid_frequency`-th epoch, or after the epochs listed there."""
         _epochs(epoch, initial_epoch)
-        if isinstance(valid_frequency, bool) or not isinstance(valid_frequency, int | list | tuple | set | range):
-            raise TypeError(f"valid_frequency must be an int or a list of epochs, got {valid_frequency!r}")
-        if isinstance(valid_frequency, int) and valid_frequency < 1:
-            raise ValueError(f"valid_frequency must be at least 1 epoch, got {valid_frequency}")
+        if not isinstance(valid_frequency, list | tuple | set | range):
+            valid_frequency = check_count("valid_frequency", valid_frequency)
         if valid_dataset is not None and not self._metrics:
             raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
         due: Container[int] = frozenset()
@@ -300,10 +299,7 @@ class Model:
 
 def _epochs(epoch: Any, initial_epoch: Any) -> None:
     for name, value, low in (("epoch", epoch, 1), ("initial_epoch", initial_epoch, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value}")
+        check_count(name, value, low)
     if initial_epoch >= epoch:
         raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: there is nothing left to train")
 

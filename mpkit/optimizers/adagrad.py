@@ -74,22 +74,22 @@ class RMSProp(Optimizer):
         square, keep = u.state["square"], u.group["decay"]
         u.decay_average_(square, keep)
         torch._foreach_addcmul_(square, u.grads, u.grads, value=1 - keep)
-        bottoms = torch._foreach_add(square, u.group["epsilon"])
+        denominators = torch._foreach_add(square, u.group["epsilon"])
         if u.group["centered"]:
             mean = u.state["mean"]
             u.decay_average_(mean, keep)
             torch._foreach_add_(mean, u.grads, alpha=1 - keep)
-            torch._foreach_addcmul_(bottoms, mean, mean, value=-1.0)
-        torch._foreach_sqrt_(bottoms)
+            torch._foreach_addcmul_(denominators, mean, mean, value=-1.0)
+        torch._foreach_sqrt_(denominators)
         if not u.group["momentum"]:
-            u.move_by_ratio_(u.weights, u.grads, bottoms, u.lr)
+            u.move_by_ratio_(u.weights, u.grads, denominators, u.lr)
             return
         velocity = u.state["velocity"]
         u.decay_average_(velocity, u.group["momentum"])
         if isinstance(u.lr, Tensor):
-            torch._foreach_addcdiv_(velocity, torch._foreach_mul(u.grads, u.lr), bottoms)
+            torch._foreach_addcdiv_(velocity, torch._foreach_mul(u.grads, u.lr), denominators)
         else:
-            torch._foreach_addcdiv_(velocity, u.grads, bottoms, value=u.lr)
+            torch._foreach_addcdiv_(velocity, u.grads, denominators, value=u.lr)
         u.move_(u.weights, velocity, 1.0)
 
 
@@ -168,11 +168,11 @@ class Adadelta(Optimizer):
         rho, eps, square, change = u.group["rho"], u.group["epsilon"], u.state["square"], u.state["change"]
         u.decay_average_(square, rho)
         torch._foreach_addcmul_(square, u.grads, u.grads, value=1 - rho)
-        bottoms = torch._foreach_add(square, eps)
-        torch._foreach_sqrt_(bottoms)
+        denominators = torch._foreach_add(square, eps)
+        torch._foreach_sqrt_(denominators)
         steps = torch._foreach_add(change, eps)
         torch._foreach_sqrt_(steps)
-        torch._foreach_div_(steps, bottoms)
+        torch._foreach_div_(steps, denominators)
         torch._foreach_mul_(steps, u.grads)
         u.decay_average_(change, rho)
         torch._foreach_addcmul_(change, steps, steps, value=1 - rho)
@@ -285,23 +285,23 @@ class FTRL(Optimizer):
         square, linear, lr = u.state["square"], u.state["linear"], u.lr
         before = _powered(square, -u.group["lr_power"])
         torch._foreach_addcmul_(square, u.grads, u.grads)
-        bottoms = _powered(square, -u.group["lr_power"])
-        growth = torch._foreach_sub(bottoms, before)
+        denominators = _powered(square, -u.group["lr_power"])
+        growth = torch._foreach_sub(denominators, before)
         torch._foreach_div_(growth, lr)
-        tops = torch._foreach_add(linear, u.grads)
-        torch._foreach_addcmul_(tops, growth, u.weights, value=-1.0)
-        u.replace_(linear, tops)
-        sizes = torch._foreach_abs(tops)
+        numerators = torch._foreach_add(linear, u.grads)
+        torch._foreach_addcmul_(numerators, growth, u.weights, value=-1.0)
+        u.replace_(linear, numerators)
+        sizes = torch._foreach_abs(numerators)
         torch._foreach_sub_(sizes, u.group["l1"])
         torch._foreach_clamp_min_(sizes, 0.0)
-        torch._foreach_sign_(tops)
-        torch._foreach_mul_(tops, sizes)
-        torch._foreach_neg_(tops)
-        torch._foreach_div_(bottoms, lr)
-        torch._foreach_add_(bottoms, 2 * u.group["l2"])
-        torch._foreach_clamp_min_(bottoms, TINY)
-        torch._foreach_div_(tops, bottoms)
-        u.replace_(u.weights, tops)
+        torch._foreach_sign_(numerators)
+        torch._foreach_mul_(numerators, sizes)
+        torch._foreach_neg_(numerators)
+        torch._foreach_div_(denominators, lr)
+        torch._foreach_add_(denominators, 2 * u.group["l2"])
+        torch._foreach_clamp_min_(denominators, TINY)
+        torch._foreach_div_(numerators, denominators)
+        u.replace_(u.weights, numerators)
 
 
 def _powered(xs: list[Tensor], power: float) -> tuple[Tensor, ...]:

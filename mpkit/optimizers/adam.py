@@ -97,17 +97,17 @@ class Adam(Optimizer):
     def update(self, u: Update) -> None:
         beta1, beta2 = u.group["betas"]
         average_moments_(u)
-        tops, spread = u.state["moment1"], u.state["moment2"]
+        numerators, spread = u.state["moment1"], u.state["moment2"]
         if u.group["use_nesterov"]:
-            tops = list(torch._foreach_mul(tops, beta1))
-            torch._foreach_add_(tops, u.grads, alpha=1 - beta1)
+            numerators = list(torch._foreach_mul(numerators, beta1))
+            torch._foreach_add_(numerators, u.grads, alpha=1 - beta1)
         if u.group["use_amsgrad"]:
             torch._foreach_maximum_(u.state["largest2"], spread)
             spread = u.state["largest2"]
-        bottoms = torch._foreach_sqrt(spread)
-        torch._foreach_add_(bottoms, u.group["eps"])
+        denominators = torch._foreach_sqrt(spread)
+        torch._foreach_add_(denominators, u.group["eps"])
         rate = u.once("rate", lambda: u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count))
-        u.move_by_ratio_(u.weights, tops, bottoms, rate)
+        u.move_by_ratio_(u.weights, numerators, denominators, rate)
 
 
 class LazyAdam(Adam):
@@ -194,10 +194,10 @@ class AdamWeightDecay(Optimizer):
 
     def update(self, u: Update) -> None:
         average_moments_(u)
-        bottoms = torch._foreach_sqrt(u.state["moment2"])
-        torch._foreach_add_(bottoms, u.group["eps"])
+        denominators = torch._foreach_sqrt(u.state["moment2"])
+        torch._foreach_add_(denominators, u.group["eps"])
         u.shrink_(u.lr)
-        u.move_by_ratio_(u.weights, u.state["moment1"], bottoms, u.lr)
+        u.move_by_ratio_(u.weights, u.state["moment1"], denominators, u.lr)
 
 
 class AdaMax(Optimizer):
@@ -234,5 +234,5 @@ class AdaMax(Optimizer):
         torch._foreach_add_(m, u.grads, alpha=1 - beta1)
         u.decay_average_(largest, beta2)
         torch._foreach_maximum_(largest, torch._foreach_abs(u.grads))
-        bottoms = torch._foreach_add(largest, u.group["eps"])
-        u.move_by_ratio_(u.weights, m, bottoms, u.once("rate", lambda: u.lr / unbiased(beta1, u.count)))
+        denominators = torch._foreach_add(largest, u.group["eps"])
+        u.move_by_ratio_(u.weights, m, denominators, u.once("rate", lambda: u.lr / unbiased(beta1, u.count)))

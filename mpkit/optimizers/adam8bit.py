@@ -146,13 +146,13 @@ class Adam8bit(Optimizer):
 
     def update(self, u: Update) -> None:
         moments = [self._averaged(u, k) for k in (1, 2)]
-        tops = torch._foreach_div(moments[0], u.once("bias1", lambda: unbiased(u.group["betas"][0], u.count)))
-        bottoms = torch._foreach_sqrt(moments[1])
-        torch._foreach_div_(bottoms, u.once("bias2", lambda: root(unbiased(u.group["betas"][1], u.count))))
-        torch._foreach_add_(bottoms, u.group["eps"])
+        numerators = torch._foreach_div(moments[0], u.once("bias1", lambda: unbiased(u.group["betas"][0], u.count)))
+        denominators = torch._foreach_sqrt(moments[1])
+        torch._foreach_div_(denominators, u.once("bias2", lambda: root(unbiased(u.group["betas"][1], u.count))))
+        torch._foreach_add_(denominators, u.group["eps"])
         if self.decay_in_formula:
             u.shrink_(u.lr)
-        u.move_by_ratio_(u.weights, tops, bottoms, u.lr)
+        u.move_by_ratio_(u.weights, numerators, denominators, u.lr)
 
     def _averaged(self, u: Update, k: int) -> list[Tensor]:
         """The new moments number `k`, in the precision of the weights; the state takes them over."""

@@ -51,9 +51,9 @@ class Lamb(Optimizer):
         beta1, beta2 = u.group["betas"]
         spread = root(unbiased(beta2, u.count))
         gain = spread / unbiased(beta1, u.count)  # m' / (sqrt(v') + eps) = gain m / (sqrt(v) + eps spread)
-        bottoms = torch._foreach_sqrt(u.state["moment2"])
-        add_(bottoms, u.group["eps"] * spread)
-        steps = torch._foreach_div(u.state["moment1"], bottoms)
+        denominators = torch._foreach_sqrt(u.state["moment2"])
+        add_(denominators, u.group["eps"] * spread)
+        steps = torch._foreach_div(u.state["moment1"], denominators)
         torch._foreach_mul_(steps, gain.to(steps[0].dtype) if isinstance(gain, Tensor) else gain)
         self._decay_(steps, u)
         ratios = _ratio(torch._foreach_norm(u.weights), torch._foreach_norm(steps))
@@ -77,10 +77,10 @@ def _or(new: Any, old: dict[str, Any]) -> dict[str, Any]:
     return old if new is None else new
 
 
-def _ratio(tops: Tensors, bottoms: Tensors) -> list[Tensor]:
-    """tops / bottoms, 1 where either is 0; lists of 0-d tensors."""
-    top, bottom = torch.stack(list(tops)), torch.stack(list(bottoms))
-    return list(torch.where((top > 0) & (bottom > 0), top / bottom, 1.0).unbind())
+def _ratio(numerators: Tensors, denominators: Tensors) -> list[Tensor]:
+    """numerators / denominators, 1 where either is 0; lists of 0-d tensors."""
+    numerator, denominator = torch.stack(list(numerators)), torch.stack(list(denominators))
+    return list(torch.where((numerator > 0) & (denominator > 0), numerator / denominator, 1.0).unbind())
 
 
 class NamedParameter(NamedTuple):

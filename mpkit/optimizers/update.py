@@ -108,16 +108,16 @@ class Update:
             torch._foreach_add_(change, 0.0)  # -0.0 -> +0.0, and w - (+0.0) is w for every w
         torch._foreach_sub_(targets, change)
 
-    def move_by_ratio_(self, targets: Tensors, tops: Tensors, bottoms: Tensors, rate: Number) -> None:
-        """targets -= rate * tops / bottoms, in place; exactly nothing when the step is skipped and bottoms > 0."""
+    def move_by_ratio_(self, targets: Tensors, numerators: Tensors, denominators: Tensors, rate: Number) -> None:
+        """targets -= rate * numerators / denominators, in place; nothing in a skipped step with denominators > 0."""
         rate = self.stop(rate)
         if not isinstance(rate, Tensor):
-            torch._foreach_addcdiv_(targets, tops, bottoms, value=-rate)
+            torch._foreach_addcdiv_(targets, numerators, denominators, value=-rate)
             return
-        change = torch._foreach_mul(tops, rate.to(targets[0].dtype))
+        change = torch._foreach_mul(numerators, rate.to(targets[0].dtype))
         if self.keep is not None:
             torch._foreach_add_(change, 0.0)
-        torch._foreach_addcdiv_(targets, change, bottoms, value=-1.0)
+        torch._foreach_addcdiv_(targets, change, denominators, value=-1.0)
 
     def replace_(self, targets: Tensors, values: Tensors) -> None:
         """targets = values, in place; nothing when the step is skipped. For formulas without a neutral coefficient."""

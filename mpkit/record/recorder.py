@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_count, check_flags
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import exponent_counts, host_counts, new_scratch, total_norm
@@ -64,8 +64,7 @@ class Recorder(Hook):
     ) -> None:
         if not isinstance(network, nn.Module):
             raise TypeError(f"Recorder watches the parameters of an nn.Module, got {type(network).__name__}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a whole number of steps >= 1, got {every!r}")
+        every = check_count("every", every)
         if by not in ("parameter", "module"):
             raise ValueError(f"by must be 'parameter' or 'module', got {by!r}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count, check_number
+from mpkit.arguments import check_count, check_flags, check_number
 from mpkit.policies import STOPS, ScalePolicy, advance, initial, preset
 
 from .kernel import FusedRule, TensorRule, short_rule
@@ -72,8 +72,7 @@ class FixedLossScaleManager(LossScaleManager):
         need_number("loss_scale", loss_scale)
         if loss_scale < 1:
             raise ValueError(f"loss_scale must be at least 1, got {loss_scale}")
-        if not isinstance(drop_overflow_update, bool):
-            raise TypeError(f"drop_overflow_update must be a bool, got {type(drop_overflow_update).__name__}")
+        check_flags(drop_overflow_update=drop_overflow_update)
         self._loss_scale, self._drop = loss_scale, drop_overflow_update
 
     @property

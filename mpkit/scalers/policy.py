@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_count
 from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, Stop, advance, initial
 
 from .kernel import fused_rule
@@ -44,12 +45,8 @@ class PolicyLossScaler(LossScaler):
     def __init__(self, policy: ScalePolicy, remember: int = 1000) -> None:
         if not isinstance(policy, ScalePolicy):
             raise TypeError(f"policy must be a ScalePolicy, got {type(policy).__name__}; make one with preset(...)")
-        if isinstance(remember, bool) or not isinstance(remember, int):
-            raise TypeError(f"remember must be an int (steps), got {type(remember).__name__}")
-        if remember < 0:
-            raise ValueError(f"remember must be at least 0 steps, got {remember}")
         self._policy = policy
-        self.remember = remember
+        self.remember = remember = check_count("remember", remember, low=0)
         self._fused = fused_rule(policy)
         self._shape, self._count = policy.shape, policy.shape.numel()  # asked in every step, and not free
         wide = torch.float64 if policy.scale_bits == 64 else torch.float32

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpkit
+from mpkit.arguments import check_flags
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.levels import protect_children
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
@@ -195,9 +196,7 @@ def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[
             f"cast_model_type is torch.float16 or torch.float32, got {cast!r}; for another format call "
             'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
         )
-    keep = kwargs.get("keep_batchnorm_fp32", False)
-    if not isinstance(keep, bool):
-        raise TypeError(f"keep_batchnorm_fp32 must be a bool, got {type(keep).__name__}")
+    check_flags(keep_batchnorm_fp32=kwargs.get("keep_batchnorm_fp32", False))
     manager = kwargs.get("loss_scale_manager")
     if manager is not None and not isinstance(manager, LossScaleManager):
         raise TypeError(

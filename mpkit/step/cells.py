@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_count
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, parameters_of, scale_tensor
@@ -395,11 +397,8 @@ def check_parts(
     if isinstance(hooks, str) or not isinstance(hooks, Iterable) or not all(isinstance(h, Hook) for h in hooks):
         raise TypeError(f"hooks must be a list of Hook objects (an empty one for none), got {hooks!r:.80}")
     if clip_norm is not None:
-        if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
+        if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
             raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")
-        if not clip_norm > 0:
+        if not float(clip_norm) > 0:  # inf is a norm that clips nothing
             raise ValueError(f"clip_norm must be above 0, got {clip_norm}; use None for no clipping")
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
-        raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
-    if accumulation_steps < 1:
-        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+    check_count("accumulation_steps", accumulation_steps)

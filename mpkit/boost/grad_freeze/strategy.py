@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_count, check_kind
+from mpkit.arguments import check_choice, check_count, check_kind, check_number
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt, State
 from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
 
@@ -60,7 +60,7 @@ class GradientFreeze:
         share = full_step_fraction if freeze_p is None else freeze_p
         if share is None or None not in (freeze_p, full_step_fraction):
             raise TypeError("give freeze_p or full_step_fraction (one of them): the share of steps without freezing")
-        if isinstance(param_groups, bool) or not isinstance(param_groups, int):
+        if isinstance(param_groups, list | tuple):
             raise TypeError(
                 f"param_groups must be the number of groups, an int, got {type(param_groups).__name__}; "
                 "split_parameters_groups(network, number) makes the lists of parameters"
@@ -149,8 +149,7 @@ def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
     check_count("total_steps", steps, low=0)
     if groups > 1 and kind not in TYPES:
         raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {kind!r}")
-    if isinstance(share, bool) or not isinstance(share, Real):
-        raise TypeError(f"freeze_p must be a number in [0, 1], got {share!r}")
+    check_number("freeze_p", share, low=-math.inf)
     if not 0 <= share <= 1:
         raise ValueError(f"freeze_p is the share of steps without freezing and must be in [0, 1], got {share}")
 
