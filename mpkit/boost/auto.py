@@ -19,6 +19,7 @@ from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
 from mpkit.files import read_json
 from mpkit.step.distributed import averaging_wrapper
+from mpkit.step.phases import parameters_of
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
 LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -342,7 +343,7 @@ def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn
 
     What the network never had stays (a loss may learn something), and what the user left out stays out.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held: list[Any] = list(parameters_of(optimizer))
     here, known = list(network.parameters()), {id(p) for p in held}
     known |= {id(m.multiplier) for m in network.modules() if isinstance(m, NormalizedLinear) and id(m.weight) in known}
     elsewhere = {id(p) for p in (*before, *here)}

@@ -66,7 +66,8 @@ class _Boosted(TrainOneStepCell):
         if self.updating.accumulated is None:
             raise RuntimeError("accumulation is off: pass boost=AutoBoost(...) with grad_accumulation_step above 1")
         ctx = StepContext(self.network, self.optimizer, inputs, self.index, sens, loss)
-        return self.updating.accumulated.add(ctx, loss, grads, None)
+        self.updating.accumulated.add(ctx, list(grads), None)
+        return loss
 
     def adasum_process(self, loss: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
         """Run the optimizer on these gradients and merge the updates of all nodes; -> the loss given."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_count
+from mpkit.step.phases import parameters_of
 
 
 class GradientAccumulation(nn.Module):
@@ -59,7 +60,7 @@ class GradientAccumulation(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The optimizer's parameters in the order in which gradients are expected."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return parameters_of(self.optimizer)  # type: ignore[return-value]
 
     @property
     def accumulated(self) -> list[Tensor]:

@@ -7,7 +7,6 @@ optimizer; freezing stands around each of these.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class AdaSumUpdate(Wrapped):
     def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing: AdaSum averages in the node and merges between nodes."""
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """One step of the optimizer, merged. It talks to peers, so the flag is read on the host."""
         if found_inf is None or not found_inf.item():
             self.adasum.update_(self.optimizer.step)
@@ -48,11 +47,12 @@ class DimReduceUpdate(Wrapped):
         super().__init__(inner)
         self.dim_reduce = dim_reduce
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """One move from the loss and the batch of `ctx`. It measures losses, so the flag is read on the host."""
         if found_inf is not None and found_inf.item():
             return
-        assert ctx.loss is not None
+        if ctx is None or ctx.loss is None:
+            raise RuntimeError("DimReduce measures losses on the batch of a step: run it through a train cell")
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.dim_reduce.weights]
         self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
 
@@ -78,7 +78,7 @@ class FrozenUpdate(Wrapped):
         """Average the gradients of the layers that this step trains."""
         self.inner.reduce(self.freezing.groups[self.freezing.index] if parameters is None else parameters)
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """As inside, and on to the next place."""
         before = self.freezing.steps
         self.inner.apply(ctx, found_inf)
@@ -107,27 +107,23 @@ class AccumulatedUpdate(Wrapped):
         self._max_norm = max_norm
         return None
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """Add the gradients in `p.grad`; update when enough are there."""
-        assert ctx.loss is not None
-        self.add(ctx, ctx.loss, [p.grad for p in parameters_of(self.optimizer)], found_inf)
+        self.add(ctx, [p.grad for p in parameters_of(self.optimizer)], found_inf)
 
-    def add(self, ctx: StepContext, loss: Tensor, grads: Any, found_inf: Tensor | None) -> Tensor:
-        """Add one micro-step's gradients, given one by one; -> the loss given."""
+    def add(self, ctx: StepContext | None, grads: list[Tensor | None], found_inf: Tensor | None) -> None:
+        """As `apply`, with the gradients given one by one."""
         self._ctx = ctx
         try:
-            return self.accumulation(loss, grads, False if found_inf is None else found_inf)
+            self.accumulation(torch.zeros(()), grads, False if found_inf is None else found_inf)
         finally:
             self._ctx = None
 
     def _update(self) -> None:
-        ctx = self._ctx
-        if ctx is None:  # `accumulation.flush()`, called from outside, has no step
-            ctx = StepContext(nn.Module(), self.optimizer, (), 0, torch.ones(()))
         self.inner.reduce()
         if self._max_norm is not None:
             self.inner.clip(self._max_norm)
-        self.inner.apply(replace(ctx, found_inf=None, overflow=None), None)
+        self.inner.apply(self._ctx, None)
 
 
 class BoostedUpdate(Wrapped):

@@ -8,6 +8,7 @@ refuses a growth that is not finite. Everything else that a policy may ask for h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,15 @@ from torch import Tensor
 from mpkit.policies import ScalePolicy, advance, initial
 from mpkit.policies.rule import FLOAT32_MAX, SMALLEST_NORMAL
 
+_update_scale_, _maximum = torch._amp_update_scale_, torch.maximum
+_INF = math.inf
 _ROOM = 64  # powers of two by which a scale is moved down where growth past the largest float32 must give inf
 # 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
 _DOWN, _UP = (torch.tensor(factor, dtype=torch.float32) for factor in (2.0**-_ROOM, 2.0**_ROOM))
+
+
+Advance = Callable[[Tensor, Tensor, Tensor], None]
+"""`advance_(scale, good, found_inf)`, see `FusedRule.advance_`."""
 
 
 class FusedRule(NamedTuple):
@@ -38,15 +45,16 @@ class FusedRule(NamedTuple):
 
     def advance_(self, scale: Tensor, good: Tensor, found_inf: Tensor) -> None:
         """One step, in place: () or (1,) float32 `scale`, () int32 `good` (finite steps), () float32 flag 0 or 1."""
-        if self.room:
+        growth, backoff, interval, floor, cap, room = self
+        if room:
             scale.mul_(_DOWN)
-        torch._amp_update_scale_(scale, good, found_inf, self.growth, self.backoff, self.interval)
-        if self.room:
+        _update_scale_(scale, good, found_inf, growth, backoff, interval)
+        if room:
             scale.mul_(_UP)
-        if self.floor == 1 and self.cap == math.inf:
-            torch.maximum(scale, found_inf, out=scale)  # the flag is the floor, and only where the scale was lowered
-        elif self.floor or self.cap < math.inf:
-            scale.clamp_(self.floor, self.cap)
+        if floor == 1.0 and cap == _INF:
+            _maximum(scale, found_inf, out=scale)  # the flag is the floor, and only where the scale was lowered
+        elif floor or cap < _INF:
+            scale.clamp_(floor, cap)
 
 
 class TensorRule(NamedTuple):
@@ -110,6 +118,6 @@ def _same_quotient(p: ScalePolicy) -> bool:
     return whole and p.backoff_factor == 1 and p.min_scale >= SMALLEST_NORMAL
 
 
-def short_rule(policy: ScalePolicy) -> FusedRule | TensorRule:
-    """The rule of a policy whose whole state is a scale and a counter of finite steps."""
-    return fused_rule(policy) or TensorRule(policy)
+def short_rule(policy: ScalePolicy) -> Advance:
+    """`advance_` of a policy whose whole state is a scale and a counter of finite steps."""
+    return (fused_rule(policy) or TensorRule(policy)).advance_

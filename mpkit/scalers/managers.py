@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpkit.arguments import check_count, check_flags, check_number
 from mpkit.policies import STOPS, ScalePolicy, advance, initial, preset
 
-from .kernel import FusedRule, TensorRule, short_rule
+from .kernel import Advance, short_rule
 from .scaler import need_flag, need_keys, need_number
 
 _ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
@@ -260,7 +260,7 @@ class DynamicLossScaleUpdateCell(nn.Module):
     def _advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
-        _rule(self.scale_factor, self.scale_window).advance_(loss_scale, self.streak, found_inf)
+        _rule(self.scale_factor, self.scale_window)(loss_scale, self.streak, found_inf)
         self.cur_iter.add_(_ONE)
 
 
@@ -269,6 +269,6 @@ def _policy(scale: float, factor: float, window: float) -> ScalePolicy:
 
 
 @lru_cache
-def _rule(factor: float, window: float) -> FusedRule | TensorRule:
+def _rule(factor: float, window: float) -> Advance:
     """The rule is the same whatever the first scale is."""
     return short_rule(_policy(1.0, factor, window))

@@ -15,7 +15,7 @@ from mpkit.arguments import check_count
 from mpkit.policies import STOPS, ScaleHistory, ScalePolicy, ScaleState, Stop, advance, initial
 
 from .kernel import fused_rule
-from .scaler import LossScaler, need_flag, need_keys
+from .scaler import LossScaler, found_inf_of, need_flag, need_keys
 
 
 class PolicyLossScaler(LossScaler):
@@ -80,7 +80,7 @@ class PolicyLossScaler(LossScaler):
         if grads_finite.numel() != self._count:
             came = tuple(grads_finite.shape)
             raise ValueError(f"grads_finite must hold one flag per scale, {self._count}, got shape {came}")
-        PolicyLossScaler.advance_(self, grads_finite.reshape(self._shape).logical_not().float())
+        PolicyLossScaler.advance_(self, found_inf_of(grads_finite.reshape(self._shape)))
         return True
 
     def advance_(self, found_inf: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpkit.arguments import check_count
 from mpkit.policies import ScalePolicy, preset
 
-from .kernel import FusedRule, TensorRule, short_rule
+from .kernel import Advance, short_rule
 
 
 class LossScaler(ABC):
@@ -155,13 +155,13 @@ class DynamicLossScaler(LossScaler):
         need_flag("grads_finite", grads_finite)
         if grads_finite.dim():
             raise ValueError(f"grads_finite must be 0-d, got shape {tuple(grads_finite.shape)}; use .all()")
-        DynamicLossScaler.advance_(self, grads_finite.logical_not().float())
+        DynamicLossScaler.advance_(self, found_inf_of(grads_finite))
         return True
 
     def advance_(self, found_inf: Tensor) -> None:
         """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
         self._follow(found_inf.device)
-        _rule(self.scale_factor, self.scale_window).advance_(self.scale_value, self.counter, found_inf)
+        _rule(self.scale_factor, self.scale_window)(self.scale_value, self.counter, found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, counter and settings, as Python numbers."""
@@ -190,7 +190,7 @@ def _policy(scale: float, factor: int, window: int) -> ScalePolicy:
 
 
 @lru_cache
-def _rule(factor: int, window: int) -> FusedRule | TensorRule:
+def _rule(factor: int, window: int) -> Advance:
     """The rule moves any scale of 1 or more, so it is the same whatever the first one is."""
     return short_rule(_policy(1.0, factor, window))
 
@@ -200,6 +200,11 @@ def _checked_scale(scale_value: Any) -> Tensor:
     if scale_value < 1:
         raise ValueError(f"scale_value must be at least 1, got {scale_value}; it multiplies the loss to lift gradients")
     return torch.tensor(scale_value, dtype=torch.float32)
+
+
+def found_inf_of(finite: Tensor) -> Tensor:
+    """A bool tensor "all were finite" as the float32 flag of `check_and_unscale_`, in one operation."""
+    return torch.logical_not(finite, out=torch.empty_like(finite, dtype=torch.float32))
 
 
 def need_number(name: str, value: Any) -> None:

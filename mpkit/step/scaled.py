@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkit.step import distributed
-from mpkit.step.phases import apply_, backward, checked_loss, clip_, device_of, gradients_of, parameters_of
+from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, parameters_of
 from mpkit.step.restore import load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
@@ -134,7 +134,7 @@ class ScaledStep:
         anywhere = self._any()
         overflow = anywhere.to(torch.bool)
         for update, found in list(zip(self.updates, self._found))[self._updated :]:
-            apply_(update.optimizer, anywhere if self.skip == "all" else found)
+            update.apply(None, anywhere if self.skip == "all" else found)
             self._updated += 1
         self.scaling.adjust_(self.scale, anywhere, overflow)
         self.drop()

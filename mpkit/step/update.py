@@ -46,9 +46,10 @@ class Update:
         """Clip the joint L2 norm of the true gradients; returns the norm before, None if that is put off."""
         return clip_(parameters_of(self.optimizer), max_norm)
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """Run the optimizer, unless `found_inf` (None: nobody looked) says that a gradient was not finite.
 
+        Args:    ctx: the running step of a train cell, None in a loop by hand.
         Raises:  RuntimeError if there is no gradient at all.
         """
         if found_inf is None:
@@ -79,6 +80,6 @@ class Wrapped(Update):
         """As of the update inside."""
         return self.inner.clip(max_norm)
 
-    def apply(self, ctx: StepContext, found_inf: Tensor | None) -> None:
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """As of the update inside."""
         self.inner.apply(ctx, found_inf)

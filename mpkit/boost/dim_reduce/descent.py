@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.pca import row_block
 from mpkit.step.distributed import mean_
+from mpkit.step.phases import parameters_of
 
 CURVATURE_FLOOR = 1e-20
 
@@ -300,6 +301,6 @@ def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> N
                 f"DimReduce computes the whole move and needs plain SGD with lr 1 to apply it, got "
                 f"{type(optimizer).__name__} with {found}; the rate of the residual is alpha"
             )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for p in parameters_of(optimizer)}
     if {id(w) for w in weights} != held:
         raise ValueError(f"the optimizer must hold exactly the {len(weights)} weights, it holds {len(held)} parameters")

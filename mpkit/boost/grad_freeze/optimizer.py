@@ -17,7 +17,7 @@ from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
 from mpkit.optimizers.base import plain_closure
 from mpkit.step import Hook, StepContext
-from mpkit.step.phases import skips_on_device
+from mpkit.step.phases import parameters_of, skips_on_device
 from mpkit.step.restore import load_all
 
 State = Literal["shared", "per_group"]
@@ -134,7 +134,7 @@ class FreezeOpt(Optimizer):
     @property
     def parameters(self) -> list[Tensor]:
         """Every parameter that some group trains, in the order of the wrapped optimizer."""
-        return [p for group in self.param_groups for p in group["params"]]
+        return parameters_of(self)
 
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
@@ -274,7 +274,7 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
 
 def _checked_groups(groups: Any, opt: Optimizer) -> list[list[Tensor]]:
     if groups is None:
-        return [[p for group in opt.param_groups for p in group["params"]]]
+        return [parameters_of(opt)]
     if not isinstance(groups, list | tuple) or not groups:
         raise TypeError(f"train_parameter_groups must be a list of lists of parameters, got {groups!r:.60}")
     for group in groups:
@@ -305,7 +305,7 @@ def _checked_strategy(strategy: Any, groups: int) -> list[int]:
 def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
     own = inner(optimizer)
-    memo: dict[int, Any] = {id(p): p for group in own.param_groups for p in group["params"]}
+    memo: dict[int, Any] = {id(p): p for p in parameters_of(own)}
     memo[id(own.state)] = defaultdict(dict)
     result = object.__new__(type(optimizer))
     memo[id(optimizer)] = result

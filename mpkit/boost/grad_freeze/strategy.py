@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import check_choice, check_count, check_kind, check_number
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt, State
 from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
+from mpkit.step.phases import parameters_of
 
 Rule = Literal["modules", "mindspore"]
 TYPES = {0: "continuous", 1: "interleaved"}
@@ -136,7 +137,7 @@ class GradientFreeze:
         groups = self.split_parameters_groups(network, self.param_groups)
         if self.rule == "modules":
             staged = {id(p) for p in groups[0]}
-            others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in staged]
+            others: list[Any] = [p for p in parameters_of(optimizer) if id(p) not in staged]
             groups = [group + others for group in groups]
         strategy = self.generate_freeze_index_sequence(
             len(groups), self.freeze_type, self.freeze_p, self.total_steps, numpy_seed=numpy_seed
