@@ -519,7 +519,7 @@ WRONG = [
     (lambda: bare().fit(1, loader(), valid_frequency="2"), TypeError, "valid_frequency must be"),
     (lambda: LossMonitor(-1), ValueError, "at least 0"),
     (lambda: LossMonitor(2.0), TypeError, "must be an int"),
-    (lambda: Checkpoint("x", 0), ValueError, "at least 1 step"),
+    (lambda: Checkpoint("x", 0), ValueError, "every must be at least 1"),
     (lambda: Checkpoint("x", 1.5), TypeError, "must be an int"),
     (lambda: bare().train(1, None), TypeError, "a list or a DataLoader, got NoneType"),
     (lambda: bare().train(1, loader(), callbacks=[print]), TypeError, "callbacks must be Callback objects"),

@@ -23,9 +23,9 @@ def dynamic_map(signed: bool) -> Tensor:
     them for either sign, or 2, 4, ... 128 where there is no sign. So small values keep their order of magnitude.
     Source:  Dettmers et al. 2022, arXiv:2110.02861, 2.2 (dynamic tree quantization), with torchao 0.18's numbers.
     """
-    values = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for digit in range(7):
-        parts = torch.linspace(0.1, 1, 2 ** (digit if signed else digit + 1) + 1)
+        parts = torch.linspace(0.1, 1, 2 ** (digit if signed else digit + 1) + 1, dtype=torch.float32)
         middles = (parts[:-1] + parts[1:]) / 2 * 10.0 ** (digit - 6)
         values += [middles, -middles] if signed else [middles]
     return torch.cat(values).sort().values
