@@ -188,10 +188,11 @@ class BitsExplorer(Explorer):
     def summary(self) -> str:
         if self.fields.kind in ("inf", "nan"):
             return f"{self.number} in {self.fmt} is {self.value} (bits {self.bit_string()})."
-        off = self.value - self.wanted
+        off, kind = self.value - self.wanted, self.fields.kind
+        told = "zero" if kind == "zero" else f"a {kind} number"
         error = "exactly" if off == 0 else f"off by {off:.3g}"
         return (
-            f"{self.number} in {self.fmt} is {self.value!r} ({error}), a {self.fields.kind} number: bits "
+            f"{self.number} in {self.fmt} is {self.value!r} ({error}), {told}: bits "
             f"{self.bit_string()}; neighbours {short(self.below)} and {short(self.above)}, ulp {self.gap:.4g}."
         )
 

@@ -27,20 +27,23 @@ RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
     "gpt_sums": "small GPT on sums, healthy",
     "rare_outliers": "one huge batch in 16",
-    "growing_activations": "a broken model, which overflows without any scale from step 129 on",
+    "growing_activations": "a broken model, from step 129 on",
 }
 SHOWN = 400  # steps of each recorded run
 
 
+FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
+
+
 @cache
-def recorded(run: str) -> tuple[Trace, np.ndarray]:
-    """A trace from `data/traces` and the largest scale that each of its steps can bear in float16 (negative: none).
+def recorded(run: str, fmt: str = "fp16") -> tuple[Trace, np.ndarray]:
+    """A trace from `data/traces` and the largest scale that each of its steps can bear in `fmt` (negative: none).
 
     The runs were trained in float32, so that no recorded scale hides what another one would have kept, and the ceiling
-    of float16 was measured in each step.
+    of float16 was measured in each step; that of bfloat16 follows from the largest gradient of a weight.
     """
     trace = Trace.load(data_dir() / "traces" / f"{run}_float32.npz").before(SHOWN)
-    return trace, ceilings(trace, "fp16")
+    return trace, ceilings(trace, fmt)
 
 
 def exponent(value: float) -> str:
@@ -61,16 +64,16 @@ def _sentence(words: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def zero_share(trace: Trace, scales: np.ndarray) -> np.ndarray:
-    """Share of gradient values that are zero in float32 already, or become zero in float16 at these scales.
+def zero_share(trace: Trace, scales: np.ndarray, fmt: str = "fp16") -> np.ndarray:
+    """Share of gradient values that are zero in float32 already, or become zero in `fmt` at these scales.
 
     Shapes:  scales (N, P), one row per step -> (N, P); NaN in steps whose loss is not finite: they have no gradients.
     """
     part = trace.gradients
-    lost = flushed(trace, scales, "fp16")
+    lost = flushed(trace, scales, fmt)
     nonzero = part.total().sum(axis=1)[:, None]
     share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
-    return np.where((ceilings(trace, "fp16") < 0)[:, None], math.nan, share)
+    return np.where((ceilings(trace, fmt) < 0)[:, None], math.nan, share)
 
 
 def stepped(
@@ -102,12 +105,14 @@ class DynamicsExplorer(Explorer):
     """
 
     controls = (
-        *("run", "init_exponent", "scale_factor", "apart", "down_factor", "scale_window", "floor_exponent"),
+        *("run", "fmt", "init_exponent", "scale_factor", "apart", "down_factor", "scale_window", "floor_exponent"),
         *("hold", "step"),
     )
     actions = {"Undo what was drawn": "undraw"}
     gestures = ("draw", "put")
-    run = Enum(list(RUNS), "gpt_sums").tag(label="recorded run", names=RUNS)
+    FORMATS = FORMATS
+    run = Enum(list(RUNS), "gpt_sums").tag(label="run", names=RUNS)
+    fmt = Enum(list(FORMATS), "fp16").tag(label="format", names=FORMATS)
     init_exponent = Int(24, min=0, max=32).tag(label="initial scale, 2 to the")
     scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", unit="times", scale="log2", step=0.25)
     apart = Bool(False).tag(label="another factor down")
@@ -165,7 +170,7 @@ class DynamicsExplorer(Explorer):
             return
         if self.floor_exponent > self.init_exponent:
             raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
-        self.trace, self.ceiling = recorded(self.run)
+        self.trace, self.ceiling = recorded(self.run, self.fmt)
         if self.drawn:
             self.ceiling = self.ceiling.copy()
             self.ceiling[list(self.drawn)] = list(self.drawn.values())
@@ -173,7 +178,7 @@ class DynamicsExplorer(Explorer):
         fresh = self.finite & np.append(True, (self.scale[1:] != self.scale[:-1]) | ~self.finite[:-1])
         starts = np.maximum.accumulate(np.where(fresh, np.arange(SHOWN), 0))
         self.good = np.where(self.finite, (np.arange(SHOWN) - starts) % self.scale_window + 1, 0)
-        self.zeros = zero_share(self.trace, self.scale[:, None])[:, 0]
+        self.zeros = zero_share(self.trace, self.scale[:, None], self.fmt)[:, 0]
         with np.errstate(invalid="ignore"):
             self.headroom = np.log2(np.maximum(self.ceiling, 2.0**-60) / self.scale)
         self._key = key
@@ -185,13 +190,17 @@ class DynamicsExplorer(Explorer):
 
     def summary(self) -> str:
         i, skipped = self.step, len(self.skipped)
-        so_far = f"Up to here {skipped} of {i + 1} steps were skipped"
-        head = f"{_sentence(RUNS[self.run])}. Step {i}: the scale is {exponent(self.scale[i])}"
+        so_far = (
+            f"Up to here {skipped} of {i + 1} steps were skipped, so the optimizer was called {i + 1 - skipped} times"
+        )
+        inside = "" if self.fmt == "fp16" else f", with gradients in {FORMATS[self.fmt]}"
+        head = f"{_sentence(RUNS[self.run])}{inside}. Step {i}: the scale is {exponent(self.scale[i])}"
         if self.ceiling[i] < 0:
             return f"{head}; no scale helps, because the loss itself is not finite. {so_far}."
         return (
             f"{head}, the ceiling {exponent(self.ceiling[i])}, the headroom {self.headroom[i]:.1f} bits; decision: "
-            f"{self.reasons[i]}. {so_far}, and {100 * self.zeros[i]:.0f} % of this step's gradient values are zero."
+            f"{self.reasons[i]}{'' if self.finite[i] else ', and the optimizer sees nothing of this step'}. {so_far}. "
+            f"{100 * self.zeros[i]:.0f} % of this step's gradient values are zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -340,9 +349,10 @@ class LiveExplorer(Explorer):
         settings = f"factor {self.scale_factor}, window {self.scale_window}, floor 2^{self.floor_exponent}"
         if self.run is None or not self.run.losses:
             return f"Set to {settings}: press Train, and move the sliders while it trains."
+        right = "" if self.run.accuracy is None else f", {self.run.accuracy:.0%} of the test digits right"
         return (
             f"Set to {settings}; after {len(self.run.losses)} steps: loss {self.run.losses[-1]:.2f}, scale "
-            f"{exponent(self.run.scales[-1])}, {len(self.run.skipped)} steps skipped."
+            f"{exponent(self.run.scales[-1])}, {len(self.run.skipped)} steps skipped{right}."
         )
 
     def table(self) -> list[dict[str, Any]]:

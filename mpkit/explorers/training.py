@@ -291,9 +291,10 @@ class OrderExplorer(Explorer):
 
     def summary(self) -> str:
         right, early, each = (self.norms[order][self.exponent] for order in ORDERS)
+        parts = f"{self.parts} micro-batch{'es' if self.parts > 1 else ''}"
         return (
-            f"At a scale of 2^{self.exponent}, clipping to {self.max_norm:.3g}, {self.parts} micro-batches: the "
-            f"right order hands a gradient of norm {right:.3g} to the optimizer, clipping first {early:.3g}, "
+            f"At a scale of 2^{self.exponent}, clipping to {self.max_norm:.3g}, {parts}: the right order "
+            f"hands a gradient of norm {right:.3g} to the optimizer, clipping first {early:.3g}, "
             f"unscaling after each micro-batch {each:.3g} (cosine {self.cosines[ORDERS[2]]:.2f} with the right one)."
         )
 

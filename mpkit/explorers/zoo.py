@@ -99,10 +99,14 @@ class ZooExplorer(Explorer):
         stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
         raised = f" {', '.join(stops)} raise." if stops else ""
         start = f"all from 2^{self.start_exponent}" if self.same_start else "each from its own start"
+        least, most = int(skipped.min()), int(skipped.max())
+        few, many = self.names[skipped.argmin()], self.names[skipped.argmax()]
+        counts = f"between {least} ({few}) and {most} ({many}) of {STEPS} steps are skipped"
+        if least == most:
+            counts = f"every rule skips {most} of {STEPS} steps"
         return (
-            f"{len(self.names)} rules, {start}, growth interval {self.interval}; {SITUATIONS[self.situation]}: between "
-            f"{skipped.min()} ({self.names[skipped.argmin()]}) and {skipped.max()} "
-            f"({self.names[skipped.argmax()]}) of {STEPS} steps are skipped.{raised}"
+            f"{len(self.names)} rules, {start}, growth interval {self.interval}; {SITUATIONS[self.situation]}: "
+            f"{counts}.{raised}"
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -151,7 +155,7 @@ class NaiveExplorer(Explorer):
         else:
             fate = "it rests only because it happens to lie between the loss and twice the loss"
         return (
-            f"From 2^{self.start_exponent} with a loss of {self.loss:.3g}: the naive rule is at {exponent(end)} after "
+            f"From 2^{self.start_exponent} with a loss of {self.loss:.4g}: the naive rule is at {exponent(end)} after "
             f"{self.STEPS} steps ({fate}); the rule of torch is at {exponent(self.torch[-1])}, the ceiling at "
             f"2^{self.ceiling_exponent}."
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpkit.formats import FloatFormat, get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
 
@@ -56,7 +57,13 @@ def dynamics_scene(data: Any) -> Scene:
         floor = data.floor_exponent
         main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
     _gradients(scene, data)
-    whole = scene.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, len(steps), 8), y=log2("", low, high, 8))
+    whole = scene.panel(
+        1,
+        0,
+        colspan=2,
+        x=linear("step of the whole run", 0, len(steps), 8),
+        y=log2("", low, high, 8 if high - low < 60 else 32),
+    )
     whole.band(kept, high, quiet=True)
     whole.line(kept, color="overflow", width=1)
     whole.line(scale, step="mid", width=1.6)
@@ -66,23 +73,27 @@ def dynamics_scene(data: Any) -> Scene:
     return scene
 
 
-REGIONS = (
-    (-25, "zero", "become zero"),
-    (-14, "subnormal", "subnormal"),
-    (16, "normal", ""),
-    (20, "overflow", "overflow"),
-)
-"""Of float16: up to which power of two, role, name."""
+TOP = 20  # of the axis of magnitudes, a power of two
+
+
+def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
+    """Up to which power of two, role, name."""
+    return [
+        (math.log2(fmt.min_subnormal) - 1, "zero", "become zero"),
+        (fmt.min_exponent, "subnormal", "subnormal"),
+        (fmt.max_exponent + 1, "normal", ""),
+        (max(TOP, fmt.max_exponent + 5), "overflow", "overflow"),
+    ]
 
 
 def _gradients(scene: Scene, data: Any) -> None:
-    """This step's recorded gradients times its scale, over the regions of float16."""
-    part, low = data.trace.gradients, -32
+    """This step's recorded gradients times its scale, over the regions of the format."""
+    part, low, regions = data.trace.gradients, -32, _regions(get_format(data.fmt))
     share = part.total() / part.size.sum()
     unit = 100 * share.max() / 255
-    x, y = linear("share, %", 0, 105 * share.max(), 3), log2("magnitude in float16", low, REGIONS[-1][0])
+    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(f"magnitude in {data.FORMATS[data.fmt]}", low, TOP)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
-    for high, role, name in REGIONS:
+    for high, role, name in regions:
         panel.span("y", low, high, f"{role}/0.14", name)
         low = high
     rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
@@ -94,7 +105,7 @@ def _gradients(scene: Scene, data: Any) -> None:
         unit=unit,
         rows=scene.keep("rows", rows),
         shift=np.log2(data.scale),
-        zones=[[upto if upto < 20 else None, role] for upto, role, _ in REGIONS],
+        zones=[[None if role == "overflow" else upto, role] for upto, role, _ in regions],
         label="share of the gradients, %",
         quiet=True,
     )

@@ -1,0 +1,300 @@
+"""The numbers in the sentences of views, computed a second way, over the whole range of every control.
+
+The second way never calls what the explorer calls: native 16-bit arithmetic, ml_dtypes, plain loops, lists of all
+values of a format, closed formulas.
+"""
+
+import bisect
+import math
+import re
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from mpkit.explorers.base import Explorer
+from mpkit.explorers.boost import CentralizeExplorer, FreezeExplorer, LessBNExplorer
+from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
+from mpkit.explorers.formats import GradientsExplorer, RangesExplorer
+from mpkit.explorers.formats import recorded as digits_trace
+from mpkit.explorers.optimizers import AdamStateExplorer, LossScaleExplorer, SchedulesExplorer
+from mpkit.explorers.rounding import ModesExplorer, UpdatesExplorer
+from mpkit.explorers.scaling import DynamicsExplorer, recorded
+from mpkit.explorers.start import StartExplorer
+from mpkit.explorers.training import OrderExplorer, UnderflowExplorer, gradients_of_digits, micro_gradients
+from mpkit.explorers.zoo import STEPS, ZooExplorer, zoo_policy
+from mpkit.formats import get_format
+from mpkit.policies import advance, initial
+
+NARROW = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3}
+
+
+def swept(explorer: Explorer, samples: int = 6, **only):
+    """The explorer at its opening state, and with each control alone at values over its whole range."""
+    opening = explorer.state()
+    yield explorer
+    for name in explorer.controls:
+        trait = explorer.traits()[name]
+        if name in only:
+            values = only[name]
+        elif getattr(trait, "values", None):
+            values = trait.values
+        elif hasattr(trait, "min"):
+            values = sorted({type(trait.default_value)(v) for v in np.linspace(trait.min, trait.max, samples)})
+        else:
+            values = (True, False)
+        for value in values:
+            explorer.set(**opening | {name: value})
+            yield explorer
+    explorer.set(**opening)
+
+
+def power(text: str) -> float:
+    """2^17.75 and 0 as they stand in a sentence, as a number."""
+    return 2.0 ** float(text[2:]) if text.startswith("2^") else float(text)
+
+
+def read(pattern: str, explorer: Explorer) -> list[str]:
+    found = re.search(pattern, explorer.summary())
+    assert found, explorer.summary()
+    return list(found.groups())
+
+
+@pytest.mark.parametrize("run", ["gpt_sums", "mlp_digits", "rare_outliers", "growing_activations"])
+@pytest.mark.parametrize("step", [51, 399])
+def test_dynamics(run, step):
+    trace = recorded(run)[0]
+    tops, part = trace.measured["fp16"], trace.gradients
+    for m in swept(
+        DynamicsExplorer(run=run, step=step, init_exponent=14), run=(), fmt=(), step=(), floor_exponent=(-24, -3, 10)
+    ):
+        scale, good, skipped = 2.0**m.init_exponent, 0, 0
+        for i in range(step + 1):
+            used, finite = scale, scale <= tops[i]
+            good = good + 1 if finite else 0
+            skipped += not finite
+            if m.hold:
+                continue
+            if not finite:
+                scale = max(scale / (m.down_factor if m.apart else m.scale_factor), 2.0**m.floor_exponent)
+            elif good == m.scale_window:
+                scale, good = scale * m.scale_factor, 0
+            scale = float(np.float32(scale))
+        told = read(r"the scale is (\S+?)[,;].* (\d+) of (\d+) steps were skipped, .*called (\d+) times", m)
+        assert power(told[0]) == pytest.approx(used, rel=4e-3)
+        assert [int(v) for v in told[1:]] == [skipped, step + 1, step + 1 - skipped]
+        if tops[step] < 0:
+            assert "no scale helps" in m.summary()
+            continue
+        ceiling, bits, zeros = read(r"the ceiling (\S+), the headroom (\S+) bits.* (\d+) % of this", m)
+        assert power(ceiling) == pytest.approx(tops[step], rel=4e-3)
+        assert float(bits) == pytest.approx(math.log2(tops[step]) - math.log2(used), abs=0.051)
+        if math.log2(used).is_integer():
+            at = int(np.searchsorted(trace.rows, step, "right")) - 1
+            lost = sum(n for e, n in zip(part.exponents, part.total()[at]) if e + 1 <= -25 - math.log2(used))
+            assert int(zeros) == pytest.approx(100 * (part.zeros[at].sum() + lost) / part.size.sum(), abs=0.51)
+
+
+@pytest.mark.parametrize("situation", ["drop", "outliers", "fixed", "model", "free"])
+def test_zoo(situation):
+    for m in swept(ZooExplorer(situation=situation), samples=3, situation=()):
+        skips = []
+        for name in m.names:
+            policy = zoo_policy(name, m.interval, 2.0**m.start_exponent if m.same_start else None)
+            state, skipped = initial(policy), 0
+            for i in range(STEPS):
+                finite = bool(state.scale <= m.ceiling[i])
+                skipped += not finite
+                state, stop = advance(policy, state, finite)
+                if stop:
+                    break
+            skips.append(skipped)
+        if min(skips) == max(skips):
+            assert f"every rule skips {skips[0]} of" in m.summary()
+        else:
+            assert read(r"between (\d+) .* and (\d+) ", m) == [str(min(skips)), str(max(skips))]
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16", "e5m2"])
+def test_gradients(fmt):
+    ranges, dtype = digits_trace().gradients, NARROW[fmt]
+    tiny, largest = float(ml_dtypes.finfo(dtype).smallest_normal), float(ml_dtypes.finfo(dtype).max)
+    for m in swept(GradientsExplorer(fmt=fmt), fmt=()):
+        shares, counts = np.zeros(4), ranges.total()[m.step].astype(float)
+        for e, count in zip(ranges.exponents, counts):
+            with np.errstate(over="ignore"):
+                value = abs(float(np.array(1.5 * 2.0 ** (int(e) + m.scale_exponent)).astype(dtype)))
+            shares[0 if value == 0 else 1 if value < tiny else 2 if value <= largest else 3] += count
+        told = read(r"Step (\d+), ([\d,]+) non.* (\S+)% become 0, (\S+)% sub\S+ (\S+)% normal, (\S+)% over", m)
+        assert [int(told[0]), int(told[1].replace(",", ""))] == [m.step, int(counts.sum())]
+        assert [float(v) for v in told[2:]] == pytest.approx((100 * shares / counts.sum()).tolist(), abs=0.051)
+
+
+def test_ranges():
+    for m in swept(RangesExplorer(), samples=60):
+        for name, told in re.findall(r"(fp16|bf16|e5m2|e4m3fn) ([^;.]+)", m.summary()):
+            fmt, low = get_format(name), 2.0**m.exponent
+            if low > fmt.max:
+                assert told.startswith(("overflows", "becomes"))
+                continue
+            values = fmt.values()
+            inside = int(((values >= low) & (values < 2 * low) & values.isfinite()).sum())
+            if name == "e4m3fn" and inside == 7:
+                inside = 8  # the eighth pattern is its NaN
+            assert told.startswith(f"{int(math.log2(inside)) + 1} of" if inside else "becomes 0"), (name, m.exponent)
+
+
+def test_modes():
+    finite = {name: get_format(name).values() for name in ("fp16", "e5m2", "e3m2")}
+    finite = {name: sorted(set(v[v.isfinite()].tolist())) for name, v in finite.items()}
+    for m in swept(ModesExplorer(), lower=("0", "1", "1.5", "28", "6", "0.0625"), fmt=tuple(finite)):
+        values = finite[m.fmt]
+        right = values[bisect.bisect_left(values, m.x)]
+        left = right if right == m.x else values[bisect.bisect_left(values, m.x) - 1]
+        below, above = Fraction(m.x) - Fraction(left), Fraction(right) - Fraction(m.x)
+        away = max((left, right), key=abs) if below == above else left if below < above else right
+        told = read(r"nearest_away (\S+), toward_zero (\S+), up (\S+), down (\S+);", m)
+        for text, want in zip(told, (away, left if m.x > 0 else right, right, left)):
+            assert float(text) == pytest.approx(want, rel=1e-6), m.state()
+        if left != right:
+            assert float(read(r"probability (\S+)\.$", m)[0]) == pytest.approx(float(below / (below + above)), abs=6e-4)
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_updates(fmt):
+    for m in swept(UpdatesExplorer(fmt=fmt), samples=4, fmt=()):
+        small, weight = NARROW[fmt](m.update), NARROW[fmt](1)
+        for _ in range(m.shown):
+            weight = NARROW[fmt](weight + small)
+        shown, size, half, nearest, exact = read(
+            r", (\d+) updates of (\S+), .*\((\S+)\): nearest (\S+),.* exact (\S+)\.$", m
+        )
+        assert (int(shown), float(half)) == (
+            m.progress * 20,
+            float(f"{float(ml_dtypes.finfo(NARROW[fmt]).eps) / 2:.3g}"),
+        )
+        assert float(size) == pytest.approx(m.update, rel=5e-3)
+        assert float(nearest) == pytest.approx(float(weight), abs=6e-5)
+        assert float(exact) == pytest.approx(1 + int(shown) * m.update, abs=6e-5)
+
+
+def in_percent(share):
+    return "0 %" if share == 0 else "below 1 %" if share < 0.01 else f"{100 * share:.0f} %"
+
+
+def test_underflow():
+    for m in swept(UnderflowExplorer()):
+        values, dtype = gradients_of_digits()[m.moment, m.kind], NARROW[m.format]
+        tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+
+        def shares(exponent, values=values, dtype=dtype, tiny=tiny):
+            with np.errstate(over="ignore"):
+                stored = (values.astype(np.float64) * 2.0**exponent).astype(np.float32).astype(dtype).astype(np.float64)
+            small = (stored > 0) & (stored < tiny)
+            return [in_percent(float(part.mean())) for part in (stored == 0, small, ~np.isfinite(stored))]
+
+        *told, best, flushes = read(
+            r"2\^-?\d+: (.*) flushed to zero, (.*) subnormal, (.*) overflow\. .* 2\^(-?\d+), which flushes (.*)\.$", m
+        )
+        assert told == shares(m.exponent), m.state()
+        assert flushes == shares(int(best))[0]
+        assert shares(int(best))[2] == "0 %"
+
+
+def test_order():
+    for m in swept(OrderExplorer(), samples=5):
+        micro = micro_gradients(m.parts).double().numpy()
+        mean, n, scale = micro.mean(0), m.parts, 2.0**m.exponent
+        norm = float(np.linalg.norm(mean))
+        each = sum(g / n * scale ** -(n - 1 - k) for k, g in enumerate(micro))
+        length = float(np.linalg.norm(each))
+        want = (min(norm, m.max_norm), min(norm * scale, m.max_norm) / scale, min(length, m.max_norm))
+        cosine = float(mean @ each / norm / length)
+        told = [float(v) for v in read(r"norm (\S+) to the.* first (\S+), .*batch (\S+) \(cosine (\S+) with", m)]
+        assert told[:3] == pytest.approx(want, rel=6e-3)
+        assert told[3] == pytest.approx(cosine, abs=6e-3)
+
+
+def test_adam_state():
+    for m in swept(AdamStateExplorer(), samples=8, state_format=("float16", "float32")):
+        kind = {"float16": np.float16, "float32": np.float32}[m.state_format]
+        with np.errstate(all="ignore"):
+            g, eps = kind(2.0**m.gradient_exponent), kind(m.eps)
+            v = (
+                kind(kind(g * g) * kind(0.001))
+                if kind is np.float32
+                else kind(np.float32(kind(g * g)) * np.float32(0.001))
+            )
+            top = kind(np.float32(kind(np.float32(g) * np.float32(0.1))) * np.float32(math.sqrt(0.001) / 0.1))
+            step = kind(top / kind(kind(np.sqrt(v)) + eps))
+        told = read(r"v is (\S+), eps \S+ becomes (\S+) and the step (\S+) times.* it is (\S+) times", m)
+        exact = 2.0**m.gradient_exponent
+        wide = 0.001**0.5 * exact / (0.001**0.5 * exact + m.eps)
+        for text, want in zip(told, (v, eps, step, wide)):
+            assert float(text) == pytest.approx(float(want), rel=6e-3, nan_ok=True), m.state()
+
+
+def test_schedules():
+    for m in swept(SchedulesExplorer()):
+        lr, rate, span, warm = m.learning_rate, m.decay_rate, m.decay_steps, m.warmup_steps
+        t = m.step - warm
+        part = math.floor(t / span) if m.is_stair else t / span
+        capped = min(t, span) / span
+        want = (
+            [lr * m.step / warm] * 5
+            if t < 0
+            else [
+                *(lr * rate**part, lr * math.exp(-rate * (part if m.is_stair else t / 1)), lr / (1 + rate * part)),
+                *(lr * (1 + math.cos(math.pi * capped)) / 2, lr * (1 - capped) ** m.power),
+            ]
+        )
+        told = [
+            float(v)
+            for v in read(r"exponential (\S+), natural exp (\S+), inverse (\S+), cosine (\S+), polynomial (\S+)\.$", m)
+        ]
+        for i, (got, right) in enumerate(zip(told, want)):
+            if i != 1 or not m.is_stair:
+                assert got == pytest.approx(right, rel=6e-3, abs=1e-8), (i, m.state())
+
+
+def test_the_rest():
+    for m in swept(StartExplorer(), init_exponent=(0, 16), scale_factor=(2,)):
+        assert int(read(r"grow (\d+) times", m)[0]) == min(239 // m.scale_window, 127 - m.init_exponent)
+    for m in swept(LossScaleExplorer(), samples=3, weight_decay=()):
+        ratio = 2.0**m.sens_exponent / 2.0**m.scale_exponent
+        assert float(read(r"arrive (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)
+    for m in swept(LessBNExplorer(), network=("ResNet-18", "ResNet-50", "LeNet-5")):
+        kinds = [kind for _, kind in m.layers]
+        told = [int(v) for v in read(r": (\d+) of (\d+) BatchNorms go", m)]
+        assert told == [kinds.count("removed"), kinds.count("removed") + kinds.count("kept")]
+    for m in swept(CentralizeExplorer(), output=(0, 3, 5)):
+        row = np.array(m.grad[m.output].tolist())
+        mean, count, share = read(r"the mean (\S+) .* its (\d+) entries.*keeps (\d+)% of", m)
+        rows = np.array(m.grad.tolist())
+        left = rows - rows.mean(1, keepdims=True) if m.centralize else rows
+        assert (float(mean), int(count)) == (pytest.approx(row.mean(), rel=0.06), len(row))
+        assert int(share) == pytest.approx(100 * math.sqrt((left**2).sum() / (rows**2).sum()), abs=0.51)
+    for m in swept(FreezeExplorer(step=10), samples=4):
+        told = read(
+            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (\d+)% .* (\d+)% of them.*and (\S+)% is",
+            m,
+        )
+        stride, work = len(m.names) // m.groups, np.array(m.costs)
+        saved = [work[: v * stride].sum() / work.sum() for v in m.sequence]
+        assert [int(v) for v in told[:4]] == [m.step, m.sequence[m.step], m.sequence[m.step] * stride, len(work)]
+        frozen = 100 * sum(v > 0 for v in m.sequence) / len(m.sequence)
+        want = [100 * saved[m.step], frozen, 100 * float(np.mean(saved))]
+        assert [float(v) for v in told[4:]] == pytest.approx(want, abs=0.51)
+    for m in swept(LogSoftmaxExplorer(), fmt=("fp16",)):
+        z = torch.arange(0, -33.0, -1.0)
+        low = m.level in ("O2", "O3")
+        plain = torch.softmax(z, 0).half().log().isinf().sum() if low and not m.fused else 0
+        assert int(read(r": (\d+) of 33", m)[0]) == int(plain)
+    for m in swept(CastingExplorer(), samples=3, kept=(0, 1), fmt=("fp16", "e5m2")):
+        low, count = read(r": (\d+) of (\d+) operations", m)
+        steps = m.table()
+        assert [int(low), int(count)] == [sum(s["computes in"] != "float32" for s in steps), len(steps)]
+        told = read(r"; (\d+) values flushed to zero, (\d+) overflowed", m)
+        assert [int(v) for v in told] == [sum(s[key] for s in steps) for key in ("to zero", "overflow")]
