@@ -88,7 +88,7 @@ def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
 
 def _gradients(scene: Scene, data: Any) -> None:
     """This step's recorded gradients times its scale, over the regions of the format."""
-    part, low, regions = data.trace.gradients, -32, _regions(get_format(data.fmt))
+    part, low, regions = data.trace.gradients, -32.0, _regions(get_format(data.fmt))
     share = part.total() / part.size.sum()
     unit = 100 * share.max() / 255
     x, y = linear("share, %", 0, 105 * share.max(), 3), log2(f"magnitude in {data.FORMATS[data.fmt]}", low, TOP)
