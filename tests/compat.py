@@ -6,7 +6,8 @@
 Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
 within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
 plus sixteen units of the format's last place, where the true value is in the format's range; or sixteen times as far as
-torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). An error is torch's own ("torch has
+torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). It is "beyond the format" where a
+ledger counts values of the forward pass that an emulated format turns into infinity or NaN. An error is torch's own ("torch has
 no kernel") if torch raises the very same one there, or says that a kernel is not implemented for the dtype. A copy, a
 pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty, the same but for
 float32's own roundings, which torch changes without casts too.
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.casting import LEVELS, auto_mixed_precision, cast_like, remove_mixed_precision
+from mpkit.casting import LEVELS, auto_mixed_precision, cast_like, ledger, remove_mixed_precision
 from mpkit.casting.presets import PRESETS
 from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
 
@@ -187,8 +188,8 @@ def trained(network: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     torch.manual_seed(1)
     out = [x for x in tree_leaves(network(*args, **kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     ends = [x.to_dense().float().sum() for x in out if x.requires_grad]
-    grads = torch.autograd.grad(sum(ends), wanted, allow_unused=True) if ends and wanted else ()  # type: ignore[arg-type]
-    return [x.detach().to_dense().float() for x in (*out, *(g for g in grads if g is not None))]
+    grads = torch.autograd.grad(sum(ends), wanted, materialize_grads=True) if ends and wanted else ()  # type: ignore[arg-type]
+    return [x.detach().to_dense().float() for x in (*out, *grads)]
 
 
 def _rounded(value: Any, to: Any) -> Any:
@@ -226,7 +227,7 @@ def within(got: list[Tensor], want: list[Tensor], nearby: list[Tensor], eps: flo
     return True
 
 
-FINE = ("within", "as torch in 16 bits", "torch has no kernel", "not a case")
+FINE = ("within", "as torch in 16 bits", "beyond the format", "torch has no kernel", "not a case")
 _NO_KERNEL = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'")
 
 
@@ -260,8 +261,17 @@ def outcome(case: Case, treatment: str) -> str:
         return "not a case"
     if within(got, want, nearby, eps, largest):
         return "within"
-    torchs = _in_16_bits(case, dtype) if native else None
+    if not native:
+        return "beyond the format" if _leaves_the_range(case, treatment) else "outside"
+    torchs = _in_16_bits(case, dtype)
     return "as torch in 16 bits" if isinstance(torchs, list) and within(got, want, torchs, eps) else "outside"
+
+
+def _leaves_the_range(case: Case, treatment: str) -> bool:
+    network, args, kwargs = case.make()
+    with ledger(put(network, treatment), count=True) as book, torch.no_grad():
+        network(*args, **kwargs)
+    return any((row.overflowed or 0) > 0 for row in (*book.rows, *book.casts))
 
 
 def _in_16_bits(case: Case, dtype: torch.dtype) -> list[Tensor] | Exception:

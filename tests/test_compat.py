@@ -106,6 +106,16 @@ def test_numbers_that_torchs_own_16_bits_move_as_far_are_told_apart() -> None:
     assert compat.outcome(compat.Case("norm", made), "auto bfloat16") == "within"
 
 
+def test_what_leaves_the_range_of_a_format_is_told_apart() -> None:
+    def case(function: Any) -> compat.Case:
+        return compat.Case(
+            "one", lambda: (compat.Call(function), (torch.full((3,), 4.0, requires_grad=True),), {}), portable=False
+        )
+
+    assert compat.outcome(case(lambda x: (x**5).log()), "O2 e4m3fn") == "beyond the format"  # 1024 of 448
+    assert compat.outcome(case(lambda x: (x**3).log()), "O2 e4m3fn") == "within"
+
+
 def test_it_goes_on_where_it_stopped_and_takes_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "SOURCES", {"own": lambda: iter([case_of("perceptron")])})
     monkeypatch.setattr(compat, "TREATMENTS", {name: compat.TREATMENTS[name] for name in ("O0 bfloat16", "O2 bf16")})
