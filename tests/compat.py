@@ -7,10 +7,10 @@ Every case runs forwards and backwards in float32 and under every treatment (lev
 within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
 plus sixteen units of the format's last place, where the true value is in the format's range; or sixteen times as far as
 torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). It is "beyond the format" where a
-ledger counts values of the forward pass that an emulated format turns into infinity or NaN. An error is torch's own ("torch has
-no kernel") if torch raises the very same one there, or says that a kernel is not implemented for the dtype. A copy, a
-pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty, the same but for
-float32's own roundings, which torch changes without casts too.
+ledger counts values of the forward pass that an emulated format turns into infinity or NaN. An error is torch's own
+("torch has no kernel") if torch raises the very same one on 16 bits, or says that a kernel is not implemented for the
+dtype. A copy, a pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty,
+the same but for float32's own roundings, which torch changes without casts too.
 
 Needs `pip install "mpkit[compat]"`; the counts go to data/benchmarks/compat.json.
 """
