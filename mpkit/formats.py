@@ -6,6 +6,7 @@ and from what the topmost exponent stands for.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from dataclasses import dataclass
@@ -112,6 +113,35 @@ class FloatFormat:
         return 2.0 ** (self.min_exponent - self.fraction_bits)
 
     @property
+    def min_subnormal_exponent(self) -> int:
+        """Exponent of the smallest positive value."""
+        return self.min_exponent - self.fraction_bits
+
+    @property
+    def zero_up_to(self) -> float:
+        """Half the smallest subnormal: rounding to nearest even makes zero of magnitudes up to and at this one."""
+        return self.min_subnormal / 2
+
+    @property
+    def overflow_edge(self) -> float:
+        """Half a gap above `max`: rounding to nearest even takes every magnitude above this one beyond `max`."""
+        return self.max + self.ulp(self.max) / 2
+
+    @property
+    def edge_overflows(self) -> bool:
+        """Whether `overflow_edge` itself, a tie, leaves the range: it does if the last bit of `max` is 1."""
+        return self.specials != "nan"
+
+    def ulp(self, x: float) -> float:
+        """Gap between the values of this format around a finite magnitude; see `rounding.ulp` for tensors.
+
+        >>> FP16.ulp(1.0), FP16.ulp(2048.0), FP16.ulp(0.0)
+        (0.0009765625, 2.0, 5.960464477539063e-08)
+        """
+        exponent = math.frexp(x)[1] - 1 if x else self.min_exponent  # frexp puts the fraction into [0.5, 1)
+        return 2.0 ** (min(max(exponent, self.min_exponent), self.max_exponent) - self.fraction_bits)
+
+    @property
     def eps(self) -> float:
         """Gap between 1 and the next larger value."""
         return 2.0**-self.fraction_bits
@@ -131,11 +161,6 @@ class FloatFormat:
         """What becomes of a value beyond `max` by the format's own rule."""
         rules: dict[Specials, Literal["inf", "nan", "saturate"]] = {"ieee": "inf", "nan": "nan", "none": "saturate"}
         return rules[self.specials]
-
-    @property
-    def _carrier(self) -> torch.dtype:
-        """The dtype that holds every value of this format exactly."""
-        return torch.float64 if self.bits == 64 else torch.float32
 
     @property
     def _infinity(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,8 @@ Overflow = Literal["inf", "nan", "saturate"]
 
 MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
+ROUNDING_TO: ContextVar[FloatFormat | None] = ContextVar("ROUNDING_TO", default=None)
+"""The format that is being rounded to: for whoever watches operations, since the steps of a rounding are no others'."""
 SEEDED = 2**13
 """Values: from this many on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
@@ -67,6 +70,21 @@ def round_to(
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
+    outer = ROUNDING_TO.set(fmt)
+    try:
+        return _in_memory(x, fmt, mode, overflow, generator, out)
+    finally:
+        ROUNDING_TO.reset(outer)
+
+
+def _in_memory(
+    x: Tensor,
+    fmt: FloatFormat,
+    mode: Mode,
+    overflow: Overflow,
+    generator: torch.Generator | None,
+    out: Tensor | None,
+) -> Tensor:
     if out is None:
         out = torch.empty_like(x)
     elif _overlap_in_part(x, out):
@@ -341,8 +359,7 @@ def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Ove
         to_top = 2.0 ** (math.frexp(largest)[1] - 1 - fmt.max_exponent)
         rounded.mul_(to_top).mul_(1 / to_top)
     else:
-        half_gap = 2.0 ** (fmt.max_exponent - fmt.fraction_bits - 1)
-        torch.mul(rounded, largest / (fmt.max + half_gap), out=scratch)  # +-inf just where |rounded| > max
+        torch.mul(rounded, largest / fmt.overflow_edge, out=scratch)  # +-inf just where |rounded| > max
         if overflow == "nan":
             rounded.add_(scratch, alpha=0)
         else:

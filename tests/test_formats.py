@@ -1,5 +1,6 @@
 """Formats against the dtypes of numpy, ml_dtypes and torch: every pattern, every extreme, and exact fractions."""
 
+import math
 import pickle
 from fractions import Fraction
 
@@ -25,6 +26,7 @@ from mpkit.formats import (
     FloatFormat,
     get_format,
 )
+from mpkit.rounding import round_to, ulp
 
 NUMPY = {
     FP16: np.float16,
@@ -171,6 +173,20 @@ def test_encode_undoes_decode_in_any_format(exponent_bits, fraction_bits, specia
         assert exact is None or exact == Fraction(value)
     number = ~values.isnan()
     assert torch.equal(fmt.encode(values[number]), patterns[number])
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if f.bits < 64], ids=lambda f: f.name)
+def test_thresholds_are_where_rounding_changes(fmt):
+    zero, edge = fmt.zero_up_to, fmt.overflow_edge
+    around = [zero, math.nextafter(zero, 1.0), math.nextafter(edge, 0.0), edge, math.nextafter(edge, math.inf)]
+    x = torch.tensor(around, dtype=torch.float64)
+    tiny, small, large, tie, beyond = round_to(x, fmt, overflow="inf").tolist()
+    assert (tiny, small) == (0.0, fmt.min_subnormal)
+    assert (large, beyond) == (fmt.max, math.inf)
+    assert tie == (math.inf if fmt.edge_overflows else fmt.max)
+    for value in (0.0, fmt.min_subnormal, fmt.min_normal, 1.0, 1.75, -2.0, fmt.max):
+        assert fmt.ulp(value) == float(ulp(torch.tensor(value, dtype=torch.float64), fmt))
+    assert 2.0**fmt.min_subnormal_exponent == fmt.min_subnormal
 
 
 def test_names():

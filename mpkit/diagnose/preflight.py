@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.formats import FloatFormat, get_format
+from mpkit.rounding import ulp
 
 _STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -122,7 +123,7 @@ def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[F
             value = group.get(key)
             value = min(value) if isinstance(value, tuple | list) else value
             for one in formats:
-                if isinstance(value, float) and 0 < value <= one.min_subnormal / 2:
+                if isinstance(value, float) and 0 < value <= one.zero_up_to:
                     yield Finding(
                         "error" if low else "warning",
                         f"optimizer group {index}",
@@ -161,9 +162,7 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
             grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
             size = torch.full_like(grad, float(group["lr"])) if adaptive else grad * float(group["lr"])
             moving = grad > 0
-            weight = p.detach().double().abs().clamp_min(fmt.min_normal)
-            half_ulp = torch.exp2(torch.floor(torch.log2(weight))) * fmt.eps / 2
-            lost = float((moving & (size < half_ulp)).sum()) / max(1, int(moving.sum()))
+            lost = float((moving & (size < ulp(p.detach().double(), fmt) / 2)).sum()) / max(1, int(moving.sum()))
             if lost > _STATE_SHARE:
                 yield Finding(
                     "warning",

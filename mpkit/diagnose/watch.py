@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from mpkit.arguments import check_kind
 from mpkit.diagnose.cure import OUTSIDE, ROOT
+from mpkit.rounding import ROUNDING_TO
 
 _ROUNDING = "round to "
 
@@ -296,10 +296,8 @@ def _plain_name(name: str) -> str:
 
 def _operation(func: Any, args: Any, kwargs: Any) -> str:
     """The operation in words: what torch calls it, or which cast or rounding it is."""
-    frame = _rounding_frame()
-    if frame is not None:
-        fmt = frame.get("fmt") or frame.get("format")
-        return f"{_ROUNDING}{getattr(fmt, 'name', 'the format')}"
+    if (fmt := ROUNDING_TO.get()) is not None:
+        return f"{_ROUNDING}{fmt.name}"
     name = func._overloadpacket.__name__
     if name in ("_to_copy", "to"):
         dtype = kwargs.get("dtype")
@@ -307,20 +305,3 @@ def _operation(func: Any, args: Any, kwargs: Any) -> str:
     if name == "copy_":
         return f"cast to {_dtype_name(args[0].dtype)}" if args[0].dtype != args[1].dtype else "copy"
     return _plain_name(name)
-
-
-def _rounding_frame() -> dict[str, Any] | None:
-    """Local names of mpkit's rounding when it is what called the running operation."""
-    for frame in _frames():
-        if frame.f_globals.get("__name__", "").startswith("mpkit.rounding"):
-            return frame.f_locals
-        if frame.f_globals.get("__name__", "").startswith("mpkit.diagnose.run"):
-            return None
-    return None
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -89,8 +89,7 @@ class BitsExplorer(Explorer):
         self.below, self.above = (None if p is None else value_of(p, self.format) for p in ends)
         finite = self.fields.value is not None
         self.gap = float(ulp(torch.tensor(self.value, dtype=torch.float64), self.format)) if finite else math.nan
-        least = self.format.min_exponent - self.format.fraction_bits
-        self.binades = np.arange(least, self.format.max_exponent + 1)
+        self.binades = np.arange(self.format.min_subnormal_exponent, self.format.max_exponent + 1)
         self.teeth = [(int(e), min(2, bits_kept(self.format, int(e)) - 1)) for e in self.binades]
         if finite:
             self._look_around()
@@ -309,7 +308,7 @@ class GradientsExplorer(Explorer):
     @property
     def lost_below(self) -> int:
         """Magnitudes below two to this power, half the smallest subnormal, round to zero."""
-        return self.format.min_exponent - self.format.fraction_bits - 1
+        return self.format.min_subnormal_exponent - 1
 
     def summary(self) -> str:
         return (

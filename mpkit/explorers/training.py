@@ -20,7 +20,6 @@ from mpkit.explorers.base import Explorer
 from mpkit.explorers.start import computed_in
 from mpkit.formats import FloatFormat, get_format
 from mpkit.networks import Network
-from mpkit.rounding import round_to
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
@@ -91,11 +90,11 @@ class Limits:
 @cache
 def limits_of(fmt: FloatFormat) -> Limits:
     """Half the smallest subnormal, half a gap below the smallest normal, half a gap above the largest number."""
-    half_gap = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.fraction_bits - 1)
-    edge = np.float32(min(fmt.max + half_gap, float(np.finfo(np.float32).max)))
-    fits = round_to(torch.tensor(edge), fmt).isfinite().item()  # the tie itself goes to the even neighbour
-    overflow = float(np.nextafter(edge, np.float32(np.inf))) if fits else float(edge)
-    return Limits(fmt.min_subnormal / 2, fmt.min_normal - fmt.min_subnormal / 2, overflow)
+    largest = float(np.finfo(np.float32).max)
+    edge = np.float32(min(fmt.overflow_edge, largest))
+    overflows = fmt.edge_overflows and fmt.overflow_edge <= largest
+    overflow = float(edge if overflows else np.nextafter(edge, np.float32(np.inf)))
+    return Limits(fmt.zero_up_to, fmt.min_normal - fmt.zero_up_to, overflow)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _bit_row(scene: Scene, data: Any) -> None:
 
 def _whole_format(scene: Scene, data: Any) -> None:
     fmt = data.format
-    least = fmt.min_exponent - fmt.fraction_bits
+    least = fmt.min_subnormal_exponent
     low, high = least - 2, fmt.max_exponent + 3
     panel = scene.panel(
         1, title=f"all of {fmt.name}, a comb for each power of two", x=log2("magnitude", low, high), y=space(0, 1)
@@ -172,7 +172,7 @@ def precision(shown: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn"
     )
     for name, color, dash, glyph in zip(shown, SERIES, DASHES, GLYPHS):
         fmt = FORMATS[name]
-        x = np.arange(fmt.min_exponent - fmt.fraction_bits, fmt.max_exponent + 1)
+        x = np.arange(fmt.min_subnormal_exponent, fmt.max_exponent + 1)
         y = np.maximum(x, fmt.min_exponent) - fmt.fraction_bits - x
         look = {"dash": dash, "glyph": glyph, "every": max(1, len(x) // 6)}
         panel.line(y, x, color, label=name, tag=True, **look)

@@ -38,7 +38,7 @@ def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
     clean = (trace.gradients.nonfinite.sum(axis=1) == 0) & (largest > 0)
     top = np.full(len(trace), math.inf)
     if clean.any():
-        edge = fmt.max + fmt.eps * 2.0**fmt.max_exponent / 2 if fmt.overflow != "saturate" else math.inf
+        edge = fmt.overflow_edge if fmt.overflow != "saturate" else math.inf
         bits = np.log2(edge) - np.log2(largest[clean])
         top = np.exp2(np.interp(trace.step, trace.gradients.step[clean], bits))
         exact = trace.rows[clean]
