@@ -90,7 +90,7 @@ BUGS = [
     ),
     Bug(
         "O1 without the cast back to float32",
-        "casting/levels.py",
+        "casting/marking.py",
         "inside = everything(low, torch.float32)",
         "inside = everything(low)",
         "00_start_here",

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mpkit.bench._measure import Row, interleaved, rebuilt
+from mpkit.casting import LEVELS as ALL
 from mpkit.casting import auto_mixed_precision
 from mpkit.networks import Network, TinyGPT, resnet50
 
-LEVELS = ("O1", "O2", "O3", "auto")
+LEVELS = tuple(level for level in ALL if level != "O0")
 CPU_GOALS = {"O1": 1.10}
 GPU_GOALS = {"auto": 1.03, "O2": 1.00, "O3": 1.00}
 COMPILED_GOALS = {"auto": 1.00, "O2": 1.00, "O3": 1.00}

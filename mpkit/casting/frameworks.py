@@ -15,48 +15,18 @@ from torch import Tensor
 
 from mpkit.casting import operations as ops
 from mpkit.casting.handlers import Handler, computed_in, in_place, looks_inside, promoted
-from mpkit.casting.lists import CONVOLUTIONS
+from mpkit.casting.lists import (
+    APEX_TO_LOW,
+    APEX_TO_WIDE,
+    APEX_WIDEST,
+    BANNED,
+    TORCH_TO_LOW,
+    TORCH_TO_WIDE,
+    TORCH_WIDEST,
+)
 from mpkit.casting.operations import words
 from mpkit.casting.rules import Rule, operator_lists
 from mpkit.casting.targets import Target, converted, float_tensors, map_tensors, precision
-
-TORCH_TO_LOW = frozenset(
-    (
-        *CONVOLUTIONS,
-        *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv einsum multi_dot vecdot linear prelu conv_tbc"),
-        *words("scaled_dot_product_attention"),
-    )
-)
-TORCH_TO_WIDE = frozenset(
-    words(
-        """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt sinh softplus softmax
-        log_softmax logsumexp sum sum_to_size prod cumsum cumprod norm nuclear_norm dist cdist pdist renorm layer_norm
-        native_layer_norm group_norm rms_norm nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div
-        binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss
-        margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss
-        poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
-    )
-)
-TORCH_WIDEST = frozenset(
-    words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample bilinear")
-)
-APEX_TO_LOW = frozenset(
-    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
-)
-APEX_TO_WIDE = frozenset(
-    words(
-        """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
-        std sum var renorm interpolate grid_sample softplus softmin softmax log_softmax gelu layer_norm group_norm
-        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
-        cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
-        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
-        soft_margin_loss triplet_margin_loss ctc_loss cpu"""
-    )
-)
-APEX_WIDEST = frozenset(
-    words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
-)
-BANNED = "binary_cross_entropy"
 
 # functions of torch that are written in Python, of operators that autocast lists
 _OF_LISTED = {

@@ -1,6 +1,13 @@
-"""The lists of MindSpore's levels, in torch's names.
+"""The lists of MindSpore, torch, apex and Keras side by side, in torch's names.
 
-Source:  MindSpore 2.7 amp (white and black list, the three lists of level auto).
+Each framework says which operators compute low, which in float32 (wide), which in the widest of their inputs, and which
+modules stay float32.
+
+Source:   MindSpore 2.7 amp; torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.py; Keras 3 dtype
+          policies.
+Checked:  MindSpore's levels O0 to O3 against its recorded results; of its level auto the order of dispatch was seen and
+          the lists were read. torch's operator by operator against the dtypes that CUDA's dispatcher gives for fake
+          tensors. Of apex and Keras the lists were read; neither was run.
 """
 
 from __future__ import annotations
@@ -8,6 +15,8 @@ from __future__ import annotations
 from torch import nn
 
 from mpkit.casting.operations import words
+
+# --- MindSpore --------------------------------------------------------------------------------------------------------
 
 WHITE_MODULES: tuple[type[nn.Module], ...] = (
     nn.Conv1d,
@@ -58,3 +67,50 @@ AUTO_WIDEST = frozenset(
         index_copy index_put masked_scatter"""
     )
 )
+
+# --- torch.autocast on CUDA -------------------------------------------------------------------------------------------
+
+TORCH_TO_LOW = frozenset(
+    (
+        *CONVOLUTIONS,
+        *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv einsum multi_dot vecdot linear prelu conv_tbc"),
+        *words("scaled_dot_product_attention"),
+    )
+)
+TORCH_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt sinh softplus softmax
+        log_softmax logsumexp sum sum_to_size prod cumsum cumprod norm nuclear_norm dist cdist pdist renorm layer_norm
+        native_layer_norm group_norm rms_norm nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div
+        binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss
+        margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss
+        poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
+    )
+)
+TORCH_WIDEST = frozenset(
+    words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample bilinear")
+)
+
+# --- apex O1 and O2 ---------------------------------------------------------------------------------------------------
+
+APEX_TO_LOW = frozenset(
+    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
+)
+APEX_TO_WIDE = frozenset(
+    words(
+        """acos asin cosh tan erfinv exp expm1 log log10 log2 pow reciprocal rsqrt sinh cumprod cumsum dist norm prod
+        std sum var renorm interpolate grid_sample softplus softmin softmax log_softmax gelu layer_norm group_norm
+        local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
+        cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
+        multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
+        soft_margin_loss triplet_margin_loss ctc_loss cpu"""
+    )
+)
+APEX_WIDEST = frozenset(
+    words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
+)
+BANNED = "binary_cross_entropy"
+
+# --- Keras ------------------------------------------------------------------------------------------------------------
+
+KERAS_PROTECTED: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)

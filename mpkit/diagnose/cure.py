@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mpkit.casting.table import MINDSPORE
+
 OUTSIDE = "(loss function)"
 ROOT = "(network)"
 
@@ -36,7 +38,7 @@ def candidates(module: str, level: str | None) -> Iterator[Cure]:
     elif module != ROOT:
         parts = module.split(".")
         yield from (Cure("keep", ".".join(parts[:end])) for end in range(len(parts), 0, -1))
-    if level in ("O2", "O3"):
+    if level is not None and MINDSPORE[level].overrides:
         yield from (Cure("level", gentler) for gentler in ("O1", "auto"))
     if level is not None:
         yield Cure("bfloat16")

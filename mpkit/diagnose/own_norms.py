@@ -9,18 +9,16 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mpkit.casting import get_black_list
 from mpkit.casting.operations import words
 
 _DELICATE = frozenset(words("rsqrt sqrt pow square mean var std norm softmax log_softmax logsumexp exp log sum"))
 
 
-def own_norms(network: nn.Module, level: str) -> Iterator[tuple[str, str]]:
+def own_norms(network: nn.Module, protected: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, str]]:
     """(path, class) of the first module of each class whose forward casts to float32 and then adds up or takes roots.
 
-    torch's own modules, and what `level` protects anyway, are left out; so is a class without Python source.
+    torch's own modules, and those of a `protected` class, are left out; so is a class without Python source.
     """
-    protected = tuple(get_black_list()) if level == "O2" else ()
     seen: set[type] = set()
     for path, module in network.named_modules():
         kind = type(module)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.casting import LEVELS
+from mpkit.casting.table import MINDSPORE
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.formats import FloatFormat, get_format
 from mpkit.rounding import ulp
@@ -51,7 +53,7 @@ def preflight(
         loop:      the training loop, a function or its source: is a gradient clipped before it is unscaled?
     Raises:  TypeError, ValueError for wrong arguments.
     """
-    if level not in ("O0", "O1", "O2", "O3", "auto"):
+    if level not in LEVELS:
         raise ValueError(f"level must be O0, O1, O2, O3 or auto, got {level!r}")
     if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
         raise TypeError("preflight takes an nn.Module and a torch.optim.Optimizer, in this order")
@@ -85,9 +87,9 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
 
 
 def _overridden(network: nn.Module, level: str) -> Iterator[Finding]:
-    if level not in ("O2", "O3"):
+    if not MINDSPORE[level].overrides:
         return
-    for path, kind in own_norms(network, level):
+    for path, kind in own_norms(network, MINDSPORE[level].protected):
         yield Finding(
             "warning",
             path,
