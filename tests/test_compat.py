@@ -114,6 +114,9 @@ def test_what_leaves_the_range_of_a_format_is_told_apart() -> None:
 
     assert compat.outcome(case(lambda x: (x**5).log()), "O2 e4m3fn") == "beyond the format"  # 1024 of 448
     assert compat.outcome(case(lambda x: (x**3).log()), "O2 e4m3fn") == "within"
+    masked = case(lambda x: torch.softmax(torch.cat([x, torch.full((3,), -torch.inf)]), 0))
+    assert compat.outcome(masked, "O2 e4m3fn") == "beyond the format"  # -inf is NaN there
+    assert compat.outcome(masked, "O2 e5m2") == "within"
 
 
 def test_it_goes_on_where_it_stopped_and_takes_a_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
