@@ -10,9 +10,10 @@ import io
 import json
 import math
 import os
+import uuid
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -37,6 +38,30 @@ def _named(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be the name of a file, got {type(path).__name__}")
     return Path(path)
+
+
+def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync: bool = True) -> None:
+    """Write a file beside `path`, then put it in place at once: whoever looks sees the old file or the new one.
+
+    Args:
+        path:   its folder is made if it is not there.
+        write:  writes the content into the open file that it is given.
+        sync:   force the content to the disk first, so that a power cut leaves a whole file too.
+    """
+    path = _named(path)
+    if not callable(write):
+        raise TypeError(f"write must be a function of an open file, got {type(write).__name__}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with draft.open("wb") as file:
+            write(file)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read_json(path: str | Path) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from mpkit.files import write_whole
+
 DEFAULT = "mpkit-lessons"
 FIRST_LESSON = "00_start_here.ipynb"
 RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what differs from it is the reader's own work
@@ -125,16 +127,7 @@ def _read_record(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Beside its place first, then moved: never half a lesson."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as part:
-        part.write(content)
-    try:
-        os.chmod(part.name, 0o644)
-        os.replace(part.name, path)
-    except OSError:
-        os.unlink(part.name)
-        raise
+    write_whole(path, lambda file: file.write(content))
 
 
 def _sha256(content: bytes) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from mpkit.files import read_json, read_npz, short
+from mpkit.files import read_json, read_npz, short, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -351,14 +351,7 @@ class Folder:
 
     def _replace(self, path: Path, data: bytes) -> None:
         # not forced to the disk: a file that a power cut has torn is noticed by its digest and run again
-        half = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            with half.open("wb") as file:
-                file.write(data)
-            os.replace(half, path)
-        except BaseException:
-            half.unlink(missing_ok=True)
-            raise
+        write_whole(path, lambda file: file.write(data), sync=False)
 
     def write_index(self, index: Mapping[str, Any]) -> None:
         """What the last call asked for: the order of its cells, its baseline."""
@@ -381,7 +374,9 @@ class Folder:
         """Remove what killed processes left half written, once it is `older_than` seconds old."""
         limit = time.time() - older_than
         with os.scandir(self.path) as entries:
-            left = [e.path for e in entries if e.name.endswith((".tmp", ".lock")) and e.stat().st_mtime < limit]
+            left = [
+                e.path for e in entries if e.name.endswith((".part", ".tmp", ".lock")) and e.stat().st_mtime < limit
+            ]
         for path in left:
             Path(path).unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mpkit.files import read_tensors
+from mpkit.files import read_tensors, write_whole
 
 
 def save_whole(state: Any, path: Path) -> None:
@@ -24,15 +23,7 @@ def save_whole(state: Any, path: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - stale.stat().st_mtime > 3600:
                 stale.unlink()
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with draft.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_whole(path, lambda file: torch.save(state, file))
 
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mpkit.arguments import check_count, check_kind, check_number
-from mpkit.boost.dim_reduce.snapshots import read_snapshots, write_atomically
-from mpkit.files import read_npy
+from mpkit.boost.dim_reduce.snapshots import read_snapshots
+from mpkit.files import read_npy, write_whole
 
 FULL_NAME = "pca_mat_temp.npy"
 MARKER = "save_pca_end.txt"
@@ -103,7 +103,7 @@ def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: int) -
     marker.unlink(missing_ok=True)
     for rank in range(rank_size):
         _save(_rank_path(full_path, rank), matrix[row_block(len(matrix), rank, rank_size)])
-    write_atomically(marker, lambda file: None)
+    write_whole(marker, lambda file: None)
 
 
 def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> np.ndarray:
@@ -126,7 +126,7 @@ def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> 
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+    write_whole(path, lambda file: np.save(file, array, allow_pickle=False))
 
 
 def _rank_path(full_path: Path, rank: int) -> Path:

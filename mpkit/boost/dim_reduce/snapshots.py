@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_kind
-from mpkit.files import read_tensors
+from mpkit.files import read_tensors, write_whole
 from mpkit.step import Hook, StepContext
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, then rename it: a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class WeightSnapshots(Hook):
@@ -57,7 +43,7 @@ class WeightSnapshots(Hook):
         """Save the weights of now as those after `step`; -> the file."""
         weights = {name: p.detach().cpu().clone() for name, p in _trained(self.network).items()}
         path = self.directory / f"step_{step:08d}.ckpt"
-        write_atomically(path, lambda file: torch.save(weights, file))
+        write_whole(path, lambda file: torch.save(weights, file))
         return path
 
 
