@@ -129,6 +129,21 @@ def test_the_accumulation_method_takes_gradients_from_outside() -> None:
     assert_same(weights(net), [p - 2.0 for p in before])
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_it_is_the_mean_of_an_accumulation_that_is_clipped(outside: bool) -> None:
+    net = loss_net()
+    cell = BoostTrainOneStepCell(net, torch.optim.SGD(net.parameters(), lr=1.0), boost=accumulating(2), clip_norm=1e-3)
+    before = weights(net)
+    for factor in (1.0, 3.0):
+        if outside:
+            grads = [torch.full_like(p, factor) for p in net.parameters()]
+            cell.gradient_accumulation_process(torch.tensor(0.0), grads, torch.tensor(1.0), *batch())
+        else:
+            cell(*batch(int(factor)))
+    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(net), before)])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_freezing_goes_with_accumulation_and_loss_scaling(accumulate: int, scaled: bool) -> None:

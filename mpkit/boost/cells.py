@@ -65,6 +65,7 @@ class _Boosted(TrainOneStepCell):
         """
         if self.updating.accumulated is None:
             raise RuntimeError("accumulation is off: pass boost=AutoBoost(...) with grad_accumulation_step above 1")
+        self._clip()  # put off to the mean, as in a step
         ctx = StepContext(self.network, self.optimizer, inputs, self.index, sens, loss)
         self.updating.accumulated.add(ctx, list(grads), None)
         return loss
