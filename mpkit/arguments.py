@@ -53,7 +53,9 @@ def check_flags(**flags: object) -> None:
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Raise unless `value` is one of the strings `choices`; -> it."""
-    if not isinstance(value, str) or value not in choices:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of the strings {', '.join(choices)}, got {value!r}")
+    if value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
     return value
 

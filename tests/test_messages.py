@@ -189,7 +189,8 @@ def test_the_checks_themselves():
         (lambda: check_float("x", 1), TypeError),
         (lambda: check_count("x", 1.0), TypeError),
         (lambda: check_count("x", True), TypeError),
-        (lambda: check_choice("x", ["a"], ("a",)), ValueError),
+        (lambda: check_choice("x", ["a"], ("a",)), TypeError),
+        (lambda: check_choice("x", "b", ("a",)), ValueError),
         (lambda: check_flags(x=1), TypeError),
         (lambda: check_kind("x", None, int, "an int"), TypeError),
     ):

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpkit.arguments import check_choice
+
 EPS_PER_RANK = 1e-12
 Shape = tuple[int, ...]
 
@@ -115,8 +117,7 @@ class AdaSum(nn.Module):
                 "AdaSum runs over processes: start the script with torchrun and call "
                 "torch.distributed.init_process_group('gloo') first; adasum() merges simulated workers in one process"
             )
-        if exchange not in ("halving", "full"):
-            raise ValueError(f"exchange must be 'halving' or 'full', got {exchange!r}")
+        check_choice("exchange", exchange, ("halving", "full"))
         self._levels = _levels(group_number)
         self._group = process_group  # None stays None: holding the default group would outlive its destruction
         world, here = dist.get_world_size(self._group), dist.get_rank(self._group)

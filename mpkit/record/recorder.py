@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_flags
+from mpkit.arguments import check_choice, check_count, check_flags
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import exponent_counts, host_counts, new_scratch, total_norm
@@ -65,8 +65,7 @@ class Recorder(Hook):
         if not isinstance(network, nn.Module):
             raise TypeError(f"Recorder watches the parameters of an nn.Module, got {type(network).__name__}")
         every = check_count("every", every)
-        if by not in ("parameter", "module"):
-            raise ValueError(f"by must be 'parameter' or 'module', got {by!r}")
+        check_choice("by", by, ("parameter", "module"))
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
         check_flags(activations=activations, amaxes=amaxes)

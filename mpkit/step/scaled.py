@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_choice
 from mpkit.step import distributed
 from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, parameters_of
 from mpkit.step.restore import load_all
@@ -55,8 +56,7 @@ class ScaledStep:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if not self.optimizers or not all(isinstance(o, Optimizer) for o in self.optimizers):
             raise TypeError("optimizers must be one torch.optim.Optimizer or a non-empty sequence of them")
-        if skip not in ("all", "each"):
-            raise ValueError(f"skip must be 'all' or 'each', got {skip!r}")
+        check_choice("skip", skip, ("all", "each"))
         identities = [id(p) for o in self.optimizers for p in parameters_of(o)]
         if len(identities) != len(set(identities)):
             raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 
-from mpkit.arguments import check_count, check_kind, check_number
+from mpkit.arguments import check_choice, check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.snapshots import read_snapshots
 from mpkit.files import read_npy, write_whole
 
@@ -57,8 +57,7 @@ def pca_matrix(
             f"{n_components} components need as many samples and weights, got {data.shape[0]} samples of "
             f"{data.shape[1]} weights; record more snapshots or take fewer components"
         )
-    if method not in ("randomized", "full"):
-        raise ValueError(f"method must be 'randomized' or 'full', got {method!r}")
+    check_choice("method", method, ("randomized", "full"))
     if n_components == data.shape[0]:
         warnings.warn(
             f"{n_components} components of {n_components} samples: the last one is noise; record one more snapshot",
