@@ -220,10 +220,10 @@ def within(network: nn.Module) -> Iterator[None]:
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"within runs a block at the level of an nn.Module, got {network!r}")
-    found = mark_of(network)
-    if found is None or found.rule is None:
+    rule = getattr(mark_of(network), "rule", None)  # the mark itself is held by nobody else while its module runs
+    if rule is None:
         raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
-    with running(found.rule):
+    with running(rule):
         yield
 
 
