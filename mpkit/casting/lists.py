@@ -7,7 +7,7 @@ Source:   MindSpore 2.7 amp; torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/
           policies.
 Checked:  MindSpore's levels O0 to O3 against its recorded results; of its level auto the order of dispatch was seen and
           the lists were read. torch's operator by operator against the dtypes that CUDA's dispatcher gives for fake
-          tensors. Of apex and Keras the lists were read; neither was run.
+          tensors. Of apex and Keras the lists were read; their casts were not run.
 """
 
 from __future__ import annotations
