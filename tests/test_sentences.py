@@ -17,14 +17,14 @@ import torch
 from mpkit.explorers.base import Explorer
 from mpkit.explorers.boost import CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
-from mpkit.explorers.formats import GradientsExplorer, RangesExplorer
+from mpkit.explorers.formats import BitsExplorer, GradientsExplorer, RangesExplorer
 from mpkit.explorers.formats import recorded as digits_trace
 from mpkit.explorers.optimizers import AdamStateExplorer, LossScaleExplorer, SchedulesExplorer
 from mpkit.explorers.rounding import ModesExplorer, UpdatesExplorer
 from mpkit.explorers.scaling import DynamicsExplorer, recorded
 from mpkit.explorers.start import StartExplorer
 from mpkit.explorers.training import OrderExplorer, UnderflowExplorer, gradients_of_digits, micro_gradients
-from mpkit.explorers.zoo import STEPS, ZooExplorer, zoo_policy
+from mpkit.explorers.zoo import STEPS, NaiveExplorer, ZooExplorer, zoo_policy
 from mpkit.formats import get_format
 from mpkit.policies import advance, initial
 
@@ -298,3 +298,44 @@ def test_the_rest():
         assert [int(low), int(count)] == [sum(s["computes in"] != "float32" for s in steps), len(steps)]
         told = read(r"; (\d+) values flushed to zero, (\d+) overflowed", m)
         assert [int(v) for v in told] == [sum(s[key] for s in steps) for key in ("to zero", "overflow")]
+
+
+def test_bits():
+    for number in ("0.1", "65519", "1e-8", "6e-8", "-2.5", "1/3", "2^-14", "2049", "0", "-65504", "5.5e-5"):
+        m = BitsExplorer(number=number)
+        wanted = Fraction(2) ** -14 if number == "2^-14" else Fraction(number)
+        value = np.float16(float(wanted))
+        kind = "zero" if value == 0 else "subnormal" if abs(value) < np.float16(2.0**-14) else "normal"
+        pattern = f"{int(value.view(np.uint16)):016b}"
+        with np.errstate(over="ignore"):
+            ends = [float(np.nextafter(value, np.float16(end))) for end in (-np.inf, np.inf)]
+        told = read(
+            r"is (\S+) \((exactly|off by \S+)\), .*: bits (\S+ \S+ \S+); neighbours (\S+) and (\S+), ulp (\S+)\.$", m
+        )
+        assert float(told[0]) == float(value)
+        assert kind in m.summary()
+        off = float(Fraction(float(value)) - wanted)
+        assert (0.0 if told[1] == "exactly" else float(told[1][7:])) == pytest.approx(off, rel=6e-3)
+        assert told[2].replace(" ", "") == pattern
+        assert [float(told[3]), float(told[4])] == pytest.approx(ends, rel=1e-6)
+        assert float(told[5]) == pytest.approx(float(np.spacing(min(abs(value), np.float16(65472)))), rel=1e-3)
+
+
+def test_naive():
+    for m in swept(NaiveExplorer()):
+        scale, seen = 2.0**m.start_exponent, []
+        for _ in range(m.STEPS):
+            seen.append(scale)
+            scale *= 1.1 if scale > 2 * m.loss else 0.9 if scale < m.loss else 1.0
+        at, fate, end = read(r"naive rule is at (\S+) after 300 steps \((.*)\); the rule of torch is at (\S+), the", m)
+        assert math.log2(power(at)) == pytest.approx(math.log2(seen[-1]), abs=0.01)
+        above = [i for i, value in enumerate(seen) if value > 2.0**m.ceiling_exponent]
+        assert ("inf goes into the weights" in fate) == bool(above)
+        assert not above or f"from step {above[0]} on" in fate
+        own, good, used = 2.0**m.start_exponent, 0, 0.0
+        for _ in range(m.STEPS):
+            used, finite = own, own <= 2.0**m.ceiling_exponent
+            good = good + 1 if finite else 0
+            own = own / 2 if not finite else own * 2 if good == 20 else own
+            good = 0 if good == 20 else good
+        assert power(end) == used
