@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpkit.arguments import check_flags
 from mpkit.files import read_npz
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
@@ -100,6 +101,7 @@ def mnist(
     Source:  LeCun, Cortes, Burges, "The MNIST database of handwritten digits".
     """
     prefixes = {"train": "train", "test": "t10k"}
+    check_flags(download=download)
     if split not in prefixes:
         raise ValueError(f"split must be one of {', '.join(prefixes)}, got {split!r}")
     folder = _mnist_folder(root)

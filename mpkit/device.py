@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from mpkit.arguments import check_kind
+
 
 def default_device() -> torch.device:
     """The device of the lessons: `MPKIT_DEVICE` when set, else the first CUDA device, else the CPU.
@@ -27,11 +29,23 @@ def default_device() -> torch.device:
     return device
 
 
+def as_device(device: torch.device | str | int) -> torch.device:
+    """A device, or what torch takes for the name of one.
+
+    Raises:  TypeError for another kind; ValueError for what names no device.
+    """
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one such as cpu, cuda or cuda:1, got {device!r}") from error
+
+
 def describe(device: torch.device | None = None) -> dict[str, str]:
     """What a measurement must state: device name and the versions of Python, torch and CUDA."""
     import platform
 
-    device = device or default_device()
+    check_kind("device", device, torch.device, "a torch.device", optional=True)
+    device = default_device() if device is None else device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

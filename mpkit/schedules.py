@@ -24,6 +24,9 @@ from mpkit.arguments import check_count, check_flags, check_kind
 # --- checks, shared by both families
 
 
+MOST = 10**8  # rates in a list
+
+
 def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
     if not isinstance(value, float | np.floating):
         raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
@@ -137,6 +140,8 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
 
 
 def _per_epoch(rate_at: Callable[[int], float], total_step: int, step_per_epoch: int) -> list[float]:
+    if total_step > MOST:
+        raise ValueError(f"total_step must be at most {MOST}, the length of the list; a schedule has no length")
     return [rate_at(step // step_per_epoch) for step in range(total_step)]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_flags, check_kind
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of TransformerEngine 2.20."""
@@ -28,6 +28,7 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
     """
     check_kind("x", x, Tensor, "a tensor")
     check_kind("dim", dim, int, "an int")
+    check_flags(signs=signs)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must lie in [{-x.dim()}, {x.dim() - 1}] for shape {tuple(x.shape)}, got {dim}")
     moved = x.detach().float().movedim(dim, -1)

@@ -323,6 +323,8 @@ def round_with_bits(y: Tensor, element: FloatFormat, bits: Tensor) -> Tensor:
     check_kind("y", y, Tensor, "a tensor")
     check_kind("element", element, FloatFormat, "a FloatFormat such as E2M1")
     check_kind("bits", bits, Tensor, "a tensor of random bits")
+    if bits.shape != y.shape:
+        raise ValueError(f"bits need the shape of y, {tuple(y.shape)}, got {tuple(bits.shape)}")
     magnitude = y.abs()
     field = (magnitude.view(torch.int32) >> 23).clamp(element.min_exponent + 127, element.max_exponent + 127)
     gap = ((field - element.fraction_bits) << 23).view(torch.float32)

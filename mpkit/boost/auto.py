@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_flags
 from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
@@ -141,6 +142,7 @@ class AutoBoost:
         *,
         faithful: bool = False,
     ) -> None:
+        check_flags(faithful=faithful)
         self.faithful = faithful
         if faithful and level not in LEVELS:
             level = "O0"

@@ -53,7 +53,9 @@ class GradientAccumulation(nn.Module):
         self.max_accumulation_step = max_accumulation_step
         self.optimizer = optimizer
         self.counter = 0
-        self._update = update or optimizer.step
+        if update is not None and not callable(update):
+            raise TypeError(f"update must be a function without arguments or None, got {type(update).__name__}")
+        self._update = optimizer.step if update is None else update
         self._reduce = reduce
         self._sums: dict[int, Tensor] = {}  # position of the parameter -> sum of gradient / N
 

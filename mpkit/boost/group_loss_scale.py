@@ -95,7 +95,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         super().__init__()
         for name, value in (("shrink", shrink), ("growth", growth), ("min_scale", min_scale)):
             check_number(name, value)
-        if max_scale != math.inf:
+        if not (isinstance(max_scale, float) and max_scale == math.inf):
             check_number("max_scale", max_scale)
         if not 0 < shrink < 1 <= growth:
             raise ValueError(f"need 0 < shrink < 1 <= growth, got shrink={shrink}, growth={growth}")

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from mpkit.arguments import check_flags
 from mpkit.boost.bn_rules import removable
 
 EPSILON = 1e-4
@@ -122,6 +123,7 @@ class LessBN(nn.Module):
         super().__init__()
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+        check_flags(fn_flag=fn_flag, strict=strict)
         self.network: nn.Module = network.network if isinstance(network, LessBN) else network
         done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
         before: LessBNReport | None = next((report for report in done if report is not None), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.arguments import check_count
 from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
 from mpkit.optimizers import Optimizer as OwnOptimizer
 
@@ -39,8 +40,7 @@ class OptimizerProcess:
     def __init__(self, opt: Optimizer, *, multiple_of: int = 1) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
-        if multiple_of < 1:
-            raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}")
+        check_count("multiple_of", multiple_of)
         self.optimizer = opt
         self.multiple_of = multiple_of
         self.origin_params: list[Any] = [dict(group) for group in inner(opt).param_groups]

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
 from mpkit.blocks import (
     FP8_1X128,
     FP8_128X128,
@@ -159,6 +160,7 @@ class Cast:
                 f"fmt is a FloatFormat such as E4M3FN or a BlockFormat such as MXFP8_E4M3, got {self.fmt!r}"
             )
         in_blocks = isinstance(self.fmt, BlockFormat)
+        check_kind("granularity", self.granularity, str, "a string", optional=True)
         chosen = self.granularity or ("block" if in_blocks else "tensor")
         if chosen not in ("tensor", "axis", "block") or (chosen == "block") != in_blocks:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ def diagnose(
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale < math.inf:
+    if not 0 < scale <= sys.float_info.max:
         raise ValueError(f"scale must be above 0 and finite, got {scale}")
     state = torch.random.get_rng_state()
     devices = {p.device for p in network.parameters() if p.device.type == "cuda"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypedDict
@@ -100,7 +101,8 @@ def learning_rate_of(value: Any) -> float | LearningRateSchedule:
             raise ValueError(f"a tensor of learning rates has 0 or 1 axes, got shape {tuple(value.shape)}")
         value = value.tolist()
     if isinstance(value, Real) and not isinstance(value, bool):
-        rate = float(value)
+        huge = isinstance(value, int) and abs(value) > sys.float_info.max
+        rate = math.inf if huge else float(value)
         if not 0 <= rate < math.inf:
             raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
         return rate

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
+from mpkit.arguments import check_kind
+
 Way = Literal["stochastic", "kahan"]
 
 
@@ -27,6 +29,7 @@ def stochastic_bf16(x: Tensor, bits: Tensor | None = None, *, generator: torch.G
         raise TypeError(f"need a float32 tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
     if bits is None:
         bits = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    check_kind("bits", bits, Tensor, "an int32 tensor")
     if bits.shape != x.shape:
         raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
     pattern = x.detach().view(torch.int32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_kind
+from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
 
@@ -143,6 +145,8 @@ class ScalePolicy:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{key} must be a number, got {value!r}")
+            if isinstance(value, int) and key not in _COUNTS and abs(value) > sys.float_info.max:
+                raise ValueError(f"{key} must fit a float, got an int of {value.bit_length()} bits")
             if not low <= value <= high:
                 raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
             if key not in _COUNTS:
@@ -230,6 +234,7 @@ def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -
 
     What all agree on stays a number, so `advance` leaves out what no policy of the vector uses.
     """
+    device = as_device(device)
     rows = list(policies)
     if not rows:
         raise ValueError("stack needs at least one policy, got none")
@@ -279,8 +284,7 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
     if device is None and not p.shape:
         scale = _rounded(p, float(p.init_scale))
         return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
-    if device is None:
-        device = next(value.device for value in p._tensors().values())
+    device = next(value.device for value in p._tensors().values()) if device is None else as_device(device)
 
     def full(value: Value, dtype: torch.dtype) -> Tensor:
         if isinstance(value, Tensor):

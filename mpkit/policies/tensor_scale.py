@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_kind, check_number
+from mpkit.device import as_device
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 
 from . import rule
@@ -116,6 +117,7 @@ def initial_tensor_scale(policy: TensorScalePolicy, device: torch.device | str |
     vector = bool(policy.shape)
     if device is None and not vector:
         return TensorScaleState(1.0, (0.0,) * policy.history_len if policy.delayed else ())
+    device = None if device is None else as_device(device)
     longest = 0 if policy.delayed is False else int(torch.as_tensor(policy.history_len).max())
     history = torch.zeros(*policy.shape, longest, device=device)
     return TensorScaleState(torch.ones(policy.shape, device=device), history)
@@ -139,6 +141,7 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
         return _advance_tensors(policy, state, amax)
     if isinstance(amax, bool) or not isinstance(amax, int | float):
         raise TypeError(f"amax is a number where the state holds numbers, got {amax!r}; give the state a device")
+    check_number("amax", amax, low=-math.inf, high=math.inf) if isinstance(amax, int) else None
     if amax < 0:
         raise ValueError(f"amax is the largest magnitude, at least 0, got {amax}")
     if not policy.delayed:
@@ -287,6 +290,7 @@ def _tensor(value: Value, like: Tensor) -> Tensor:
 
 def stack_tensor_scales(policies: Iterable[TensorScalePolicy], device: torch.device | str = "cpu") -> TensorScalePolicy:
     """Many policies -> one whose fields are (n,) tensors where they differ, plain where all agree."""
+    device = as_device(device)
     rows = list(policies)
     if not rows or not all(isinstance(row, TensorScalePolicy) and not row.shape for row in rows):
         raise TypeError(f"need at least one single TensorScalePolicy, got {rows!r:.200}")

@@ -70,10 +70,11 @@ class Recorder(Hook):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
         check_flags(activations=activations, amaxes=amaxes)
         get_format(format)
-        json.dumps(dict(meta or {}))
+        meta = {} if meta is None else dict(meta)
+        json.dumps(meta)
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
         self.every, self.format = every, format
-        self.meta = dict(meta or {})
+        self.meta = meta
         self.index = 0
         self._groups = _groups(network, by)
         self._steps = Table()

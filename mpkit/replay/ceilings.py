@@ -32,6 +32,7 @@ def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
     """
     check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
+    check_kind("fmt", fmt, FloatFormat, "a FloatFormat, or the name of one,")
     if fmt.name in trace.measured:
         return trace.measured[fmt.name].copy()
     largest = trace.gradients.finite_largest()

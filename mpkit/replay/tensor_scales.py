@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mpkit.arguments import check_flags
 from mpkit.formats import E4M3FN, FloatFormat
 from mpkit.policies import TensorScalePolicy, tensor_scale_preset
 from mpkit.policies.rule import FLOAT32_MAX
@@ -69,6 +70,7 @@ def replay_tensor_scales(
     >>> replay_tensor_scales([1.0, 1.0, 64.0, 1.0], [tensor_scale_preset("te_delayed")]).clipped
     array([1])
     """
+    check_flags(scales=scales)
     series = checked_amaxes(amax)
     rows = list(policies)
     if not rows or not all(isinstance(p, TensorScalePolicy) and not p.shape for p in rows):

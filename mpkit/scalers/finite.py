@@ -89,6 +89,11 @@ def check_and_unscale_(
     check_kind("grads", grads, (list, tuple), "a list of tensors")
     if not isinstance(scale, Tensor):
         raise TypeError(f"scale must be a tensor, got {type(scale).__name__}; write torch.tensor({scale!r})")
+    if scale.numel() != 1:
+        raise ValueError(f"scale must be one number, got shape {tuple(scale.shape)}")
+    check_kind("found_inf", found_inf, Tensor, "the result of an earlier call", optional=True)
+    if uniform is not True and uniform is not False:
+        raise TypeError(f"uniform must be True or False, got {type(uniform).__name__}")
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]

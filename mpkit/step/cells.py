@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_number
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, parameters_of, scale_tensor
@@ -399,6 +399,8 @@ def check_parts(
     if clip_norm is not None:
         if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
             raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")
+        if isinstance(clip_norm, int):
+            check_number("clip_norm", clip_norm)
         if not float(clip_norm) > 0:  # inf is a norm that clips nothing
             raise ValueError(f"clip_norm must be above 0, got {clip_norm}; use None for no clipping")
     check_count("accumulation_steps", accumulation_steps)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mpkit.arguments import check_number
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that `optimizer` updates, in the order of its groups."""
@@ -132,6 +134,8 @@ def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tens
             raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    elif isinstance(value, int):
+        check_number(name, value, low=-math.inf)
     if float(value) == 0 or not math.isfinite(float(value)):
         raise ValueError(f"{name} multiplies every gradient and must be finite and not 0, got {float(value)}")
     return torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)

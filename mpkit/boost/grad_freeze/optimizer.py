@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice
+from mpkit.arguments import check_choice, check_count, check_kind
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
 from mpkit.optimizers.base import plain_closure
@@ -264,6 +264,11 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
     Edges:   a group that gets none, and every group when there are more rates than steps, gets the whole list and
              consumes it from its start: the original's defect, which `FreezeOpt(state="shared")` does not have.
     """
+    check_kind("rates", rates, Sequence, "a list of numbers")
+    check_kind("strategy", strategy, Sequence, "a list of ints")
+    check_count("groups", groups)
+    if groups > max(len(strategy), len(rates), 2**20):
+        raise ValueError(f"groups must be at most the steps, or 2**20, got an int of {groups.bit_length()} bits")
     if len(rates) > len(strategy):
         return [list(rates) for _ in range(groups)]
     split: dict[int, list[float]] = defaultdict(list)
