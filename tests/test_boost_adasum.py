@@ -124,3 +124,16 @@ def test_the_gpu_merges_like_the_cpu() -> None:
     deltas = [[random(64, 33, seed=r).float(), random(7, seed=50 + r).float()] for r in range(8)]
     for got, want in zip(adasum([[t.cuda() for t in d] for d in deltas]), adasum(deltas)):
         torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_devices_of_a_node_share_the_parameters_and_the_last_takes_the_rest() -> None:
+    cell = AdaSum.__new__(AdaSum)
+    vars(cell).update(weights=[torch.zeros(1)] * 5, device_number=2)
+    assert [cell.slot(0), cell.slot(1)] == [slice(0, 2), slice(2, 5)]
+
+
+def test_single_elements_are_averaged_pair_by_pair() -> None:
+    cell = AdaSum.__new__(AdaSum)
+    vars(cell).update(_levels=2, _swap=lambda values, _, level: [v + 4.0 * (level + 1) for v in values])
+    assert [v.tolist() for v in cell._mean([torch.tensor([1.0]), torch.tensor([-6.0])])] == [[7.0], [0.0]]  # +2, +4
+    assert cell._mean([]) == []

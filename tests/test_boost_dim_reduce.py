@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import time
 from pathlib import Path
@@ -346,3 +347,10 @@ def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> Non
     loss.backward()
     reduce(loss.detach(), [p.grad for p in net.parameters()], None, None, *batch)
     assert reduce.search.losses == pytest.approx((loss.item(), loss.item()), rel=1e-5)
+
+
+def test_defaults_are_those_of_the_original() -> None:
+    """MindSpore boost 2.x, DimReduce."""
+    held = inspect.signature(DimReduce).parameters
+    want = {"n_components": 32, "rho": 0.55, "gamma": 0.9, "alpha": 0.001, "sigma": 0.4}
+    assert {name: held[name].default for name in want} == want

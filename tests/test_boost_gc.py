@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mpkit import networks, optimizers
 from mpkit.boost import OptimizerProcess, ParameterProcess
-from mpkit.boost.grad_centralization import centralize_gradients, is_centralized
+from mpkit.boost.grad_centralization import centralize_gradients, centralize_where_marked, is_centralized
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.boost.process import regroup, subset
 
@@ -221,7 +221,7 @@ def test_parameters_that_leave_take_their_state_with_them() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch.optim.Optimizer, got Linear"):
         OptimizerProcess(nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="multiple_of must be 1 or more"):
+    with pytest.raises(ValueError, match="multiple_of must be at least 1"):
         OptimizerProcess(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), multiple_of=0)
 
 
@@ -248,3 +248,14 @@ def test_centralized_training_of_a_network_leaves_row_means_where_they_were() ->
     after = [p.detach().flatten(1).mean(1) for p in net.parameters() if p.ndim > 1]
     for a, b in zip(means, after):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_only_marked_optimizers_of_others_get_the_hook() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    for marked in (False, True):
+        theirs = torch.optim.SGD([{"params": [weight], "grad_centralization": marked}], 0.1)
+        ours = optimizers.SGD([weight], 0.1)
+        ours.param_groups[0]["grad_centralization"] = marked
+        for optimizer in (theirs, ours):
+            centralize_where_marked(optimizer)
+        assert (len(theirs._optimizer_step_pre_hooks), len(ours._optimizer_step_pre_hooks)) == (int(marked), 0)

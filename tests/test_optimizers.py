@@ -775,6 +775,8 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("asgd t0 int", lambda: opt.ASGD([P[0]], t0=10), TypeError),
     ("etas list", lambda: opt.Rprop([P[0]], etas=[0.5, 1.2]), TypeError),
     ("etas order", lambda: opt.Rprop([P[0]], etas=(1.2, 0.5)), ValueError),
+    ("etas without growth", lambda: opt.Rprop([P[0]], etas=(0.5, 1.0)), ValueError),
+    ("etas without shrinking", lambda: opt.Rprop([P[0]], etas=(1.0, 1.2)), ValueError),
     ("steps order", lambda: opt.Rprop([P[0]], step_sizes=(50.0, 1e-6)), ValueError),
     ("ftrl lr 0", lambda: opt.FTRL([P[0]], learning_rate=0.0), ValueError),
     ("ftrl lr int", lambda: opt.FTRL([P[0]], learning_rate=1), TypeError),
@@ -813,3 +815,18 @@ def test_values_that_look_bad_but_are_legal():
     opt.Adam([P[0]], weight_decay=3, loss_scale=0.5)
     opt.Adam(p for p in P)
     opt.LARS(opt.SGD([P[0]]), lars_filter=lambda x: "bias" not in x.name)
+
+
+def test_default_rates_are_those_of_the_original():
+    """MindSpore 2.7, nn.optim, the signatures."""
+    want = {"Adam": 1e-3, "LazyAdam": 1e-3, "AdamWeightDecay": 1e-3, "AdaMax": 1e-3, "SGD": 0.1, "Adagrad": 1e-3}
+    want |= {"Adadelta": 1.0, "ASGD": 0.1, "Rprop": 0.1, "RMSProp": 0.1, "FTRL": 1e-3, "ProximalAdagrad": 1e-3}
+    weight = nn.Parameter(torch.ones(2))
+    assert {name: getattr(opt, name)([weight]).param_groups[0]["lr"] for name in want} == want
+
+
+def test_the_ratio_of_norms_is_1_only_where_one_is_0():
+    from mpkit.optimizers.layerwise import _ratio
+
+    norms = [torch.tensor(v) for v in (0.0, 0.25, 0.5, 3.0, 0.0)], [torch.tensor(v) for v in (0.5, 0.5, 0.0, 0.25, 0.0)]
+    assert [float(r) for r in _ratio(*norms)] == [1.0, 0.5, 1.0, 12.0, 1.0]

@@ -335,6 +335,8 @@ def test_naive_rule_runs_away_in_both_directions():
         (lambda: preset("deepspeed", scale_window=0), ValueError, "scale_window must be at least 1"),
         (lambda: preset("paddle", decr_ratio=1.0), ValueError, "decr_ratio"),
         (lambda: preset("paddle", incr_ratio=1.0), ValueError, "incr_ratio must be above 1"),
+        (lambda: preset("paddle_static", incr_ratio=1.0), ValueError, "incr_ratio must be above 1"),
+        (lambda: preset("fairscale_layerwise", layer_scale_dict={}), ValueError, "needs at least one layer"),
         (lambda: preset("megatron", hysteresis=0), ValueError, "hysteresis must be above 0"),
         (lambda: preset("megatron", growth_interval=0), ValueError, "growth_interval must be above 0"),
         (lambda: preset("megatron", min_scale=2.0**33), ValueError, "min_scale <= initial_scale"),

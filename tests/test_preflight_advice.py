@@ -179,3 +179,13 @@ def test_a_gradient_clipped_before_it_is_unscaled() -> None:
     network = chain(nn.ReLU())
     assert "unscale_" in named(network, "clip_grad_norm_", loop=clip_too_early)[0].way_out
     assert not named(network, "clip_grad_norm_", loop=sound_loop)
+
+
+def clip_without_a_scaler(network, optimizer, loss):
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+
+
+def test_a_clip_where_nothing_is_scaled_is_sound() -> None:
+    assert not named(chain(nn.ReLU()), "clip_grad_norm_", loop=clip_without_a_scaler)

@@ -557,3 +557,10 @@ def test_recording_reads_nothing_on_the_host():
         recorder.record(loss, scale=torch.tensor(8.0))
     assert not reads
     assert recorder.trace().lr[0] == pytest.approx(0.1)
+
+
+def test_the_smallest_normal_number_is_no_zero():
+    counts, zeros, _, _ = host_counts(torch.full((3,), 2.0**-126))
+    assert (int(counts[1]), int(zeros)) == (3, 0)
+    counts, zeros, _, _ = host_counts(torch.full((3,), 2.0**-127))
+    assert (int(counts.sum()), int(zeros)) == (0, 3)

@@ -1,5 +1,6 @@
 """Replay: the simulation equals the rule step by step, ceilings and flushed shares equal native casts."""
 
+import dataclasses
 from functools import cache
 
 import numpy as np
@@ -278,6 +279,8 @@ def test_sweep_is_replay_of_every_combination():
     trace = trace_of([torch.randn(100, generator=generator) * 2.0**-5 for _ in range(80)])
     frame = sweep(trace, init=[2.0**8, 2.0**24], factor=[2, 4], window=[5, 50])
     assert len(frame) == 8
+    changed = dataclasses.replace(trace, scale=np.linspace(8.0, 16.0, len(trace)))
+    assert sweep(changed, factor=[2], window=[5])["init"].tolist() == [8.0]  # the scale that the trace began with
     for _, row in frame.iterrows():
         alone = replay(trace, swept(row["init"], row["factor"], row["window"])).iloc[0]
         for key in ("skipped", "first_good", "headroom", "flushed", "lost", "final_scale", "collapsed"):
