@@ -106,6 +106,11 @@ def import_all() -> None:
     sys.path.insert(0, str(HERE.parent))
     from other_machines import IMPORTED, ROOT
 
+    import pandas
+
+    pandas.set_option(
+        "display.max_columns", 20
+    )  # at its import pandas asks whether it is in a kernel, or in a terminal
     for name in ({*IMPORTED} - {"execute"}) | {"ipykernel.kernelapp", "ipykernel.ipkernel"}:
         importlib.import_module(name)
     for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
