@@ -104,9 +104,8 @@ def import_all() -> None:
 
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it
     sys.path.insert(0, str(HERE.parent))
-    from other_machines import IMPORTED, ROOT
-
     import pandas
+    from other_machines import IMPORTED, ROOT
 
     pandas.set_option(
         "display.max_columns", 20
