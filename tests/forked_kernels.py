@@ -114,7 +114,7 @@ def import_all() -> None:
         importlib.import_module(name)
     for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
         importlib.import_module(f"mpkit.widgets.{path.stem}")
-    sys.path.remove(str(HERE.parent))
+    sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]  # a notebook sees no module of the tests
 
 
 def run(sock: socket.socket) -> None:

@@ -43,6 +43,7 @@ def test_it_is_a_fresh_process_in_the_folder_and_environment_of_its_asker(kernel
     assert answer(client, "os.environ['ONLY_HERE']") == "'seen'"
     assert answer(client, "import mpkit; mpkit.__file__") == repr(str(ROOT / "mpkit" / "__init__.py"))
     assert answer(client, "import matplotlib; 'inline' in matplotlib.get_backend()") == "True"
+    assert answer(client, "import support") == "ModuleNotFoundError"
     assert answer(client, "import pandas; pandas.get_option('display.max_columns')") == "20"
     assert answer(client, "import sys; print('out'); print('err', file=sys.stderr)") == "out\n err"
 
