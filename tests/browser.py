@@ -75,7 +75,8 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
     if (direction === 'send' && msg.header.msg_type === 'comm_msg')
       for (const name of ['value', 'ask', 'index'])
         if (name in (msg.content.data.state || {})) window.__values.push(msg.content.data.state[name]);
-    if (direction === 'send' && msg.channel === 'shell') window.__pending.add(msg.header.msg_id);
+    const ahead = direction === 'send' && 'wish' in (msg.content?.data?.state || {}); // changes nothing that is seen
+    if (direction === 'send' && msg.channel === 'shell' && !ahead) window.__pending.add(msg.header.msg_id);
     if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
       window.__pending.delete(msg.parent_header.msg_id);
   }); }"""

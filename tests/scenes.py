@@ -9,7 +9,7 @@ from typing import Any
 
 from support import ROOT
 
-TRAITS = ("spec", "kept", "controls", "state", "index", "ask", "sentence", "rows")
+TRAITS = ("spec", "kept", "controls", "state", "index", "ask", "wish", "ahead", "sentence", "rows")
 THEMES = {
     "true": "--jp-layout-color0:#fff;background:#fff",
     "false": "--jp-content-font-color1:#fff;--jp-layout-color0:#111;--jp-layout-color1:#222;background:#111;color:#fff",

@@ -1,5 +1,6 @@
 """Pictures as data: what a scene says, and that the page and the stored picture show the same."""
 
+import copy
 import json
 import pkgutil
 import re
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, QUIET
 from matplotlib.patches import FancyBboxPatch, Rectangle
-from scenes import page, weight
+from scenes import page, plain, weight
 
 from mpkit import widgets
 from mpkit.explorers.scaling import DynamicsExplorer
 from mpkit.plots.scaling import dynamics_scene
 from mpkit.plots.scene import KINDS, ROLES, Scene, exponents, linear, log2, names, power_of_two, unpack
 from mpkit.plots.static import figure, said
+from mpkit.widgets import ahead
 from mpkit.widgets import scene as module
 from mpkit.widgets.scaling import dynamics_view
 from mpkit.widgets.scene import HERE, View
@@ -395,8 +397,6 @@ def test_focus_and_drag_survive_a_new_scene(show):
     tab.mouse.move(x, y + 12)
     first = asked(tab)[-1]["init_exponent"]
     view.explorer.set(init_exponent=8)  # another vertical axis
-    from scenes import plain
-
     tab.evaluate("(spec) => models[0].put('spec', spec)", plain(view.spec))
     assert tab.evaluate("document.activeElement.dataset.name") == "init_exponent"
     tab.mouse.move(x + 1, y + 24)
@@ -542,3 +542,79 @@ def test_a_mark_is_of_a_known_kind():
 def test_the_roles_reach_the_page():
     assert json.dumps(ROLES)
     assert all(f"--mk-{role}:{dark}" in View._css for role, (_, dark) in ROLES.items() if role not in ("ink", "paper"))
+
+
+def ahead_of(view, name, **wish):
+    """What the page gets when the reader comes near a control."""
+    view.wish = {"name": name, "n": view.wish.get("n", 0) + 1, **wish}
+    return view.ahead
+
+
+@pytest.mark.parametrize("name", ["scaling.dynamics", "formats.bits"])
+def test_what_is_sent_ahead_is_what_the_kernel_would_draw(name, monkeypatch):
+    monkeypatch.setattr(ahead, "PATIENCE", 0.01)
+    view = VIEWS[name]()
+    for moved in view.explorer.ahead:
+        sent = ahead_of(view, moved)
+        if moved == "down_factor":
+            continue  # no picture shows it while both factors are one
+        assert sent["values"]
+        assert len(sent["data"]) < 25_000
+        k = len(sent["values"]) - 1
+        got = ahead.unpacked(sent["data"], k, {"kept": view.kept, "spec": view.spec})
+        mark, _ = ahead.positions(view.spec, view.controls, moved)
+        value = 2.0 ** sent["values"][k] if mark and mark.get("log2") else sent["values"][k]
+        other = View(copy.copy(view.explorer), view.scene)
+        other.index = view.index
+        other.ask = {moved: [view.index, value] if "index" in sent else value, "n": 1}
+        assert got == {"kept": other.kept, "spec": other.spec}
+        if moved in view.explorer.controls:  # it holds at all values of its own parameter
+            assert other.state["tokens"][moved] == sent["token"]
+        assert view.state["tokens"][moved] == sent["token"]
+
+
+def test_further_values_follow_wish_by_wish(monkeypatch):
+    monkeypatch.setattr(ahead, "PATIENCE", 0.0)
+    view = dynamics_view()
+    assert ahead_of(view, "scale_window")["values"] == []
+    monkeypatch.setattr(ahead, "PATIENCE", 0.01)
+    first = ahead_of(view, "scale_window")["values"]
+    assert first[0] == 50
+    second = ahead_of(view, "scale_window", have=first)["values"]
+    assert second
+    assert not set(first) & set(second)
+    places = ahead.nearest(ahead.positions(view.spec, view.controls, "scale_window")[1], 50)
+    assert ahead_of(view, "scale_window", have=places)["whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "moved", "keys"),
+    [
+        ("scaling.dynamics", "scale_window", "ArrowUp"),
+        ("scaling.dynamics", "scale_factor", "ArrowUp"),
+        ("formats.bits", "number", "ArrowRight"),
+        ("formats.bits", "toggle", "Enter"),
+    ],
+)
+def test_a_value_that_was_sent_ahead_is_drawn_without_the_kernel(show, name, moved, keys):
+    view = VIEWS[name]()
+    tab = show(view)
+    there = tab.locator(f"[data-name={moved}], .pick[data-for={moved}]").first
+    there.focus()
+    assert tab.evaluate("models[0].sent.filter(([k]) => k === 'wish').at(-1)[1].name") == moved
+    have = []
+    while not view.ahead.get("whole"):
+        have += ahead_of(view, moved, have=have)["values"]
+        tab.evaluate("(given) => models[0].put('ahead', given)", plain(view.ahead))
+    tab.wait_for_timeout(100)  # it unpacks them
+    before = tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length")
+    there.press(keys)
+    assert tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length") == before
+    drawn = tab.inner_html(".mpk-stage")
+    tab.wait_for_function("models[0].sent.some(([k]) => k === 'ask')", polling=20)  # where it rests, once
+    view.ask = {**asked(tab)[-1], "n": 1}
+    tab.evaluate(
+        "([kept, spec]) => { models[0].put('kept', kept); models[0].put('spec', spec); }",
+        [plain(view.kept), plain(view.spec)],
+    )
+    assert tab.inner_html(".mpk-stage") == drawn

@@ -93,7 +93,7 @@ def test_a_handle_sends_numbers_and_every_trait_takes_its_kind(view):
 
 def test_the_step_is_no_control_of_the_form_and_stays_within_what_is_sent(view):
     assert [c["name"] for c in view.controls] == ["base", "sign", "shown", "name", "grow", "stop", "fail", "reset"]
-    assert view.state == {
+    assert {k: v for k, v in view.state.items() if k != "tokens"} == {
         **{"base": 2.0, "sign": "plus", "shown": True, "name": "series"},
         **{"busy": False, "progress": 0.0, "idle": []},
     }

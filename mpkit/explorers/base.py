@@ -41,6 +41,8 @@ class Explorer(HasTraits):
     """Button label -> name of the method that it calls."""
     gestures: ClassVar[tuple[str, ...]] = ()
     """Methods that a click, a drag or the pen in the picture calls with what was done."""
+    ahead: ClassVar[tuple[str, ...]] = ()
+    """Controls and gestures that the lesson is about: the pictures of their other values are sent to the page ahead."""
 
     revision = Int(0, help="raised after every recomputation; views redraw on it")
     message = Unicode("", help="why the last input was refused, or what is going on")

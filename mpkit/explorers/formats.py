@@ -72,6 +72,7 @@ class BitsExplorer(Explorer):
     controls = ("fmt", "number", "pinned")
     actions = {"Next value up": "up", "Next value down": "down", "Change sign": "negate"}
     gestures = ("toggle", "shift_to")
+    ahead = ("number", "toggle", "shift_to")
     fmt = Enum(NAMES, "fp16").tag(label="format")
     number = Unicode("0.1").tag(label="number")
     pinned = Enum(["none", *NAMES], "bf16").tag(label="a second format beneath")

@@ -110,6 +110,7 @@ class DynamicsExplorer(Explorer):
     )
     actions = {"Undo what was drawn": "undraw"}
     gestures = ("draw", "put")
+    ahead = ("scale_window", "scale_factor", "down_factor", "floor_exponent", "init_exponent", "put")
     FORMATS = FORMATS
     run = Enum(list(RUNS), "gpt_sums").tag(label="run", names=RUNS)
     fmt = Enum(list(FORMATS), "fp16").tag(label="format", names=FORMATS)

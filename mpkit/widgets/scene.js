@@ -1,16 +1,17 @@
-// Draws any scene of mpkit/plots/scene.py as SVG: one plain ES module, no dependencies, no build step, no network.
-// It knows nothing about mixed precision. The model's traits: spec (the scene), index (the step), controls and state (the
-// form), sentence, rows (the table); `ask` says what the reader did.
+// Draws any scene of mpkit/plots/scene.py as SVG: one plain ES module, which knows nothing about mixed precision. It reads
+// spec (the scene), index (the step), controls and state (the form), sentence, rows; `ask` says what the reader did.
 
 const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
 const element = (space) => (parent, tag, given = {}, text = "") => {
-  const node = set(space ? document.createElementNS(space, tag) : document.createElement(tag), given);
-  // JupyterLab looks at the focused element itself: without this it takes its arrow keys for moving between cells
-  if (given.tabindex != null || /^(input|select|button|summary)$/.test(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
-  if (text !== "") node.textContent = text;
-  parent?.append(node);
-  return node;
+	const node = set(space ? document.createElementNS(space, tag) : document.createElement(tag), given);
+	// without this JupyterLab takes the arrow keys of the focused element
+	if (given.tabindex != null || /^(input|select|button|summary)$/.test(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
+	if (text !== "") node.textContent = text;
+	parent?.append(node);
+	return node;
 };
+const on = (node, kinds, does) => { for (const kind of kinds.split(" ")) node.addEventListener(kind, does); return node; };
+const press = (parent, text, does) => on(html(parent, "button", { type: "button" }, text), "click", does);
 const html = element(null), svg = element("http://www.w3.org/2000/svg");
 
 // ---- numbers: a scalar stands for all items, nothing for their position, bytes for many (perhaps unaligned: copied)
@@ -18,526 +19,555 @@ const bytes = (v) => v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength);
 const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? new Float32Array(bytes(v.f4)) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
 const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[Math.min(i, a.length - 1)] : a);
-const length = (m) => Math.max(0, ...["x", "y", "x0", "y0", "x1", "y1", "text"].map((k) => (many(m[k]) ? m[k].length : 0)));
+const length = (m) => Math.max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
 const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v));
 const even = (grid) => { const by = grid[1] - grid[0]; return Math.abs(grid.at(-1) - grid.at(-2) - by) < 1e-9 ? +by.toPrecision(6) : "any"; };
 const px = (v) => Math.round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ...Object.fromEntries([..."⁰¹²³⁴⁵⁶⁷⁸⁹"].map((c, i) => [i, c])) };
 const plain = (v) => String(+(+v).toPrecision(4));
-const said = (v, axis) => axis.names?.[Math.round(v)] ?? (axis.format === "log2" ? "2" + [...String(Math.round(v * 10) / 10)].map((c) => RAISED[c]).join("")
-  : plain(axis.format === "log10" ? 10 ** v : v) + (axis.unit ?? ""));
+const said = (v, axis) => axis.names?.[Math.round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
+	: plain(axis.format === "log10" ? 10 ** v : v) + (axis.unit ?? ""));
+
+// What mpkit/widgets/ahead.py packed: [path, values] of all that differs.
+async function unpacked(data) {
+	const raw = await new Response(new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer(), end = 4 + new DataView(raw).getUint32(0, true);
+	return JSON.parse(new TextDecoder().decode(raw.slice(4, end)), (_, v) => (v?.b ? new Uint8Array(raw, end + v.b[0], v.b[1]) : v));
+}
+const replaced = (tree, [key, ...rest], v) => Object.assign(many(tree) ? [...tree] : { ...tree }, { [key]: rest.length ? replaced(tree[key], rest, v) : v });
 
 // ---- looks: colours are roles, variables of the page's theme; "zero/0.3" is a tint towards the page
 const paint = (c) => {
-  const [role, share] = String(c ?? "none").split("/");
-  const base = role === "none" ? role : `var(--mk-${role})`;
-  return share ? `color-mix(in srgb, ${base} ${100 * share}%, var(--mk-paper))` : base;
+	const [role, share] = String(c ?? "none").split("/");
+	const base = role === "none" ? role : `var(--mk-${role})`;
+	return share ? `color-mix(in srgb, ${base} ${100 * share}%, var(--mk-paper))` : base;
 };
 const DASH = { "--": "7 4", ":": "1.5 3", "-.": "7 3 1.5 3" };
 const dash = (d) => DASH[d] ?? d;
 const GLYPH = {
-  o: (r) => `m${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`,
-  x: (r) => `m${-r} ${-r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
-  s: (r) => `m${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
-  D: (r) => `m0 ${-1.3 * r}l${1.3 * r} ${1.3 * r}l${-1.3 * r} ${1.3 * r}l${-1.3 * r} ${-1.3 * r}z`,
-  "^": (r) => `m0 ${-1.2 * r}l${1.2 * r} ${2.2 * r}h${-2.4 * r}z`,
-  v: (r) => `m0 ${1.2 * r}l${1.2 * r} ${-2.2 * r}h${-2.4 * r}z`,
-  "|": (r) => `m0 ${-r}v${2 * r}`,
+	o: (r) => `m${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`,
+	x: (r) => `m${-r} ${-r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
+	s: (r) => `m${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
+	D: (r) => `m0 ${-1.3 * r}l${1.3 * r} ${1.3 * r}l${-1.3 * r} ${1.3 * r}l${-1.3 * r} ${-1.3 * r}z`,
+	"^": (r) => `m0 ${-1.2 * r}l${1.2 * r} ${2.2 * r}h${-2.4 * r}z`,
+	v: (r) => GLYPH["^"](-r),
+	"|": (r) => `m0 ${-r}v${2 * r}`,
 };
-const arc = (r, share) => { // clockwise from the top
-  const a = 2 * Math.PI * Math.min(share, 0.9999);
-  return share > 0 ? `m0 ${-r}a${r} ${r} 0 ${share > 0.5 ? 1 : 0} 1 ${px(r * Math.sin(a))} ${px(r - r * Math.cos(a))}` : "";
+const arc = (r, share) => { // clockwise
+	const a = 2 * Math.PI * Math.min(share, 0.9999);
+	return share > 0 ? `m0 ${-r}a${r} ${r} 0 ${share > 0.5 ? 1 : 0} 1 ${px(r * Math.sin(a))} ${px(r - r * Math.cos(a))}` : "";
 };
 
-// How many items are there at step `i` (item k appears at step since[k], or at step k).
+// How many items are there at step `i`: item k appears at step since[k], or k.
 const reached = (m, i) => {
-  const n = length(m);
-  if (m.show !== "upto") return n;
-  if (!m.since) return Math.min(n, i + 1);
-  let k = 0;
-  while (k < n && m.since[k] <= i) k++;
-  return k;
+	const n = length(m);
+	if (m.show !== "upto") return n;
+	return m.since ? m.since.filter((from) => from <= i).length : Math.min(n, i + 1);
 };
 
 // The outline of a line; values that are not finite leave a gap.
 function trace(p, m, n, ys = m.y) {
-  let d = "", before = null;
-  for (let i = 0; i < n; i++) {
-    const x = px(p.X(at(m.x, i))), y = px(p.Y(at(ys, i)));
-    if (!Number.isFinite(x + y)) { before = null; continue; }
-    if (before === null) d += `M${x} ${y}`;
-    else if (m.step === "mid") d += `H${px((before + x) / 2)}V${y}H${x}`;
-    else if (m.step === "post") d += `H${x}V${y}`;
-    else d += `L${x} ${y}`;
-    before = x;
-  }
-  return d;
+	let d = "", before = null;
+	for (let i = 0; i < n; i++) {
+		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(ys, i)));
+		if (!Number.isFinite(x + y)) { before = null; continue; }
+		if (before === null) d += `M${x} ${y}`;
+		else if (m.step === "mid") d += `H${px((before + x) / 2)}V${y}H${x}`;
+		else if (m.step === "post") d += `H${x}V${y}`;
+		else d += `L${x} ${y}`;
+		before = x;
+	}
+	return d;
 }
 
-function glyphs(p, m, from, to, every = 1) {
-  const shape = GLYPH[m.glyph ?? "o"](m.size ?? 4);
-  let d = "";
-  for (let i = from; i < to; i += every) {
-    const x = px(p.X(at(m.x, i))), y = px(p.Y(at(m.y, i)));
-    if (Number.isFinite(x + y)) d += `M${x} ${y}${shape}`;
-  }
-  return d;
+function glyphs(p, m, to, every = 1) {
+	const shape = GLYPH[m.glyph ?? "o"](m.size ?? 4);
+	let d = "";
+	for (let i = 0; i < to; i += every) {
+		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(m.y, i)));
+		if (Number.isFinite(x + y)) d += `M${x} ${y}${shape}`;
+	}
+	return d;
 }
 
 const path = (g, m, kind, given = {}) => {
-  const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": dash(m.dash), ...given });
-  if (kind !== "line") node.style.fill = paint(at(m.fill ?? m.color, 0));
-  if (kind !== "band") node.style.stroke = paint(at(m.color ?? "none", 0));
-  return node;
+	const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": dash(m.dash), ...given });
+	if (kind !== "line") node.style.fill = paint(at(m.fill ?? m.color, 0));
+	if (kind !== "band") node.style.stroke = paint(at(m.color ?? "none", 0));
+	return node;
 };
 
-// ---- marks: each draws into group `g` and returns what to do at step i, where play is at `at` between two steps
+// ---- marks: each draws into group `g` and returns what to do at step i, or between two steps
 const DRAW = {
-  line(g, p, m) {
-    if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5 }).setAttribute("d", trace(p, m, length(m), m.was));
-    const line = path(g, m, "line", { "data-mark": m.type }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
-    return (i) => {
-      const n = reached(m, i);
-      line.setAttribute("d", trace(p, m, n));
-      spots?.setAttribute("d", glyphs(p, m, 0, n, m.every));
-    };
-  },
-  band(g, p, m) {
-    const n = length(m), pick = (y) => Array.from({ length: n }, (_, i) => at(y, i)).reverse();
-    path(g, m, "band").setAttribute("d", trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z");
-  },
-  points(g, p, m) {
-    const ring = m.ring && [svg(g, "path", { class: "ring back" }), svg(g, "path", { class: "ring" })], spots = path(g, m, "glyph", { "data-mark": m.type });
-    if (m.show !== "at") return (i) => spots.setAttribute("d", glyphs(p, m, 0, reached(m, i)));
-    return (i, pos) => {
-      const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
-      const x = px(p.X(m.x == null ? (m.glide ? pos : i) : at(m.x, i))), y = px(p.Y(m.y[i] + (ease && ease * (m.y[next] - m.y[i]))));
-      spots.setAttribute("d", Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
-      const color = at(m.color, m.hue ? m.hue[i] : i);
-      spots.style.stroke = paint(color);
-      spots.style.fill = paint(m.fill ?? color);
-      ring?.forEach((node, k) => node.setAttribute("d", `M${x} ${y}` + (k ? arc : GLYPH.o)((m.size ?? 4) + 6, m.ring[i])));
-    };
-  },
-  boxes(g, p, m, act) {
-    const n = length(m), groups = new Map(), alone = m.radius || m.pick;
-    const outline = (k) => {
-      const [a, b, c, e] = [p.X(at(m.x0, k)), p.Y(at(m.y0, k)), p.X(at(m.x1, k)), p.Y(at(m.y1, k))].map(px);
-      const [x, y, w, h, r] = [Math.min(a, c), Math.min(b, e), Math.abs(c - a), Math.abs(e - b), m.radius ?? 0];
-      return r ? `M${x + r} ${y}h${w - 2 * r}q${r} 0 ${r} ${r}v${h - 2 * r}q0 ${r} ${-r} ${r}h${2 * r - w}q${-r} 0 ${-r} ${-r}v${2 * r - h}q0 ${-r} ${r} ${-r}z`
-        : `M${x} ${y}h${px(w)}v${px(h)}h${px(-w)}z`;
-    };
-    for (let k = 0; k < n; k++) {
-      const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
-      if (!groups.has(key)) {
-        const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
-        groups.set(key, { box: path(g, look, "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
-      }
-      groups.get(key).items.push(k);
-      if (m.pick && p.real) act.pick(m, k, outline(k));
-      if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size });
-    }
-    const draw = (i) => {
-      const last = reached(m, i);
-      for (const { box, hatch, items } of groups.values()) {
-        const d = items.filter((k) => k < last).map(outline).join("");
-        box.setAttribute("d", d);
-        hatch?.setAttribute?.("d", d);
-      }
-    };
-    return m.show ? draw : void draw(0);
-  },
-  bars(g, p, m) {
-    const rows = m.values.length / m.count, paths = new Map(), half = (m.width ?? 0.8) / 2;
-    return (i) => {
-      const row = Math.min(Math.round(at(m.rows ?? null, i)), rows - 1), shift = at(m.shift ?? 0, i), d = new Map();
-      for (let k = 0; k < m.count; k++) {
-        const v = m.values[row * m.count + k] * (m.unit ?? 1), a = m.at[k] + shift;
-        if (!v) continue;
-        const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
-        const [b, c] = m.axis === "y" ? [p.Y(a + half), p.Y(a - half)] : [p.X(a - half), p.X(a + half)], [e, f] = m.axis === "y" ? [p.X(0), p.X(v)] : [p.Y(0), p.Y(v)];
-        d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? `M${px(e)} ${px(b)}H${px(f)}V${px(c)}H${px(e)}z` : `M${px(b)} ${px(e)}V${px(f)}H${px(c)}V${px(e)}z`));
-      }
-      for (const role of new Set([...d.keys(), ...paths.keys()])) {
-        if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "paper", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
-        for (const node of paths.get(role)) node.setAttribute("d", d.get(role) ?? "");
-      }
-    };
-  },
-  rule(g, p, m) {
-    const node = set(path(g, { width: 1.2, ...m }, "line"), {});
-    const place = (v) => node.setAttribute("d", m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}`);
-    return m.at === "index" ? (i, pos) => place(pos) : void place(m.at);
-  },
-  text(g, p, m) {
-    const nodes = [], fields = m.fields?.map((v) => numbers(v, p.kept));
-    for (let k = 0; k < length(m); k++) {
-      const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
-      nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
-    }
-    if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = m.text[0].replace(/\{\}/g, () => plain(at(fields[k++], i))); };
-    return m.show === "at" ? (i) => nodes.forEach((node, k) => (node.style.display = k === i ? "" : "none")) : undefined;
-  },
-  arrows(g, p, m) {
-    for (let k = 0; k < length(m); k++) set(path(g, { width: 1.5, color: "muted", ...m }, "line", { "marker-end": `url(#${p.ids}t)` }),
-      { d: `M${px(p.X(at(m.x0, k)))} ${px(p.Y(at(m.y0, k)))}L${px(p.X(at(m.x1, k)))} ${px(p.Y(at(m.y1, k)))}` });
-  },
-  notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
+	line(g, p, m) {
+		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5 }).setAttribute("d", trace(p, m, length(m), m.was));
+		const line = path(g, m, "line", { "data-mark": m.type }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
+		return (i) => {
+			const n = reached(m, i);
+			line.setAttribute("d", trace(p, m, n));
+			spots?.setAttribute("d", glyphs(p, m, n, m.every));
+		};
+	},
+	band(g, p, m) {
+		const n = length(m), pick = (y) => Array.from({ length: n }, (_, i) => at(y, i)).reverse();
+		path(g, m, "band").setAttribute("d", trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z");
+	},
+	points(g, p, m) {
+		const ring = m.ring && [svg(g, "path", { class: "ring back" }), svg(g, "path", { class: "ring" })], spots = path(g, m, "glyph", { "data-mark": m.type });
+		if (m.show !== "at") return (i) => spots.setAttribute("d", glyphs(p, m, reached(m, i)));
+		return (i, pos) => {
+			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
+			const x = px(p.X(m.x == null ? (m.glide ? pos : i) : at(m.x, i))), y = px(p.Y(m.y[i] + (ease && ease * (m.y[next] - m.y[i]))));
+			spots.setAttribute("d", Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
+			const color = at(m.color, m.hue ? m.hue[i] : i);
+			spots.style.stroke = paint(color);
+			spots.style.fill = paint(m.fill ?? color);
+			ring?.forEach((node, k) => node.setAttribute("d", `M${x} ${y}` + (k ? arc : GLYPH.o)((m.size ?? 4) + 6, m.ring[i])));
+		};
+	},
+	boxes(g, p, m, act) {
+		const n = length(m), groups = new Map(), alone = m.radius || m.pick;
+		const outline = (k) => { const [a, b, c, e] = [p.X(at(m.x0, k)), p.Y(at(m.y0, k)), p.X(at(m.x1, k)), p.Y(at(m.y1, k))].map(px); return `M${a} ${b}H${c}V${e}H${a}z`; };
+		for (let k = 0; k < n; k++) {
+			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
+			if (!groups.has(key)) {
+				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
+				groups.set(key, { box: path(g, look, "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
+			}
+			groups.get(key).items.push(k);
+			if (m.pick && p.real) act.pick(m, k, outline(k));
+			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size });
+		}
+		const draw = (i) => {
+			const last = reached(m, i);
+			for (const { box, hatch, items } of groups.values()) {
+				const d = items.filter((k) => k < last).map(outline).join("");
+				box.setAttribute("d", d);
+				hatch?.setAttribute?.("d", d);
+			}
+		};
+		return m.show ? draw : void draw(0);
+	},
+	bars(g, p, m) {
+		const rows = m.values.length / m.count, paths = new Map(), half = (m.width ?? 0.8) / 2;
+		return (i) => {
+			const row = Math.min(Math.round(at(m.rows ?? null, i)), rows - 1), shift = at(m.shift ?? 0, i), d = new Map();
+			for (let k = 0; k < m.count; k++) {
+				const v = m.values[row * m.count + k] * (m.unit ?? 1), a = m.at[k] + shift;
+				if (!v) continue;
+				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
+				const [b, c] = m.axis === "y" ? [p.Y(a + half), p.Y(a - half)] : [p.X(a - half), p.X(a + half)], [e, f] = m.axis === "y" ? [p.X(0), p.X(v)] : [p.Y(0), p.Y(v)];
+				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? `M${px(e)} ${px(b)}H${px(f)}V${px(c)}H${px(e)}z` : `M${px(b)} ${px(e)}V${px(f)}H${px(c)}V${px(e)}z`));
+			}
+			for (const role of new Set([...d.keys(), ...paths.keys()])) {
+				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "paper", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
+				for (const node of paths.get(role)) node.setAttribute("d", d.get(role) ?? "");
+			}
+		};
+	},
+	rule(g, p, m) {
+		const node = path(g, { width: 1.2, ...m }, "line");
+		const place = (v) => node.setAttribute("d", m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}`);
+		return m.at === "index" ? (i, pos) => place(pos) : void place(m.at);
+	},
+	text(g, p, m) {
+		const nodes = [], fields = m.fields?.map((v) => numbers(v, p.kept));
+		for (let k = 0; k < length(m); k++) {
+			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
+			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
+		}
+		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = m.text[0].replace(/\{\}/g, () => plain(at(fields[k++], i))); };
+		return m.show === "at" ? (i) => nodes.forEach((node, k) => (node.style.display = k === i ? "" : "none")) : undefined;
+	},
+	arrows(g, p, m) {
+		for (let k = 0; k < length(m); k++) set(path(g, { width: 1.5, color: "muted", ...m }, "line", { "marker-end": `url(#${p.ids}t)` }),
+			{ d: `M${px(p.X(at(m.x0, k)))} ${px(p.Y(at(m.y0, k)))}L${px(p.X(at(m.x1, k)))} ${px(p.Y(at(m.y1, k)))}` });
+	},
+	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
 };
 
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
-  const lines = String(text ?? "").split("\n"), shift = { top: 0.8, middle: 0.35, bottom: -0.2 }[valign] - (valign === "top" ? 0 : (lines.length - 1) * (valign === "bottom" ? 1.2 : 0.6));
-  const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
-  node.style.fill = paint(color);
-  lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
-  return node;
+	const lines = String(text ?? "").split("\n"), shift = { top: 0.8, middle: 0.35, bottom: -0.2 }[valign] - (valign === "top" ? 0 : (lines.length - 1) * (valign === "bottom" ? 1.2 : 0.6));
+	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
+	node.style.fill = paint(color);
+	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
+	return node;
 }
 
-// Where every panel lies in a picture of this width; X and Y take data to pixels, backX and backY the way back.
+// Where every panel lies; X and Y take data to pixels, backX and backY the way back.
 function arrange(spec, kept, width, ids, before) {
-  const sum = (a, n = a.length) => a.slice(0, n).reduce((s, v) => s + v, 0);
-  return spec.panels.map((given, k) => {
-    const { rows, cols } = spec, [up, right, down, left] = given.pad;
-    const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
-    for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y; // as it was when the drag began
-    const p = { ...given, marks, ids, kept, real: true, off: 0 };
-    Object.assign(p, { left: width * sum(cols, given.col) / sum(cols) + left, right: width * sum(cols, given.col + (given.colspan ?? 1)) / sum(cols) - right,
-      top: spec.height * sum(rows, given.row) / sum(rows) + up, bottom: spec.height * sum(rows, given.row + (given.rowspan ?? 1)) / sum(rows) - down });
-    if (given.equal) { // one unit is as long on both axes
-      const unit = Math.min((p.right - p.left) / Math.abs(p.x.hi - p.x.lo), (p.bottom - p.top) / Math.abs(p.y.hi - p.y.lo));
-      Object.assign(p, { right: p.left + unit * Math.abs(p.x.hi - p.x.lo), bottom: p.top + unit * Math.abs(p.y.hi - p.y.lo) });
-    }
-    const to = (a, from, end) => (v) => from + (v - a.lo) / (a.hi - a.lo) * (end - from), back = (a, from, end) => (v) => a.lo + (v - from) / (end - from) * (a.hi - a.lo);
-    return Object.assign(p, { X: to(p.x, p.left, p.right), Y: to(p.y, p.bottom, p.top), backX: (v) => back(p.x, p.left, p.right)(v) + p.off, backY: back(p.y, p.bottom, p.top) });
-  });
+	const sum = (a, n = a.length) => a.slice(0, n).reduce((s, v) => s + v, 0);
+	return spec.panels.map((given, k) => {
+		const { rows, cols } = spec, [up, right, down, left] = given.pad;
+		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
+		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
+		const p = { ...given, marks, ids, kept, real: true, off: 0 };
+		Object.assign(p, { left: width * sum(cols, given.col) / sum(cols) + left, right: width * sum(cols, given.col + (given.colspan ?? 1)) / sum(cols) - right,
+			top: spec.height * sum(rows, given.row) / sum(rows) + up, bottom: spec.height * sum(rows, given.row + (given.rowspan ?? 1)) / sum(rows) - down });
+		if (given.equal) { // one unit is as long on both axes
+			const [wide, high] = [p.x, p.y].map((a) => Math.abs(a.hi - a.lo)), unit = Math.min((p.right - p.left) / wide, (p.bottom - p.top) / high);
+			Object.assign(p, { right: p.left + unit * wide, bottom: p.top + unit * high });
+		}
+		const map = (a, b, c, d) => (v) => c + (v - a) / (b - a) * (d - c), { x, y } = p, back = map(p.left, p.right, x.lo, x.hi);
+		return Object.assign(p, { X: map(x.lo, x.hi, p.left, p.right), Y: map(y.lo, y.hi, p.bottom, p.top), backX: (v) => back(v) + p.off, backY: map(p.bottom, p.top, y.lo, y.hi) });
+	});
 }
 
 function axes(g, moved, p) {
-  const { left, right, top, bottom } = p;
-  if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: 13, weight: 600 });
-  if (p.bare) return;
-  for (const [axis, across] of [[p.x, true], [p.y, false]]) {
-    if (axis.hidden) continue;
-    for (const [value, name] of axis.ticks ?? []) {
-      const v = across ? p.X(value) : p.Y(value), to = axis.follow ? moved : g;
-      if (!axis.bare) svg(to, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
-      if (axis.blank) continue;
-      if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
-      else words(to, across ? v : left - 7, across ? bottom + 6 : v, name, across ? { valign: "top" } : { anchor: "end" });
-    }
-    svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
-    if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
-    else if (axis.label) words(g, left - p.pad[3] + 12, (top + bottom) / 2, axis.label, { rotate: 90 });
-  }
+	const { left, right, top, bottom } = p;
+	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: 13, weight: 600 });
+	if (p.bare) return;
+	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
+		if (axis.hidden) continue;
+		for (const [value, name] of axis.ticks ?? []) {
+			const v = across ? p.X(value) : p.Y(value), to = axis.follow ? moved : g;
+			if (!axis.bare) svg(to, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
+			if (axis.blank) continue;
+			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
+			else words(to, across ? v : left - 7, across ? bottom + 6 : v, name, across ? { valign: "top" } : { anchor: "end" });
+		}
+		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
+		if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
+		else if (axis.label) words(g, left - p.pad[3] + 12, (top + bottom) / 2, axis.label, { rotate: 90 });
+	}
 }
 
 // What lies at `x` (data) in a panel: [name, value] of every labelled mark.
 function readout(p, x, y, i) {
-  const found = [], inside = (a, b, v) => v >= Math.min(a, b) && v < Math.max(a, b);
-  for (const m of p.marks) {
-    if (m.only && !(m.only[0] <= i && i <= m.only[1])) continue;
-    if (m.type === "boxes" && (m.names || m.label)) {
-      for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
-        found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
-    } else if (m.type === "bars" && m.label) {
-      const row = Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1), own = (m.axis === "y" ? y : x) - at(m.shift ?? 0, i);
-      for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row * m.count + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
-    } else if ((m.label || m.type === "notes") && ["line", "points", "notes", "pen"].includes(m.type) && m.show !== "at") {
-      let best = -1, gap = Infinity;
-      for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x); if (g < gap) [best, gap] = [k, g]; }
-      if (best < 0 || gap * Math.abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
-      found.push([m.label, m.codes ? m.names[m.codes[best]] : said(at(m.y, best), p.y)]);
-    }
-  }
-  return found;
+	const found = [], inside = (a, b, v) => (v - a) * (v - b) <= 0 && v !== Math.max(a, b);
+	for (const m of p.marks) {
+		if (m.only && !(m.only[0] <= i && i <= m.only[1])) continue;
+		if (m.type === "boxes" && (m.names || m.label)) {
+			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
+				found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
+		} else if (m.type === "bars" && m.label) {
+			const row = Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1), own = (m.axis === "y" ? y : x) - at(m.shift ?? 0, i);
+			for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row * m.count + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
+		} else if ((m.label || m.type === "notes") && ["line", "points", "notes", "pen"].includes(m.type) && m.show !== "at") {
+			let best = -1, gap = Infinity;
+			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x); if (g < gap) [best, gap] = [k, g]; }
+			if (best < 0 || gap * Math.abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
+			found.push([m.label, m.codes ? m.names[m.codes[best]] : said(at(m.y, best), p.y)]);
+		}
+	}
+	return found;
 }
 
 function render({ model, el }) {
-  const root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
-  const legend = html(root, "div", { class: "mpk-legend", "aria-hidden": "true" }), stage = html(root, "div", { class: "mpk-stage" });
-  const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
-  const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = html(stage, "div", { class: "mpk-tip", hidden: "" });
-  const player = html(root, "div", { class: "mpk-player" }), form = html(root, "div", { class: "mpk-form" });
-  const status = html(root, "div", { class: "mpk-status", role: "status" }), more = html(root, "details", { class: "mpk-table" });
-  const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(more, "table"));
-  let spec, panels = [], moving = [], index = model.get("index") ?? 0, pos = index, drag = null, timer = 0, frame = 0, asked = 0, slider, output, button, fast;
-  const handles = new Map(), picks = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const ask = (what) => { // ipywidgets sends one at a time, the latest; the step shown goes along, or a Reset would not know of it
-    if (spec.index) model.set("index", index);
-    model.set("ask", { ...what, n: ++asked });
-    model.save_changes();
-  };
+	const root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
+	const legend = html(root, "div", { class: "mpk-legend", "aria-hidden": "true" }), stage = html(root, "div", { class: "mpk-stage" });
+	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
+	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = html(stage, "div", { class: "mpk-tip", hidden: "" });
+	const player = html(root, "div", { class: "mpk-player" }), form = html(root, "div", { class: "mpk-form" });
+	const status = html(root, "div", { class: "mpk-status", role: "status" }), more = html(root, "details", { class: "mpk-table" });
+	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(more, "table"));
+	let spec, panels = [], moving = [], index = model.get("index") ?? 0, pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = {}, local = null, near, wished, slider, output, button, fast;
+	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
+	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+	const tellKernel = (name, v) => { model.set(name, v); model.save_changes(); };
+	const ask = (what) => { // ipywidgets sends the latest only; the step goes along, or a Reset would not know of it
+		rest = clearTimeout(rest);
+		if (what && local) { local = null; draw(); }
+		if (spec.index) model.set("index", index);
+		tellKernel("ask", { ...owed, ...what, n: ++asked });
+		owed = {};
+	};
 
-  // ---- the picture
-  const act = { // what can be clicked is a button above the picture; the nodes stay, so that focus survives a redraw
-    pick(m, k, d) {
-      const name = `${m.pick} ${k}`;
-      if (!picks.has(name)) {
-        const node = svg(layer, "path", { class: "pick", role: "button", tabindex: picks.size ? -1 : 0 }), choose = () => ask({ [m.pick]: node.key });
-        node.addEventListener("click", choose);
-        node.addEventListener("keydown", (e) => {
-          const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
-          if (e.key === "Enter" || e.key === " ") choose(); else if (to?.classList.contains("pick")) to.focus(); else return;
-          e.preventDefault(); e.stopPropagation();
-        });
-        picks.set(name, node);
-      }
-      set(picks.get(name), { d, "aria-label": `${at(m.names ?? m.label ?? "", k)}: ${m.text?.[k] ?? ""}` }).key = at(m.keys, k);
-      used.add(name);
-    },
-  };
-  function draw() {
-    if (!model.get("spec")?.panels) return;
-    spec = model.get("spec");
-    const width = Math.round(clamp(stage.clientWidth || spec.width, 360, 1.3 * spec.width));
-    for (const node of [picture, over]) set(node, { width, height: spec.height, viewBox: `0 0 ${width} ${spec.height}` });
-    picture.replaceChildren();
-    const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-    svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
-    svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
-    panels = arrange(spec, { ...model.get("kept"), ...spec.data }, width, ids, drag?.panels);
-    moving = [];
-    used.clear();
-    for (const [k, p] of panels.entries()) {
-      const room = p.x.follow ? 24 : 6; // the names of steps pass below a panel that moves
-      svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 6 + room });
-      const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), free = p.x.follow ? svg(picture, "g") : picture;
-      axes(free, inner, p);
-      if (!p.x.follow) picture.append(g); // above the grid
-      else moving.push((i, pos) => { p.off = pos; inner.setAttribute("transform", `translate(${px(p.X(0) - p.X(pos))})`); });
-      for (const m of p.marks) {
-        const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, act);
-        if (step) moving.push(step);
-        if (m.only) moving.push((i) => (own.style.display = m.only[0] <= i && i <= m.only[1] ? "" : "none"));
-      }
-    }
-    for (const [name, node] of picks) if (!used.has(name)) { node.remove(); picks.delete(name); }
-    keepHandles();
-    drawLegend();
-    keepPlayer();
-    show(frame ? pos : clamp(index, 0, (spec.index?.count ?? 1) - 1));
-  }
-  function show(to) {
-    [pos, index] = [to, Math.floor(to + 1e-6)];
-    for (const step of moving) step(index, pos);
-    if (slider && spec.index) { slider.value = index; output.textContent = `${spec.index.label} ${index + spec.index.first}`; slider.setAttribute("aria-valuetext", output.textContent); }
-    for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
-    if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
-  }
-  function drawLegend() {
-    legend.replaceChildren();
-    const seen = new Set();
-    for (const m of panels.flatMap((p) => p.marks)) {
-      if (!m.label || m.quiet || m.tag || seen.has(m.label) || ["notes", "handle"].includes(m.type)) continue;
-      seen.add(m.label);
-      const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 }), sample = { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids };
-      const box = { type: "boxes", x0: [3], x1: [23], y0: [1], y1: [11], edge: at(m.edge, 0), hatch: at(m.hatch ?? false, 0) };
-      const like = m.type === "boxes" || m.type === "bars" ? { ...box, fill: m.zones?.[0][1] ?? at(m.fill ?? (m.edge ? "none" : "own"), 0), width: m.edge && !m.fill ? 3 : undefined } : m.type === "rule" ? { ...m, axis: "y", at: 6 }
-        : m.type === "band" ? { ...m, x: [3, 23], y: [1, 1], y2: [11, 11] }
-        : { ...m, x: m.type === "points" ? [13] : [2, 24], y: m.type === "points" ? [6] : [6, 6], size: Math.min(5, m.size ?? 4), show: null, step: null, ring: null, ghost: null, every: 9 };
-      DRAW[like.type](small, sample, like, act)?.(0, 0);
-      item.append(m.label);
-    }
-  }
+	// ---- pictures of other values: wished for when the reader comes near a handle, so that a drag asks nothing
+	const ready = (name) => { const { tokens = {} } = model.get("state") ?? {}; return (sent.get(name) ?? []).filter((b) => b.token === tokens[name] && (b.index ?? index) === index); };
+	function want(name) {
+		const { tokens, busy } = model.get("state") ?? {}, have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
+		if (!tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
+		tellKernel("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
+	}
+	async function arrived() {
+		const given = model.get("ahead"), base = { spec: model.get("spec"), kept: model.get("kept") };
+		if (given.full !== model.get("state").tokens[""]) return; // of a picture that has gone
+		const all = (sent.get(given.name) ?? []).filter((b) => b.token === given.token && b.index === given.index);
+		sent.set(given.name, [...all, { ...given, base, columns: await unpacked(bytes(given.data)) }]);
+		if (given.name === near) want(near);
+	}
+	function choose(name, place, what) { // the kernel hears where it rests
+		const key = +(+place).toPrecision(9), found = (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
+		if (!found) { local = null; return ask(what); }
+		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
+		local = found.columns.reduce((tree, [path, values]) => replaced(tree, path, values[k]), found.base);
+		if (box) box.value = what[name];
+		if (h) h.sent = false;
+		draw();
+		owed = { ...owed, ...what };
+		clearTimeout(rest);
+		rest = setTimeout(ask, 60);
+	}
+	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? at.name); });
 
-  // ---- play: every step is drawn here; the kernel hears of the step where it stops
-  function keepPlayer() {
-    if (!spec.index) return void (player.replaceChildren(), (slider = null));
-    if (!slider) {
-      button = html(player, "button", { type: "button", class: "jupyter-button" }, "Play");
-      button.addEventListener("click", () => (frame ? pause() : play()));
-      fast = html(player, "button", { type: "button", class: "jupyter-button", "aria-label": "10× as fast", "aria-pressed": "false" }, "10×");
-      fast.addEventListener("click", () => { fast.setAttribute("aria-pressed", fast.ariaPressed !== "true"); if (frame) { cancelAnimationFrame(frame); play(); } });
-      slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
-      slider.addEventListener("input", () => { pause(); show(+slider.value); tell(); });
-      output = html(player, "output");
-    }
-    slider.max = spec.index.count - 1;
-  }
-  function tell(wait = 120) {
-    clearTimeout(timer);
-    timer = setTimeout(() => { if (model.get("index") !== index) { model.set("index", index); model.save_changes(); } }, wait);
-  }
-  function pause() { if (!frame) return; cancelAnimationFrame(frame); frame = 0; button.textContent = "Play"; show(index); tell(0); }
-  function play() {
-    const last = spec.index.count - 1, first = index >= last ? 0 : pos, start = performance.now();
-    const every = Math.max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
-    const tick = (now) => {
-      const to = Math.min(last, first + Math.max(0, now - start) / every);
-      frame = requestAnimationFrame(tick);
-      show(calm() ? Math.floor(to) : to);
-      if (to >= last) pause();
-    };
-    button.textContent = "Pause";
-    frame = requestAnimationFrame(tick);
-  }
+	// ---- the picture
+	const act = { // what can be clicked is a button above the picture that stays, with the focus, when it is drawn anew
+		pick(m, k, d) {
+			const name = `${m.pick} ${k}`;
+			if (!picks.has(name)) {
+				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.pick, tabindex: picks.size ? -1 : 0 }), pick = () => choose(m.pick, node.key, { [m.pick]: node.key });
+				on(node, "click", pick);
+				on(node, "keydown", (e) => {
+					const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
+					if (e.key === "Enter" || e.key === " ") pick(); else if (to?.classList.contains("pick")) to.focus(); else return;
+					e.preventDefault(); e.stopPropagation();
+				});
+				picks.set(name, node);
+			}
+			set(picks.get(name), { d, "aria-label": `${at(m.names ?? m.label ?? "", k)}: ${m.text?.[k] ?? ""}` }).key = at(m.keys, k);
+			used.add(name);
+		},
+	};
+	function draw() {
+		if (!model.get("spec")?.panels) return;
+		spec = local?.spec ?? model.get("spec");
+		const width = Math.round(clamp(stage.clientWidth || spec.width, 360, 1.3 * spec.width));
+		for (const node of [picture, over]) set(node, { width, height: spec.height, viewBox: `0 0 ${width} ${spec.height}` });
+		picture.replaceChildren();
+		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
+		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
+		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
+		panels = arrange(spec, { ...(local?.kept ?? model.get("kept")), ...spec.data }, width, ids, drag?.panels);
+		moving = [];
+		used.clear();
+		for (const [k, p] of panels.entries()) {
+			const room = p.x.follow ? 24 : 6; // for the names of steps
+			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 6 + room });
+			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), free = p.x.follow ? svg(picture, "g") : picture;
+			axes(free, inner, p);
+			if (!p.x.follow) picture.append(g);
+			else moving.push((i, pos) => { p.off = pos; inner.setAttribute("transform", `translate(${px(p.X(0) - p.X(pos))})`); });
+			for (const m of p.marks) {
+				const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, act);
+				if (step) moving.push(step);
+				if (m.only) moving.push((i) => (own.style.display = m.only[0] <= i && i <= m.only[1] ? "" : "none"));
+			}
+		}
+		for (const [name, node] of picks) if (!used.has(name)) { node.remove(); picks.delete(name); }
+		keepHandles();
+		drawLegend();
+		keepPlayer();
+		show(frame ? pos : clamp(index, 0, (spec.index?.count ?? 1) - 1));
+	}
+	function show(to) {
+		[pos, index] = [to, Math.floor(to + 1e-6)];
+		for (const step of moving) step(index, pos);
+		if (slider && spec.index) { slider.value = index; output.textContent = `${spec.index.label} ${index + spec.index.first}`; slider.setAttribute("aria-valuetext", output.textContent); }
+		for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
+		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
+	}
+	function drawLegend() {
+		legend.replaceChildren();
+		const seen = new Set();
+		for (const m of panels.flatMap((p) => p.marks)) {
+			if (!m.label || m.quiet || m.tag || seen.has(m.label) || ["notes", "handle"].includes(m.type)) continue;
+			seen.add(m.label);
+			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 }), sample = { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids };
+			const box = { type: "boxes", x0: [3], x1: [23], y0: [1], y1: [11], edge: at(m.edge, 0), hatch: at(m.hatch ?? false, 0) };
+			const like = m.type === "boxes" || m.type === "bars" ? { ...box, fill: m.zones?.[0][1] ?? at(m.fill ?? (m.edge ? "none" : "own"), 0), width: m.edge && !m.fill ? 3 : undefined } : m.type === "rule" ? { ...m, axis: "y", at: 6 }
+				: m.type === "band" ? { ...m, x: [3, 23], y: [1, 1], y2: [11, 11] }
+				: { ...m, x: m.type === "points" ? [13] : [2, 24], y: m.type === "points" ? [6] : [6, 6], size: Math.min(5, m.size ?? 4), show: null, step: null, ring: null, ghost: null, every: 9 };
+			DRAW[like.type](small, sample, like, act)?.(0, 0);
+			item.append(m.label);
+		}
+	}
 
-  // ---- handles: their nodes stay while the picture is drawn anew, so that focus and drag survive
-  function keepHandles() {
-    const wanted = new Set();
-    let last = null; // in the order of the marks, which is that of the Tab key
-    for (const p of panels) for (const m of p.marks) {
-      if (m.type !== "handle") continue;
-      wanted.add(m.name);
-      if (!handles.has(m.name)) {
-        const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": m.name, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
-        svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: m.plain ? 13 : 7, class: m.plain ? "plain" : null });
-        g.addEventListener("keydown", (e) => key(e, handles.get(m.name)));
-        handles.set(m.name, { g });
-        if (last) last.after(g); else layer.prepend(g);
-      }
-      Object.assign(handles.get(m.name), { m, p });
-      last = handles.get(m.name).g;
-      set(handles.get(m.name).g, { "aria-label": m.label });
-    }
-    for (const [name, { g }] of handles) if (!wanted.has(name)) { g.remove(); handles.delete(name); }
-  }
-  function place(h, v) {
-    const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", free = m.cross != null || m.axis === "xy";
-    const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, other = at(m.cross ?? 0, index);
-    const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
-    const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top, p.top, p.bottom);
-    h.value = v;
-    const root = m.stem ? (across ? { x1: p.X(own(0)), x2: x, y1: y, y2: y } : { x1: x, x2: x, y1: p.Y(own(0)), y2: y }) : { x1: x, x2: x, y1: y, y2: y };
-    for (const line of [reach, bar]) set(line, free ? root : across ? { x1: x, x2: x, y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right, y1: y, y2: y });
-    set(grip, { cx: px(x), cy: px(y) });
-    note.textContent = m.note ?? "";
-    set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y - 6, "text-anchor": "end" });
-    const read = m.axis === "xy" ? v.map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
-    set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
-  }
-  function move(h, v) {
-    const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + Math.round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
-    if (String(to) === String(h.value)) return;
-    place(h, to);
-    if (name === spec.index?.name) { pause(); show(to - spec.index.first); return tell(); } // all of it is here already
-    pause();
-    h.sent = true; // stays where it was put until the kernel answers
-    ask({ [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to });
-  }
-  function key(e, h) {
-    const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
-    if (by == null && end == null) return;
-    e.preventDefault(); e.stopPropagation();
-    if (m.axis !== "xy") return move(h, end ?? v + by * m.step);
-    move(h, /Up|Down/.test(e.key) ? [v[0], v[1] + by * m.step] : [end ?? v[0] + by * m.step, v[1]]);
-  }
-  const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
-  const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
-  function draws(e) { // the pen: every step between the last and this position gets the value under the pointer
-    const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(Math.round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
-    for (let i = Math.min(last ?? to, to); i <= Math.max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
-    drag.last = to;
-    for (const step of moving) step(index, pos);
-    ask({ [m.name]: stroke });
-  }
-  over.addEventListener("pointerdown", (e) => {
-    const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
-    if (!name && !m) return;
-    pause();
-    drag = name ? { ...handles.get(name), name, panels } : { p, m, stroke: {}, panels };
-    if (name) handles.get(name).g.focus(); else draws(e);
-    unhover();
-    over.setPointerCapture(e.pointerId);
-    e.preventDefault();
-  });
-  over.addEventListener("pointermove", (e) => {
-    const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
-    if (drag?.name) { // the axes of when the drag began
-      const off = q.off, own = (v) => (v - at(m.base ?? 0, index)) / (m.slope ?? 1);
-      move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : own(m.axis === "x" ? q.backX(x) - off : q.backY(y)));
-    } else if (drag) draws(e);
-    else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
-    else unhover();
-    over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
-  });
-  for (const name of ["pointerup", "pointercancel"]) over.addEventListener(name, () => { if (drag) { drag = null; draw(); } });
-  over.addEventListener("pointerleave", () => unhover());
+	// ---- play: the kernel hears of the step where it stops
+	function keepPlayer() {
+		if (!spec.index) return void (player.replaceChildren(), (slider = null));
+		if (!slider) {
+			button = press(player, "Play", () => (frame ? pause() : play()));
+			fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
+			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
+			slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
+			on(slider, "input", () => { pause(); show(+slider.value); tell(); });
+			output = html(player, "output");
+		}
+		slider.max = spec.index.count - 1;
+	}
+	function tell(wait = 120) {
+		clearTimeout(timer);
+		timer = setTimeout(() => { if (model.get("index") !== index) tellKernel("index", index); }, wait);
+	}
+	function pause() { if (!frame) return; cancelAnimationFrame(frame); frame = 0; button.textContent = "Play"; show(index); tell(0); }
+	function play() {
+		const last = spec.index.count - 1, first = index >= last ? 0 : pos, start = performance.now();
+		const every = Math.max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
+		const tick = (now) => {
+			const to = Math.min(last, first + Math.max(0, now - start) / every);
+			frame = requestAnimationFrame(tick);
+			show(calm() ? Math.floor(to) : to);
+			if (to >= last) pause();
+		};
+		button.textContent = "Pause";
+		frame = requestAnimationFrame(tick);
+	}
 
-  // ---- reading values: by pointer, or by arrow keys on the focused picture
-  function hover(p, x, y) {
-    const found = readout(p, x, y, index), place = clamp(p.X(x - p.off), p.left, p.right);
-    set(cross, { x1: px(place), x2: px(place), y1: p.top, y2: p.bottom });
-    Object.assign(tip.dataset, { x, y, panel: panels.indexOf(p) });
-    cross.style.opacity = found.length ? 1 : 0;
-    tip.hidden = !found.length;
-    tip.replaceChildren();
-    if (!p.x.hidden) html(tip, "b", {}, `${p.x.label || spec.index?.label || ""} ${said(p.x.format || Math.abs(p.x.hi - p.x.lo) < 20 ? x : Math.round(x), p.x)}`);
-    for (const [name, value] of found) html(tip, "div", {}, `${name}: ${value}`);
-    const side = place > (p.left + p.right) / 2 ? `right:${stage.clientWidth - place + 10}px` : `left:${place + 10}px`; // away from the pointer
-    tip.style.cssText = side + (p.Y(y) < (p.top + p.bottom) / 2 ? `;bottom:${stage.clientHeight - p.bottom + 4}px` : `;top:${p.top + 4}px`);
-  }
-  function unhover() { tip.hidden = true; cross.style.opacity = 0; delete tip.dataset.x; }
-  over.addEventListener("keydown", (e) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels[0];
-    if (!by || e.target !== over || !p) return;
-    e.preventDefault();
-    if (spec.index) { pause(); show(clamp(index + by, 0, spec.index.count - 1)); tell(); return hover(p, index, 0); }
-    const width = Math.abs(p.x.hi - p.x.lo), step = p.x.format || width < 20 ? width / 40 : Math.max(1, width / 100);
-    hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
-    status.textContent = tip.innerText.replaceAll("\n", ", ");
-  });
-  over.addEventListener("blur", unhover);
+	// ---- handles: their nodes stay, so that focus and drag survive
+	function keepHandles() {
+		const wanted = new Set();
+		let last = null; // the order of the Tab key
+		for (const p of panels) for (const m of p.marks) {
+			if (m.type !== "handle") continue;
+			wanted.add(m.name);
+			if (!handles.has(m.name)) {
+				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": m.name, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
+				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: m.plain ? 13 : 7, class: m.plain ? "plain" : null });
+				on(g, "keydown", (e) => key(e, handles.get(m.name)));
+				handles.set(m.name, { g });
+				if (last) last.after(g); else layer.prepend(g);
+			}
+			Object.assign(handles.get(m.name), { m, p });
+			last = handles.get(m.name).g;
+			set(handles.get(m.name).g, { "aria-label": m.label });
+		}
+		for (const [name, { g }] of handles) if (!wanted.has(name)) { g.remove(); handles.delete(name); }
+	}
+	function place(h, v) {
+		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", free = m.cross != null || m.axis === "xy";
+		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, other = at(m.cross ?? 0, index);
+		const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
+		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top, p.top, p.bottom);
+		h.value = v;
+		const root = m.stem ? (across ? { x1: p.X(own(0)), x2: x, y1: y, y2: y } : { x1: x, x2: x, y1: p.Y(own(0)), y2: y }) : { x1: x, x2: x, y1: y, y2: y };
+		for (const line of [reach, bar]) set(line, free ? root : across ? { x1: x, x2: x, y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right, y1: y, y2: y });
+		set(grip, { cx: px(x), cy: px(y) });
+		note.textContent = m.note ?? "";
+		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y - 6, "text-anchor": "end" });
+		const read = m.axis === "xy" ? v.map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
+		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
+	}
+	function move(h, v) {
+		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + Math.round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
+		if (String(to) === String(h.value)) return;
+		place(h, to);
+		if (name === spec.index?.name) { pause(); show(to - spec.index.first); return tell(); }
+		pause();
+		h.sent = true; // stays where it was put until it is drawn there
+		choose(name, to, { [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to });
+	}
+	function key(e, h) {
+		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
+		if (by == null && end == null) return;
+		e.preventDefault(); e.stopPropagation();
+		if (m.axis !== "xy") return move(h, end ?? v + by * m.step);
+		move(h, /Up|Down/.test(e.key) ? [v[0], v[1] + by * m.step] : [end ?? v[0] + by * m.step, v[1]]);
+	}
+	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
+	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
+	function draws(e) { // the pen: every step since the last position gets the value under the pointer
+		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(Math.round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
+		for (let i = Math.min(last ?? to, to); i <= Math.max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
+		drag.last = to;
+		for (const step of moving) step(index, pos);
+		ask({ [m.name]: stroke });
+	}
+	on(over, "pointerdown", (e) => {
+		const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
+		if (!name && !m) return;
+		pause();
+		drag = name ? { ...handles.get(name), name, panels, ready: ready(name) } : { p, m, stroke: {}, panels };
+		if (name) handles.get(name).g.focus(); else draws(e);
+		unhover();
+		over.setPointerCapture(e.pointerId);
+		e.preventDefault();
+	});
+	on(over, "pointermove", (e) => {
+		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
+		if (drag?.name) { // the axes of when the drag began
+			const off = q.off, own = (v) => (v - at(m.base ?? 0, index)) / (m.slope ?? 1);
+			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : own(m.axis === "x" ? q.backX(x) - off : q.backY(y)));
+		} else if (drag) draws(e);
+		else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
+		else unhover();
+		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
+	});
+	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; if (rest) ask(); draw(); } });
+	on(over, "pointerleave", () => unhover());
 
-  // ---- the form: every parameter as a native, named control; those with a handle in the picture as a number box alone
-  function drawForm() {
-    form.replaceChildren();
-    for (const c of model.get("controls") ?? []) {
-      const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
-      if (c.kind === "button") { html(line, "button", { type: "button", class: "jupyter-button" }, c.label).addEventListener("click", () => ask({ [c.name]: true })); continue; }
-      html(line, "span", {}, c.label);
-      const input = html(line, c.kind === "choice" ? "select" : "input", { type: { range: "range", check: "checkbox", text: "text" }[c.kind], min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
-      for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
-      const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: even(c.grid), "data-box": c.name, "aria-label": `${c.label}, number` });
-      const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "check" ? input.checked : input.value);
-      input.addEventListener(c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); ask({ [c.name]: value() }); });
-      box?.addEventListener?.("change", () => ask({ [c.name]: +box.value }));
-    }
-    if (model.get("controls")?.some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
-    showState();
-  }
-  function showState() {
-    const state = model.get("state") ?? {}, bar = form.querySelector("progress");
-    if (bar) { bar.value = state.progress ?? 0; bar.style.visibility = state.busy ? "visible" : "hidden"; }
-    for (const c of model.get("controls") ?? []) {
-      const input = form.querySelector(`[data-control="${c.name}"]`), box = form.querySelector(`[data-box="${c.name}"]`), v = state[c.name];
-      form.querySelector(`[data-for="${c.name}"]`).hidden = state.idle?.includes(c.name);
-      if (!input) continue;
-      if (c.kind === "check") input.checked = v;
-      else if (c.kind !== "range") input.value = v;
-      else {
-        if (box && box.ownerDocument.activeElement !== box) box.value = v;
-        input.hidden = handles.has(c.name);
-        if (document.activeElement !== input || c.grid[input.value] !== v) input.value = c.grid.reduce((best, g, k) => (Math.abs(g - v) < Math.abs(c.grid[best] - v) ? k : best), 0);
-        input.setAttribute("aria-valuetext", v);
-      }
-    }
-  }
-  function showRows() {
-    const rows = model.get("rows") ?? [];
-    table.replaceChildren();
-    for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
-      const line = html(table, "tr");
-      for (const cell of cells) html(line, k ? "td" : "th", k ? {} : { scope: "col" }, String(cell));
-    }
-  }
-  function showSentence() {
-    const [sentence, message] = model.get("sentence") ?? ["", ""];
-    picture.setAttribute("aria-label", sentence);
-    status.textContent = sentence + " ";
-    if (message) { html(status, "b", {}, message); answered(); }
-  }
-  function answered() { for (const h of handles.values()) h.sent = false; draw(); }
-  more.addEventListener("toggle", () => ask({ table: more.open }));
-  if (!stage.isConnected) requestAnimationFrame(() => draw()); // its width is known only then
-  const events = { "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
-    "change:controls": drawForm, "change:state": showState, "change:sentence": showSentence, "change:rows": showRows };
-  for (const [name, handler] of Object.entries(events)) model.on(name, handler);
-  const size = new ResizeObserver(() => { if (panels.length && Math.abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
-  draw(); drawForm(); showSentence();
-  size.last = stage.clientWidth;
-  size.observe(stage);
-  return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };
+	// ---- reading values: by pointer or arrow keys
+	function hover(p, x, y) {
+		const found = readout(p, x, y, index), place = clamp(p.X(x - p.off), p.left, p.right);
+		set(cross, { x1: px(place), x2: px(place), y1: p.top, y2: p.bottom });
+		Object.assign(tip.dataset, { x, y, panel: panels.indexOf(p) });
+		cross.style.opacity = found.length ? 1 : 0;
+		tip.hidden = !found.length;
+		tip.replaceChildren();
+		if (!p.x.hidden) html(tip, "b", {}, `${p.x.label || spec.index?.label || ""} ${said(p.x.format || Math.abs(p.x.hi - p.x.lo) < 20 ? x : Math.round(x), p.x)}`);
+		for (const [name, value] of found) html(tip, "div", {}, `${name}: ${value}`);
+		tip.style.cssText = `top:${p.top + 4}px;` + (place > (p.left + p.right) / 2 ? `right:${stage.clientWidth - place + 10}px` : `left:${place + 10}px`);
+	}
+	function unhover() { tip.hidden = true; cross.style.opacity = 0; delete tip.dataset.x; }
+	on(over, "keydown", (e) => {
+		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels[0];
+		if (!by || e.target !== over || !p) return;
+		e.preventDefault();
+		if (spec.index) { pause(); show(clamp(index + by, 0, spec.index.count - 1)); tell(); return hover(p, index, 0); }
+		const width = Math.abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
+		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
+		status.textContent = tip.innerText.replaceAll("\n", ", ");
+	});
+	on(over, "blur", unhover);
+
+	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
+	function drawForm() {
+		form.replaceChildren();
+		for (const c of model.get("controls") ?? []) {
+			const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
+			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true })); continue; }
+			html(line, "span", {}, c.label);
+			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind === "check" ? "checkbox" : c.kind, min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
+			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
+			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: even(c.grid), "data-box": c.name, "aria-label": `${c.label}, number` });
+			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "check" ? input.checked : input.value);
+			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
+			if (box) on(box, "change", () => ask({ [c.name]: +box.value }));
+		}
+		if (model.get("controls")?.some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
+		showState();
+	}
+	function showState() {
+		const state = model.get("state") ?? {}, bar = form.querySelector("progress");
+		if (bar) { bar.value = state.progress ?? 0; bar.style.visibility = state.busy ? "visible" : "hidden"; }
+		for (const c of model.get("controls") ?? []) {
+			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = state[c.name];
+			line.hidden = state.idle?.includes(c.name);
+			if (!input) continue;
+			if (c.kind === "check") input.checked = v;
+			else if (c.kind !== "range") input.value = v;
+			else {
+				if (document.activeElement !== box) box.value = v;
+				input.hidden = handles.has(c.name);
+				if (document.activeElement !== input || c.grid[input.value] !== v) input.value = c.grid.reduce((best, g, k) => (Math.abs(g - v) < Math.abs(c.grid[best] - v) ? k : best), 0);
+				input.setAttribute("aria-valuetext", v);
+			}
+		}
+	}
+	function showRows() {
+		const rows = model.get("rows") ?? [];
+		table.replaceChildren();
+		for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
+			const line = html(table, "tr");
+			for (const cell of cells) html(line, k ? "td" : "th", k ? {} : { scope: "col" }, String(cell));
+		}
+	}
+	function showSentence() {
+		const [sentence, message] = model.get("sentence") ?? ["", ""];
+		picture.setAttribute("aria-label", sentence);
+		status.textContent = sentence + " ";
+		if (message) { html(status, "b", {}, message); answered(); }
+	}
+	function answered() { if (!rest) local = null; for (const h of handles.values()) h.sent = false; draw(); }
+	on(more, "toggle", () => ask({ table: more.open }));
+	if (!stage.isConnected) requestAnimationFrame(() => draw()); // its width is known only then
+	const events = { "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
+		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:sentence": showSentence, "change:rows": showRows };
+	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
+	const size = new ResizeObserver(() => { if (panels.length && Math.abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
+	draw(); drawForm(); showSentence();
+	size.last = stage.clientWidth;
+	size.observe(stage);
+	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };
 }
 
 export default { render };

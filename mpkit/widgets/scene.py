@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +14,7 @@ from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError, Unico
 from mpkit.explorers.base import Explorer
 from mpkit.plots.scene import ROLES, Scene
 from mpkit.plots.static import png, static_bundle
+from mpkit.widgets import ahead
 
 try:
     from anywidget import AnyWidget as _Widget
@@ -37,9 +40,10 @@ def stylesheet() -> str:
 class View(_Widget):
     """Draws `scene(explorer)`; what the reader does arrives in `ask`, and sets parameters or calls methods.
 
-    A change of a parameter sends the whole trajectory once; the page plays, scrubs and reads values by itself. The
-    stored output is picture and sentence, so a reader without a kernel, a screen reader and nbval all see what the view
-    shows. A refused value is put back and the reason shown.
+    A change of a parameter sends the whole trajectory once; the page plays, scrubs and reads values by itself. When
+    the reader comes near a handle (`wish`), the pictures of its other values are sent `ahead`, so that
+    dragging it asks nothing. The stored output is picture and sentence, so a reader without a kernel, a screen reader
+    and nbval all see what the view shows. A refused value is put back and the reason shown.
     """
 
     _esm = HERE / "scene.js"
@@ -50,6 +54,8 @@ class View(_Widget):
     state = Dict().tag(sync=True)
     index = Int(0).tag(sync=True)
     ask = Dict().tag(sync=True)
+    wish = Dict().tag(sync=True)
+    ahead = Dict().tag(sync=True)
     sentence: Any = List().tag(sync=True)
     rows: Any = List().tag(sync=True)
 
@@ -64,6 +70,7 @@ class View(_Widget):
         super().__init__(controls=self._form())
         explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy", "progress"])
         self.observe(lambda change: self._asked(change["new"]), "ask")
+        self.observe(lambda change: self._send_ahead(change["new"]), "wish")
         if self._step:
             self.observe(lambda change: self._asked({self._step: change["new"] + self._first}), "index")
         self.redraw()
@@ -81,6 +88,7 @@ class View(_Widget):
             elif "index" in self.spec:
                 self.index = min(self.index or 10**9, self.spec["index"]["count"] - 1)
             extra = {"busy": self.explorer.busy, "progress": self.explorer.progress, "idle": list(self.explorer.idle())}
+            extra["tokens"] = {name: self._token(self.explorer, name) for name in ("", *self.explorer.ahead)}
             words = {k: str(v) if hasattr(self.explorer.traits()[k], "values") else v for k, v in state.items()}
             self.state = {k: v for k, v in words.items() if k != self._step} | extra  # a choice is known by its name
             self.sentence = [self.summary(), self.explorer.message]
@@ -114,6 +122,44 @@ class View(_Widget):
         data, metadata = cast(Any, super())._repr_mimebundle_(**kwargs)
         return data | static_bundle(self.png(), self.explorer.stored()), metadata
 
+    def _token(self, explorer: Explorer, name: str = "") -> str:
+        """A name for all that the scene depends on, or for all but one parameter."""
+        given = [v for k, v in explorer.state().items() if k not in (self._step, name)]
+        return f"{hash(repr((given, explorer.changes))) & 0xFFFFFFFF:x}"
+
+    def _send_ahead(self, wish: dict[str, Any]) -> None:
+        """Send pictures of other values of a parameter, or of what a gesture can ask for now; not those it `have`s.
+
+        They hold while the page's state has the same `token`, and at step `index` if that matters.
+        """
+        name, have = wish["name"], wish.get("have", [])
+        with self.explorer.lock:
+            base, spec, index = copy.copy(self.explorer), self.spec, self.index  # a copy that nobody observes
+            shown = {"kept": self.kept, "spec": spec}
+        mark, places = ahead.positions(spec, self.controls, name)
+        told: dict[str, Any] = {"name": name, "token": self._token(base, name), "full": self._token(base)}
+        if mark and mark.get("gesture"):
+            told["index"] = index
+        if base.busy or name not in base.ahead:
+            places = []
+        now = (mark or {}).get("at", getattr(base, name, 0.0))
+        now = now if isinstance(now, float | int) else 0.0
+        left = [place for place in ahead.nearest(places, now) if place not in have]
+        values, trees = list[float](), list[Any]()
+        end = time.monotonic() + ahead.PATIENCE
+        while left and time.monotonic() < end:
+            other, place = copy.copy(base), left.pop(0)
+            value = 2.0**place if mark and mark.get("log2") else place
+            try:
+                self._do(other, name, [index, value] if "index" in told else value)
+            except (ValueError, TraitError):
+                continue  # the kernel says why when the reader asks for it
+            if not other.message:
+                tree = self.scene(other).spec()
+                trees.append({"kept": tree.pop("kept"), "spec": tree})
+                values.append(place)
+        self.ahead = {**told, "values": values, "whole": not left, "data": ahead.packed(shown, trees)}
+
     def _asked(self, what: dict[str, Any]) -> None:
         explorer = self.explorer
         with explorer.lock:
@@ -126,14 +172,24 @@ class View(_Widget):
                 elif name == "reset":
                     explorer.reset()
                 elif name in explorer.controls:
-                    self._put(name, value)
-                elif name in explorer.actions.values():
-                    explorer.act(name)
-                elif name in explorer.gestures:
-                    explorer.act(name, *([value[0], value[1]] if isinstance(value, list) else [value]))
+                    try:
+                        self._do(explorer, name, value)
+                    except (ValueError, TraitError):  # the explorer kept its state and says why in its message
+                        self._drawn = None
+                        self.redraw()
+                else:
+                    self._do(explorer, name, value)
 
-    def _put(self, name: str, value: Any) -> None:
-        trait: Any = self.explorer.traits()[name]
+    @staticmethod
+    def _do(explorer: Explorer, name: str, value: Any) -> None:
+        """Set a control as the page names its values, press a button, make a gesture; anything else is left alone."""
+        if name in explorer.actions.values():
+            explorer.act(name)
+        elif name in explorer.gestures:
+            explorer.act(name, *([value[0], value[1]] if isinstance(value, list) else [value]))
+        if name not in explorer.controls:
+            return
+        trait: Any = explorer.traits()[name]
         value = round(value) if isinstance(trait, Int) else float(value) if isinstance(trait, Float) else value
         if isinstance(trait, Unicode):  # a number from a handle, or words
             value = f"{value:.9g}" if isinstance(value, float | int) else value
@@ -141,12 +197,8 @@ class View(_Widget):
             value = min(max(value, trait.min), trait.max)
         if values := getattr(trait, "values", None):  # the page knows words only
             value = next((v for v in values if str(v) == str(value)), value)
-        if getattr(self.explorer, name) != value:
-            try:
-                self.explorer.set(**{name: value})
-            except (ValueError, TraitError):  # the explorer kept its state and says why in its message
-                self._drawn = None
-                self.redraw()
+        if getattr(explorer, name) != value:
+            explorer.set(**{name: value})
 
     def _form(self) -> list[dict[str, Any]]:
         rows = []

@@ -1,0 +1,99 @@
+"""Pictures sent ahead: those of the other values of one parameter, so that dragging it asks the kernel nothing.
+
+They are the scenes of the same explorer at those values, and only what differs between them travels, compressed. The
+page puts the differences into the scene that it has; it computes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+AT_MOST = 40
+"""Values around the present one."""
+PATIENCE = 0.05
+"""Seconds of work for one message; the page then wishes for the next, and a question in between is not kept waiting."""
+
+
+def positions(spec: dict[str, Any], controls: Sequence[dict[str, Any]], name: str) -> tuple[Any, list[Any]]:
+    """(the mark that moves it or None, all places it can go to, ascending); a control without a mark has its grid."""
+    costly = {c["name"] for c in controls if c.get("costly")}
+    for mark in (m for panel in spec["panels"] for m in panel["marks"]):
+        if mark.get("name") == name and mark["type"] == "handle" and mark["axis"] != "xy" and name not in costly:
+            count = round((mark["hi"] - mark["lo"]) / mark["step"])
+            return mark, [nine(min(mark["lo"] + i * mark["step"], mark["hi"])) for i in range(count + 1)]
+        if mark.get("pick") == name and len(mark.get("keys", ())) <= AT_MOST:
+            keys = mark["keys"]
+            return mark, keys if all(isinstance(k, int | float) for k in keys) else []
+    grid: list[float] = next(
+        (c["grid"] for c in controls if c["name"] == name and "grid" in c and name not in costly), []
+    )
+    return None, [nine(v) for v in grid]
+
+
+def nine(value: float) -> float:
+    """Nine digits: as the page names a place."""
+    return float(f"{value:.9g}")
+
+
+def nearest(places: Sequence[float], now: float) -> list[float]:
+    """Those to compute, the nearest first."""
+    return sorted(places, key=lambda place: abs(place - now))[:AT_MOST]
+
+
+def packed(base: Any, trees: Sequence[Any]) -> bytes:
+    """What differs between a tree of dicts, lists, numbers, words and bytes and others: [path, values], compressed.
+
+    The text comes first, after its length in four bytes; {"b": [from, length]} in it stands for a part of the bytes
+    behind it.
+    """
+    store, where = bytearray(), dict[bytes, int]()
+
+    def told(value: Any) -> Any:
+        if isinstance(value, bytes):
+            if value not in where:
+                where[value] = len(store)
+                store.extend(value)
+            return {"b": [where[value], len(value)]}
+        if isinstance(value, dict):
+            return {k: told(v) for k, v in value.items()}
+        return [told(v) for v in value] if isinstance(value, list | tuple) else value
+
+    columns = [[path, told(values[1:])] for path, values in _differences([base, *trees], [])]
+    text = json.dumps(columns, separators=(",", ":")).encode()
+    return zlib.compress(len(text).to_bytes(4, "little") + text + store, 6)
+
+
+def _differences(trees: Sequence[Any], path: list[Any]) -> Iterator[tuple[list[Any], Sequence[Any]]]:
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return
+    if isinstance(first, dict) and all(isinstance(t, dict) and t.keys() == first.keys() for t in trees):
+        for key in first:
+            yield from _differences([t[key] for t in trees], [*path, key])
+    elif isinstance(first, list) and all(isinstance(t, list) and len(t) == len(first) for t in trees):
+        for i in range(len(first)):
+            yield from _differences([t[i] for t in trees], [*path, i])
+    else:
+        yield path, trees
+
+
+def unpacked(data: bytes, k: int, tree: Any) -> Any:
+    """The way back, as the page goes it: the base with the k-th values of all that differs."""
+    raw = zlib.decompress(data)
+    end = 4 + int.from_bytes(raw[:4], "little")
+
+    def revived(value: dict[str, Any]) -> Any:
+        return raw[end + value["b"][0] :][: value["b"][1]] if "b" in value else value
+
+    tree = copy.deepcopy(tree)
+    for path, values in json.loads(raw[4:end], object_hook=revived):
+        *to, last = path
+        branch = tree
+        for key in to:
+            branch = branch[key]
+        branch[last] = values[k]
+    return tree
