@@ -1,6 +1,7 @@
 """Shared set-up: one thread, and a visible skip for tests that need a GPU."""
 
 import gc
+import multiprocessing
 import os
 from importlib.util import find_spec
 
@@ -92,6 +93,8 @@ def chromium():
 
     with sync_playwright() as playwright:
         yield playwright.chromium
+        for process in multiprocessing.active_children():  # a fork holds Playwright's pipes open, which then never ends
+            process.terminate()
 
 
 @pytest.fixture(scope="session")

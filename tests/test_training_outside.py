@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import time
@@ -452,6 +453,7 @@ def test_kept_workers_give_the_same_order_and_a_warning(steps, tmp_path):
         with pytest.warns(RuntimeWarning, match="persistent_workers=True"):
             resumed.train(3, loader(), rest)
     assert_same(rest.seen, batches.seen[steps:])
+    gc.collect()  # kept workers end with their loader
 
 
 def test_a_checkpoint_of_a_data_set_with_other_generators_is_refused(tmp_path):
