@@ -437,7 +437,9 @@ def test_a_resumed_run_draws_the_same_batches(name, steps, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_kept_workers_give_the_same_order_and_a_warning(steps, tmp_path):
+def test_kept_workers_give_the_same_order_and_a_warning(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # s until a worker is ended
+
     def loader():
         return DataLoader(points(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
 
