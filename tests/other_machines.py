@@ -87,8 +87,10 @@ def python_of(name: str) -> str:
     folder = ROOT / ".venv-portable" / name.replace(" ", "-").replace(",", "")
     own = folder / "bin" / "python"
     if not (folder / "complete").exists():
-        found = shutil.which(python) or next(
-            (str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{python[6:]}.*/bin/python"))), None
+        known = [shutil.which(python), *map(str, Path.home().glob(f".pyenv/versions/{python[6:]}.*/bin/python"))]
+        # pyenv puts a command on the path for versions that are not switched on, which fails
+        found = next(
+            (path for path in known if path and not subprocess.run([path, "-V"], capture_output=True).returncode), None
         )
         if found is None:
             raise SystemExit(
