@@ -275,6 +275,8 @@ def inside(net, state):
 @pytest.mark.parametrize("place", [lambda *both: both, inside], ids=["root", "inside"])
 def test_the_state_of_another_policy_is_refused_and_nothing_changes(place):
     net, other = trained(DELAYED), trained("te_hybrid_delayed")
+    with torch.no_grad():
+        other[0].weight.add_(1)  # or what is loaded before the error would not be seen
     before = copy.deepcopy(net.state_dict())
     for own in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         loader, state = place(own, other.state_dict())
