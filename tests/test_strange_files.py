@@ -34,6 +34,7 @@ from mpkit.boost.dim_reduce.pca import read_pca_rows, write_pca_files
 from mpkit.boost.dim_reduce.snapshots import WeightSnapshots, read_snapshots
 from mpkit.experiment import Results, command, experiment, train
 from mpkit.experiment.engine import _Plan
+from mpkit.files import read_npz
 from mpkit.model import Model
 from mpkit.optimizers import Momentum
 from mpkit.record import AmaxTrace, Trace
@@ -383,3 +384,15 @@ def test_a_damaged_file_is_refused_in_a_sentence(name, place):
             path.write_bytes(raw)
             kind.load(path)
     assert refused > VARIANTS / 4
+
+
+def test_a_file_that_grows_a_thousandfold_is_refused_before_it_is_unpacked(tmp_path):
+    path = tmp_path / "bomb.npz"
+    path.write_bytes(_zipped([("counts.npy", bytes(2**27))]))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"bytes would become {2**27}"):
+            read_npz(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
