@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
@@ -51,61 +51,61 @@ def _check_span(low: float, high: float) -> None:
 
 # --- arithmetic on a number or on a tensor
 
+At = float | Tensor
+"""A place in a training: one as a number, or as many as a tensor holds. Rates come in the same kind."""
 
-def _floor(x: Any) -> Any:
+
+def _floor(x: At) -> At:
     return x.floor() if isinstance(x, Tensor) else math.floor(x)
 
 
-def _ceil(x: Any) -> Any:
+def _ceil(x: At) -> At:
     return x.ceil() if isinstance(x, Tensor) else math.ceil(x)
 
 
-def _exp(x: Any) -> Any:
+def _exp(x: At) -> At:
     return x.exp() if isinstance(x, Tensor) else math.exp(x)
 
 
-def _cos(x: Any) -> Any:
+def _cos(x: At) -> At:
     return x.cos() if isinstance(x, Tensor) else math.cos(x)
 
 
-def _at_most(x: Any, most: float) -> Any:
+def _at_most(x: At, most: float) -> At:
     return x.clamp(max=most) if isinstance(x, Tensor) else min(x, most)
 
 
-def _at_least(x: Any, least: float) -> Any:
+def _at_least(x: At, least: float) -> At:
     return x.clamp(min=least) if isinstance(x, Tensor) else max(x, least)
 
 
 # --- the formulas, once: `at` counts steps or epochs, `span` is in the same unit
 
 
-def _exponential(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+def _exponential(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
     power = at / span
     return lr * rate ** (_floor(power) if stair else power)
 
 
-def _natural_exp(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+def _natural_exp(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
     return lr * _exp(-rate * (_floor(at / span) * span if stair else at))
 
 
-def _inverse(at: Any, lr: float, rate: float, span: int, stair: bool) -> Any:
+def _inverse(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
     quotient = at / span
     return lr / (1.0 + rate * (_floor(quotient) if stair else quotient))
 
 
-def _cosine(at: Any, low: float, high: float, span: int) -> Any:
+def _cosine(at: At, low: float, high: float, span: int) -> At:
     return low + 0.5 * (high - low) * (1.0 + _cos(math.pi * (_at_most(at, span) / span)))
 
 
-def _polynomial(at: Any, lr: float, end: float, span: int, power: float, update: bool) -> Any:
-    if update:
-        span = span * _at_least(_ceil(at / span), 1)
-    else:
-        at = _at_most(at, span)
-    return (lr - end) * (1.0 - at / span) ** power + end
+def _polynomial(at: At, lr: float, end: float, span: int, power: float, update: bool) -> At:
+    whole = span * _at_least(_ceil(at / span), 1) if update else span
+    return (lr - end) * (1.0 - (at if update else _at_most(at, span)) / whole) ** power + end
 
 
-def _warm_up(at: Any, lr: float, span: int) -> Any:
+def _warm_up(at: At, lr: float, span: int) -> At:
     return lr * _at_most(at, span) / span
 
 
@@ -139,10 +139,10 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     return rates
 
 
-def _per_epoch(rate_at: Callable[[int], float], total_step: int, step_per_epoch: int) -> list[float]:
+def _per_epoch(rate_at: Callable[[int], At], total_step: int, step_per_epoch: int) -> list[float]:
     if total_step > MOST:
         raise ValueError(f"total_step must be at most {MOST}, the length of the list; a schedule has no length")
-    return [rate_at(step // step_per_epoch) for step in range(total_step)]
+    return [float(rate_at(step // step_per_epoch)) for step in range(total_step)]
 
 
 def _check_decay(lr: object, rate: object, total: object, per_epoch: object, span: object, stair: object) -> None:
@@ -281,12 +281,12 @@ class LearningRateSchedule:
     def __call__(self, step: Tensor) -> Tensor: ...
     @overload
     def __call__(self, step: int | float) -> float: ...
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
         return float(self.rate(step))
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         """Step as float or float64 tensor -> rate of the same kind."""
         raise NotImplementedError(f"{type(self).__name__} must define rate(at)")
 
@@ -314,7 +314,7 @@ class Chained(LearningRateSchedule):
                 raise TypeError(f"only schedules can be chained, got {part!r}; wrap a list in ListedLR(values)")
         _check_count("at", self.at)
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
             rates = self.before.rate(at), self.after.rate(_at_least(at - self.at, 0))
             early, late = (torch.as_tensor(rate, dtype=torch.float64, device=at.device) for rate in rates)
@@ -343,7 +343,7 @@ class ExponentialDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.ExponentialDecayLR.
     """
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         return _exponential(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
 
 
@@ -354,7 +354,7 @@ class NaturalExpDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.NaturalExpDecayLR.
     """
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         return _natural_exp(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
 
 
@@ -365,7 +365,7 @@ class InverseDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.InverseDecayLR.
     """
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         return _inverse(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
 
 
@@ -385,7 +385,7 @@ class CosineDecayLR(LearningRateSchedule):
         _check_span(self.min_lr, self.max_lr)
         _check_count("decay_steps", self.decay_steps)
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         return _cosine(at, self.min_lr, self.max_lr, self.decay_steps)
 
 
@@ -418,7 +418,7 @@ class PolynomialDecayLR(LearningRateSchedule):
         _check_rate("power", self.power)
         _check_flag("update_decay_steps", self.update_decay_steps)
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         lr, end = self.learning_rate, self.end_learning_rate
         return _polynomial(at, lr, end, self.decay_steps, self.power, self.update_decay_steps)
 
@@ -438,7 +438,7 @@ class WarmUpLR(LearningRateSchedule):
         _check_rate("learning_rate", self.learning_rate, zero=True)
         _check_count("warmup_steps", self.warmup_steps)
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         return _warm_up(at, self.learning_rate, self.warmup_steps)
 
 
@@ -466,7 +466,7 @@ class ListedLR(LearningRateSchedule):
                 raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
         object.__setattr__(self, "values", tuple(map(float, self.values)))
 
-    def rate(self, at: Any) -> Any:
+    def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
             return torch.take(self._table(at.device), at.long().clamp(0, len(self.values) - 1))
         if not 0 <= at < len(self.values):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.casting import cast_like
-from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST
+from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_PROMOTED, TORCH_TO_LOW, TORCH_TO_WIDE
 from mpkit.formats import E4M3FN, FP16
 
 A = torch.rand(4, 4)
@@ -115,7 +115,7 @@ def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
     text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     start = text.index("#define AT_FORALL_LOWER_PRECISION_FP")
     listed = set(re.findall(r"_\((?:ADD_NS\()?(\w+)", text[start:]))
-    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_WIDEST}
+    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_PROMOTED}
     spelled = {"grid_sample": "grid_sampler", "vecdot": "linalg_vecdot", "multi_dot": "linalg_multi_dot"}
     # torch makes these of listed ones
     made_of = {"square", "sum_to_size", "cross_entropy", "inner", "pairwise_distance", "trapz", "trapezoid"}

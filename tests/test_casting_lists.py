@@ -18,8 +18,8 @@ from mpkit.casting import (
     ledger,
     to_float,
 )
-from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST
-from mpkit.casting.lists import AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST
+from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_PROMOTED, TORCH_TO_LOW, TORCH_TO_WIDE
+from mpkit.casting.lists import AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE
 from mpkit.casting.operations import operator_of, spellings
 from mpkit.casting.presets import PRESETS, preset_table
 from mpkit.formats import E4M3FN
@@ -244,7 +244,7 @@ def test_a_module_set_by_to_float_wins_over_auto() -> None:
 
 
 def test_every_listed_operator_exists_in_torch() -> None:
-    for names in (AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, APEX_TO_WIDE):
+    for names in (AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_PROMOTED, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_PROMOTED, APEX_TO_WIDE):
         assert spellings(*names)
     with pytest.raises(ValueError, match="no function named"):
         spellings("matmull")

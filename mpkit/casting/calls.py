@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpkit.casting import operations as ops
 from mpkit.casting.sparse import parts, values_of
-from mpkit.casting.targets import Emulated, Target, float_tensors, map_tensors, precision
+from mpkit.casting.targets import Target, float_tensors, map_tensors, precision, promoted_precision
 
 # by the names out of place: x.relu_() is relu, x += y is add
 _KEEPS_OUTPUT = ops.words("relu sigmoid tanh softmax log_softmax exp expm1 sqrt rsqrt reciprocal tan")
@@ -40,13 +40,13 @@ class Call:
     def __eq__(self, other: object) -> bool:
         return self.func == (other.func if isinstance(other, Call) else other)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         inputs = float_tensors((args, kwargs))
         reference = self._in_float64(args, kwargs) if self.count else None
         out = self.func(*args, **kwargs)
         self.inputs += inputs
         self.outputs += float_tensors(out)
-        self.computed = _widest(inputs)
+        self.computed = _common(inputs)
         if reference is not None:
             for exact, got in zip(float_tensors(reference), float_tensors(out)):
                 flushed, overflowed = lost_values(exact, got)
@@ -54,7 +54,7 @@ class Call:
                 self.overflowed += overflowed
         return out
 
-    def _in_float64(self, args: Any, kwargs: Any) -> Any:
+    def _in_float64(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """The result in float64; None where there is none to compare with, as for a function that draws at random."""
         if self.func in ops.IN_PLACE:
             return None
@@ -92,15 +92,10 @@ def _random_state(devices: set[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
-def _widest(inputs: list[Tensor]) -> Target | None:
+def _common(inputs: list[Tensor]) -> Target | None:
+    """What an operation on these computes in by itself; None without a float input."""
     targets = list(dict.fromkeys(precision(x) for x in inputs))
-    if len(targets) < 2:
-        return targets[0] if targets else None
-    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in targets]
-    wide = dtypes[0]
-    for dtype in dtypes[1:]:
-        wide = torch.promote_types(wide, dtype)
-    return wide
+    return promoted_precision(targets) if len(targets) > 1 else next(iter(targets), None)
 
 
 def lost_values(wide: Tensor, narrow: Tensor) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def know_methods(kind: type) -> None:
                 _METHODS.update(id(code) for code in _codes(attribute))
 
 
-def _codes(attribute: Any) -> Iterator[CodeType]:
+def _codes(attribute: object) -> Iterator[CodeType]:
     function: Any = attribute.fget if isinstance(attribute, property) else attribute
     function = inspect.unwrap(function)
     todo = [getattr(function, "__code__", None)]

@@ -5,6 +5,7 @@ Source:  torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -14,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import Handler, computed_in, in_place, looks_inside, promoted
+from mpkit.casting.handlers import Caster, Handler, computed_in, in_place, looks_inside, promoted
 from mpkit.casting.lists import (
+    APEX_PROMOTED,
     APEX_TO_LOW,
     APEX_TO_WIDE,
-    APEX_WIDEST,
     BANNED,
+    TORCH_PROMOTED,
     TORCH_TO_LOW,
     TORCH_TO_WIDE,
-    TORCH_WIDEST,
 )
 from mpkit.casting.operations import words
 from mpkit.casting.rules import Rule, operator_lists
@@ -41,14 +42,14 @@ _OF_LISTED = {
 _TOLD = ops.spellings(*words("sum prod cumsum cumprod softmax log_softmax norm"))
 
 
-def _names(functions: Any) -> list[str]:
+def _names(functions: Iterable[ops.Function]) -> list[str]:
     return [function.__name__ for function in functions]
 
 
 @cache
 def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
     """What `torch.autocast("cuda")` does at each operation. It leaves float64 tensors alone."""
-    lists = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_WIDEST, True, frozenset((BANNED,)), entry)
+    lists = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_PROMOTED, True, frozenset((BANNED,)), entry)
     handlers = {**lists.handlers}
     handlers |= {function.__name__: looks_inside(inner) for function, inner in _OF_LISTED.items()}
     handlers |= {name: _unless_told(handlers[name]) for name in _names(_TOLD)}
@@ -65,7 +66,7 @@ def _sparing_float64(handler: Handler) -> Handler:
     if target is None and handler is not promoted:
         return handler
 
-    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if all(x.dtype is not torch.float64 for x in float_tensors((args, kwargs))):
             return handler.run(mode, func, args, kwargs)
         if target is not None:
@@ -81,14 +82,14 @@ _IN_FLOAT32 = _sparing_float64(computed_in(torch.float32))
 
 
 def _unless_told(handler: Handler) -> Handler:
-    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return func(*args, **kwargs) if kwargs.get("dtype") is not None else handler.run(mode, func, args, kwargs)
 
     return Handler(handle, handler.computes)
 
 
 @Handler
-def _interpolated(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _interpolated(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Every mode but "area", which is an average pool, in float32."""
     way = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
     return func(*args, **kwargs) if way == "area" else _IN_FLOAT32.run(mode, func, args, kwargs)
@@ -98,7 +99,7 @@ def _matrix_power(low: Target) -> Handler:
     """Repeated products in `low`; an inverse is taken before them as the input comes."""
     in_low = computed_in(low)
 
-    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         n = args[1] if len(args) > 1 else kwargs.get("n")
         if not isinstance(n, int) or abs(n) < 2 or "out" in kwargs or not float_tensors(args[:1]):
             return func(*args, **kwargs)
@@ -115,10 +116,10 @@ def apex_lists(low: Target, entry: Target | None = None) -> Rule:
     A listed operation in place keeps the precision of what it writes into; one that would have to compute in float32
     is refused on 16 bits. Batch norm is not listed: its kernel takes 16 bits with float32 statistics.
     """
-    lists = operator_lists(low, APEX_TO_LOW, APEX_TO_WIDE, APEX_WIDEST, True, entry=entry)
+    lists = operator_lists(low, APEX_TO_LOW, APEX_TO_WIDE, APEX_PROMOTED, True, entry=entry)
     handlers = {**lists.handlers, "cpu": computed_in(torch.float32)}
     refuses = {f"{name}_": _refused_in_low(low, f"x.float().{name}_()") for name in APEX_TO_WIDE}
-    matches = dict.fromkeys((f"{name}_" for name in APEX_TO_LOW | APEX_WIDEST), in_place)
+    matches = dict.fromkeys((f"{name}_" for name in APEX_TO_LOW | APEX_PROMOTED), in_place)
     handlers |= {name: handler for name, handler in (refuses | matches).items() if hasattr(Tensor, name)}
     handlers[BANNED] = _refused_in_low(low, f"{BANNED}_with_logits")
     handlers |= dict.fromkeys(_names(ops.spellings("batch_norm")), _as_its_input)
@@ -128,7 +129,7 @@ def apex_lists(low: Target, entry: Target | None = None) -> Rule:
 def _refused_in_low(low: Target, way_out: str) -> Handler:
     wide = computed_in(torch.float32)
 
-    def handle(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         given = float_tensors((args, kwargs))
         first = given[:1] if func.__name__ == BANNED else given
         if any(precision(x) in (low, torch.float16, torch.bfloat16) for x in first):
@@ -141,6 +142,6 @@ def _refused_in_low(low: Target, way_out: str) -> Handler:
 
 
 @Handler
-def _as_its_input(mode: Any, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _as_its_input(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     out = func(*args, **kwargs)
     return converted(out, precision(args[0])) if args and isinstance(args[0], Tensor) else out

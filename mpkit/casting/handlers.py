@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +21,48 @@ from mpkit.casting.targets import (
     marked,
     marked_as_part,
     precision,
+    promoted_precision,
     round_in_place_,
     still,
     unmarked,
 )
 
-if TYPE_CHECKING:
-    from mpkit.casting.mode import CastMode
 
-Run = Callable[["CastMode", ops.Function, tuple[Any, ...], dict[str, Any]], Any]
+class Caster(Protocol):
+    """What a handler asks of the mode that calls it."""
+
+    ledgers: tuple[Book, ...]
+    layer: Any
+
+    def cast(self, x: Tensor, target: Target) -> Tensor:
+        """One float tensor in `target`; whatever else passes through."""
+
+    def cast_all(self, values: Any, target: Target) -> Any:
+        """Every float tensor in a nest of tuples, lists and dicts."""
+
+    def __enter__(self) -> object:
+        """From here on the mode sees the operations of this thread."""
+
+    def __exit__(self, *error: Any) -> object:
+        """To here."""
+
+
+class Book(Protocol):
+    """What is told of each operation, cast and operand while it is open: a ledger."""
+
+    def run(
+        self, mode: Any, handler: Handler | None, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        """Do what `handler` says, and write it down."""
+
+    def note_cast(self, x: Tensor, y: Tensor) -> None:
+        """`x` was cast to `y`."""
+
+    def operand_notes(self) -> Callable[..., None]:
+        """What a product under a recipe calls for each operand."""
+
+
+Run = Callable[[Caster, ops.Function, tuple[Any, ...], dict[str, Any]], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +82,13 @@ class Handler:
 
 
 @Handler
-def unchanged(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unchanged(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call it as it is."""
     return func(*args, **kwargs)
 
 
 @Handler
-def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def follows(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     out = func(*args, **kwargs)
@@ -76,7 +109,7 @@ def follows(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: d
     return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
 
 
-def moved(out: Any, args: tuple[Any, ...], target: Emulated) -> Any:
+def moved(out: object, args: tuple[Any, ...], target: Emulated) -> object:
     """What an operation gave that only moves values of `target`: in `target` too, and bound to what it is a view of."""
     whole = args[0] if args else None
 
@@ -91,7 +124,7 @@ def moved(out: Any, args: tuple[Any, ...], target: Emulated) -> Any:
 def computed_in(low: Target, result: Target | None = None) -> Handler:
     """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed)."""
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if type(low) is Emulated and not float_tensors((args, kwargs)):
             return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
@@ -112,7 +145,7 @@ def _left(factory: Callable[..., Handler], *precisions: Target | None) -> Run | 
 def exactly_in(low: Emulated) -> Handler:
     """An operation that only moves values: inputs in the format give results in the format, with nothing to round."""
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         inputs = mode.cast_all(args, low)
         out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
         return _delivered(moved(out, inputs, low), args, kwargs)
@@ -120,7 +153,7 @@ def exactly_in(low: Emulated) -> Handler:
     return Handler(handle, low)
 
 
-def _finished(mode: CastMode, out: Any, low: Target, result: Target | None) -> Any:
+def _finished(mode: Caster, out: object, low: Target, result: Target | None) -> Any:
     if type(low) is Emulated:  # a native kernel has rounded by itself
         out = mode.cast_all(out, low)
     if result is None:
@@ -140,7 +173,7 @@ def _without_out(func: ops.Function, kwargs: dict[str, Any], low: Target) -> dic
     return given
 
 
-def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """The result, written where `out=` or `inplace=True` asked for it."""
     into = args[0] if kwargs.get("inplace") else kwargs.get("out")
     if into is None or into is out:
@@ -153,7 +186,7 @@ def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @Handler
-def in_place(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_place(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """The tensor written into keeps its precision; other float inputs are cast to it."""
     into = args[0] if args else None
     if not isinstance(into, Tensor) or not into.is_floating_point():
@@ -174,7 +207,7 @@ def written_back(compute: ops.Function, low: Target, result: Target | None) -> H
     """A listed operator in place (`relu_`): computed in `low`, then written into the tensor it was asked to change."""
     handle_new = computed_in(low, result)
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return _delivered(handle_new.run(mode, compute, args, kwargs), args, {"inplace": True})
 
     return Handler(handle)
@@ -186,7 +219,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
     On CUDA a bias in a native `low` stays fused in the product: one kernel, one rounding less.
     """
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if kwargs:
             args = _positional(func, args, kwargs)
         x, weight = mode.cast(args[0], low), mode.cast(args[1], low)
@@ -216,7 +249,7 @@ def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any
 def product_then_sum(low: Target) -> Handler:
     """beta * input + alpha * (a @ b): the product in `low` with a float32 result, the sum in float32."""
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if len(args) != 3 or "out" in kwargs:
             return func(*args, **kwargs)
         product = torch.matmul(*mode.cast_all(args[1:], low))
@@ -227,15 +260,12 @@ def product_then_sum(low: Target) -> Handler:
 
 
 @Handler
-def promoted(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All float inputs to the widest float among them."""
+def promoted(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """All float inputs to what torch promotes them to."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     if len(inputs) < 2:
         return follows.run(mode, func, args, kwargs)
-    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in inputs]
-    wide = dtypes[0]
-    for dtype in dtypes[1:]:
-        wide = torch.promote_types(wide, dtype)
+    wide = promoted_precision(inputs)
     return func(*mode.cast_all(args, wide), **mode.cast_all(kwargs, wide))
 
 
@@ -245,7 +275,7 @@ def norm_with_statistics(low: Target, result: Target | None) -> Handler:
     In evaluation statistics and affine parameters are rounded to `low`, in training they are used as they are.
     """
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         def settled(x: Tensor) -> Tensor:
             return converted(mode.cast(x, low), torch.float32)
 
@@ -264,7 +294,7 @@ def norm_of_low_input(low: Target) -> Handler:
     the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
     """
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if func.__name__ == "layer_norm":
             given = precision(args[0])
             args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
@@ -279,7 +309,7 @@ def gathered(low: Target, result: Target | None) -> Handler:
     The gradient of a row that was picked several times is so added up in float32; `max_norm` finds the table itself.
     """
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         out = mode.cast_all(func(*args, **kwargs), low)
         return out if result is None else mode.cast_all(out, result)
 
@@ -290,7 +320,7 @@ def summed_rows(low: Target, result: Target | None) -> Handler:
     """`embedding_bag` in `low`. With `sparse=True` the gradient of its table is sparse, which torch's casts refuse."""
     in_low = computed_in(low, result)
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         table = args[1] if len(args) > 1 else kwargs.get("weight")
         if (args[7] if len(args) > 7 else kwargs.get("sparse")) and isinstance(table, Tensor):
             table = table if precision(table) == low else converted_by_values(table, low)
@@ -304,7 +334,7 @@ def summed_rows(low: Target, result: Target | None) -> Handler:
 def looks_inside(inner: ops.Function) -> Handler:
     """A composed function: run it so that the rule sees its inner operations."""
 
-    def handle(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         with mode:
             return inner(*args, **kwargs)
 
@@ -312,13 +342,13 @@ def looks_inside(inner: ops.Function) -> Handler:
 
 
 @Handler
-def unflattened(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unflattened(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """`x.unflatten`, which the compiler can follow only as a function."""
     return follows.run(mode, torch.unflatten, args, kwargs)
 
 
 @Handler
-def refused(mode: CastMode, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def refused(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """An operation that the lists ban, since its float16 result would overflow or lose all precision."""
     name = getattr(func, "__name__", func)
     raise RuntimeError(f"{name} is unsafe in 16 bits and banned here; use {name}_with_logits, or to_float")

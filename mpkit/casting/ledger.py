@@ -131,14 +131,14 @@ class Ledger:
         self._kept.clear()
         self._measured.clear()
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._path.pop()
 
     # --- called by the mode -------------------------------------------------------------------------------------------
 
     def run(
         self, mode: CastMode, handler: Handler | None, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         """Do what the rule says and write it down."""
         if func in ops.COMPOSED:
             return (handler or looks_inside(ops.COMPOSED[func])).run(mode, func, args, kwargs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,16 +29,17 @@ from mpkit.casting.targets import target_of
 from mpkit.formats import FloatFormat
 
 LEVELS = tuple(MINDSPORE)
+Network = TypeVar("Network", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 
 
 def auto_mixed_precision(
-    network: Any,
+    network: Network,
     amp_level: str = "O0",
     dtype: torch.dtype | FloatFormat = torch.float16,
     *,
     grad_dtype: FloatFormat | None = None,
-) -> Any:
+) -> Network:
     """Cast the operations of `network` at a level. The same object comes back, its parameters stay float32.
 
     | level | what is cast | result |
@@ -47,7 +48,7 @@ def auto_mixed_precision(
     | O1 | modules and operators of `get_white_list()`: inputs to `dtype`, result back to float32 | float32 |
     | O2 | every operation, but child modules of the classes in `get_black_list()` compute in float32 | float32 |
     | O3 | every operation | float32 |
-    | auto | per operation: a list to `dtype`, a list to float32, a list to the widest input | may be `dtype` |
+    | auto | per operation: a list to `dtype`, a list to float32, a list to the promoted dtype | may be `dtype` |
 
     The call of the network is the way in. Its other methods, and threads that a forward starts, compute at the level
     inside `within(network)`; outside of it they warn when they call a module of the network.
@@ -81,7 +82,7 @@ def auto_mixed_precision(
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
     if not isinstance(network, nn.Module):
-        return Forward(None, auto_lists(low), level=amp_level, inner=network)
+        return cast(Network, Forward(None, auto_lists(low), level=amp_level, inner=network))
     MINDSPORE[amp_level].put(network, low)
     settle(network, amp_level)
     return network
@@ -162,7 +163,7 @@ def _checked_black(black: list[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
     return tuple(black)
 
 
-def _warn_of_repetition(network: Any, level: str) -> None:
+def _warn_of_repetition(network: object, level: str) -> None:
     if old := amp_level(network):
         warnings.warn(
             f"this network already runs at level {old!r}, now it changes to {level!r}; "
@@ -171,7 +172,7 @@ def _warn_of_repetition(network: Any, level: str) -> None:
         )
 
 
-def amp_level(network: Any) -> str:
+def amp_level(network: object) -> str:
     """The level recorded on this very network, "" if none."""
     root = mark_of(network)
     return "" if root is None else root.level
@@ -227,13 +228,13 @@ def within(network: nn.Module) -> Iterator[None]:
         yield
 
 
-def remove_mixed_precision(network: Any) -> Any:
+def remove_mixed_precision(network: Network) -> Network:
     """Take every level and every `to_float` off `network` and the modules in it: the plain network (function) is back.
 
     Raises:  TypeError if `network` is neither a module nor a function decorated at level "auto".
     """
     if isinstance(network, Forward):
-        return network.inner
+        return cast(Network, network.inner)
     if not isinstance(network, nn.Module):
         raise TypeError(f"remove_mixed_precision restores an nn.Module, got {network!r}")
     for module in list(network.modules()):

@@ -1,7 +1,7 @@
 """The lists of MindSpore, torch, apex and Keras side by side, in torch's names.
 
-Each framework says which operators compute low, which in float32 (wide), which in the widest of their inputs, and which
-modules stay float32.
+Each framework says which operators compute low, which in float32 (wide), which in what their inputs promote to, and
+which modules stay float32.
 
 Source:   MindSpore 2.7 amp; torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.py; Keras 3 dtype
           policies.
@@ -61,7 +61,7 @@ AUTO_MADE_OF_WIDE = frozenset(
     )
 )
 # torch's own names for a dot product, and operations of which torch has a form for equal dtypes only
-AUTO_WIDEST = frozenset(
+AUTO_PROMOTED = frozenset(
     words(
         """addcdiv addcmul cross dot grid_sample cat vdot vecdot inner bilinear lerp scatter scatter_add index_add
         index_copy index_put masked_scatter"""
@@ -87,7 +87,7 @@ TORCH_TO_WIDE = frozenset(
         poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
     )
 )
-TORCH_WIDEST = frozenset(
+TORCH_PROMOTED = frozenset(
     words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample bilinear")
 )
 
@@ -106,7 +106,7 @@ APEX_TO_WIDE = frozenset(
         soft_margin_loss triplet_margin_loss ctc_loss cpu"""
     )
 )
-APEX_WIDEST = frozenset(
+APEX_PROMOTED = frozenset(
     words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
 )
 BANNED = "binary_cross_entropy"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from mpkit.casting.lists import AUTO_MADE_OF_WIDE, AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WIDEST
+from mpkit.casting.lists import AUTO_MADE_OF_WIDE, AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE
 from mpkit.casting.mode import Forward, mark, mark_of
 from mpkit.casting.rules import Rule, everything, operator_lists, protected, recurrent, white_operators
 from mpkit.casting.targets import Target
 
 
-def refuse_scripted(network: Any) -> None:
+def refuse_scripted(network: object) -> None:
     """Raise TypeError if TorchScript runs a part of `network`: its interpreter does not ask a rule."""
     modules = network.named_modules() if isinstance(network, nn.Module) else ()
     if (name := next((name for name, m in modules if isinstance(m, torch.jit.ScriptModule)), None)) is not None:
@@ -41,7 +40,7 @@ def settle(network: nn.Module, level: str = "") -> None:
 
 def auto_lists(low: Target, module: nn.Module | None = None) -> Rule:
     wide = AUTO_TO_WIDE | AUTO_MADE_OF_WIDE
-    return operator_lists(low, AUTO_TO_LOW, wide, AUTO_WIDEST, False, entry=entry_of(module))
+    return operator_lists(low, AUTO_TO_LOW, wide, AUTO_PROMOTED, False, entry=entry_of(module))
 
 
 def entry_of(module: nn.Module | None) -> Target | None:

@@ -9,8 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, MethodType
+from typing import Any
 
 import torch
 import torch.fx._symbolic_trace as fx_tracing
@@ -22,17 +22,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from mpkit.casting.entrances import know_methods, warn_if_passed_by
-from mpkit.casting.handlers import Handler
+from mpkit.casting.handlers import Book, Caster, Handler
 from mpkit.casting.neighbours import in_sequence, round_trip
+from mpkit.casting.operations import Function
 from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.sparse import is_dense
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target, converted, map_tensors, taken_again
-
-if TYPE_CHECKING:
-    from mpkit.casting.ledger import Ledger
-
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
@@ -40,7 +37,7 @@ _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
 
-    def __init__(self, ledgers: tuple[Ledger, ...] = ()) -> None:
+    def __init__(self, ledgers: tuple[Book, ...] = ()) -> None:
         super().__init__()
         self.rule: Rule = PLAIN
         # the cast of a parameter, and of which state of which parameter: an id is given again when its owner dies, and
@@ -49,7 +46,9 @@ class CastMode(TorchFunctionMode):
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         rule = self.rule
         handler = rule.handlers.get(func.__name__, rule.default)
         if handler is rule.default and type(func) is OpOverload:
@@ -109,8 +108,8 @@ class CastMode(TorchFunctionMode):
         return map_tensors(lambda x: self.cast(x, target), value)
 
 
-def _written_down(ledger: Ledger, handler: Handler | None) -> Handler:
-    def handle(mode: CastMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written_down(ledger: Book, handler: Handler | None) -> Handler:
+    def handle(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return ledger.run(mode, handler, func, args, kwargs)
 
     return Handler(handle, handler.computes if handler is not None else None)
@@ -144,7 +143,7 @@ def current() -> CastMode | None:
 
 
 @contextmanager
-def running(rule: Rule | None = None, *, layer: Any = None, ledger: Ledger | None = None) -> Iterator[CastMode]:
+def running(rule: Rule | None = None, *, layer: Any = None, ledger: Book | None = None) -> Iterator[CastMode]:
     """A block whose operations compute by `rule` (None: as it is), in `layer`, and are written down by `ledger` too."""
     mode, idle = current(), _LOCAL.mode
     if mode is None:
@@ -236,7 +235,9 @@ class Forward:
         finally:
             _LOCAL.mode = outside
 
-    def _run(self, mode: CastMode, rule: Rule, module: nn.Module | None, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         outer = mode.rule
         try:
             if rule.entry is not None:
@@ -265,7 +266,7 @@ class Forward:
         with running(CASTING) as mode:
             return mode.cast_all(output, self.result)
 
-    def _called_on(self, caller: Any) -> nn.Module | None:
+    def _called_on(self, caller: FrameType) -> nn.Module | None:
         """The module whose call this is: a shallow copy, such as a replica of DataParallel, shares this object.
 
         An instance's `forward` is called without its module, and torch has no public hook that sees a copy being made.
@@ -285,7 +286,7 @@ class Forward:
         self.__dict__.update(state)
         know_methods(type(self.module))
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         """A function decorated in the body of a class is a method, as any other."""
         return self if owner is None else MethodType(self, owner)
 
@@ -337,13 +338,13 @@ def _unwatched(mode: CastMode) -> bool:
 _MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
 
 
-def mark_of(module: Any) -> Forward | None:
+def mark_of(module: object) -> Forward | None:
     """The casting mark on this very module (or decorated function), if any."""
     forward = module.__dict__.get(_MARK) if isinstance(module, nn.Module) else module
     return forward if isinstance(forward, Forward) else None
 
 
-def _level_of(module: Any) -> str | None:
+def _level_of(module: object) -> str | None:
     found = mark_of(module) if isinstance(module, nn.Module) else None
     return None if found is None or found.rule is None else found.level
 
@@ -366,7 +367,7 @@ def unmark(module: nn.Module) -> None:
         return
     del module.__dict__[_MARK]
     forward.rule = None
-    stands_there: Any = module.__dict__.get("forward")
+    stands_there: object = module.__dict__.get("forward")
     if stands_there is forward and forward.inner is not None:
         module.__dict__["forward"] = forward.inner
     elif stands_there is forward:

@@ -76,7 +76,7 @@ def canonical(operator: str) -> Function:
     return next(getattr(home, operator) for home in (F, torch, Tensor) if callable(getattr(home, operator, None)))
 
 
-def operator_of(function: Any) -> str | None:
+def operator_of(function: object) -> str | None:
     """The operator that a torch function spells, None if it is no operator on tensors.
 
     >>> operator_of(torch.Tensor.__matmul__), operator_of(torch.ger), operator_of(print)
@@ -193,10 +193,10 @@ WITH_STATISTICS = spellings("batch_norm", "instance_norm")  # write running stat
 LAYER_NORM = spellings("layer_norm")
 
 
-def opened(function: Any) -> Function:
+def opened(function: Function) -> Function:
     """A torch function written in Python, without the check that hands it over as a whole."""
 
-    def never(*_: Any) -> bool:
+    def never(*_: object) -> bool:
         return False
 
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

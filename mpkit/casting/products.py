@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.arguments import check_kind
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import Handler, looks_inside
-from mpkit.casting.mode import Forward, mark, mark_of
+from mpkit.casting.handlers import Caster, Handler, looks_inside
+from mpkit.casting.mode import CastMode, Forward, mark, mark_of
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.casting.rules import Rule
 from mpkit.casting.targets import Emulated
@@ -25,6 +25,8 @@ from mpkit.scalers.tensor_scale import TensorScaler, update_all_
 
 STATE = "recipe_scales"  # the name of the module that holds the scales of a layer; there is none without state
 TENSORS = ("input", "weight", "grad")
+Note = Callable[..., None]
+"""Is told of each operand of a product under a recipe."""
 
 
 class RecipeScales(nn.Module):
@@ -93,7 +95,9 @@ class RecipeScales(nn.Module):
 class RecipeForward(Forward):
     """The mark of a layer under a recipe: it also tells the products which layer they belong to."""
 
-    def _run(self, mode: Any, rule: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.calls = 0
         outer, mode.layer = mode.layer, self
         try:
@@ -115,7 +119,7 @@ def recipe_rule(recipe: Recipe) -> Rule:
 
     linear = _linear_with_state if recipe.delayed() else _linear
 
-    def handle(mode: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
             :3
         ]
@@ -130,17 +134,19 @@ def recipe_rule(recipe: Recipe) -> Rule:
     return Rule({**inside, "linear": Handler(handle, computes)}, None, None, (recipe_rule, (recipe,)))
 
 
-def _notes(mode: Any) -> Callable[..., None] | None:
+def _notes(mode: Caster) -> Note | None:
     notes = [ledger.operand_notes() for ledger in mode.ledgers]
 
-    def note(*operand: Any) -> None:
+    def note(*operand: object) -> None:
         for one in notes:
             one(*operand)
 
     return note if notes else None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: Any, note: Any) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: RecipeForward, note: Note | None
+) -> Tensor:
     y = recipe_linear(x, weight, recipe, layer.scalers(weight) if recipe.delayed() else {}, note)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -153,7 +159,7 @@ def recipe_linear(
     weight: Tensor,
     recipe: Recipe,
     scalers: dict[str, TensorScaler] | None = None,
-    note: Callable[..., None] | None = None,
+    note: Note | None = None,
 ) -> Tensor:
     """x @ weight.T with the three products of `recipe`, differentiable once.
 
@@ -170,7 +176,15 @@ def recipe_linear(
 
 class _RecipeLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, scalers: Any, note: Any, tracks: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Recipe,
+        scalers: dict[str, TensorScaler],
+        note: Note | None,
+        tracks: bool,
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         scales = {name: scaler.scale for name, scaler in scalers.items()}
         for name, tensor in (("input", x), ("weight", weight)):
@@ -186,7 +200,7 @@ class _RecipeLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         recipe, scalers, scales, note, shape = ctx.settings
         grad = grads[0].reshape(-1, weight.shape[0])
@@ -211,7 +225,7 @@ def _product(
     axes: tuple[int, int],
     recipe: Recipe,
     scales: dict[str, Tensor],
-    note: Callable[..., None] | None,
+    note: Note | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Two matrices, each with the axis that is summed over -> their product (rows of the first, rows of the second)."""
@@ -337,7 +351,7 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     return network
 
 
-def _check_state(network: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+def _check_state(network: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
     """Before anything is loaded: whether the scales in `state` belong to the recipes of this network.
 
     A hook cannot see `strict`. So scales that are too many or too few are warned of, and torch raises if it is strict.
@@ -362,7 +376,7 @@ def _check_state(network: nn.Module, state: Mapping[str, Any], prefix: str, *res
         )
 
 
-def _is_check(hook: Any) -> bool:
+def _is_check(hook: object) -> bool:
     return getattr(hook, "hook", hook) is _check_state  # torch wraps it
 
 

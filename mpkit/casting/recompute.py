@@ -32,7 +32,7 @@ class Carried:
         self.rule, self.layer = mode.rule, mode.layer
         self.formats: list[Target] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         inputs = float_tensors((args, kwargs))
         if self.formats is None:
             self.formats = [precision(x) for x in inputs]
@@ -56,10 +56,10 @@ def install() -> None:
     with_graph = torch_checkpoint._checkpoint_without_reentrant_generator
     without_graph = torch_checkpoint.CheckpointFunction.forward
 
-    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return with_graph(carrying(fn), *args, **kwargs)
 
-    def forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:
         return without_graph(ctx, carrying(run_function), *args)
 
     torch_checkpoint._checkpoint_without_reentrant_generator = generator

@@ -50,10 +50,10 @@ class Rule:
     entry: Target | None = None
     recipe: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., Rule], tuple[Any, ...]]:
         return self.recipe or (plain, ())
 
-    def __deepcopy__(self, memo: Any) -> Rule:
+    def __deepcopy__(self, memo: object) -> Rule:
         return self  # immutable
 
 
@@ -157,12 +157,12 @@ def operator_lists(
     low: Target,
     to_low: frozenset[str],
     to_wide: frozenset[str],
-    to_widest: frozenset[str],
+    to_promote: frozenset[str],
     bias_in_low: bool,
     banned: frozenset[str] = frozenset(),
     entry: Target | None = None,
 ) -> Rule:
-    """Lists of operators computed in `low`, in float32, in the widest of their inputs. Others follow their inputs.
+    """Lists of operators computed in `low`, in float32, or in what their inputs promote to. Others follow their inputs.
 
     Args:  bias_in_low is False when the bias of a linear layer or convolution is added in float32 to the rounded
            product, as a promoted addition of its own. A `banned` operator raises a RuntimeError.
@@ -175,11 +175,11 @@ def operator_lists(
         (recurrent, computed_in(low)),
         (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
         (ops.spellings(*to_wide), computed_in(torch.float32)),
-        (ops.spellings(*to_widest), promoted),
+        (ops.spellings(*to_promote), promoted),
         (ops.spellings(*banned), refused),
     ]
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
-    recipe = (operator_lists, (low, to_low, to_wide, to_widest, bias_in_low, banned, entry))
+    recipe = (operator_lists, (low, to_low, to_wide, to_promote, bias_in_low, banned, entry))
     return Rule(_table(*parts), follows if emulated else None, entry, recipe)

@@ -23,7 +23,7 @@ class Uncast:
         self.hook = hook
         self.uncast = uncast
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with self.uncast():
             return self.hook(*args, **kwargs)
 

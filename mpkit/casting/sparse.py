@@ -56,7 +56,7 @@ class _ByValues(torch.autograd.Function):
         return by_values(change, x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return by_values(ctx.back, grads[0]), None, None
 
 

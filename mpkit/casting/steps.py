@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 Block = Callable[[], AbstractContextManager[Any]]
+Body = Generator[Any, Any, Any] | Coroutine[Any, Any, Any]
 
 
-def takes_steps(output: Any) -> bool:
+def takes_steps(output: object) -> bool:
     """Whether this result of a call is a body that has yet to run."""
     return type(output) in (GeneratorType, CoroutineType, AsyncGeneratorType)
 
 
-def in_steps(body: Any, block: Block, delivered: Callable[[Any], Any]) -> Any:
+def in_steps(body: object, block: Block, delivered: Callable[[Any], Any]) -> object:
     """The same generator or coroutine, each step of it inside `block()` and each result through `delivered`.
 
     Raises:  TypeError for an asynchronous generator.
@@ -31,7 +32,7 @@ def in_steps(body: Any, block: Block, delivered: Callable[[Any], Any]) -> Any:
 
 
 def _stepping(
-    body: Any, block: Block, yielded: Callable[[Any], Any], returned: Callable[[Any], Any]
+    body: Body, block: Block, yielded: Callable[[Any], Any], returned: Callable[[Any], Any]
 ) -> Generator[Any, Any, Any]:
     step, value = body.send, None
     try:

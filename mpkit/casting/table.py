@@ -104,7 +104,7 @@ def _torch(network: nn.Module, low: Target) -> None:
 
 _HALF, _BF16, _WIDE = torch.float16, torch.bfloat16, "float32"
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-_LISTS = "lists: low, float32, widest"
+_LISTS = "lists: low, float32, promoted"
 _LAYERS = "all low, layer by layer"
 _INSIDE = "float32 inside, low result"
 

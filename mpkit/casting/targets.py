@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ Target = torch.dtype | Emulated
 _MARK = "_mpkit_emulated"
 
 
-def target_of(dtype: Any, grad_dtype: FloatFormat | None = None, also: tuple[torch.dtype, ...] = ()) -> Target:
+def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[torch.dtype, ...] = ()) -> Target:
     """The target that an argument `dtype` (with `grad_dtype` for gradients) means.
 
     Raises:  ValueError unless dtype is float16, bfloat16, one of `also` or a FloatFormat of at most 32 bits, or if
@@ -88,6 +88,15 @@ def precision(x: Tensor) -> Target:
     if type(mark) is Emulated:  # while compiling, where writes are traced and nobody else writes
         return mark
     return mark.target if mark.version == _version(x) else x.dtype
+
+
+def promoted_precision(targets: Iterable[Target]) -> torch.dtype:
+    """What torch promotes several precisions to; a format counts as the float32 that holds it."""
+    dtypes = [torch.float32 if isinstance(target, Emulated) else target for target in targets]
+    wide = dtypes[0]
+    for dtype in dtypes[1:]:
+        wide = torch.promote_types(wide, dtype)
+    return wide
 
 
 def marked(x: Tensor, target: Emulated) -> Tensor:
@@ -152,7 +161,7 @@ class _Again(torch.autograd.Function):
         return cast.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
         if isinstance(ctx.target, Emulated):
             rounded = ctx.target.grad_fmt
@@ -217,7 +226,7 @@ def _refilled(value: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
     return twin
 
 
-def float_tensors(value: Any) -> list[Tensor]:
+def float_tensors(value: object) -> list[Tensor]:
     """The float tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []

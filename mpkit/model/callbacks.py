@@ -6,15 +6,27 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mpkit.arguments import check_count
 from mpkit.step import StepOutcome
 
-if TYPE_CHECKING:
-    from mpkit.model.model import Model
+
+class Trained(Protocol):
+    """What a callback may ask of the `Model` that is trained."""
+
+    network: nn.Module
+    train_network: nn.Module
+    optimizer: Optimizer | None
+
+    def request_stop(self) -> None:
+        """End the run after the step that is running."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Everything that a resumed training needs, into a file that is replaced as a whole."""
 
 
 @dataclass
@@ -32,7 +44,7 @@ class RunContext:
     Source:  MindSpore RunContext; `original_args()` returns the same object under its names there.
     """
 
-    model: Model
+    model: Trained
     epoch_num: int
     batch_num: int | None
     cur_epoch_num: int = 0
@@ -127,7 +139,7 @@ class ProgressBar(Callback):
     It needs tqdm (`pip install mpkit[lab]`).
     """
 
-    def __init__(self, every: int = 10, **options: Any) -> None:
+    def __init__(self, every: int = 10, **options: object) -> None:
         self.every = every
         self.options = options
         self._bar: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from mpkit.files import read_tensors, write_whole
 
 
-def save_whole(state: Any, path: Path) -> None:
+def save_whole(state: object, path: Path) -> None:
     """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
 
     What killed processes left half-written beside it is removed once nobody has written to it for an hour.
@@ -34,7 +35,7 @@ def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: Any) -> None:
+def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """ValueError unless both states have tensors of the same names and shapes."""
 
     def shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:

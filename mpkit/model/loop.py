@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpkit.model.callbacks import Callback, Checkpoint, RunContext
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, ready_workers, set_random_state
+from mpkit.scalers import LossScaleManager
 from mpkit.step import StepOutcome
 from mpkit.step.health import nonfinite_parameters, why_skipped
 
@@ -46,7 +47,7 @@ class TrainingLoop:
         first_epoch: int,
         *,
         inputs: Callable[[Any], tuple[Any, ...]],
-        manager: Any,
+        manager: LossScaleManager | None,
         after_epoch: Callable[[int], None],
     ) -> None:
         self.cell = cell
@@ -156,7 +157,7 @@ class TrainingLoop:
             set_random_state(resumed["random"], self.dataset)
         return batches
 
-    def _note(self, outcome: Any) -> None:
+    def _note(self, outcome: object) -> None:
         if isinstance(outcome, StepOutcome):
             self._flags.append(outcome.overflow)
             if len(self._flags) >= READ_EVERY:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_count
+from mpkit.casting.targets import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
@@ -156,7 +157,7 @@ class Model:
         self._train(epoch, train_dataset, callbacks, initial_epoch, due, valid_dataset)
 
     def eval(
-        self, valid_dataset: Iterable[Any], callbacks: Any = None, dataset_sink_mode: bool = False
+        self, valid_dataset: Iterable[Any], callbacks: object = None, dataset_sink_mode: bool = False
     ) -> dict[str, float]:
         """The metrics over a data set, in evaluation mode, with gradients off.
 
@@ -225,7 +226,7 @@ class Model:
         if self._manager is not None and "manager" in state:
             parts.insert(0, (self._manager, state["manager"]))
         load_all(parts)
-        self._resumed = _on_host(state["progress"])
+        self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
     def _train(
         self,
@@ -282,7 +283,7 @@ class Model:
             output, label = widened(output), widened(label)
         return None if self.loss_fn is None else self.loss_fn(output, label), output, label
 
-    def _inputs(self, batch: Any) -> tuple[Any, ...]:
+    def _inputs(self, batch: object) -> tuple[Any, ...]:
         """A batch as arguments of the train cell, on the network's device."""
         inputs = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         if self.loss_fn is not None and len(inputs) != 2:
@@ -297,10 +298,8 @@ class Model:
         return tuple(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values)
 
 
-def _epochs(epoch: Any, initial_epoch: Any) -> None:
-    for name, value, low in (("epoch", epoch, 1), ("initial_epoch", initial_epoch, 0)):
-        check_count(name, value, low)
-    if initial_epoch >= epoch:
+def _epochs(epoch: object, initial_epoch: object) -> None:
+    if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
         raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: there is nothing left to train")
 
 
@@ -311,14 +310,3 @@ def _three_indexes(indexes: Sequence[int] | None) -> tuple[int, int, int]:
         raise ValueError(f"eval_indexes must be three ints, the places of loss, output and label, got {indexes!r}")
     loss, output, label = indexes
     return loss, output, label
-
-
-def _on_host(value: Any) -> Any:
-    """Random states live on the host, wherever the weights were loaded to."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_host(item) for item in value)
-    return value

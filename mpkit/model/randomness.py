@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ DEPTH = 6  # objects inside one another that are looked through for generators: 
 MANY = 64  # a longer list holds samples
 
 
-def random_state(dataset: Any) -> dict[str, Any]:
+def random_state(dataset: object) -> dict[str, Any]:
     """The states of all generators of a run: torch, CUDA, NumPy, Python, and those that the data set holds."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the state that data sets of others may draw from
     return {
@@ -31,7 +31,7 @@ def random_state(dataset: Any) -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any], dataset: Any) -> None:
+def set_random_state(state: dict[str, Any], dataset: object) -> None:
     """The reverse of `random_state`. Raises ValueError when the data set holds other generators than the saved one."""
     own = list(generators(dataset))
     if len(own) != len(state["dataset"]):
@@ -49,7 +49,7 @@ def set_random_state(state: dict[str, Any], dataset: Any) -> None:
         _set_state(generator, saved)
 
 
-def ready_workers(dataset: Any, state: dict[str, Any]) -> None:
+def ready_workers(dataset: object, state: dict[str, Any]) -> None:
     """Let a DataLoader that keeps its workers stand as it did: a first pass makes them, and draws a number for it.
 
     What the workers themselves draw, in the transforms of a data set, say, is in no checkpoint: a warning says so.
@@ -70,11 +70,11 @@ def ready_workers(dataset: Any, state: dict[str, Any]) -> None:
     )
 
 
-def generators(dataset: Any) -> Iterator[Generator]:
+def generators(dataset: object) -> Iterator[Generator]:
     """Every generator that a data set, its samplers, transforms and inner data sets hold, each once."""
     seen: set[int] = set()
 
-    def found(value: Any, depth: int) -> Iterator[Generator]:
+    def found(value: object, depth: int) -> Iterator[Generator]:
         if id(value) in seen or depth > DEPTH or isinstance(value, Tensor | nn.Module | np.ndarray | type | ModuleType):
             return
         if isinstance(value, Generator):
@@ -95,7 +95,7 @@ def generators(dataset: Any) -> Iterator[Generator]:
     return found(dataset, 0)
 
 
-def _state(generator: Generator) -> Any:
+def _state(generator: Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -114,22 +114,22 @@ def _set_state(generator: Generator, saved: Any) -> None:
         bits.state = _as_numpy(saved)
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> object:
     """A NumPy state without NumPy objects: what `torch.load(weights_only=True)` reads."""
     if isinstance(value, dict):
         return {key: _on_host(item) for key, item in value.items()}
     return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else _plain(value)
 
 
-def _as_numpy(value: Any) -> Any:
+def _as_numpy(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _as_numpy(item) for key, item in value.items()}
     return value.numpy().astype(np.uint64) if isinstance(value, Tensor) else value
 
 
-def _keeps_workers(dataset: Any) -> bool:
+def _keeps_workers(dataset: object) -> TypeGuard[DataLoader[Any]]:
     return isinstance(dataset, DataLoader) and dataset.persistent_workers
 
 
-def _plain(number: Any) -> Any:
+def _plain(number: object) -> object:
     return number.item() if hasattr(number, "item") else number
