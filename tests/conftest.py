@@ -1,4 +1,4 @@
-"""Shared set-up: one thread, and a visible skip for tests that need a GPU."""
+"""Shared set-up: one thread unless OMP_NUM_THREADS says otherwise, and a visible skip for tests that need a GPU."""
 
 import gc
 import multiprocessing
@@ -10,8 +10,6 @@ import torch
 from forked_kernels import offered
 from support import SECOND_TRY
 
-torch.set_num_threads(1)
-
 collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
@@ -20,7 +18,7 @@ collect_ignore_glob = (
     [] if find_spec("jupyterlab") else [f"{name}.py" for name in (*JUPYTER_SIDE, "test_net", "test_widgets_*")]
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
-
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings

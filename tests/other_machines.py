@@ -43,7 +43,7 @@ VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
 }
 ELSEWHERE = (  # tests that look at files, or start browsers, installations, clusters and notebooks of their own
     *("browser", "browser_others", "environment", "experiment_clusters", "experiment_kills", "installed", "labs"),
-    *("layers", "messages", "net", "notebooks", "other_machines", "readme"),
+    *("layers", "net", "notebooks", "other_machines"),
 )
 IMPORTED = (
     *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),
@@ -265,21 +265,25 @@ def print_margins(claims: dict[tuple[str, str], list[tuple[float, float, float]]
     return sum(room < MARGIN for room, *_ in found.values())
 
 
-def table(cells: dict[tuple[str, str], str], names: Sequence[str], notebooks: Sequence[str], earlier: str = "") -> str:
+def table(cells: dict[tuple[str, str], str], names: Sequence[str], columns: Sequence[str], earlier: str = "") -> str:
     """Markdown: a row per variant, a column per notebook, the cells that differ or 0; tests: how many fail.
 
-    An `earlier` table of the same notebooks keeps its other rows, so that variants may be run one at a time.
+    What an `earlier` table says of other variants, and of these columns, stays, so that all need not run at one time;
+    a place that never ran is empty.
     """
-    head = ["variant", *(stem[:5] if stem.startswith(("lab", "tests")) else stem[:2] for stem in notebooks)]
-    lines = {name: line_of([name, *(cells.get((name, stem), "") for stem in notebooks)]) for name in names}
-    if line_of(head) in earlier.splitlines():
-        rows = [line for line in earlier.splitlines() if line.startswith("| ")]
-        kept = {line[2:].partition(" | ")[0]: line for line in rows[2:]}
-        lines = {**kept, **lines}
+    short = {stem: stem[:5] if stem.startswith(("lab", "tests")) else stem[:2] for stem in columns}
+    head, _, *rows = [line[2:-2].split(" | ") for line in earlier.splitlines() if line[:1] == "|"] or [[], []]
+    found = {row[0]: dict(zip(head[1:], row[1:])) for row in rows}
+    for name in names:
+        fresh = {short[stem]: text for (variant, stem), text in cells.items() if variant == name}
+        found[name] = found.get(name, {}) | fresh
+    lines = [[name, *(told.get(column, "") for column in short.values())] for name, told in found.items()]
     where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     return (
-        f"# Cells that differ on stand-ins for other machines\n\nMade by `make portable` on {where}.\n\n"
-        + "\n".join([line_of(head), line_of(["---"] * len(head)), *lines.values(), ""])
+        f"# Cells that differ on stand-ins for other machines\n\nMade by `make portable` on {where}.\n"
+        "The last column counts unit tests, golden tests and doctests that fail. A place that never ran is empty.\n\n"
+        + "\n".join(map(line_of, [["variant", *short.values()], ["---"] * (1 + len(short)), *lines]))
+        + "\n"
     )
 
 
@@ -303,16 +307,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(variants([])), help="families of variants")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--tests", action="store_true", help="and the unit and golden tests on every variant")
+    parser.add_argument("--no-notebooks", action="store_true", help="the tests alone")
     parser.add_argument("--table", type=Path, help="write the table variant x notebook to this file, as Markdown")
     parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     todo = [variant for family, some in variants(options.seeds).items() if family in options.only for variant in some]
-    notebooks = [path.resolve() for path in options.notebooks] or NOTEBOOKS
+    notebooks = [] if options.no_notebooks else [path.resolve() for path in options.notebooks] or NOTEBOOKS
     start, differences = time.perf_counter(), 0
     claims: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     cells: dict[tuple[str, str], str] = {}
-    columns = [*(path.stem for path in notebooks), *["tests"] * options.tests]
+    columns = [*(path.stem for path in NOTEBOOKS), "tests"]
     earlier = options.table.read_text() if options.table and options.table.exists() else ""
 
     def write_table() -> None:

@@ -205,6 +205,7 @@ def test_calls_at_the_level_and_modules_on_their_own_say_nothing(put: str) -> No
     network = Worker()
     PUT[put](network)
     holder = nn.ModuleDict({"network": network})  # as DistributedDataParallel and Trainers hold it
+    torch._dynamo.reset()  # after many other networks it would give up on this forward and compile what that calls
     inside = torch.compile(network, backend="eager")
 
     def with_level() -> Tensor:

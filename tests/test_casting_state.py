@@ -254,7 +254,7 @@ def test_one_checkpointed_function_is_bit_equal(level: str, reentrant: bool) -> 
 
 def test_checkpoint_outside_of_a_cast_forward_is_torchs_own() -> None:
     w = torch.randn(3, 3, requires_grad=True)
-    checkpoint(lambda x: x @ w, torch.ones(3, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    checkpoint(lambda x: x * w, torch.full((3, 3), 3.0, requires_grad=True), use_reentrant=False).sum().backward()
     assert torch.equal(w.grad, torch.full((3, 3), 3.0))  # type: ignore[arg-type]
     layers = nn.Sequential(*[auto_mixed_precision(nn.Linear(3, 3), "O2", bf16) for _ in range(2)])
     out = checkpoint_sequential(layers, 2, torch.ones(1, 3, requires_grad=True), use_reentrant=False)
@@ -285,12 +285,14 @@ def test_checkpointed_functions_compile(level: str, dtype: Any, reentrant: bool)
         return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=reentrant) * 1
 
     torch._dynamo.reset()
-    network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.randn(4, 4))), level, dtype)
+    torch.manual_seed(0)
+    network = auto_mixed_precision(Apply(part, w=nn.Parameter(torch.rand(4, 4) - 0.5)), level, dtype)
     twin = copy.deepcopy(network)
-    x = torch.randn(4, 4, requires_grad=True)
+    x = (2 * torch.rand(4, 4) - 1).requires_grad_()
     eps = 2**-3 if dtype is E4M3FN else 2**-7
     for a, b in zip(trained(torch.compile(twin, backend="aot_eager"), x), trained(network, x)):  # type: ignore[arg-type]
-        torch.testing.assert_close(a, b, rtol=eps, atol=eps)
+        # a compiler may round less often: at the product, tanh, its derivative, the product backwards, half an eps each
+        torch.testing.assert_close(a, b, rtol=0, atol=2 * eps * float(b.abs().max()))
 
 
 class Nested(nn.Module):

@@ -68,12 +68,12 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     Source:  MindSpore boost.GroupLossScaleManager. Departures: groups are matched by identity of the parameters, any
              optimizer works, scales have bounds, a group overflows when one of its gradients is not finite.
 
-    >>> layer = nn.Linear(1, 1, bias=False)
-    >>> manager = GroupLossScaleManager(8.0, [[layer.weight]])
-    >>> x = torch.tensor([[3.0]])
-    >>> manager(layer(manager(x, 0, 1)), 1, 2).sum().backward()
-    >>> layer.weight.grad.item()
-    24.0
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> manager = GroupLossScaleManager(8.0, [[weight]])
+    >>> x = torch.tensor([3.0, 5.0])
+    >>> manager(weight * manager(x, 0, 1), 1, 2).sum().backward()
+    >>> weight.grad  # 8 times x
+    tensor([24., 40.])
     """
 
     table: Tensor

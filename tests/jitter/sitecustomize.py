@@ -60,10 +60,11 @@ def install(seed: int, times: float = 1.0) -> None:
             return type(value)(cast(part, old, new) for part in value)
         return value.to(new) if isinstance(value, torch.Tensor) and value.dtype == old else value
 
-    def half(args: tuple) -> torch.dtype | None:
-        """The 16-bit dtype of a product, by its first tensor; None for a wider one."""
-        first = next(a.dtype for a in args if isinstance(a, torch.Tensor))
-        return first if first in (torch.float16, torch.bfloat16) else None
+    def half(name: str, args: tuple) -> torch.dtype | None:
+        """The 16-bit dtype of a product, by its first tensor; None for a wider one, or if torch refuses the others."""
+        first, *others = (a.dtype for a in args if isinstance(a, torch.Tensor))
+        mixed = not name.startswith(FLASH) and any(other != first for other in others)  # its logarithms are float32
+        return first if first in (torch.float16, torch.bfloat16) and not mixed else None
 
     def kernel_of(name: str):
         packet, _, overload = name.partition(".")
@@ -76,7 +77,7 @@ def install(seed: int, times: float = 1.0) -> None:
 
         def call(keys, *args, **kwargs):
             with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-                low = half(args)
+                low = half(name, args)
                 if low is None:
                     return moved_(kernels[name].call_boxed(keys, *args, **kwargs))
                 target = kwargs.pop("out", args[0] if name.endswith("_") else None)
