@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def same_draws():
+    """A test without a seed of its own draws the same numbers alone, after any other tests and in any worker."""
+    torch.random.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def own_kernels(monkeypatch):
     """Programs that a test starts, a grading say, have the kernels of their own environment."""
     monkeypatch.delenv("JUPYTER_PATH", raising=False)
