@@ -21,6 +21,10 @@ MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", 
 OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
 ROUNDING_TO: ContextVar[FloatFormat | None] = ContextVar("ROUNDING_TO", default=None)
 """The format that is being rounded to: for whoever watches operations, since the steps of a rounding are no others'."""
+BLOCK = 2**18
+"""Values per core in a block: few calls, and a block of x, one of out and the scratch fit 4 MiB of a level-3 cache."""
+WORDS = 2**13
+"""Random numbers of 64 bits in one draw: more would be new memory from the system each time, which costs as much."""
 SEEDED = 2**13
 """Values: from this many on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
@@ -126,8 +130,7 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, final = x.permute(order).contiguous(), out.permute(order)
     target = final if final.is_contiguous() else torch.empty_like(x)
-    # 2**16 values per core: a block of x, one of out and the scratch fit a level-2 cache of 1 to 2 MiB
-    size = min(2**16 * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
+    size = min(BLOCK * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
     b, c = x.new_empty(2, size)
     for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
         count = block.numel()
@@ -143,7 +146,7 @@ def _kernel(
     """The fastest exact way for this combination."""
     native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
     special = fmt.specials == "ieee" or overflow != "inf"
-    if dtype == torch.float32 and mode not in ("nearest_even", "stochastic") and _steps_exactly(fmt):
+    if dtype == torch.float32 and mode not in ("nearest_even", "stochastic") and _serves_directions(fmt):
         return _directed_kernel(fmt, mode, overflow)
     if mode == "nearest_even" and fmt.torch_dtype in native:
         return _native_kernel(fmt, fmt.torch_dtype, overflow)
@@ -201,7 +204,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
             torch.add(x, b, alpha=alpha, out=out)
         else:
             if fmt.fraction_bits <= 4:
-                torch.addcmul(x, c.copy_(draw(x)), b, value=grain, out=out).add_(b, alpha=alpha)
+                torch.addcmul(x, draw(c, torch.int32), b, value=grain, out=out).add_(b, alpha=alpha)
             else:
                 torch.add(x, b, alpha=alpha, out=out)
                 if not within:
@@ -209,7 +212,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
                 torch.sub(out, b, alpha=alpha, out=c).sub_(x)
                 if spare.numel() < x.numel():
                     spare = torch.empty_like(x)
-                c.addcmul_(spare[: x.numel()].copy_(draw(x)), b, value=grain)
+                c.addcmul_(draw(spare[: x.numel()], torch.int32), b, value=grain)
                 out.sub_(c)
         out.sub_(b, alpha=alpha)
         if not within:
@@ -232,7 +235,10 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         bits, pattern = x.view(torch.int32), c.view(torch.int32)
         if mode == "stochastic":
-            torch.bitwise_and(draw(x), mask, out=pattern)
+            draw(pattern, torch.int16 if dropped <= 16 else torch.int32).bitwise_and_(mask)
+            if _within(x, fmt):  # saves two passes
+                torch.add(bits, pattern, out=out.view(torch.int32)).bitwise_and_(~mask)
+                return
         else:
             torch.bitwise_right_shift(bits, dropped, out=pattern)
             pattern.bitwise_and_(1).add_(mask >> 1)
@@ -246,28 +252,73 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     return kernel
 
 
-def _steps_exactly(fmt: FloatFormat) -> bool:
+def _serves_directions(fmt: FloatFormat) -> bool:
     """Whether `_directed_kernel` serves a format: its arithmetic neither overflows nor underflows in float32."""
-    narrow = fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and fmt.min_exponent <= 0
-    return narrow or (fmt.exponent_bits == 8 and fmt.fraction_bits < 23)
+    if fmt.exponent_bits == 8:
+        return fmt.fraction_bits < 23
+    unit = fmt.min_subnormal
+    return fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and 2.0**-126 <= unit <= 1 and fmt.max / unit < 2.0**127
 
 
 def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
     """The modes that look at a direction, in float32, for a block on a CPU that holds numbers up to `fmt.max` only.
 
-    8 exponent bits: dropping a number of bits of the pattern rounds the magnitude down; for the other directions
-    something is added first. Fewer: with u one ulp of `fmt` around x, a power of two, x / u and an integer times u are
-    exact, so only the rounding to an integer rounds; it keeps the sign of zero. Nearest away: trunc(x / u + h) u, where
-    u has the sign of x and h is the number before 0.5, because 0.5 itself would carry 0.49999997 to 1.
+    Clearing the lowest bits of a float32 pattern rounds its magnitude down; adding to the pattern first gives the
+    other directions, and a carry goes to the exponent as rounding must. With 8 exponent bits that is all. With fewer,
+    `fmt` has subnormals where float32 has none, so the numbers are first rounded in the same direction to multiples of
+    the smallest value of `fmt`: rounding twice in one direction is rounding once, since every value is such a multiple.
+    Nearest away is nearest even of a number whose lowest bit is set: that leaves the tie for the side away from
+    zero, and passes no value and no tie, which have a zero there.
     Everything else, NaN and what overflows, goes the long way.
     """
-    shift = _shifted(fmt, mode) if fmt.exponent_bits == 8 else _stepped(fmt, mode)
+    if mode == "nearest_away" and fmt.exponent_bits < 8:
+        short = _after_odd(_kernel(torch.float32, fmt, "nearest_even", overflow, None))
+    else:
+        short = _clearing(fmt, mode)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         if _within(x, fmt):
-            shift(x, out, b, c)
+            short(x, out, b, c)
         else:
             out.copy_(_exact(x, fmt, mode, overflow, None))
+
+    return kernel
+
+
+def _after_odd(nearest_even: Kernel) -> Kernel:
+    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        torch.bitwise_or(x.view(torch.int32), 1, out=c.view(torch.int32))
+        nearest_even(c, out, b, c)
+
+    return kernel
+
+
+def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
+    mask, unit = 2 ** (23 - fmt.fraction_bits) - 1, fmt.min_subnormal
+
+    def in_units(x: Tensor, out: Tensor) -> Tensor:
+        if mode == "toward_zero":
+            return torch.div(x, unit, rounding_mode="trunc", out=out)  # trunc_ alone is not vectorised
+        torch.mul(x, 1 / unit, out=out)
+        return out.ceil_() if mode == "up" else out.floor_()
+
+    def clear(bits: Tensor, out: Tensor, side: Tensor) -> None:
+        if mode == "toward_zero":
+            torch.bitwise_and(bits, ~mask, out=out)
+            return
+        if mode == "nearest_away":
+            torch.add(bits, (mask + 1) // 2, out=out)
+        elif mode == "up":
+            torch.add(bits, torch.clamp(bits, 0, 1, out=side), alpha=mask, out=out)  # 1 where positive
+        else:
+            torch.sub(bits, torch.clamp(bits, -1, 0, out=side), alpha=mask, out=out)  # -1 where negative
+        out.bitwise_and_(~mask)
+
+    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
+        narrow = fmt.exponent_bits < 8
+        clear((in_units(x, out) if narrow else x).view(torch.int32), out.view(torch.int32), b.view(torch.int32))
+        if narrow:
+            out.mul_(unit)
 
     return kernel
 
@@ -280,70 +331,33 @@ def _within(x: Tensor, fmt: FloatFormat) -> bool:
     return bool(-fmt.max <= least and most <= fmt.max)  # not so with a NaN
 
 
-def _shifted(fmt: FloatFormat, mode: Mode) -> Kernel:
-    dropped = 23 - fmt.fraction_bits
-    mask = 2**dropped - 1
+def _random_words(generator: torch.Generator | None) -> Callable[[Tensor, torch.dtype], Tensor]:
+    """A function (target, int16 or int32) that fills a float32 or int32 tensor with random integers of that many bits.
 
-    def kernel(x: Tensor, out: Tensor, _b: Tensor, _c: Tensor) -> None:
-        bits, pattern = x.view(torch.int32), out.view(torch.int32)
-        if mode == "nearest_away":
-            torch.add(bits, 1 << (dropped - 1), out=pattern).bitwise_and_(~mask)
-        elif mode == "toward_zero":
-            torch.bitwise_and(bits, ~mask, out=pattern)
-        else:
-            torch.bitwise_right_shift(bits, 31, out=pattern)  # all bits where x is negative, else none
-            if mode == "up":
-                pattern.bitwise_not_()
-            pattern.bitwise_and_(mask).add_(bits).bitwise_and_(~mask)
-
-    return kernel
-
-
-def _stepped(fmt: FloatFormat, mode: Mode) -> Kernel:
-    gap, low = fmt.fraction_bits << 23, (fmt.min_exponent + 127) << 23  # of float32 patterns
-    below_half = 0.5 - 2.0**-25  # the float32 before 0.5, as in `_to_integer`
-
-    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=b.view(torch.int32)).clamp_min_(low).sub_(gap)
-        if mode == "up":
-            torch.div(x, b, out=c).ceil_()
-        elif mode == "down":
-            torch.div(x, b, out=c).floor_()
-        elif mode == "toward_zero":
-            torch.div(x, b, rounding_mode="trunc", out=c)  # trunc_ alone is not vectorised
-        else:
-            b.copysign_(x)
-            torch.add(x, b, alpha=below_half, out=out)
-            torch.div(out, b, rounding_mode="trunc", out=c)
-        torch.mul(c, b, out=out)
-
-    return kernel
-
-
-def _random_words(generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
-    """A function: block -> 32 random bits per element, int32, to be read before the next block comes.
-
-    On a GPU, and where the first block is small, the bits are the generator's own. Otherwise the generator seeds
-    NumPy's SFC64, four times as fast. One draw of 64 bits serves two elements, and the draws follow each other whatever
-    the size of the blocks, so a seed gives the same numbers with any number of threads.
+    On a GPU, and where the first target is small, the bits are the generator's own. Otherwise the generator seeds
+    NumPy's SFC64, four times as fast. One draw of 64 bits serves two elements or four, and the draws follow each other
+    whatever the size of the blocks, so a seed gives the same numbers with any number of threads.
     """
-    buffer = torch.empty(0, dtype=torch.int64)
     fast: np.random.Generator | None = None
+    begun = False
 
-    def draw(x: Tensor) -> Tensor:
-        nonlocal buffer, fast
-        count, first = (x.numel() + 1) // 2, fast is None and not buffer.numel()
-        if first and x.is_cpu and type(x) is Tensor and x.numel() >= SEEDED:
+    def words(x: Tensor, count: int) -> Tensor:
+        if fast is not None:
+            return torch.from_numpy(fast.integers(-(2**63), 2**63 - 1, count, dtype=np.int64, endpoint=True))
+        return torch.empty(count, dtype=torch.int64, device=x.device).random_(-(2**63), None, generator=generator)
+
+    def fill(target: Tensor, bits: torch.dtype) -> Tensor:
+        nonlocal begun, fast
+        if not begun and target.is_cpu and type(target) is Tensor and target.numel() >= SEEDED:
             seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=generator)
             fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
-        if fast is not None:
-            drawn = fast.integers(-(2**63), 2**63 - 1, count, dtype=np.int64, endpoint=True)
-            return torch.from_numpy(drawn).view(torch.int32)[: x.numel()]
-        if buffer.numel() < count:
-            buffer = torch.empty(count, dtype=torch.int64, device=x.device)
-        return buffer[:count].random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()]
+        begun = True
+        per_word = 64 // bits.itemsize // 8
+        for part in target.split(per_word * WORDS if target.is_cpu else target.numel()):
+            part.copy_(words(target, -(-part.numel() // per_word)).view(bits)[: part.numel()])
+        return target
 
-    return draw
+    return fill
 
 
 def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Overflow) -> None:

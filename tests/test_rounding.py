@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E5M2, FP16, FP32, FP64, TF32, FloatFormat, get_format
-from mpkit.rounding import MODES, OVERFLOWS, quantize, round_to, rounding_error, ulp
+from mpkit.rounding import BLOCK, MODES, OVERFLOWS, quantize, round_to, rounding_error, ulp
 
 ML_DTYPES = {
     FP16: np.float16,
@@ -243,8 +243,8 @@ def test_every_mode_and_overflow_rule_around_the_ends(fmt, mode, overflow):
 
 @pytest.mark.parametrize("fmt", [FP16, BF16, TF32, E5M2], ids=str)
 def test_out_may_overlap_x(fmt):
-    whole = torch.randn(3 * 2**16, generator=torch.Generator().manual_seed(0))
-    x, out = whole[: 2**17], whole[2**16 :]
+    whole = torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(0))
+    x, out = whole[: 2 * BLOCK], whole[BLOCK:]
     want = round_to(x.clone(), fmt)
     assert torch.equal(round_to(x, fmt, out=out), want)
     square = torch.arange(9.0).view(3, 3) / 7
@@ -368,10 +368,16 @@ def test_any_shape_and_stride(layout, fmt, mode):
 
 @pytest.mark.parametrize("fmt", ALL, ids=named)
 def test_blocks_leave_no_seams(fmt):
-    size = 3 * 2**16 * torch.get_num_threads() + 77
+    block = BLOCK * torch.get_num_threads()
+    size = 3 * block + 77
     x = torch.randn(size, generator=torch.Generator().manual_seed(0))
     got = round_to(x, fmt)
-    for part in (slice(0, 100), slice(2**16 - 50, 2**16 + 50), slice(2**17 - 50, 2**17 + 50), slice(-100, None)):
+    for part in (
+        slice(0, 100),
+        slice(block - 50, block + 50),
+        slice(2 * block - 50, 2 * block + 50),
+        slice(-100, None),
+    ):
         assert torch.equal(got[part], round_to(x[part].clone(), fmt))
 
 
@@ -394,13 +400,13 @@ class NewStorages(TorchDispatchMode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, get_format("e7m22")], ids=named)
 def test_with_out_there_is_little_extra_memory_and_no_host_read(fmt, mode):
-    x = torch.randn(16 * 2**16 * torch.get_num_threads())
+    x = torch.randn(4 * BLOCK * torch.get_num_threads())
     out = torch.empty_like(x)
     with NewStorages() as new:
         round_to(x, fmt, mode, out=out)
     created = {func: size for func, size in new.sizes.items() if size < out.nbytes or "empty" in str(func)}
     assert created
-    assert max(created.values()) <= out.nbytes / 8  # a block in float64; a handful of them live at a time
+    assert max(created.values()) <= 8 * BLOCK * torch.get_num_threads()  # a block in float64; a handful live at a time
 
 
 @pytest.mark.parametrize(
