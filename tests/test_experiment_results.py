@@ -76,6 +76,16 @@ def test_one_seed_is_said_to_be_no_evidence():
     assert sentence == "better: +2 against base in the one seed that both have, which may be chance; run 5 or more."
 
 
+def test_the_first_seeds_are_what_fewer_seeds_would_have_said():
+    every, few = made("base", "better", "noisy"), made("base", "better", "noisy", seeds=2)
+    first = every.first(2)
+    assert first.summary("accuracy").equals(few.summary("accuracy"))
+    assert (len(first), first.seeds, len(every), every.seeds) == (6, [0, 1], 12, [0, 1, 2, 3])
+    for wrong in (0, 5):
+        with pytest.raises(ValueError, match="seeds must be"):
+            every.first(wrong)
+
+
 def test_each_cell_has_its_own_baseline_where_the_baseline_names_an_argument():
     def two(seed, level, network):
         return {"y": {"a": 1, "b": 10}[network] * (2 if level == "O2" else 1) + seed}

@@ -264,10 +264,10 @@ def test_the_rest():
         assert int(read(r"grow (\d+) times", m)[0]) == min(239 // m.scale_window, 127 - m.init_exponent)
     for m in swept(LossScaleExplorer(), samples=3, weight_decay=()):
         ratio = 2.0**m.sens_exponent / 2.0**m.scale_exponent
-        assert float(read(r"arrive (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)
+        assert float(read(r"arrive at (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)
     for m in swept(LessBNExplorer(), network=("ResNet-18", "ResNet-50", "LeNet-5")):
         kinds = [kind for _, kind in m.layers]
-        told = [int(v) for v in read(r": (\d+) of (\d+) BatchNorms go", m)]
+        told = [int(v) for v in read(r": (\d+) of (\d+) BatchNorms are removed", m)]
         assert told == [kinds.count("removed"), kinds.count("removed") + kinds.count("kept")]
     for m in swept(CentralizeExplorer(), output=(0, 3, 5)):
         row = np.array(m.grad[m.output].tolist())

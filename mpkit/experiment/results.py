@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
@@ -97,6 +98,17 @@ class Results:
         there = place.names()
         wanted = [stem for key in stems if (stem := f"{key}-{index['code']}") in there]
         return cls(index, [row for stem in wanted if (row := place.read(stem)) is not None], folder=place.path)
+
+    def first(self, seeds: int) -> Results:
+        """What would be known if only the first `seeds` seeds had been run.
+
+        Raises:  TypeError, ValueError unless it is a whole number from 1 to the number of seeds.
+        """
+        count = check_count("seeds", seeds)
+        if count > len(self.seeds):
+            raise ValueError(f"seeds must be at most {len(self.seeds)}, so many were run, got {count}")
+        rows = [*self._rows.values(), *self._timed.values()]
+        return Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One zip file of these runs and no others, to keep or to send; `Results.load` opens it.

@@ -106,8 +106,9 @@ class WorkersExplorer(Explorer):
         at = WORKERS.index(self.workers)
         lengths = ", ".join(f"{rule} {self.lengths[rule][at]:.2f}" for rule in RULES)
         cosines = f"{self.cosines['AdaSum'][at]:.2f}, of the mean {self.cosines['mean'][at]:.2f}"
+        count = f"{self.workers} worker{'s' * (self.workers > 1)}"
         return (
-            f"{self.workers} workers, {self.agreement:.2f} of each update shared. Lengths: {lengths} single updates. "
+            f"{count}, {self.agreement:.2f} of each update shared. Lengths: {lengths} single updates. "
             f"Cosine of AdaSum with the shared direction {cosines}."
         )
 

@@ -364,7 +364,7 @@ class LessBNExplorer(Explorer):
         norms = len(self.report.removed) + len(self.report.kept)
         last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
         rule = " by the original's patterns" if self.strict else ""
-        return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms go{rule}.{last}"
+        return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms are removed{rule}.{last}"
 
     def table(self) -> list[dict[str, Any]]:
         reasons = self.report.removed
@@ -393,12 +393,12 @@ LAYERS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "fc3.weigh
 
 
 class CentralizeExplorer(Explorer):
-    """One output's gradient in a LeNet-5 on real digits, before and after its mean is taken away."""
+    """One output's gradient in a LeNet-5 on real digits, before and after its mean is subtracted."""
 
     controls = ("layer", "output", "centralize")
     layer = Enum(LAYERS, "conv1.weight").tag(label="layer")
     output = Int(0, min=0, max=119).tag(label="output (row of the gradient)")
-    centralize = Bool(True).tag(label="take the mean away")
+    centralize = Bool(True).tag(label="subtract the mean")
 
     def compute(self) -> None:
         """The gradient rows as they are and as the optimizer would see them."""
@@ -415,7 +415,7 @@ class CentralizeExplorer(Explorer):
         return float(self.used.norm() / self.grad.norm())
 
     def summary(self) -> str:
-        taken = "is taken away from" if self.centralize else "stays in"
+        taken = "is subtracted from" if self.centralize else "stays in"
         return (
             f"{self.layer}, output {self.output}: the mean {float(self.row.mean()):+.1e} {taken} its {len(self.row)} "
             f"entries; the layer's gradient keeps {self.norm_ratio:.0%} of its length."

@@ -187,8 +187,9 @@ class GroupScaleExplorer(Explorer):
 
     def summary(self) -> str:
         one, own = (self.runs[way].scales[self.step] for way in WAYS)
+        layers = f"{self.depth} layer{'s' * (self.depth > 1)} per group"
         return (
-            f"{self.format}, {self.depth} layers per group, step {self.step}: one scale {_power(one[0])}, "
+            f"{self.format}, {layers}, step {self.step}: one scale {_power(one[0])}, "
             f"scales per group {', '.join(_power(s) for s in own)}. Values of group 1 that survive: "
             f"{self.survive[WAYS[0]][0]:.0%} and {self.survive[WAYS[1]][0]:.0%}. "
             f"Steps skipped: {self.skipped(WAYS[0])} and {self.skipped(WAYS[1])}."

@@ -243,14 +243,14 @@ class LossScaleExplorer(Explorer):
     def summary(self) -> str:
         return (
             f"{self.stored()[:-1]}; loss after {len(self.losses)} steps {told(self.losses[-1])}, "
-            f"with agreeing scales {told(self.agreed[-1])} (guessing costs 2.3)."
+            f"with agreeing scales {told(self.agreed[-1])} (guessing gives 2.3)."
         )
 
     def stored(self) -> str:
         ratio = 2.0 ** (self.sens_exponent - self.scale_exponent)
         return (
             f"{self.optimizer}, sens 2^{self.sens_exponent}, loss_scale 2^{self.scale_exponent}: gradients arrive "
-            f"{ratio:g} times their size."
+            f"at {ratio:g} times their true size."
         )
 
     def table(self) -> list[dict[str, Any]]:

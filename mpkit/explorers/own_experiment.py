@@ -63,6 +63,12 @@ def recorded() -> Results:
     return Results.load(data_dir() / "experiments" / "digits_levels.zip")
 
 
+@cache
+def recorded_seeds(count: int) -> Results:
+    """What the recorded experiment would have said with its first `count` seeds."""
+    return recorded().first(count)
+
+
 @dataclass(frozen=True)
 class Shown:
     """One row of the picture: the finished accuracies of a cell, percent, and (low, mean, high) of their mean."""
@@ -76,14 +82,17 @@ class OwnExperimentExplorer(Explorer):
     """Recorded runs until Run is pressed; then the reader's own, as they arrive.
 
     Stop ends after the run that is going on, Run goes on with what is missing; a run is made once for all choices of
-    cells and seeds. `run` is a function of the reader's own instead of the three networks.
+    cells and seeds. Of the recorded runs the first `recorded_seeds` are shown, as if no others had been run. `run` is
+    a function of the reader's own instead of the three networks.
     """
 
-    controls = ("network", *(f"cell_{i}" for i in range(len(CELLS))), "seeds", "one", "other", "seed", "step")
+    controls = ("network", *(f"cell_{i}" for i in range(len(CELLS))), "recorded_seeds", "seeds")
+    controls = (*controls, "one", "other", "seed", "step")
     actions = {"Run": "run", "Stop": "stop", "Show recorded runs": "show_recorded"}
     network = Enum(list(NETWORKS), "perceptron").tag(label="network of your runs")
     cell_0, cell_1, cell_2, cell_3, cell_4, cell_5, cell_6, cell_7 = (Bool(True).tag(label=name) for name in CELLS)
-    seeds = Int(5, min=1, max=10).tag(label="seeds", unit="runs a cell")
+    recorded_seeds = Int(10, min=1, max=10).tag(label="seeds of the recorded runs", unit="runs a cell")
+    seeds = Int(5, min=1, max=10).tag(label="seeds of your runs", unit="runs a cell")
     one = Enum(list(CELLS), "float32").tag(label="compare the run of")
     other = Enum(list(CELLS), "fp16 O2, scaled").tag(label="with the run of")
     seed = Int(0, min=0, max=9).tag(label="from seed", unit="number")
@@ -106,9 +115,17 @@ class OwnExperimentExplorer(Explorer):
             raise ValueError("choose float32, with which the others are compared, and at least one other cell")
         self._read()
 
+    @property
+    def shown(self) -> Results:
+        """The results on screen: the reader's own, or the recorded ones."""
+        return self.results or recorded_seeds(self.recorded_seeds)
+
+    def idle(self) -> tuple[str, ...]:
+        return () if self.results is None else ("recorded_seeds",)
+
     def _read(self) -> None:
         """The rows and the two losses on screen, from the results at hand."""
-        results = self.results or recorded()
+        results = self.shown
         self.rows = []
         for name in self.chosen:
             if name in results.labels and "accuracy" in results.metrics:
@@ -127,7 +144,9 @@ class OwnExperimentExplorer(Explorer):
     @property
     def title(self) -> str:
         """What is on screen."""
-        return "recorded: perceptron, 10 seeds" if self.results is None else f"your runs: {self.network}"
+        if self.results is not None:
+            return f"your runs: {self.network}"
+        return f"recorded: perceptron, {self.recorded_seeds} seed{'s' * (self.recorded_seeds > 1)}"
 
     def run(self) -> None:
         """Run what is missing of the chosen cells, in the background."""
@@ -165,7 +184,7 @@ class OwnExperimentExplorer(Explorer):
         return f"{self.stored()} Run would now train {self.seeds} seeds of {self.network}."
 
     def stored(self) -> str:
-        results = self.results or recorded()
+        results = self.shown
         chosen = [name for name in self.chosen if name in results.labels]
         if "accuracy" not in results.metrics:
             failed = next(iter(results.failures.values()), "no run is finished yet").strip().splitlines()[-1]

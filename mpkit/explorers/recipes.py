@@ -40,7 +40,7 @@ class AmaxExplorer(Explorer):
     controls = ("tensor", "history_len", "most_recent", "margin", "current", "spike")
     tensor = Enum(TENSORS, TENSORS[2]).tag(label="tensor")
     history_len = Int(16, min=1, max=128).tag(label="amax history", unit="steps")
-    most_recent = Bool(False).tag(label="the newest amax alone")
+    most_recent = Bool(False).tag(label="only the newest amax")
     margin = Int(0, min=0, max=6).tag(label="margin, 2 to the")
     current = Bool(False).tag(label="current scaling")
     spike = Int(0, min=0, max=10).tag(label="spike in step 200, 2 to the")
@@ -65,8 +65,11 @@ class AmaxExplorer(Explorer):
         how = "its own amax" if self.current else f"the newest of {self.history_len} amaxes"
         how = how if self.most_recent or self.current else how.replace("newest", "largest")
         clipped = len(self.clipped)
-        told = f"clipped in {clipped} of {len(self.amax)} steps" + (f", at worst {worst:.3g} times" if clipped else "")
-        return f"{self.tensor} in {self.element.name} by {how}: {told}; {self.replayed.unused_bits[0]:.1f} bits unused"
+        told = f"clipped in {clipped} of {len(self.amax)} steps" + (
+            f", at worst by a factor of {worst:.3g}" if clipped else ""
+        )
+        unused = f"{self.replayed.unused_bits[0]:.1f} bits of the range are unused"
+        return f"{self.tensor} in {self.element.name}, scaled by {how}: {told}; {unused}."
 
     def table(self) -> list[dict[str, Any]]:
         return [
@@ -130,7 +133,7 @@ class BlockExplorer(Explorer):
         rule = "E4M3" if self.fmt == "NVFP4" else self.rule
         return (
             f"{self.fmt}, blocks of {self.size}, scale {rule}: {self.snr:.1f} dB signal to noise, "
-            f"{100 * self.clipped_blocks:.1f} % of the blocks clipped, {100 * self.flushed:.1f} % of the values zero"
+            f"{100 * self.clipped_blocks:.1f} % of the blocks clipped, {100 * self.flushed:.1f} % of the values zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -167,25 +170,30 @@ RECIPES_SHOWN = (
 class RecipeExplorer(Explorer):
     """Recorded trainings under a recipe beside float32, every seed shown.
 
-    After `compute`: `own` and `plain`, (seeds, points) losses; `gap`, per seed the loss at the end minus float32's.
+    After `compute`: `own` and `plain`, (seeds, points) losses; `gap` and `gap_now`, per seed the loss at the end and at
+    `step` minus float32's.
     """
 
-    controls = ("recipe",)
+    controls = ("recipe", "step")
     recipe = Enum(RECIPES_SHOWN, "mxfp4").tag(label="recipe")
+    step = Int(50, min=10, max=150).tag(label="step", step=10)
 
     def compute(self) -> None:
         data = load_recipes()
         i, self.every = data["names"].index(self.recipe), data["meta"]["every"]
         self.own, self.plain = data["losses"][i], data["losses"][0]
         self.gap = data["end"][i].astype(float) - data["end"][0]
+        at = self.step // self.every - 1  # the last point that was recorded up to this step
+        self.at, self.gap_now = (at + 1) * self.every, self.own[:, at].astype(float) - self.plain[:, at]
         self.spread = float(np.ptp(data["end"][0]))
         self.shares = data["meta"]["shares"][self.recipe]
 
     def summary(self) -> str:
         low, high = self.gap.min(), self.gap.max()
         return (
-            f"{self.recipe}: the loss at the end is {low:+.3f} to {high:+.3f} from float32's with the same seed; "
-            f"float32's own seeds differ by {self.spread:.3f}"
+            f"{self.recipe}: at the end the loss is {low:+.3f} to {high:+.3f} from float32's with the same seed, at "
+            f"step {self.at} {self.gap_now.min():+.3f} to {self.gap_now.max():+.3f}. At the end float32's own seeds "
+            f"differ by {self.spread:.3f}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -61,4 +61,5 @@ def recipe_scene(data: Any) -> Scene:
     for i, (plain, own) in enumerate(zip(data.plain, data.own)):
         panel.line(plain, at, "reference", width=1.4, dash="--", **({"label": "float32"} if not i else {}))
         panel.line(own, at, "own", width=1.6, **({"label": data.recipe} if not i else {}))
+    panel.rule("x", data.at, "muted", dash=":")
     return scene
