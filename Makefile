@@ -36,8 +36,8 @@ bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 notebooks:  ## run every notebook, store its outputs, show how the texts differ
 	$(RUN) python notebooks/execute.py $(ARGS)
 
-labs:  ## student versions of the labs into notebooks/labs/release
-	$(RUN) python notebooks/labs/labs.py release $(ARGS)
+labs:  ## what students get, from the sources with solutions in notebooks/instructor, into notebooks/labs
+	$(RUN) python notebooks/instructor/labs.py release $(ARGS)
 
 fork:  ## point badges and addresses to your fork: make fork OWNER=ada REPO=mpkit
 	$(FOUND) $(PYTHON) .ci/fork.py $(OWNER) $(REPO)

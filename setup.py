@@ -1,7 +1,7 @@
 """The one thing that pyproject.toml cannot say: data and lessons travel in the wheel, as the folder mpkit/share.
 
-They stand at the top of the repository, outside the package, and the labs travel without their solutions, so copying
-files is not enough: `notebooks/ship.py` writes the folder, here into the build, and for `mpkit lab` in a checkout.
+They stand at the top of the repository, outside the package, and the sources of the labs, with their solutions, stay
+at home: `notebooks/ship.py` writes the folder, here into the build, and for `mpkit lab` in a checkout.
 An editable install (`pip install -e .`) needs none of it: the library then reads `data/` where it stands.
 """
 

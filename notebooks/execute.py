@@ -77,7 +77,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     changed = 0
-    for path in options.files or sorted([*HERE.glob("*.ipynb"), *HERE.glob("labs/*.ipynb")]):
+    for path in options.files or sorted([*HERE.glob("*.ipynb"), *HERE.glob("instructor/*.ipynb")]):
         notebook, difference, seconds = execute(path)
         print(f"{path.name}: {seconds:.1f} s, {len(difference)} lines of text differ", flush=True)
         print("\n".join(difference[:80]))

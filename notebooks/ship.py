@@ -1,7 +1,7 @@
 """What travels in the wheel, written to a folder: `python notebooks/ship.py FOLDER` (setup.py and `mpkit lab` call it).
 
     data/       what the library reads: digits, traces, experiments, benchmarks, and where each comes from
-    notebooks/  the lessons as they are stored, and the released labs: no solutions, no hidden tests
+    notebooks/  the lessons as they are stored, and the labs of students; the instructor's folder stays at home
 
 A link of the lessons' README to a file that does not travel becomes the address of that file in the repository.
 """
@@ -9,17 +9,14 @@ A link of the lessons' README to a file that does not travel becomes the address
 from __future__ import annotations
 
 import re
-import runpy
 import shutil
 import sys
 import tomllib
 from pathlib import Path
 
-import nbformat
-
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("README.md", "*.npz", "*.json", "*/README.md", "*/*.npz", "*/*.json", "*/*.zip")
-LESSONS = ("[0-9][0-9]_*.ipynb", "torchrun_*.py")
+LESSONS = ("[0-9][0-9]_*.ipynb", "labs/lab*.ipynb", "torchrun_*.py")
 
 
 def ship(to: Path) -> None:
@@ -31,11 +28,6 @@ def ship(to: Path) -> None:
                 target = to / path.relative_to(ROOT)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
-    labs = runpy.run_path(str(ROOT / "notebooks" / "labs" / "labs.py"))
-    (to / "notebooks" / "labs").mkdir()
-    for path in labs["sources"]():
-        released = labs["release"](nbformat.read(path, as_version=4))
-        nbformat.write(released, to / "notebooks" / "labs" / path.name)
     readme = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
     (to / "notebooks" / "README.md").write_text(_links_that_lead(readme, to / "notebooks"), encoding="utf-8")
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow  # about 50 s: a build, and seven processes that i
 LESSON = "08_scaler_zoo.ipynb"
 SCRIPTS = "Scripts" if os.name == "nt" else "bin"
 README = (ROOT / "README.md").read_text("utf-8")
-NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "release")
+NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 def done(command, folder, **options):
@@ -71,9 +71,9 @@ def installed(archives, tmp_path_factory):
 def test_the_wheel_holds_data_and_lessons_and_no_solution(archives):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = {name.removeprefix("mpkit/share/") for name in wheel.namelist()}
-        labs = [name for name in wheel.namelist() if "/share/notebooks/labs/" in name]
-        assert len(labs) == len(list(ROOT.glob("notebooks/labs/lab*.ipynb")))
-        assert not any(b"### BEGIN" in wheel.read(name) for name in labs)
+        notebooks = [name for name in wheel.namelist() if name.endswith(".ipynb")]
+        assert {f"notebooks/labs/{p.name}" for p in ROOT.glob("notebooks/instructor/lab*.ipynb")} <= names
+        assert not any(b"### BEGIN" in wheel.read(name) for name in notebooks)
         assert f"mpkit-{mpkit.__version__}.dist-info/METADATA" in names
     stored = {
         p.relative_to(ROOT).as_posix()
@@ -89,7 +89,7 @@ def test_the_wheel_holds_data_and_lessons_and_no_solution(archives):
 def test_the_sdist_holds_what_the_tests_need(archives):
     with tarfile.open(archives[0]) as sdist:
         names = {name.split("/", 1)[-1] for name in sdist.getnames()}
-    assert {"Makefile", "constraints.txt", ".ci/bootstrap.py", "notebooks/labs/labs.py", "tests/support.py"} <= names
+    assert {"Makefile", "constraints.txt", ".ci/bootstrap.py", "notebooks/instructor/labs.py", "tests/support.py"} <= names
 
 
 def test_the_example_of_the_readme_runs_where_mpkit_is_only_installed(installed):

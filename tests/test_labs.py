@@ -74,6 +74,17 @@ def test_a_release_imports_nothing_that_only_its_hidden_tests_use(source):
             )
 
 
+def test_students_find_every_lab_as_it_is_released_and_no_solution_beside_it():
+    """`make labs` writes them; a source that changed without it would leave students with the old lab."""
+    for path in SOURCES.values():
+        stored = nbformat.read(ROOT / "notebooks" / "labs" / path.name, as_version=4)
+        assert stored == labs.release(nbformat.read(path, as_version=4)), "run: make labs"
+    theirs = [p for p in (ROOT / "notebooks").rglob("*") if p.is_file() and labs.HERE not in p.parents]
+    named = [p for p in theirs if p.suffix in (".ipynb", ".py", ".md")]
+    assert len(named) > len(SOURCES)
+    assert not [p.name for p in named if "### BEGIN SOLUTION" in p.read_text("utf-8")]
+
+
 def test_nbgrader_makes_the_same_release(source):
     preprocessors = pytest.importorskip("nbgrader.preprocessors", reason="nbgrader is the extra `course`")
     theirs = nbformat.from_dict(source)
@@ -216,7 +227,7 @@ def test_the_commands_release_and_grade(tmp_path, monkeypatch, capsys):
 
 
 def test_the_example_workflow_runs_the_two_commands_of_the_readme():
-    steps = yaml.safe_load((ROOT / "notebooks" / "labs" / "course-ci.yml").read_text())["jobs"]["labs"]["steps"]
+    steps = yaml.safe_load((labs.HERE / "course-ci.yml").read_text())["jobs"]["labs"]["steps"]
     commands = "\n".join(step.get("run", "") for step in steps)
     for command in ("make lab", "make test"):
         assert command in commands

@@ -28,7 +28,7 @@ class Bug:
 
 
 LAB01, LAB02, LAB03, LAB04, LAB05, LAB06 = (
-    f"labs/lab0{name}"
+    f"instructor/lab0{name}"
     for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales", "6_project")
 )
 BUGS = [

@@ -13,7 +13,7 @@ from support import ROOT
 
 FOLDER = ROOT / "notebooks"
 LESSONS = sorted(FOLDER.glob("*.ipynb"))
-LABS = sorted(FOLDER.glob("labs/*.ipynb"))
+LABS = sorted(FOLDER.glob("instructor/*.ipynb"))
 NOTEBOOKS = [*LESSONS, *LABS]
 
 TAGS = {"raises-exception", "hide-input", "nbval-ignore-output", "test"}

@@ -1,9 +1,9 @@
-"""Release and grade the labs without a server: `python notebooks/labs/labs.py release|grade ...`.
+"""Release and grade the labs without a server: `python notebooks/instructor/labs.py release|grade ...`.
 
 The sources beside this file carry nbgrader's cell metadata (schema 3), so nbgrader can run a course with them as they
 are. This script does the two steps that a small course needs, with nbformat alone; answers run in `sandbox.py`:
 
-    release [--to FOLDER]          student versions: no solutions, no hidden tests, no outputs
+    release [--to FOLDER]          what students get, into notebooks/labs: no solutions, no hidden tests, no outputs
     grade SUBMISSION [...] [--csv] points per question; the tests are taken from the source, never from the submission
 """
 
@@ -168,7 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     to_release = commands.add_parser("release", help="write the student versions")
-    to_release.add_argument("--to", type=Path, default=HERE / "release", help="folder for them (default: %(default)s)")
+    to_release.add_argument("--to", type=Path, default=HERE.parent / "labs", help="folder for them (default: %(default)s)")
     to_grade = commands.add_parser("grade", help="points of submissions")
     to_grade.add_argument("submissions", nargs="+", type=Path)
     to_grade.add_argument("--csv", action="store_true", help="one line per graded cell, for a spreadsheet")

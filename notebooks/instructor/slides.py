@@ -1,4 +1,4 @@
-"""Slides from lessons as they are stored: `python notebooks/labs/slides.py [LESSON ...] [--to FOLDER]`.
+"""Slides from lessons as they are stored: `python notebooks/instructor/slides.py [LESSON ...] [--to FOLDER]`.
 
 One HTML file for each lesson (00, 04, 05 and 09 when none is named), which needs no network: the goals, every
 prediction as a question to the room, every picture with its sentence. The arrow keys or Page Down go on; the browser
