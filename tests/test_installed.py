@@ -89,7 +89,13 @@ def test_the_wheel_holds_data_and_lessons_and_no_solution(archives):
 def test_the_sdist_holds_what_the_tests_need(archives):
     with tarfile.open(archives[0]) as sdist:
         names = {name.split("/", 1)[-1] for name in sdist.getnames()}
-    assert {"Makefile", "constraints.txt", ".ci/bootstrap.py", "notebooks/instructor/labs.py", "tests/support.py"} <= names
+    assert {
+        "Makefile",
+        "constraints.txt",
+        ".ci/bootstrap.py",
+        "notebooks/instructor/labs.py",
+        "tests/support.py",
+    } <= names
 
 
 def test_the_example_of_the_readme_runs_where_mpkit_is_only_installed(installed):

@@ -168,7 +168,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     to_release = commands.add_parser("release", help="write the student versions")
-    to_release.add_argument("--to", type=Path, default=HERE.parent / "labs", help="folder for them (default: %(default)s)")
+    to_release.add_argument(
+        "--to", type=Path, default=HERE.parent / "labs", help="folder for them (default: %(default)s)"
+    )
     to_grade = commands.add_parser("grade", help="points of submissions")
     to_grade.add_argument("submissions", nargs="+", type=Path)
     to_grade.add_argument("--csv", action="store_true", help="one line per graded cell, for a spreadsheet")
