@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check mutants compat portable bench notebooks labs fork clean
+.PHONY: lab test check fuzz mutants compat portable bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -25,6 +25,9 @@ portable:  ## every notebook and test on stand-ins for other machines; make port
 
 mutants:  ## change one operator or constant at a time: do the tests notice? make mutants ARGS="--sample 60 --only boost"
 	$(RUN) python tests/mutants.py $(or $(ARGS),--write data/benchmarks/mutants.json)
+
+fuzz:  ## thirty times as many drawn lives, other ones each time: ten minutes; a failure prints how to repeat it
+	$(RUN) python -m pytest -q -m hypothesis --hypothesis-profile=deep --hypothesis-show-statistics $(or $(ARGS),tests)
 
 compat:  ## casting on PyTorch's, torchvision's and transformers' own cases; make compat ARGS="--share 0.1 --minutes 30"
 	$(RUN) python -m pip install -q "expecttest>=0.3" "torchvision>=0.26" "transformers>=5.0"

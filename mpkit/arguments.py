@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
 def check_number(
@@ -64,3 +65,32 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str, 
     """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`)."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {type(value).__name__}")
+
+
+def check_alike(name: str, saved: Any, own: Any) -> None:
+    """Raise unless a part of a saved state is of the kind that this object saves itself: TypeError, or ValueError.
+
+    A tensor needs a tensor of its shape and kind of number, a number a number, a dict (at least) its keys, a list its
+    length; None and what else there is stand for anything.
+    """
+    if isinstance(own, Mapping):
+        check_kind(name, saved, Mapping, "a dict, as it was saved")
+        if missing := [str(key) for key in own if key not in saved]:
+            raise ValueError(f"{name} lacks {', '.join(missing)}: it was saved by another object")
+        for key, value in own.items():
+            check_alike(f"{name}[{key!r}]", saved[key], value)
+    elif isinstance(own, list | tuple):
+        check_kind(name, saved, (list, tuple), "a list, as it was saved")
+        if len(saved) != len(own):
+            raise ValueError(f"{name} needs {len(own)} entries, got {len(saved)}: it was saved by another object")
+        for i, (theirs, ours) in enumerate(zip(saved, own)):
+            check_alike(f"{name}[{i}]", theirs, ours)
+    elif isinstance(own, Tensor):
+        check_kind(name, saved, Tensor, "a tensor, as it was saved")
+        if saved.shape != own.shape or saved.is_floating_point() != own.is_floating_point():
+            ours, theirs = ((tuple(t.shape), t.dtype) for t in (own, saved))
+            raise ValueError(f"{name} needs shape {ours[0]} and a kind like {ours[1]}, got {theirs[0]} {theirs[1]}")
+    elif isinstance(own, bool):
+        check_flags(**{name: saved})
+    elif isinstance(own, Real) and (isinstance(saved, bool) or not isinstance(saved, Real)):
+        raise TypeError(f"{name} must be a number, as it was saved, got {saved!r:.60}")

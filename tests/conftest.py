@@ -24,7 +24,9 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     # no clock decides about a test: a busy machine is slow at drawing examples, and that is no fault of theirs
-    settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+    settings.register_profile("steady", derandomize=True, **calm)
+    settings.register_profile("deep", max_examples=3000, derandomize=False, print_blob=True, **calm)  # `make fuzz`
     settings.load_profile("steady")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
+import pickle
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,3 +55,26 @@ def assert_same(a: Any, b: Any) -> None:
             assert_same(x, y)
     else:
         assert a == b
+
+
+def tries(share: float) -> Any:
+    """A share of the examples that the profile in use asks for: 100, unless `--hypothesis-profile` says more."""
+    from hypothesis import settings
+
+    return settings(max_examples=max(1, round(share * settings().max_examples)))
+
+
+AGAIN = ("copy", "pickle", "file")
+
+
+def again(thing: Any, how: str, fresh: Callable[[], Any]) -> Any:
+    """The same object in another one: a copy, a pickle, or a fresh one that loads what was saved to a file."""
+    if how == "copy":
+        return copy.deepcopy(thing)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(thing))
+    buffer, other = io.BytesIO(), fresh()
+    torch.save(thing.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    return other

@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import tries
 
 from mpkit.policies import (
     FRAMEWORKS,
@@ -161,7 +162,7 @@ RUNS = st.lists(st.booleans(), max_size=60)
 
 
 @given(st.lists(POLICIES, min_size=1, max_size=5), RUNS)
-@settings(max_examples=60, deadline=None)
+@tries(0.6)
 def test_vector_of_policies_equals_each_alone(policies, finite):
     together = run(stack(policies), finite)
     for i, policy in enumerate(policies):
@@ -178,7 +179,7 @@ def test_vector_of_policies_equals_each_alone(policies, finite):
 
 
 @given(POLICIES, RUNS)
-@settings(max_examples=60, deadline=None)
+@tries(0.6)
 def test_zero_dimensional_tensors_equal_numbers(policy, finite):
     number, tensor = initial(policy), initial(policy, "cpu")
     for flag in finite:
@@ -189,7 +190,7 @@ def test_zero_dimensional_tensors_equal_numbers(policy, finite):
 
 
 @given(POLICIES, RUNS, st.integers(0, 60))
-@settings(max_examples=60, deadline=None)
+@tries(0.6)
 def test_a_saved_state_goes_on_as_if_never_saved(policy, finite, cut):
     policy = replace(policy, raise_at_min=False, stop_at=-math.inf, max_consecutive=2**62)
     policy = replace(policy, error_at_zero=False, error_at_inf=False)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support import assert_same
+from support import assert_same, tries
 from test_policies import SINGLE, of, short
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,7 +156,7 @@ def test_nothing_is_read_on_the_host():
 
 
 @given(st.floats(1.0, 2.0**127, width=32), st.integers(1, 2**20))
-@settings(max_examples=300, deadline=None)
+@tries(3)
 def test_backoff_is_the_correctly_rounded_quotient(scale, factor):
     scaler = DynamicLossScaler(scale, factor, 5)
     scaler.adjust(torch.tensor(False))
@@ -164,7 +164,7 @@ def test_backoff_is_the_correctly_rounded_quotient(scale, factor):
 
 
 @given(st.sampled_from([1.0, 1000.0, 2.0**16, 3e38]), st.integers(1, 7), st.integers(1, 5), st.lists(st.booleans()))
-@settings(max_examples=60, deadline=None)
+@tries(0.6)
 def test_classes_follow_their_presets(init, factor, window, finite):
     scaler, scale = DynamicLossScaler(init, factor, window), torch.tensor(init)
     cell, manager = DynamicLossScaleUpdateCell(init, factor, window), DynamicLossScaleManager(init, factor, window)
@@ -326,7 +326,7 @@ POLICIES = st.builds(
     ScalePolicy(init_scale=2.0**24, backoff_factor=1.0, backoff_divisor=0.5, max_scale=2.0**24), [False] * 5
 )  # nor a cap this
 @example(ScalePolicy(backoff_factor=1.0, backoff_divisor=4.0), [False] * 5)
-@settings(max_examples=300, deadline=None)
+@tries(3)
 def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     """A third of these policies are simple enough for torch's own kernel; all must do what Python numbers do."""
     scaler, want, got = PolicyLossScaler(policy, remember=0), run(policy, flags), []
@@ -350,7 +350,7 @@ def test_the_kernel_is_used_where_the_numbers_agree():
 
 
 @given(st.floats(1.0, 2.0**127, width=32), st.integers(2**24, 2**26))
-@settings(max_examples=50, deadline=None)
+@tries(0.5)
 def test_a_factor_beyond_the_kernel_is_divided_by_the_rule(scale, factor):
     scaler = DynamicLossScaler(scale, factor, 5)
     scaler.adjust(torch.tensor(False))
@@ -438,7 +438,7 @@ def stepped(scaler, finite: bool, scale: torch.Tensor) -> float | list[float]:
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(finite=st.lists(st.booleans(), min_size=8, max_size=12), cut=st.integers(0, 8))
-@settings(max_examples=10, deadline=None)
+@tries(0.1)
 def test_resume_equals_no_interruption(name, finite, cut):
     steady, saved, scale, other = MAKERS[name](), MAKERS[name](), torch.tensor(1000.0), torch.tensor(1000.0)
     for index, flag in enumerate(finite):

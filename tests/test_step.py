@@ -7,9 +7,9 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support import assert_same
+from support import assert_same, tries
 from test_policies import short
 from torch import nn
 
@@ -533,7 +533,7 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-@settings(max_examples=40, deadline=None)
+@tries(0.4)
 @given(
     sense=st.sampled_from([*SENSES, *FRAMEWORKS]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS | ON_HOST)),

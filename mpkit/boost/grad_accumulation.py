@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_alike, check_count, check_kind
 from mpkit.step.phases import parameters_of
 
 
@@ -139,6 +139,15 @@ class GradientAccumulation(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_extra_state` gave."""
-        parameters = self.weights
-        self.counter = int(state["counter"])
-        self._sums = {int(i): t.to(parameters[int(i)].device) for i, t in state["sums"].items()}
+        check_alike("the state of an accumulation", state, {"counter": 0, "sums": {}})
+        counter, parameters = check_count("counter", state["counter"], low=0), self.weights
+        for i, held in state["sums"].items():
+            if not 0 <= check_count("a position", i, low=0) < len(parameters):
+                raise ValueError(f"this state has a sum of parameter {i}, and there are {len(parameters)}")
+            check_kind("each of sums", held, Tensor, "a tensor")
+            if held.shape != parameters[i].shape:
+                raise ValueError(
+                    f"a saved sum has shape {tuple(held.shape)}, its parameter {tuple(parameters[i].shape)}"
+                )
+        self.counter = counter
+        self._sums = {i: held.to(parameters[i].device, copy=True) for i, held in state["sums"].items()}

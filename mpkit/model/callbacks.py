@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_alike, check_count
 from mpkit.step import StepOutcome
 
 
@@ -130,7 +130,8 @@ class LossMonitor(Callback):
         return {"last": self._last}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._last = state["last"]
+        check_alike("the state of a LossMonitor", state, self.state_dict())
+        self._last = check_count("last", state["last"], low=0)
 
 
 class ProgressBar(Callback):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_number
+from mpkit.arguments import check_alike, check_count, check_flags, check_number
 from mpkit.optimizers.arguments import (
     GROUP_KEYS,
     Options,
@@ -428,8 +428,8 @@ class Optimizer(torch.optim.Optimizer):
         check_saved(self, state_dict, whole=True)
         if "global_step" not in state_dict:
             raise ValueError(f"this state has no global_step; {type(self).__name__} needs what its state_dict() gave")
-        before = self.param_groups
-        step = int(state_dict["global_step"])
+        before, step = self.param_groups, check_count("global_step", state_dict["global_step"], low=0)
+        self._check_slots(state_dict)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         params = [p for group in self.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -440,6 +440,16 @@ class Optimizer(torch.optim.Optimizer):
             for key in ("lr", "weight_decay"):
                 new.setdefault(key, old[key])
         self._counts = {"global_step": step, "calls": step}
+
+    def _check_slots(self, saved: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError unless each saved weight has the tensors that it starts with here."""
+        for group, there in zip(self.param_groups, saved["param_groups"]):
+            check_count("updates", there["updates"], low=0)
+            for p, key in zip(group["params"], there["params"]):
+                if (held := saved["state"].get(key)) is not None:
+                    extra = {"master"} if "master" in held else set()
+                    fresh = self.slots(p.detach(), group) | {name: p.detach() for name in extra}
+                    check_alike(f"state[{key!r}]", held, fresh)
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_counts", "_plain_closure")

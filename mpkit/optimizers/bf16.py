@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_alike, check_kind
+from mpkit.optimizers.saved import check_saved
 
 Way = Literal["stochastic", "kahan"]
 
@@ -112,6 +113,12 @@ class BFloat16Weights(TorchOptimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
+        check_alike("the state of BFloat16Weights", state, {"inner": {}, "way": None, "lost": None, "generator": None})
+        check_kind("lost", state["lost"], (list, tuple), "a list of tensors")
+        for value in state["lost"]:
+            check_kind("each of lost", value, Tensor, "a tensor")
+        check_kind("generator", state["generator"], Tensor, "a generator's state", optional=True)
+        check_saved(self.inner, state["inner"])
         if state.get("way") != self.way:
             raise ValueError(f"this state belongs to way={state.get('way')!r}, this optimizer has way={self.way!r}")
         if [v.shape for v in state["lost"]] != [v.shape for v in self._lost.values()]:

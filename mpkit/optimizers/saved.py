@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mpkit.arguments import check_alike, check_kind
+
 FREE = frozenset({"params", "param_names", "lr", "weight_decay"})  # may be there or not: schedules are not saved
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
@@ -21,6 +23,11 @@ def check_saved(optimizer: torch.optim.Optimizer, saved: Any, *, whole: bool = F
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
         raise ValueError(f"{name} needs what state_dict() of an optimizer gave, got {saved!r:.60}")
     theirs, ours = saved["param_groups"], optimizer.param_groups
+    check_kind("state", saved["state"], Mapping, "a dict, as state_dict() gave it")
+    check_kind("param_groups", theirs, (list, tuple), "a list of groups, as state_dict() gave it")
+    for i, group in enumerate(theirs):
+        check_alike(f"param_groups[{i}]", group, {"params": None})
+        check_kind(f"params of param_groups[{i}]", group["params"], (list, tuple), "a list")
     sizes = [[len(group["params"]) for group in groups] for groups in (theirs, ours)]
     if sizes[0] != sizes[1]:
         raise ValueError(
@@ -34,3 +41,17 @@ def check_saved(optimizer: torch.optim.Optimizer, saved: Any, *, whole: bool = F
             raise ValueError(
                 f"the saved optimizer is another one than this {name}: it {what}; build the optimizer that was saved"
             )
+        for key in there.keys() & here.keys() - {"params", "param_names"}:
+            _check_hyper(key, there[key], here[key])
+    for key, held in saved["state"].items():
+        check_kind(f"state[{key!r}]", held, Mapping, "a dict, as state_dict() gave it")
+
+
+def _check_hyper(key: str, saved: Any, own: Any) -> None:
+    """A number may have become a tensor, or the other way round: a counter on the device, a rate for torch.compile."""
+    plain = isinstance(own, int | float) or (isinstance(own, torch.Tensor) and not own.dim())
+    if isinstance(own, bool) or not plain:
+        own = None if isinstance(own, torch.Tensor) or callable(own) else own
+        check_alike(key, saved, own)
+    elif isinstance(saved, bool) or not isinstance(saved, int | float | torch.Tensor):
+        raise TypeError(f"{key} must be a number, as it was saved, got {saved!r:.60}")

@@ -144,6 +144,7 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
     check_number("amax", amax, low=-math.inf, high=math.inf) if isinstance(amax, int) else None
     if amax < 0:
         raise ValueError(f"amax is the largest magnitude, at least 0, got {amax}")
+    amax = in_float32(amax)  # as a tensor's is
     if not policy.delayed:
         return state._replace(scale=_current(policy, amax))
     history, entries = state.history, (amax, *state.history[1:])

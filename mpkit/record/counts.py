@@ -42,7 +42,7 @@ def exponent_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     none = found[0].clone()
     found[0] = 0
     low, high = torch.aminmax(flat)
-    return found, none, torch.maximum(-low, high)
+    return found, none, torch.maximum(-low, high).abs()  # of zeros alone it may be -0.0
 
 
 def host_counts(
@@ -88,7 +88,7 @@ def new_scratch() -> np.ndarray:
 
 def _largest(values: np.ndarray) -> np.float32:
     """Largest magnitude; NaN if there is one."""
-    return np.maximum(-values.min(), values.max())
+    return np.abs(np.maximum(-values.min(), values.max()))  # of zeros alone it may be -0.0
 
 
 def _halvings(factor: float | None) -> int | None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_count, check_flags
+from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
-from mpkit.record.counts import exponent_counts, host_counts, new_scratch, total_norm
+from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
 from mpkit.record.rows import Part, Rows, Table, added, kept, moved
 from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
 from mpkit.record.trace import Trace
@@ -164,10 +164,14 @@ class Recorder(Hook):
         index = state.get("index") if isinstance(state, Mapping) else None
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             raise ValueError(f"a recorder's state has an index >= 0, got {state!r}; use what state_dict() returned")
-        self.index = index
-        self._start = time.perf_counter() - float(state.get("seconds", 0.0))
+        check_alike("seconds", seconds := state.get("seconds", 0.0), 0.0)
+        check_kind("seen", parts := state.get("seen", {}), Mapping, "a dict of histograms")
+        counts = torch.zeros(FIELDS, dtype=torch.int64)
+        for name, part in parts.items():
+            check_alike(f"seen[{name!r}]", part, (counts, 0, 0.0, 0))
         device = next(iter(self._groups.values()))[0].device
-        self._seen = {name: moved(part, device) for name, part in state.get("seen", {}).items()}
+        self._seen = {name: moved(part, device) for name, part in parts.items()}
+        self.index, self._start = index, time.perf_counter() - float(seconds)
         self._steps.forget(index)
         if self._amaxes is not None:
             self._amaxes.forget(max(0, index - self._first_amax))

@@ -111,7 +111,7 @@ def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Si
     """The same for a few policies, one after the other."""
     count = policies.shape[0]
     used = np.full((len(tops), count), math.nan)
-    columns = np.broadcast_to(tops.reshape(len(tops), -1), (len(tops), count))
+    columns = np.broadcast_to(tops if tops.ndim == 2 else tops[:, None], (len(tops), count))
     final, raised_at, raised = np.zeros(count), np.full(count, -1), np.zeros(count, dtype=np.int64)
     for lane in range(count):
         policy = policies[lane]

@@ -134,11 +134,14 @@ class PolicyLossScaler(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
-        need_keys(state, self.state_dict())
+        need_keys(state, {"policy": None, "scales": None})
         if (saved := ScalePolicy(**state["policy"])) != self.policy:
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
         if len(state["scales"]) != self.remember + 1:
             raise ValueError(f"this state remembers {len(state['scales']) - 1} steps, this scaler {self.remember}")
+        need_keys(state, self.state_dict())
+        if state["stopped"] not in tuple(Stop) or not 0 <= state["index"] <= self.remember:
+            raise ValueError(f"this state is damaged: stopped is {state['stopped']}, index {state['index']}")
         self._load(ScaleState(**state["state"]))
         self.stopped.fill_(state["stopped"])
         self._index.add_((state["index"] - self._newest()) * self._count)

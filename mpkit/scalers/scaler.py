@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_alike, check_count
 from mpkit.policies import ScalePolicy, preset
 
 from .kernel import Advance, short_rule
@@ -223,8 +223,10 @@ def need_flag(name: str, value: Any) -> None:
 
 
 def need_keys(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """ValueError unless a saved state has every key that this object saves."""
+    """ValueError unless a saved state has every key that this object saves, TypeError for a value of another kind."""
     if not isinstance(state, dict):
         raise ValueError(f"this is not the state of a scaler but {state!r}: it was saved with a scale of another kind")
     if missing := [key for key in own if key not in state]:
         raise ValueError(f"this state lacks {', '.join(missing)}: it was saved by another kind of scaler")
+    for key in own.keys() - {"policy"}:  # a policy is compared as a whole
+        check_alike(key, state[key], own[key])

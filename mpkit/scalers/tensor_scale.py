@@ -74,12 +74,13 @@ class TensorScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
-        need_keys(state, self.state_dict())
+        need_keys(state, {"policy": None})
         if (saved := TensorScalePolicy(**state["policy"])) != self.policy:
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
+        need_keys(state, self.state_dict())
         device = self.amax.device
         self.state = TensorScaleState(state["scale"].clone().to(device), state["history"].clone().to(device))
-        self.amax, self.pending = state["amax"].clone().to(device), bool(state["pending"])
+        self.amax, self.pending = state["amax"].clone().to(device), state["pending"]
 
 
 def update_all_(scalers: Sequence[TensorScaler]) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_number
+from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, parameters_of, scale_tensor
-from mpkit.step.restore import load_all
+from mpkit.step.restore import carried, carrying, load_all, saved_gradients
 from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
 from mpkit.step.update import Update
 
@@ -71,6 +71,7 @@ class TrainOneStepCell(nn.Module):
     """
 
     sens: Tensor
+    _saves: tuple[str, ...] = ("index", "pending", "optimizer", "hooks")
 
     def __init__(
         self,
@@ -229,16 +230,42 @@ class TrainOneStepCell(nn.Module):
 
         Raises:  ValueError if the saved cell had another number of hooks or another optimizer. All or nothing.
         """
+        check_kind("the extra state of a train cell", state, dict, "what get_extra_state gave")
+        if missing := [key for key in self._saves if key not in state]:
+            raise ValueError(f"this is not what a {type(self).__name__} saved: it lacks {', '.join(missing)}")
         if len(state["hooks"]) != len(self.hooks):
             raise ValueError(
                 f"the saved step had {len(state['hooks'])} hooks and this one has {len(self.hooks)}; "
                 "build the cell with the same hooks in the same order before loading"
             )
+        for hook, saved in zip(self.hooks, state["hooks"]):
+            if hasattr(hook, "state_dict") == (saved is None):
+                had, has = ("no state", "one") if saved is None else ("a state", "none")
+                raise ValueError(
+                    f"the saved step had a hook with {had} where this one's {type(hook).__name__} has {has}; "
+                    "build the cell with the same hooks in the same order before loading"
+                )
+        gradients = self._checked_sums(state)
         load_all(self._stateful(state))
         self.index, self.pending = state["index"], state["pending"]
-        if self.pending:
-            for p, grad in zip(parameters_of(self.optimizer), state["gradients"]):
-                p.grad = None if grad is None else grad.to(p.device, copy=True)
+        for p, grad in zip(parameters_of(self.optimizer), gradients):
+            p.grad = None if grad is None else grad.to(p.device, copy=True)
+
+    def _checked_sums(self, state: dict[str, Any]) -> Sequence[Tensor | None]:
+        """The gradients of the accumulation that a saved step had begun; none if it had not."""
+        check_count("index", state["index"], low=0)
+        if check_count("pending", state["pending"], low=0) >= self.accumulation_steps:
+            raise ValueError(
+                f"the saved step had summed {state['pending']} micro-batches of one update, and this one updates after "
+                f"{self.accumulation_steps}; build the cell with the accumulation_steps that it was saved with"
+            )
+        return saved_gradients(parameters_of(self.optimizer), state.get("gradients")) if state["pending"] else ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return carrying(self.__dict__, parameters_of(self.optimizer) if self.pending else ())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(carried(state, lambda: parameters_of(state["optimizer"])))
 
     def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
         """The objects that take over a part of a saved state, each with its part."""
@@ -309,6 +336,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     scale_sense: Tensor
     scaling: Scaling
+    _saves = (*TrainOneStepCell._saves, "rule")
 
     def __init__(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mpkit.arguments import check_kind
 from mpkit.optimizers.saved import check_saved
+
+_SUMS = "gradients of a begun step"
 
 
 def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -29,6 +32,31 @@ def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
         for part, before in done:
             part.load_state_dict(before)
         raise
+
+
+def saved_gradients(parameters: Sequence[Tensor], saved: Any) -> Sequence[Tensor | None]:
+    """`saved` if it holds a gradient, or None, for each parameter. Raises TypeError, ValueError."""
+    check_kind("gradients", saved, (list, tuple), "a list of tensors, as it was saved")
+    if len(saved) != len(parameters):
+        raise ValueError(f"the saved step had gradients of {len(saved)} parameters, this one has {len(parameters)}")
+    for p, grad in zip(parameters, saved):
+        check_kind("each of gradients", grad, Tensor, "a tensor", optional=True)
+        if grad is not None and grad.shape != p.shape:
+            raise ValueError(f"a saved gradient has shape {tuple(grad.shape)}, its parameter {tuple(p.shape)}")
+    return saved
+
+
+def carrying(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of an object to copy or pickle, with the gradients of a begun step, which torch would leave behind."""
+    return {**state, _SUMS: [p.grad for p in parameters]}
+
+
+def carried(state: dict[str, Any], parameters: Callable[[], Sequence[Tensor]]) -> dict[str, Any]:
+    """The state without the gradients that `carrying` put in; they are put back into the (copied) parameters."""
+    if gradients := state.get(_SUMS):
+        for p, grad in zip(parameters(), gradients):
+            p.grad = grad
+    return {key: value for key, value in state.items() if key != _SUMS}
 
 
 @contextmanager

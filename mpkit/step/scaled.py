@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice
+from mpkit.arguments import check_choice, check_kind
 from mpkit.step import distributed
 from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, parameters_of
-from mpkit.step.restore import load_all
+from mpkit.step.restore import carried, carrying, load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
 
@@ -154,15 +154,31 @@ class ScaledStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError, and changes nothing, if the parts are others."""
         rule: Any = self.adjust if hasattr(self.adjust, "load_state_dict") else None
+        if not isinstance(state, dict) or not {"scale", "rule", "optimizers"} <= state.keys():
+            raise ValueError(f"this is not what a ScaledStep saved: {state!r:.60}")
+        check_kind("optimizers", state["optimizers"], (list, tuple), "the list of states that was saved")
         theirs, ours = (len(state["optimizers"]), state["rule"] is None), (len(self.optimizers), rule is None)
         if theirs != ours:
             saved, own = (f"{count} optimizers and {'no' if bare else 'a'} rule" for count, bare in (theirs, ours))
             raise ValueError(f"the saved step had {saved} for its scale, this one has {own}; build it as it was saved")
-        scale = torch.as_tensor(state["scale"], dtype=self.scale.dtype).reshape(self.scale.shape)
+        check_kind("scale", state["scale"], Tensor, "a tensor, as it was saved")
+        if state["scale"].numel() != 1:
+            raise ValueError(f"scale must be one number, got shape {tuple(state['scale'].shape)}")
+        scale = state["scale"].to(self.scale.dtype).reshape(self.scale.shape)
         parts = [*self.optimizers, *([] if rule is None else [rule])]
         load_all([(part, saved) for part, saved in zip(parts, [*state["optimizers"], state["rule"]])])
         self.scale.copy_(scale)
         self.drop()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return carrying(self.__dict__, self._parameters() if self._begun else ())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__ = carried(self.__dict__, self._parameters)
 
     def _any(self) -> Tensor:
         first, *rest = self._found

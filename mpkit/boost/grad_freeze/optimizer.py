@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_count, check_kind
+from mpkit.arguments import check_alike, check_choice, check_count, check_kind
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
 from mpkit.optimizers.base import plain_closure
@@ -208,7 +208,13 @@ class FreezeOpt(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and the state= option."""
-        saved = state_dict.get("optimizers", ())
+        kinds = {"step_index": 0, "strategy": None, "optimizers": None}
+        check_alike(
+            "the state of a FreezeOpt", state_dict, {**kinds, **({"steps": 0} if "steps" in state_dict else {})}
+        )
+        saved = state_dict["optimizers"]
+        check_kind("optimizers", saved, (list, tuple), "a list of states")
+        check_kind("strategy", state_dict["strategy"], (list, tuple), "a list of group indices")
         if len(saved) != len(self.optimizers):
             raise ValueError(
                 f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(saved)}; "
@@ -218,8 +224,9 @@ class FreezeOpt(Optimizer):
         place, length = int(state_dict["step_index"]), len(strategy or self.groups)
         if not 0 <= place < length:
             raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
+        steps = check_count("steps", state_dict.get("steps", 0), low=0)
         load_all(list(zip(self.optimizers, saved)))
-        self.strategy, self._counts = strategy, {"step_index": place, "steps": int(state_dict.get("steps", 0))}
+        self.strategy, self._counts = strategy, {"step_index": place, "steps": steps}
 
     def _copies(self, strategy: Any) -> list[Optimizer]:
         """One optimizer per group, without state, its listed learning rates split as the original does."""
