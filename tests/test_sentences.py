@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from sentences import power, read, swept
 
-from mpkit.explorers.base import Explorer
 from mpkit.explorers.boost import CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
 from mpkit.explorers.formats import BitsExplorer, GradientsExplorer, RangesExplorer
@@ -29,37 +29,6 @@ from mpkit.formats import get_format
 from mpkit.policies import advance, initial
 
 NARROW = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3}
-
-
-def swept(explorer: Explorer, samples: int = 6, **only):
-    """The explorer at its opening state, and with each control alone at values over its whole range."""
-    opening = explorer.state()
-    yield explorer
-    for name in explorer.controls:
-        trait = explorer.traits()[name]
-        if name in only:
-            values = only[name]
-        elif getattr(trait, "values", None):
-            values = trait.values
-        elif hasattr(trait, "min"):
-            values = sorted({type(trait.default_value)(v) for v in np.linspace(trait.min, trait.max, samples)})
-        else:
-            values = (True, False)
-        for value in values:
-            explorer.set(**opening | {name: value})
-            yield explorer
-    explorer.set(**opening)
-
-
-def power(text: str) -> float:
-    """2^17.75 and 0 as they stand in a sentence, as a number."""
-    return 2.0 ** float(text[2:]) if text.startswith("2^") else float(text)
-
-
-def read(pattern: str, explorer: Explorer) -> list[str]:
-    found = re.search(pattern, explorer.summary())
-    assert found, explorer.summary()
-    return list(found.groups())
 
 
 @pytest.mark.parametrize("run", ["gpt_sums", "mlp_digits", "rare_outliers", "growing_activations"])

@@ -190,7 +190,8 @@ class BoostExplorer(Explorer):
         for name in COMPARED:
             known = preset(name)
             same = own.active == known.active and not set(own.active) - {"less_bn", "grad_freeze"}
-            if same and all(own.hyper[key] == known.hyper[key] for key in ("freeze_p", "freeze_type")):
+            keys = ("freeze_p", "freeze_type") if "grad_freeze" in own.active else ()
+            if same and all(own.hyper[key] == known.hyper[key] for key in keys):
                 return name
         return ""
 

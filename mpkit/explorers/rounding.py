@@ -88,13 +88,15 @@ class StaircaseExplorer(Explorer):
         self.y = round_to(x, fmt, self.mode, overflow="saturate").numpy()
         self.magnitudes = self.limit * 2.0 ** np.linspace(-10, 0, 512, endpoint=False)
         self.ulps = ulp(torch.from_numpy(self.magnitudes), fmt).numpy()
-        self.steps = len(np.unique(self.y))
+        values = fmt.values()
+        self.steps = len(values[values.isfinite() & (values.abs() <= self.limit)].unique())  # 0 and -0 are one step
 
     def summary(self) -> str:
-        low, high = self.ulps.min(), self.ulps.max()
+        low, high = (f"2^{math.log2(ulp):g}" for ulp in (self.ulps.min(), self.ulps.max()))
+        grown = f"grows from {low} to {high}" if low != high else f"stays {low}"
         return (
-            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}; the ulp grows from "
-            f"2^{math.log2(low):g} to 2^{math.log2(high):g} over the last ten powers of two."
+            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}; the ulp {grown} over the last ten "
+            "powers of two."
         )
 
     def table(self) -> list[dict[str, Any]]:

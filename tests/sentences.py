@@ -1,0 +1,68 @@
+"""What the tests of view sentences share: controls over their whole range, numbers read back, the rule in a loop."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+
+from mpkit.explorers.base import Explorer
+
+NARROW = {
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+def swept(explorer: Explorer, samples: int = 6, **only):
+    """The explorer at its opening state, and with each control alone at values over its whole range."""
+    opening = explorer.state()
+    yield explorer
+    for name in explorer.controls:
+        trait = explorer.traits()[name]
+        if name in only:
+            values = only[name]
+        elif getattr(trait, "values", None):
+            values = trait.values
+        elif hasattr(trait, "min"):
+            values = sorted({type(trait.default_value)(v) for v in np.linspace(trait.min, trait.max, samples)})
+        else:
+            values = (True, False)
+        for value in values:
+            explorer.set(**opening | {name: value})
+            yield explorer
+    explorer.set(**opening)
+
+
+def power(text: str) -> float:
+    """2^17.75 and 0 as they stand in a sentence, as a number."""
+    return 2.0 ** float(text[2:]) if text.startswith("2^") else float(text)
+
+
+def read(pattern: str, explorer: Explorer) -> list[str]:
+    found = re.search(pattern, explorer.summary())
+    assert found, explorer.summary()
+    return list(found.groups())
+
+
+def ridden(tops, scale, factor, window, floor=0.0):
+    """The scale of each step, by the rule in one loop; float32 as it is stored."""
+    seen, good = [], 0
+    for top in tops:
+        seen.append(scale)
+        if not scale <= top:
+            scale, good = max(float(np.float32(scale / factor)), floor), 0
+        elif (good := good + 1) == window:
+            scale, good = float(np.float32(scale * factor)), 0
+    return np.array(seen)
+
+
+def zeroed(part, scales, rows=slice(None)):
+    """Share of the non-zero values below half of float16's smallest number, spread evenly over their power of two."""
+    counts = part.total()[rows].astype(float)
+    reach = np.clip(-25 - np.log2(scales)[:, None] - np.asarray(part.exponents)[None], 0, 1)
+    return (counts * reach).sum(1) / np.maximum(counts.sum(1), 1)

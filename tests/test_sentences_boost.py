@@ -1,0 +1,209 @@
+"""As `test_sentences`, for sweeps, the staircase and the boosts."""
+
+import json
+import math
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from sentences import NARROW, power, read, ridden, swept, zeroed
+
+from mpkit.data import data_dir, digits
+from mpkit.explorers.adasum import PairExplorer, WorkersExplorer
+from mpkit.explorers.boost import BoostExplorer
+from mpkit.explorers.dim_reduce import DimReduceExplorer, start
+from mpkit.explorers.group_scale import GroupScaleExplorer, gradient_trace
+from mpkit.explorers.rounding import StaircaseExplorer
+from mpkit.explorers.scaling import SweepExplorer as FactorWindowExplorer
+from mpkit.explorers.scaling import recorded
+
+
+def every_value(dtype):
+    bits = ml_dtypes.finfo(dtype).bits
+    patterns = np.arange(2**bits, dtype=np.uint16 if bits == 16 else np.uint8)
+    with np.errstate(invalid="ignore"):
+        values = patterns.view(dtype).astype(np.float64)
+    return np.unique(values[np.isfinite(values)])
+
+
+@cache
+def by_pairs(run, start_exponent):
+    """Skipped, mean headroom, zeros and lost signal of each pair of factor and window, in percent."""
+    trace, tops = recorded(run)
+    part, found = trace.gradients, {}
+    share = part.total().sum(1) / part.size.sum()
+    for factor in FactorWindowExplorer.FACTORS:
+        for window in FactorWindowExplorer.WINDOWS:
+            scale = ridden(tops, 2.0**start_exponent, factor, window, floor=1.0)
+            good, lost = scale <= tops, zeroed(part, scale)
+            zeros = part.zeros.sum(1) / part.size.sum() + lost * share
+            bits, flushed = np.log2(tops / scale)[good], lost[good]
+            missed = 1 - good.mean() * (1 - (flushed.mean() if len(flushed) else 0))
+            figures = (~good).sum(), bits.mean() if len(bits) else 0.0, 100 * zeros.mean(), 100 * missed
+            found[factor, window] = dict(zip(FactorWindowExplorer.FIGURES, figures))
+    return found
+
+
+def test_factor_and_window():
+    for m in swept(FactorWindowExplorer(), samples=4):
+        pairs = by_pairs(m.run, m.init_exponent)
+        low, high = (float(v) for v in read(r"from (\S+) to (\S+)\. ", m))
+        shown = [pair[m.figure] for pair in pairs.values()]
+        assert (low, high) == (pytest.approx(min(shown), rel=6e-4), pytest.approx(max(shown), rel=6e-4))
+        least = min(pair["lost"] for pair in pairs.values())
+        factor, window, *told = read(r"factor (\S+) and window (\d+): (\S+) %, with (\d+) of 400 .* and (\S+) %", m)
+        best = pairs[float(factor), int(window)]
+        assert best["lost"] == pytest.approx(least, abs=1e-9)
+        want = best["lost"], best["skipped"], best["zeros"]
+        assert [float(v) for v in told] == pytest.approx(want, abs=0.051)
+
+
+def test_staircase():
+    for name, dtype in NARROW.items():
+        values = every_value(dtype)
+        for m in swept(StaircaseExplorer(fmt=name), fmt=(), mode=("nearest_even", "up")):
+            assert int(read(r": (\d+) values within", m)[0]) == (np.abs(values) <= 2.0**m.span).sum()
+            ends = read(r"from (\S+) to (\S+) over", m) if "grows" in m.summary() else read(r"stays (\S+) over", m) * 2
+            info, top = ml_dtypes.finfo(dtype), math.floor(math.log2(values.max()))
+            low, high = (
+                max(2.0 ** min(e, top), float(info.smallest_normal)) * float(info.eps)
+                for e in (m.span - 10, m.span - 1)
+            )
+            assert [power(end) for end in ends] == [low, high]
+
+
+def test_boost():
+    rows = json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
+    ratio = {row["contender"]: row["ratio"] for row in rows["speed"]}
+    ratio["none"] = 1.0
+    firsts = {}
+    for row in rows["accuracy"]:
+        firsts.setdefault(row["configuration"], row["accuracy_percent"])
+    opening = ({}, {"mode": "manual"}, {"mode": "manual", "grad_freeze": True}, {"mode": "tuned"}, {"level": "O2"})
+    for settings in opening:
+        for m in swept(BoostExplorer(**settings), samples=5, mode=("auto", "manual", "tuned")):
+            by_level = m.level in ("O1", "O2")
+            norms = m.less_bn if m.mode == "manual" else by_level
+            freezes = m.grad_freeze if m.mode == "manual" else by_level
+            full, kind = (m.full_step_fraction, m.freeze_type) if freezes else (1.0, 1)
+            names = {(True, 0.7, 1): "O1", (False, 0.7, 1): "freezing", (True, 0.5, 0): "O1 tuned"}
+            names |= {(True, 1.0, 1): "less_bn", (False, 1.0, 1): "none"}
+            freezes = freezes and full < 1
+            name = names.get((norms, full, kind if full < 1 else 1), "")
+            odds = [full] + [(1 - full) * (1 / 9 if kind == 0 else (10 - v) / 45) for v in range(1, 10)]
+            network = "O1" if norms else "plain"
+            mixed = 1 / sum(p / ratio[f"{network} index {v}"] for v, p in enumerate(odds))
+            speed = ratio["O2" if (name, m.level) == ("O1", "O2") else name] if name else mixed
+            told = read(r"runs (.*): (\d+) of 20 .* (\d+)% of the steps frozen, speed-up (\S+) (\w+) .*: (\S+)\)\.", m)
+            ran = ", ".join(["less_bn"] * norms + ["grad_freeze"] * freezes) or "nothing"
+            assert told[0] == ran, m.state()
+            assert [int(told[1]), int(told[2])] == [11 * norms, round(100 * (1 - full))]
+            assert [float(told[3]), float(told[5])] == pytest.approx([speed, ratio[m.compare]], abs=0.0051), m.state()
+            assert told[4] == ("measured" if name else "expected")
+            if not name:
+                assert "accuracy was not measured" in m.summary()
+                continue
+            seeds, none = np.array(firsts[name]), np.array(firsts["none"])
+            said = read(r"digits (\S+) ± (\S+) %, (\S+) points .*mean of (\d+) seeds", m)
+            want = [seeds.mean(), seeds.std(ddof=1), (seeds - none).mean(), len(seeds)]
+            assert [float(v) for v in said] == pytest.approx(want, abs=0.056)
+
+
+def added(a, b):
+    """AdaSum of two vectors by its formula; a vector of zeros gives nothing up."""
+    if not (a @ a and b @ b):
+        return a + b
+    return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+
+def test_adasum_of_two():
+    for m in swept(PairExplorer(), samples=7):
+        turn = math.radians(m.angle)
+        a, b = np.array([m.length_a, 0.0]), m.length_b * np.array([math.cos(turn), math.sin(turn)])
+        want = [np.linalg.norm(v) for v in (a + b, (a + b) / 2, added(a, b))]
+        told = [float(v) for v in read(r"sum (\S+), mean (\S+), AdaSum (\S+)\. AdaSum = (\S+) a \+ (\S+) b", m)]
+        assert told[:3] == pytest.approx(want, abs=0.0051)
+        assert np.linalg.norm(told[3] * a + told[4] * b) == pytest.approx(want[2], abs=0.03)
+
+
+def test_adasum_of_many():
+    for m in swept(WorkersExplorer(), samples=5):
+        draw = torch.Generator().manual_seed(m.seed)
+        common, *own = torch.randn(17, m.dimension, generator=draw, dtype=torch.float64).numpy()
+        common = common / np.linalg.norm(common)
+        part = [
+            math.sqrt(m.agreement) * common + math.sqrt(1 - m.agreement) * v / np.linalg.norm(v)
+            for v in own[: m.workers]
+        ]
+        part = [v / np.linalg.norm(v) for v in part]
+        total, tree = sum(part), part
+        while len(tree) > 1:
+            tree = [added(a, b) for a, b in zip(tree[::2], tree[1::2])]
+        told = read(r"sum (\S+), mean (\S+), AdaSum (\S+) single .* direction (\S+), of the mean (\S+)\.", m)
+        length = [np.linalg.norm(v) for v in (total, total / m.workers, tree[0])]
+        want = [*length, tree[0] @ common / length[2], total @ common / length[0]]
+        assert [float(v) for v in told] == pytest.approx(want, abs=0.0051)
+
+
+def tanh_network(flat, images, labels):
+    """(loss, gradient) of 64-12-10 with tanh, by hand in NumPy."""
+    w1, b1, w2, b2 = (
+        part.reshape(shape) for part, shape in zip(np.split(flat, [768, 780, 900]), [(12, 64), (12,), (10, 12), (10,)])
+    )
+    hidden = np.tanh(images @ w1.T + b1)
+    logits = hidden @ w2.T + b2
+    chance = np.exp(logits - logits.max(1, keepdims=True))
+    chance /= chance.sum(1, keepdims=True)
+    back = (chance - np.eye(10)[labels]) / len(images)
+    inner = (back @ w2) * (1 - hidden**2)
+    parts = inner.T @ images, inner.sum(0), back.T @ hidden, back.sum(0)
+    return -np.log(chance[np.arange(len(images)), labels]).mean(), np.concatenate([p.ravel() for p in parts])
+
+
+def test_dim_reduce():
+    images, labels = (t[:300].numpy() for t in digits("train", size=8))
+    images, path = images.reshape(300, 64).astype(np.float64), [start().flat()]
+    for _ in range(40):
+        path.append(path[-1] - 0.5 * tanh_network(path[-1], images, labels)[1])
+    plain = [tanh_network(w, images, labels)[0] for w in path]
+    points = np.array(path)[::2]
+    axes = np.linalg.svd(points - points.mean(0), full_matrices=False)[2]
+    for m in swept(DimReduceExplorer(), samples=5, components=(2, 8, 16)):
+        at, weights = m.step, m.path.weights
+        told = read(r"Loss (\S+), gradient descent (\S+); after 40 steps (\S+) and (\S+)\. .*: (\d+)% of", m)
+        (now, gradient), last = (tanh_network(weights[i], images, labels) for i in (at, -1))
+        assert [float(v) for v in told[:4]] == pytest.approx([now, plain[at], last[0], plain[40]], abs=6e-4)
+        inside = np.linalg.norm(axes[: m.components] @ gradient) / np.linalg.norm(gradient)
+        assert int(told[4]) == pytest.approx(100 * math.sqrt(max(0.0, 1 - inside**2)), abs=0.6)
+        moved = np.linalg.norm(axes[: m.components] @ (weights[at + 1] - weights[at]))
+        assert ("accepts neither" in m.summary()) == (moved < 1e-6), m.state()
+
+
+def test_group_scales():
+    kinds = {"E5M2": ml_dtypes.float8_e5m2, "float16": np.float16}
+    for m in swept(GroupScaleExplorer(), samples=3, depth=(1, 3, 5)):
+        trace, kind = gradient_trace(m.depth), kinds[m.format]
+        skips, ends, kept = [], [], []
+        for groups in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
+            scales, skipped = [np.float32(2.0**m.init_exponent)] * len(groups), 0
+            for step in range(m.step + 1):
+                used, bad = list(scales), []
+                for i, group in enumerate(groups):
+                    top = np.float32(trace.largest[step, group].max()) * used[i]
+                    with np.errstate(over="ignore"):
+                        bad.append(not np.isfinite(top.astype(kind).astype(np.float32)))
+                    factor = np.float32(0.5**0.5 if bad[-1] else 2 ** (1 / m.window))
+                    scales[i] = min(used[i] * factor, np.float32(2.0**100))
+                skipped += any(bad)
+            with np.errstate(over="ignore"):
+                stored = (trace.values[0].numpy() * used[0]).astype(kind).astype(np.float32)
+            skips.append(skipped)
+            ends.append(used)
+            kept.append(100 * (stored != 0).mean())
+        told = read(r"one scale (\S+), scales per group (\S+), (\S+), (\S+), (\S+)\. .*: (\d+)% and (\d+)%", m)
+        want = np.log2(np.array([*ends[0], *ends[1]], dtype=np.float64))
+        assert [math.log2(power(v)) for v in told[:5]] == pytest.approx(want.tolist(), abs=0.06)
+        assert [float(v) for v in told[5:]] == pytest.approx(kept, abs=0.51)
+        assert [int(v) for v in read(r"skipped: (\d+) and (\d+)\.", m)] == skips

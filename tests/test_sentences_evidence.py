@@ -1,0 +1,268 @@
+"""As `test_sentences`, for recorded runs, recipes, experiments and trainings."""
+
+import io
+import json
+import math
+import zipfile
+from functools import cache
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from sentences import NARROW, power, read, ridden, swept, zeroed
+
+from mpkit.data import data_dir, digits
+from mpkit.explorers.evidence import NaiveRuleExplorer, RunExplorer, SweepExplorer, WhatIfExplorer
+from mpkit.explorers.own_experiment import OwnExperimentExplorer
+from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
+from mpkit.explorers.scaling import LiveExplorer
+from mpkit.explorers.training import StepExplorer
+
+
+@cache
+def raw(run):
+    """The arrays of a recorded run as they lie in its file."""
+    with np.load(data_dir() / "traces" / f"{run}.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@cache
+def ceiling(run):
+    """The largest scale of each step, from the largest gradient and from what really happened."""
+    z = raw(run)
+    clean = z["gradients_nonfinite"].sum(1) == 0
+    largest = np.where(np.isfinite(z["gradients_largest"]), z["gradients_largest"], 0).max(1).astype(float)
+    clean &= largest > 0
+    bits = np.log2(65520.0) - np.log2(largest[clean])
+    top = np.exp2(np.interp(z["step"], z["gradients_step"][clean], bits))
+    top[np.searchsorted(z["step"], z["gradients_step"][clean])] = np.nextafter(65520.0 / largest[clean], 0)
+    top = np.where(z["overflow"], top, np.maximum(top, z["scale"]))
+    top = np.where(z["overflow"] & (top >= z["scale"]), z["scale"] / 2, top)
+    return np.where(np.isfinite(z["loss"]), top, -1.0)
+
+
+def test_recorded_runs():
+    for run in RunExplorer.run.values:
+        z = raw(run)
+        for m in swept(RunExplorer(run=run), samples=9, run=()):
+            at = min(m.step, len(z["step"]) - 1)
+            row = np.searchsorted(z["gradients_step"], at, "right") - 1
+            head, loss, scale = read(r"step (\d+ of \d+): \w+, loss (not finite|\S+), scale (\S+)\. Of", m)
+            assert head == f"{at} of {len(z['step'])}"
+            assert ("skipped, loss" in m.summary()) == z["overflow"][at]
+            assert (loss == "not finite") == (not np.isfinite(z["loss"][at]))
+            assert loss == "not finite" or float(loss) == pytest.approx(z["loss"][at], rel=1e-3)
+            assert float(scale) == pytest.approx(z["scale"][at], rel=1e-3)
+            told = read(r"Of (\d+) gradient values (\S+)% are zero and (\d+) not finite\. .* far: (\d+)\.", m)
+            size = z["gradients_size"].sum()
+            want = [size, 100 * z["gradients_zeros"][row].sum() / size, z["gradients_nonfinite"][row].sum()]
+            assert [float(v) for v in told] == pytest.approx([*want, z["overflow"][: at + 1].sum()], abs=0.051)
+
+
+@pytest.mark.parametrize("run", ["mlp_digits", "gpt_sums", "rare_outliers"])
+def test_what_if_and_its_grid(run):
+    tops, z = ceiling(run), raw(run)
+    rows = np.searchsorted(z["step"], z["gradients_step"])  # the steps with a histogram
+    for m in swept(WhatIfExplorer(run=run), samples=5, run=()):
+        scale = ridden(tops, 2.0**m.init, m.factor, m.window)
+        good = scale <= tops
+        told = read(r": (\d+) of (\d+) steps skipped \(recorded: (\d+)\), (\S+) bits .*, (\S+)% of the", m)
+        lost = zeroed(m.trace.gradients, scale[rows])[good[rows]].mean()
+        want = [(~good).sum(), len(tops), z["overflow"].sum(), np.log2(tops / scale)[rows][good[rows]].mean()]
+        assert [float(v) for v in told] == pytest.approx([*want, 100 * lost], abs=0.051), m.state()
+        assert float(told[4]) == pytest.approx(100 * lost, abs=0.0051)
+    for m in swept(SweepExplorer(run=run), samples=3, run=(), window=(5, 500)):
+        lost = {}
+        for factor in m.factors:
+            for window in m.windows:
+                scale = ridden(tops, 2.0**m.init, factor, window)
+                good = scale <= tops
+                flat = zeroed(m.chosen.trace.gradients, scale[rows])[good[rows]]
+                lost[factor, window] = 100 * (1 - good.mean() * (1 - flat.mean())), (~good).sum()
+        own, skipped, factor, window, best = read(
+            r": (\S+)% of the .* (\d+) steps skipped\. Best of 35: factor (\S+), window (\d+) with (\S+)%", m
+        )
+        assert float(own) == pytest.approx(lost[m.factor, m.window][0], abs=0.0051)
+        assert int(skipped) == lost[m.factor, m.window][1]
+        least = min(share for share, _ in lost.values())
+        assert float(best) == pytest.approx(least, abs=0.0051)
+        assert lost[float(factor), int(window)][0] == pytest.approx(least, abs=1e-6)
+
+
+def test_the_loss_rule():
+    for m in swept(NaiveRuleExplorer(), samples=7):
+        scale, seen = 2.0**m.exponent, []
+        for step in range(1000):
+            seen.append(scale)
+            loss = m.loss * math.exp(-m.decay * step)
+            scale *= 0.9 if loss > scale else 1.1 if loss < 0.5 * scale else 1.0
+        told = read(r"is (\S+) at step 100 and (\S+) at step 999; .* rule ends at (\d+)\.", m)
+        seen = np.array(seen)
+        assert [float(v) for v in told[:2]] == pytest.approx(seen[[100, 999]].tolist(), rel=6e-3)
+        ends = np.flatnonzero((seen < 2.0**-24) | (seen > 2.0**17))
+        assert (f"at step {ends[0]} " if len(ends) else "nothing has ended it") in m.summary()
+        assert int(told[2]) == round(ridden([2.0**17] * 1000, 2.0**m.exponent, 2, 50)[-1])
+
+
+def test_delayed_scales():
+    for m in swept(AmaxExplorer(), samples=5):
+        top, scale, clipped, worst, unused = float(ml_dtypes.finfo(NARROW[m.element.name]).max), 1.0, 0, 0.0, []
+        for step, amax in enumerate(m.amax):
+            past = m.amax[max(0, step - m.history_len) : step]
+            if m.current:
+                scale = top / amax
+            elif len(past) and (held := past[-1] if m.most_recent else past.max()) > 0:
+                scale = top / held / 2.0**m.margin
+            over = amax * scale / top
+            clipped += over > 1 + 2.0**-22
+            worst = max(worst, over)
+            if over <= 1 + 2.0**-22:  # whole powers of two, as floor(log2) of both
+                unused.append(math.floor(math.log2(top)) - math.floor(math.log2(np.float32(amax * scale))))
+        told = read(r"clipped in (\d+) of (\d+) steps.*; (\S+) bits", m)
+        assert [int(told[0]), int(told[1])] == [clipped, 300], m.state()
+        assert float(told[2]) == pytest.approx(np.mean(unused), abs=0.051), m.state()
+        if clipped:
+            assert float(read(r"factor of (\S+);", m)[0]) == pytest.approx(worst, rel=6e-3)
+
+
+def test_blocks():
+    elements = {"MXFP8": ("e4m3fn", 448.0, 8), "MXFP4": ("e2m1", 6.0, 2), "NVFP4": ("e2m1", 6.0, 2)}
+    for fmt in elements:
+        for m in swept(BlockExplorer(fmt=fmt), samples=4, fmt=()):
+            x = gaussian(257).clone().numpy().astype(np.float64)
+            if m.outlier:
+                x[:, 40] = np.sign(x[:, 40]) * 2.0**m.outlier * 1.9
+            name, largest, lead = elements[fmt]
+            blocks = x.reshape(257, -1, m.size)
+            tops = np.abs(blocks).max(-1, keepdims=True)
+            if fmt == "NVFP4":
+                whole = tops.max() / 6 / 448  # one more scale, for the tensor
+                scale = (tops / 6 / whole).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * whole
+            elif m.rule in ("floor", "even"):
+                size = tops
+                if m.rule == "even":  # the largest value rounded to the elements' precision first
+                    bits = {"MXFP8": 3, "MXFP4": 1}[fmt]
+                    ulp = 2.0 ** (np.floor(np.log2(tops)) - bits)
+                    size = np.floor(tops / ulp + 0.5) * ulp
+                scale = 2.0 ** (np.floor(np.log2(size)) - lead)
+            elif m.rule == "rceil":
+                scale = 2.0 ** np.ceil(np.log2(tops / largest))
+            else:
+                scale = 2.0 ** (np.ceil(np.log2(tops)) - lead)
+            held = np.clip(blocks / scale, -largest, largest).astype(np.float32).astype(NARROW[name])
+            y = (held.astype(np.float64) * scale).reshape(x.shape)
+            plain = np.arange(128) != 40
+            noise = ((y - x)[:, plain] ** 2).sum()
+            told = read(r": (\S+) dB .*, (\S+) % of the blocks clipped, (\S+) % of the values zero\.", m)
+            want = [
+                10 * math.log10((x[:, plain] ** 2).sum() / noise),
+                100 * (tops > largest * scale * (1 + 2.0**-22)).mean(),
+                100 * (y == 0).mean(),
+            ]
+            assert [float(v) for v in told] == pytest.approx(want, abs=0.051), m.state()
+
+
+def test_recipes():
+    with np.load(data_dir() / "recipes.npz") as file:
+        names, losses, end = file["names"].tolist(), file["losses"].astype(float), file["end"].astype(float)
+    for m in swept(RecipeExplorer(), samples=15):
+        i, at = names.index(m.recipe), m.step // 10
+        gaps = [*(end[i] - end[0]), *(losses[i] - losses[0])[:, at - 1]]
+        told = read(r"loss is (\S+) to (\S+) from .*step (\d+) (\S+) to (\S+)\. At .* by (\S+)\.$", m)
+        want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), end[0].max() - end[0].min()]
+        assert [float(v) for v in told] == pytest.approx(want, abs=6e-4)
+
+
+def two_sided(t, freedom):
+    """P(|T| > |t|) of Student's t, by Simpson's rule on its density."""
+    x = np.linspace(0, abs(t), 20_001)
+    front = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    y = front * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    inside = (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()) * (x[1] - x[0]) / 3
+    return 1 - 2 * inside
+
+
+def test_own_experiment():
+    numbers, series = {}, {}
+    with zipfile.ZipFile(data_dir() / "experiments" / "digits_levels.zip") as file:
+        labels = {
+            json.dumps(c["cell"], sort_keys=True): c["label"] for c in json.loads(file.read("experiment.json"))["cells"]
+        }
+        for name in file.namelist():
+            if name.endswith(".json") and name != "experiment.json":
+                row = json.loads(file.read(name))["row"]
+                key = labels[json.dumps(row["cell"], sort_keys=True)], row["seed"]
+                numbers[key] = row["numbers"]["accuracy"]
+                series[key] = np.load(io.BytesIO(file.read(name.replace(".json", ".npz"))))["loss"]
+    others = [name for name in labels.values() if name != "float32"]
+    for m in swept(OwnExperimentExplorer(), samples=4, cell_0=(), network=(), recorded_seeds=(1, 2, 3, 6, 10)):
+        seeds, p = range(m.recorded_seeds), {}
+        for name in others:
+            gaps = np.array([numbers[name, s] - numbers["float32", s] for s in seeds])
+            if len(gaps) > 1:
+                p[name] = two_sided(gaps.mean() / (gaps.std(ddof=1) / math.sqrt(len(gaps))), len(gaps) - 1)
+        order, floor, said = sorted(p, key=p.get), 0.0, {}
+        for rank, name in enumerate(order):
+            floor = max(floor, p[name] * (len(order) - rank))
+            less = np.mean([numbers[name, s] - numbers["float32", s] for s in seeds]) < 0
+            said[name] = ("worse" if less else "better") if floor < 0.05 else "not distinguishable"
+        for name in m.chosen:
+            mean = np.mean([numbers[name, s] for s in seeds])
+            verdict = "baseline" if name == "float32" else said.get(name, "one seed")
+            assert f"{name} {mean:.1f}, {verdict}" in m.summary(), m.state()
+        if m.seed in seeds:
+            losses = [series[name, m.seed][m.step - 1] for name in (m.one, m.other)]
+            assert f"{m.one} {losses[0]:.3f}, {m.other} {losses[1]:.3f}" in m.summary()
+
+
+def test_live_training():
+    m = LiveExplorer(scale_window=7)
+    m.steps = 60
+    m.train()
+    m.wait()
+    rises = [b / a for a, b in pairwise(m.run.scales)]
+    told = read(r"after (\d+) steps: loss (\S+), scale (\S+), (\d+) steps skipped, (\d+)% of", m)
+    assert [int(told[0]), int(told[3])] == [60, rises.count(0.5) + (59 in m.run.skipped)]
+    tops = [-1.0 if i in m.run.skipped else math.inf for i in range(60)]
+    assert power(told[2]) == ridden(tops, 2.0**16, 2, 7)[-1]
+    assert float(told[1]) == pytest.approx(m.run.losses[-1], abs=0.0051)
+    assert int(told[4]) == pytest.approx(100 * m.run.accuracy, abs=0.51)
+
+
+def test_step():
+    """The whole step by hand: products of float16 numbers summed in float32, as O2 computes them."""
+    images, labels = (t[:64] for t in digits("train", 8))
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)]
+    first, second = ((p.weight.detach(), p.bias.detach()) for p in layers)
+
+    def half(x):
+        return x.half().float()
+
+    x = half(images.flatten(1))
+    hidden = half(half(x @ half(first[0]).T) + half(first[1]))
+    logits = half(half(hidden.relu() @ half(second[0]).T) + half(second[1]))
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    chance = logits.softmax(1) - torch.nn.functional.one_hot(labels, 10)
+    for m in swept(StepExplorer(), phase=range(1, 9), bad=()):
+        scale = 2.0**m.exponent
+        back = half(chance / 64 * scale)
+        flow = half(half(back @ half(second[0])) * (hidden > 0))
+        grads = [half(flow.T @ x), half(flow.sum(0)), half(back.T @ hidden.relu()), half(back.sum(0))]
+        largest = max(float(g.abs().max()) for g in grads)
+        seen = [phase.seen for phase in m.phases]
+        told = [
+            float(seen[i].split(word)[1].split(" in ")[0])
+            for i, word in zip((2, 3, 4, 5), ("loss ", *["largest "] * 3))
+        ]
+        finite = math.isfinite(largest)
+        assert told[0] == pytest.approx(float(loss), rel=2e-3)
+        if finite:
+            flowing = float(flow.abs().max())
+            assert told[1:] == pytest.approx([flowing, largest, largest / scale], rel=5e-3)
+            assert float(read(r"move by (\S+)\.$", m)[0]) == pytest.approx(0.1 * largest / scale, rel=1e-2)
+        else:
+            assert "the update is skipped" in m.summary()
+        assert seen[7] == f"next scale {scale if finite else scale / 2:.0f}"
