@@ -222,6 +222,14 @@ BUGS = [
         9,
     ),
     Bug(
+        "a float16 that is bfloat16, in which nothing underflows",
+        "explorers/training.py",
+        'auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))',
+        "auto_mixed_precision(Network(), level, torch.bfloat16)",
+        "04_why_loss_scaling",
+        9,
+    ),
+    Bug(
         "a step that reports that it was applied",
         "explorers/training.py",
         'end = "skipped" if self.skipped else "applied"',
