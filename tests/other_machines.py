@@ -228,7 +228,7 @@ def started(variant: Variant, package: str = str(ROOT)) -> subprocess.Popen[str]
 
 
 def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "mpkit")) -> list[str]:
-    """The unit tests, golden tests and doctests that fail on a variant."""
+    """The unit tests, golden tests and doctests that fail on a variant; 0 `jobs` run in pytest's own process."""
     jitter = {"MPKIT_JITTER": "" if variant.seed is None else str(variant.seed)}
     found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "jitter")])}
     python = [python_of(variant.python), "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]

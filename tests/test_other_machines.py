@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 
 import nbformat
 import other_machines
@@ -46,17 +45,15 @@ print(json.dumps({
 """
 
 
-@cache
-def products(seed):
-    """What `PRODUCTS` prints in a process of its own, with a seed or without."""
-    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'jitter'}", "OMP_NUM_THREADS": "1"}
-    if seed is not None:
-        variables["MPKIT_JITTER"] = str(seed)
-    return json.loads(subprocess.check_output([sys.executable, "-c", PRODUCTS], env=os.environ | variables, text=True))
+def with_jitter(seed, code):
+    """What the code prints in a process of its own that finds the jitter, with a seed or ""."""
+    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'jitter'}", "OMP_NUM_THREADS": "1", "MPKIT_JITTER": seed}
+    return json.loads(subprocess.check_output([sys.executable, "-c", code], env=os.environ | variables, text=True))
 
 
-def test_the_jitter_moves_the_last_bits_of_every_product_and_repeats_itself():
-    plain, three, four = products(None), products(3), products(4)
+def test_the_jitter_moves_the_last_bits_of_every_product_and_repeats_itself(capsys):
+    exec(PRODUCTS, {})  # here, where nothing is moved
+    plain, three, four = json.loads(capsys.readouterr().out), with_jitter("3", PRODUCTS), with_jitter("4", PRODUCTS)
     assert all(seen[kept] for seen in (plain, three, four) for kept in seen if kept != "bits")
     for name, results in plain["bits"].items():
         # a chain of up to eight products on values of size 10: the bound is generous, the point is that bits move
@@ -68,9 +65,10 @@ def test_the_jitter_moves_the_last_bits_of_every_product_and_repeats_itself():
             assert max(abs(s - t) for s, t in zip(ours, moved)) <= 200 * eps * size, name
 
 
-def test_without_the_variable_nothing_is_replaced(capsys):
-    exec(PRODUCTS, {})  # in this process, where nobody was asked to find the jitter
-    assert json.loads(capsys.readouterr().out) == products(None)
+def test_without_the_variable_nothing_waits_for_torch():
+    code = "import json, sys; print(json.dumps([getattr(f, '__name__', '') for f in sys.meta_path]))"
+    assert "AfterTorch" not in with_jitter("", code)
+    assert "AfterTorch" in with_jitter("3", code)
 
 
 CELLS = {  # source, what is stored, whether it must be named
@@ -111,8 +109,8 @@ def test_tests_that_fail_on_a_variant_are_named(tmp_path):
         "def test_wrong(): assert float(torch.full((1, 1), 3.0) @ torch.full((1, 1), 7.0)) == 21.0\n"
     )
     jittered, plain = other_machines.Variant("seed 5", seed=5), other_machines.Variant("as it is")
-    assert other_machines.failed_tests(plain, 1, [str(path)]) == []
-    (line,) = other_machines.failed_tests(jittered, 1, [str(path)])
+    assert other_machines.failed_tests(plain, 0, [str(path)]) == []
+    (line,) = other_machines.failed_tests(jittered, 0, [str(path)])
     assert "test_small.py::test_wrong" in line
 
 
