@@ -12,7 +12,6 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 
 def check_number(
@@ -20,10 +19,11 @@ def check_number(
 ) -> float:
     """Raise unless `value` is a number in [low, high), or in (low, high) with `open_low`; -> it as a float."""
     number: Any = value  # Real has no comparisons in its type
-    if isinstance(value, bool) or not isinstance(value, Real):
+    check_flags(open_low=open_low)
+    _need_real("a bound", low, high)
+    if isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits")
+    _need_real(name, value)
     if not (low < number < high if open_low else low <= number < high):
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
     return float(number)
@@ -38,6 +38,7 @@ def check_float(name: str, value: object, *, low: float = 0.0, high: float = mat
 
 def check_count(name: str, value: object, low: int = 1) -> int:
     """Raise unless `value` is a whole number >= low; -> it as an int."""
+    _need_real("low", low)
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < low:
@@ -54,6 +55,8 @@ def check_flags(**flags: object) -> None:
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Raise unless `value` is one of the strings `choices`; -> it."""
+    if not all(isinstance(choice, str) for choice in choices):
+        raise TypeError(f"choices must be strings, got {choices!r:.80}")
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of the strings {', '.join(choices)}, got {value!r}")
     if value not in choices:
@@ -67,12 +70,22 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str, 
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {type(value).__name__}")
 
 
+def _need_real(name: str, *values: object) -> None:
+    for value in values:
+        if not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits")
+
+
 def check_alike(name: str, saved: Any, own: Any) -> None:
     """Raise unless a part of a saved state is of the kind that this object saves itself: TypeError, or ValueError.
 
     A tensor needs a tensor of its shape and kind of number, a number a number, a dict (at least) its keys, a list its
     length; None and what else there is stand for anything.
     """
+    from torch import Tensor  # a worker of an experiment starts without it
+
     if isinstance(own, Mapping):
         check_kind(name, saved, Mapping, "a dict, as it was saved")
         if missing := [str(key) for key in own if key not in saved]:

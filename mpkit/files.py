@@ -49,6 +49,8 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
         sync:   force the content to the disk first, so that a power cut leaves a whole file too.
     """
     path = _named(path)
+    if sync is not True and sync is not False:
+        raise TypeError(f"sync must be True or False, got {type(sync).__name__}")
     if not callable(write):
         raise TypeError(f"write must be a function of an open file, got {type(write).__name__}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,8 @@ def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
 
 
 def _check_count(name: str, value: object) -> None:
-    check_count(name, value)
+    if (count := check_count(name, value)) >= 2**63:
+        raise ValueError(f"{name} counts steps and must be below 2**63, got an int of {count.bit_length()} bits")
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_flags
 from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32, FloatFormat
 
 _MX = "OCP Microscaling Formats (MX) Specification, version 1.0, 2023"
@@ -148,6 +149,7 @@ class BlockFormat:
                 f"scale_rounding with scales in {self.scale.name} is one of {', '.join(known)}, "
                 f"got {self.scale_rounding!r}"
             )
+        check_flags(tensor_scale=self.tensor_scale)
         if self.tensor_scale and self.scale.name != "e4m3fn":
             raise ValueError(f"a tensor scale goes with E4M3FN scales, which are short of range, got {self.scale}")
         if self.scale_rounding.startswith("4over6") and not (self.tensor_scale and self.element == E2M1):

@@ -171,6 +171,9 @@ def recipe_linear(
     check_kind("x", x, Tensor, "a tensor")
     check_kind("weight", weight, Tensor, "a tensor")
     check_kind("recipe", recipe, Recipe, "a Recipe")
+    check_kind("scalers", scalers, dict, "a dict of TensorScaler objects", optional=True)
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x (*, in) and weight (out, in) must agree, got {tuple(x.shape)} and {tuple(weight.shape)}")
     return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note, torch.is_grad_enabled())
 
 

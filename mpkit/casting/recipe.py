@@ -301,6 +301,8 @@ def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | N
 
     Args:  forward casts input and weight; `grad` (None: the same) the gradient, `weight` (None: the same) the weight.
     """
+    for key, cast in (("grad", grad), ("weight", weight)):
+        check_kind(key, cast, Cast, "a Cast", optional=True)
     grad, weight = grad or forward, weight or forward
     return Recipe(name, forward, weight, grad, weight, grad, forward)
 

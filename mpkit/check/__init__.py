@@ -12,8 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Real
 from types import ModuleType
 from typing import Any
+
+from mpkit.arguments import check_kind, check_number
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,16 @@ def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float =
     Traceback (most recent call last):
     AssertionError: "half of it is left" does not hold here: 0.7 is not below 0.6
     """
+    for name, bound in (("above", above), ("below", below)):
+        check_kind(name, bound, Real, "a number")
+        if math.isnan(bound if isinstance(bound, float) else check_number(name, bound, low=-math.inf)):
+            raise ValueError(f"{name} must be a number, got nan")
     if above == -math.inf and below == math.inf:
         raise TypeError("a claim needs a bound: above=, below= or both")
-    number = float(value)
+    try:
+        number = float(value)
+    except (OverflowError, RuntimeError) as error:
+        raise ValueError(f"a claim needs one number that fits a float, got {value!r:.60}") from error
     for listener in heard:
         listener(sentence, number, above, below)
     if not above < number:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mpkit.arguments import check_flags
 from mpkit.device import default_device
 from mpkit.experiment.grid import Cell, baselines, cells_of, check_call, times_itself
 from mpkit.experiment.identity import Description, run_name, versions, without_torch
@@ -82,6 +83,9 @@ def experiment(
     >>> results.frame[["x", "seed", "y"]].to_dict("list")
     {'x': [1, 1, 3, 3], 'seed': [0, 1, 0, 1], 'y': [1.0, 2.0, 3.0, 4.0]}
     """
+    if not callable(progress):
+        check_flags(progress=progress)
+    check_flags(retry=retry)
     plan = _Plan(run, grid, seeds, baseline, n_jobs)
     if folder is not None:
         return _done(plan, Folder(folder), progress, retry)
@@ -176,8 +180,9 @@ def _parallel(n_jobs: int | None) -> tuple[int, int, bool]:
     """Processes, threads of each, and whether they are children of this one."""
     if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, int)):
         raise TypeError(f"n_jobs must be an int or None, got {n_jobs!r}")
-    if n_jobs == 0:
-        raise ValueError("n_jobs must be a number of processes, or -1 for one per core, got 0")
+    if n_jobs is not None and not 0 < abs(n_jobs) < 2**20:
+        came = f"an int of {n_jobs.bit_length()} bits" if n_jobs else "0"
+        raise ValueError(f"n_jobs must be a number of processes, or -1 for one per core, got {came}")
     if n_jobs in (None, 1) and find_spec("joblib") is None:
         return 1, 1, True
     joblib = _joblib()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, check_flags, check_number
+from mpkit.arguments import check_alike, check_count, check_flags, check_kind, check_number
 from mpkit.optimizers.arguments import (
     GROUP_KEYS,
     Options,
@@ -106,6 +106,8 @@ class Optimizer(torch.optim.Optimizer):
         options: Options | None = None,
     ) -> None:
         check_number("loss_scale", loss_scale, open_low=True)
+        check_kind("hyper", hyper, Mapping, "a dict of hyper-parameters", optional=True)
+        check_kind("options", options, Mapping, "a dict of options", optional=True)
         options = options or {}
         check_flags(**{key: options.get(key, False) for key in ("count_skipped", "faithful")})
         unknown = set(options) - set(Options.__annotations__)

@@ -106,13 +106,22 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     return ScaleHistory(policy, flags, scale, skipped, raised_at, sentences, state, start)
 
 
+def _plain_array(name: str, value: Any) -> np.ndarray:
+    array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{name} must be an array of numbers or truth values, got {array.dtype}")
+    return array
+
+
 def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.ndarray:
     """The reason of each decision, from the scale before and after it: arrays of one shape -> words of `REASONS`.
 
     In a delayed policy the word describes the decision of the step before, which became public in this one.
     """
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
-    before, after, finite = np.asarray(before), np.asarray(after), np.asarray(finite)
+    before, after, finite = (
+        _plain_array(*named) for named in zip(("before", "after", "finite"), (before, after, finite))
+    )
     low, high, grow, bits = (
         value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
         for value in (policy.min_scale, policy.max_scale, policy.growth_factor, policy.scale_bits)

@@ -326,6 +326,8 @@ def tensor_scale_preset(name: str, element: FloatFormat = E4M3FN, **options: Any
     >>> tensor_scale_preset("te_delayed", amax_history_len=16).history_len
     16
     """
+    check_kind("element", element, FloatFormat, "a FloatFormat such as E4M3FN")
+    check_kind("name", name, str, "the name of a preset")
     if name not in TENSOR_SCALE_PRESETS:
         raise ValueError(f"a tensor-scale preset is one of {', '.join(TENSOR_SCALE_PRESETS)}, got {name!r}")
     if "amax_history_len" in options:

@@ -191,6 +191,7 @@ class Trace:
         if (self.scale < 0).any():
             raise ValueError("a loss scale is negative: the trace is damaged")
         get_format(self.format)
+        check_kind("measured", self.measured, Mapping, "a dict of arrays")
         for name, tops in self.measured.items():
             get_format(name)
             _need_shape(f"measured[{name!r}]", tops, (len(self.step),))

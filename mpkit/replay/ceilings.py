@@ -61,6 +61,10 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
     """
     check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
+    check_kind("fmt", fmt, FloatFormat, "a FloatFormat, or the name of one,")
+    check_kind("scales", scales, np.ndarray, "an array of scales")
+    if scales.ndim != 2 or len(scales) != len(trace.gradients.step):
+        raise ValueError(f"scales need a row for each of {len(trace.gradients.step)} histograms, got {scales.shape}")
     return _flushed(trace.gradients.total(), trace.gradients.lowest, scales, fmt)
 
 

@@ -72,7 +72,12 @@ def simulate(
     Raises:  ValueError for ceilings that are NaN or of another shape.
     """
     check_kind("policies", policies, ScalePolicy, "a ScalePolicy; stack([...]) makes one of many")
-    tops = np.asarray(ceilings, dtype=np.float64)
+    try:
+        tops = np.asarray(ceilings, dtype=np.float64)
+    except OverflowError:
+        raise ValueError(
+            "ceilings must fit a float, got an int that does not; math.inf is a scale without limit"
+        ) from None
     if not policies.shape:
         policies = stack([policies])
     if tops.shape[1:] not in ((), policies.shape) or not tops.ndim or np.isnan(tops).any():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_kind, check_number
+from mpkit.arguments import check_flags, check_kind, check_number
 from mpkit.formats import FloatFormat
 from mpkit.policies import STOPS, ScalePolicy, stack
 from mpkit.record import Trace
@@ -54,6 +54,8 @@ def replay(
         )
     if not len(trace):
         raise ValueError("the trace has no steps to replay; record some with Recorder(network, ...)")
+    if scales is not None:
+        check_flags(scales=scales)
     names, vector = _named(policies)
     tops = ceilings(trace, fmt)
     sample = _sample(trace)
@@ -88,6 +90,9 @@ def sweep(
     check_kind("trace", trace, Trace, "a Trace")
     starts = _numbers(float(trace.scale[0]) if init is None and len(trace) else 1.0 if init is None else init)
     grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
+    for name, i in (("init", 0), ("factor", 1), ("window", 2)):
+        for row in grid:
+            check_number(f"each {name}", row[i], low=-math.inf)
     if not grid or any(w != int(w) for _, _, w in grid):
         raise ValueError(f"sweep needs at least one init, factor and window, and whole windows, got window={window!r}")
     if any(not f > 1 for _, f, _ in grid):

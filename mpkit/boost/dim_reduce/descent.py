@@ -122,6 +122,7 @@ class DimReduce(nn.Module):
         if rank_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"rank_size={rank_size} needs torch.distributed.init_process_group first")
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
+        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
         rows = torch.as_tensor(pca_mat_local).to(like)
         if rows.shape != (self.block.stop - self.block.start, self.size):
             raise ValueError(

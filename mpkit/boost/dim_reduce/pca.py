@@ -17,6 +17,7 @@ from mpkit.files import read_npy, write_whole
 
 FULL_NAME = "pca_mat_temp.npy"
 MARKER = "save_pca_end.txt"
+MOST_RANKS = 2**16
 OVERSAMPLING = 10
 POLL_SECONDS = 0.1
 
@@ -58,6 +59,7 @@ def pca_matrix(
             f"{data.shape[1]} weights; record more snapshots or take fewer components"
         )
     check_choice("method", method, ("randomized", "full"))
+    _check_generator(generator)
     if n_components == data.shape[0]:
         warnings.warn(
             f"{n_components} components of {n_components} samples: the last one is noise; record one more snapshot",
@@ -67,7 +69,17 @@ def pca_matrix(
     if method == "full":
         components = np.linalg.svd(data, full_matrices=False)[2][:n_components]
         return components * _sign_of_largest(components)[:, None]
-    return _randomized(data, n_components, generator or np.random.default_rng(0))
+    return _randomized(data, n_components, np.random.default_rng(0) if generator is None else generator)
+
+
+def _check_generator(generator: object) -> None:
+    if generator is not None and not isinstance(generator, np.random.Generator | np.random.RandomState):
+        raise TypeError(f"generator must be a NumPy Generator or RandomState, or None, got {type(generator).__name__}")
+
+
+def _check_rank(rank: int) -> None:
+    if check_count("rank", rank, low=0) >= MOST_RANKS:
+        raise ValueError(f"ranks are 0 to {MOST_RANKS - 1}, a file for each, got an int of {rank.bit_length()} bits")
 
 
 def _randomized(data: np.ndarray, k: int, generator: NormalDraws) -> np.ndarray:
@@ -97,6 +109,8 @@ def row_block(rows: int, rank: int, rank_size: int) -> slice:
 
 def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: int) -> None:
     """Write each rank's rows beside `full_path`, `<stem>_rank_<r>.npy`, then an empty marker: all are there."""
+    check_kind("matrix", matrix, np.ndarray, "an array")
+    _check_rank(check_count("rank_size", rank_size) - 1)
     full_path = Path(full_path)
     marker = full_path.with_name(MARKER)
     marker.unlink(missing_ok=True)
@@ -110,7 +124,7 @@ def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> 
 
     Raises:  RuntimeError when it is not there after `timeout` seconds; ValueError for a damaged file.
     """
-    check_count("rank", rank, low=0)
+    _check_rank(rank)
     check_number("timeout", timeout)
     full_path = Path(full_path)
     end = time.monotonic() + timeout
@@ -156,6 +170,11 @@ def prepare_pca(
              after `timeout` seconds.
     Source:  MindSpore boost, section dim_reduce of the configuration.
     """
+    check_kind("network", network, nn.Module, "an nn.Module")
+    _check_rank(rank)
+    for name, count in (("rank_size", rank_size), ("device_number", device_number)):
+        check_count(name, count)
+    _check_generator(generator)
     source = _source(pca_mat_path, weight_load_dir)
     full_path = source if source.is_file() else source / FULL_NAME
     computes = rank % device_number == 0

@@ -56,6 +56,7 @@ def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
     Raises:  ValueError for a directory without snapshots, and for one that misses a parameter, has another
              shape, or is damaged.
     """
+    check_kind("network", network, nn.Module, "an nn.Module")
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"weight_load_dir must be a directory with snapshots, got {str(directory)!r}")

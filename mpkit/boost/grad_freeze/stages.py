@@ -45,10 +45,14 @@ def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
     return [stage for stage in stages if stage]
 
 
+MOST_GROUPS = 2**20
+
+
 def index_probabilities(groups: int, freeze_type: int) -> list[float]:
     """P(v) of v = 1..G-1 on a frozen step: uniform for type 0, (G - v) / (G (G-1) / 2) for type 1."""
-    check_count("groups", groups, low=2)
-    if freeze_type not in (0, 1):
+    if check_count("groups", groups, low=2) > MOST_GROUPS:
+        raise ValueError(f"groups must be at most {MOST_GROUPS}, got an int of {groups.bit_length()} bits")
+    if check_count("freeze_type", freeze_type, low=0) > 1:
         raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {freeze_type!r}")
     if freeze_type == 0:
         return [1 / (groups - 1)] * (groups - 1)
@@ -68,11 +72,13 @@ def expected_saving(stage_costs: Sequence[float], groups: int, freeze_type: int,
     check_kind("stage_costs", stage_costs, (list, tuple), "a list of costs, one of each stage")
     check_count("groups", groups)
     check_number("full_step_fraction", full_step_fraction, high=1.0 + 2.0**-52)
-    if groups < 2:
+    total = sum(check_number("each of stage_costs", cost) for cost in stage_costs)
+    chances = index_probabilities(max(groups, 2), freeze_type)
+    if groups < 2 or not total:  # nothing stands still, or nothing costs anything
         return 0.0
-    stride, total = len(stage_costs) // groups, sum(stage_costs)
+    stride = len(stage_costs) // groups
     shares = (sum(stage_costs[: v * stride]) / total for v in range(1, groups))
-    return (1 - full_step_fraction) * sum(p * s for p, s in zip(index_probabilities(groups, freeze_type), shares))
+    return (1 - full_step_fraction) * sum(p * s for p, s in zip(chances, shares))
 
 
 def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
