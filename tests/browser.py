@@ -73,8 +73,8 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
   window.__values = [];
   kernel.anyMessage.connect((_, {msg, direction}) => {
     if (direction === 'send' && msg.header.msg_type === 'comm_msg')
-      for (const name of ['value', 'ask', 'index'])
-        if (name in (msg.content.data.state || {})) window.__values.push(msg.content.data.state[name]);
+      for (const [name, value] of Object.entries(msg.content.data.state || msg.content.data.content || {}))
+        if (['value', 'ask', 'index'].includes(name)) window.__values.push(value);
     const ahead = direction === 'send' && 'wish' in (msg.content?.data?.state || {}); // changes nothing that is seen
     if (direction === 'send' && msg.channel === 'shell' && !ahead) window.__pending.add(msg.header.msg_id);
     if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')

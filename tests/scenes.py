@@ -9,7 +9,7 @@ from typing import Any
 
 from support import ROOT
 
-TRAITS = ("spec", "kept", "controls", "state", "index", "ask", "wish", "ahead", "sentence", "rows")
+TRAITS = ("spec", "kept", "controls", "state", "index", "wish", "ahead", "sentence", "rows")
 THEMES = {
     "true": "--jp-layout-color0:#fff;background:#fff",
     "false": "--jp-content-font-color1:#fff;--jp-layout-color0:#111;--jp-layout-color1:#222;background:#111;color:#fff",
@@ -48,7 +48,8 @@ def weight(value: Any) -> int:
 def page(views: Sequence[Any], theme: str = "true") -> str:
     """HTML with the views as the page draws them; `theme`: "true" is light, "false" dark, as JupyterLab says it.
 
-    Buffers are handed over unaligned, as the socket does. `models[i].sent` is what the reader did.
+    Buffers are handed over unaligned, as the socket does. `models[i].sent` is what the reader did; a model that is
+    `slow` answers a question when `done()` is called.
     """
     data = json.dumps([{name: plain(getattr(view, name)) for name in TRAITS} for view in views])
     source, style = (ROOT / "mpkit" / "widgets" / "scene.js").read_text(), views[0]._css
@@ -65,7 +66,9 @@ addEventListener("error", (e) => errors.push(e.message));
 for (const given of {data}) {{
   const on = {{}}, state = revive(given), sent = [], tell = (k) => (on["change:" + k] ?? []).forEach((f) => f());
   const model = {{ state, sent, get: (k) => state[k], set(k, v) {{ state[k] = v; sent.push([k, v]); tell(k); }},
-    put(k, v) {{ state[k] = revive(v); tell(k); }}, save_changes() {{}},
+    put(k, v) {{ state[k] = revive(v); tell(k); }}, save_changes() {{}}, slow: false,
+    send(question) {{ sent.push(["ask", question]); if (!model.slow) queueMicrotask(() => model.done()); }},
+    done() {{ const n = sent.filter(([k]) => k === "ask").at(-1)[1].n; (on["msg:custom"] ?? []).forEach((f) => f({{ done: n }})); }},
     on: (k, f) => (on[k] ??= []).push(f), off() {{}} }};
   models.push(model);
   const el = document.querySelector("main").appendChild(document.createElement("section"));

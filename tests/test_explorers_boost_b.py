@@ -207,11 +207,11 @@ def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> No
 
 def test_the_tip_of_b_is_dragged_to_a_length_and_an_angle() -> None:
     view = adasum_view()
-    view.ask = {"drag_b": [0, [0.0, 2.0]], "n": 1}
+    view.ask({"drag_b": [0, [0.0, 2.0]]})
     assert (view.explorer.length_b, view.explorer.angle) == (2.0, 90)
-    view.ask = {"drag_b": [0, [-3.0, -3.0]], "n": 2}
+    view.ask({"drag_b": [0, [-3.0, -3.0]]})
     assert (view.explorer.length_b, view.explorer.angle) == (3.0, 135)
-    view.ask = {"drag_b": [0, [0.0, 0.0]], "n": 3}
+    view.ask({"drag_b": [0, [0.0, 0.0]]})
     assert (view.explorer.length_b, view.explorer.angle) == (0.0, 135)
 
 

@@ -132,7 +132,7 @@ def test_a_ceiling_drawn_by_hand_is_ridden_by_every_policy_and_can_be_undone() -
     view = what_if_view()
     model, first = view.explorer, look(view)
     assert isinstance(model, WhatIfExplorer)
-    view.ask = {"draw": {str(i): 10.0 for i in range(100, 300)}, "n": 1}
+    view.ask({"draw": {str(i): 10.0 for i in range(100, 300)}})
     assert (model.tops[100:300] == 2.0**10).all()
     assert set(model.skipped) >= {100, 101}
     assert (model.scale[150:300] <= 2.0**11).all()
@@ -172,7 +172,7 @@ def test_a_click_on_a_cell_shows_its_run_and_the_grid_follows() -> None:
     model = view.explorer
     assert isinstance(model, SweepExplorer)
     before = look(view)
-    view.ask = {"cell": 4 * 7, "n": 1}
+    view.ask({"cell": 4 * 7})
     assert (model.factor, model.window) == (8.0, 5)
     assert look(view) != before
     alone = WhatIfExplorer(run=model.run, init=model.init, factor=8.0, window=5)

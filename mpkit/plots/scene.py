@@ -35,6 +35,7 @@ KINDS = ("line", "band", "points", "boxes", "bars", "rule", "text", "arrows", "h
 _NUMBERS = frozenset(
     ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
 ) | {"codes"}
+_LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
 _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -231,13 +232,22 @@ class Scene:
             "cols": self.cols,
             "panels": panels,
         }
-        spec |= {"kept": self.kept, "data": {}}
+        spec |= {"kept": self.kept, "data": {}, "legend": self._legend()}
         for m in (m for p in self.panels for m in p.marks):  # what several marks use travels once
             for k, v in m.items():
                 if isinstance(v, dict) and "ref" not in v:
                     name = f"#{hash(next(iter(v.values()))) & 0xFFFFFFFF:x}"
                     spec["data"][name], m[k] = v, {"ref": name}
         return spec | ({"index": self.step} if self.step else {})
+
+    def _legend(self) -> list[dict[str, Any]]:
+        """A small mark of 26 x 12 pixels for every label that does not stand in the picture itself."""
+        found: dict[str, dict[str, Any]] = {}
+        for m in (m for p in self.panels for m in p.marks):
+            named = m.get("label") and not m.get("quiet") and not m.get("tag")
+            if named and m["type"] not in ("notes", "handle"):
+                found.setdefault(m["label"], _sample(m))
+        return list(found.values())
 
     def _tag(self, p: Panel) -> None:
         """Write the label of each tagged line at its end, moved apart so that no two overlap."""
@@ -260,6 +270,25 @@ class Scene:
             y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
             ink = m["color"].partition("/")[0]
             p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=6, free=True)
+
+
+def _sample(m: dict[str, Any]) -> dict[str, Any]:
+    """The mark of a legend that looks like `m`."""
+    first = {k: v[0] if isinstance(v, list | tuple) else v for k, v in m.items() if k in _LOOKS}
+    if m["type"] in ("boxes", "bars"):
+        fill = m["zones"][0][1] if "zones" in m else first.get("fill", "none" if "edge" in m else "own")
+        frame = {"width": 3} if "edge" in m and "fill" not in m else {}
+        ends = {"x0": [3], "y0": [1], "x1": [23], "y1": [11]}
+        return {**{k: v for k, v in first.items() if k in ("label", "edge", "hatch")}, **frame, **ends} | {
+            "type": "boxes",
+            "fill": fill,
+        }
+    if m["type"] == "rule":
+        return first | {"axis": "y", "at": 6}
+    if m["type"] == "band":
+        return first | {"x": [3, 23], "y": [1, 1], "y2": [11, 11]}
+    x = [13] if m["type"] == "points" else [2, 24]
+    return first | {"x": x, "y": [6] * len(x), "size": min(5, m.get("size", 4)), "every": 9}
 
 
 def _pads(p: Panel) -> list[int]:

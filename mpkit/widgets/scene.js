@@ -21,7 +21,6 @@ const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[Math.min(i, a.length - 1)] : a);
 const length = (m) => Math.max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
 const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v));
-const even = (grid) => { const by = grid[1] - grid[0]; return Math.abs(grid.at(-1) - grid.at(-2) - by) < 1e-9 ? +by.toPrecision(6) : "any"; };
 const px = (v) => Math.round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ...Object.fromEntries([..."⁰¹²³⁴⁵⁶⁷⁸⁹"].map((c, i) => [i, c])) };
 const plain = (v) => String(+(+v).toPrecision(4));
@@ -52,17 +51,15 @@ const GLYPH = {
 	v: (r) => GLYPH["^"](-r),
 	"|": (r) => `m0 ${-r}v${2 * r}`,
 };
-const arc = (r, share) => { // clockwise
-	const a = 2 * Math.PI * Math.min(share, 0.9999);
-	return share > 0 ? `m0 ${-r}a${r} ${r} 0 ${share > 0.5 ? 1 : 0} 1 ${px(r * Math.sin(a))} ${px(r - r * Math.cos(a))}` : "";
-};
-
 // How many items are there at step `i`: item k appears at step since[k], or k.
 const reached = (m, i) => {
 	const n = length(m);
 	if (m.show !== "upto") return n;
 	return m.since ? m.since.filter((from) => from <= i).length : Math.min(n, i + 1);
 };
+
+// Bars of several rows: which one is shown.
+const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
 // The outline of a line; values that are not finite leave a gap.
 function trace(p, m, n, ys = m.y) {
@@ -112,16 +109,16 @@ const DRAW = {
 		path(g, m, "band").setAttribute("d", trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z");
 	},
 	points(g, p, m) {
-		const ring = m.ring && [svg(g, "path", { class: "ring back" }), svg(g, "path", { class: "ring" })], spots = path(g, m, "glyph", { "data-mark": m.type });
+		const ring = m.ring && ["ring back", "ring"].map((kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 })), spots = path(g, m, "glyph", { "data-mark": m.type });
 		if (m.show !== "at") return (i) => spots.setAttribute("d", glyphs(p, m, reached(m, i)));
 		return (i, pos) => {
 			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
-			const x = px(p.X(m.x == null ? (m.glide ? pos : i) : at(m.x, i))), y = px(p.Y(m.y[i] + (ease && ease * (m.y[next] - m.y[i]))));
+			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
 			spots.setAttribute("d", Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
 			const color = at(m.color, m.hue ? m.hue[i] : i);
 			spots.style.stroke = paint(color);
 			spots.style.fill = paint(m.fill ?? color);
-			ring?.forEach((node, k) => node.setAttribute("d", `M${x} ${y}` + (k ? arc : GLYPH.o)((m.size ?? 4) + 6, m.ring[i])));
+			ring?.forEach((node, k) => set(node, { cx: x, cy: y, "stroke-dasharray": k ? `${m.ring[i]} 1` : null, transform: `rotate(-90 ${x} ${y})` }));
 		};
 	},
 	boxes(g, p, m, act) {
@@ -148,11 +145,11 @@ const DRAW = {
 		return m.show ? draw : void draw(0);
 	},
 	bars(g, p, m) {
-		const rows = m.values.length / m.count, paths = new Map(), half = (m.width ?? 0.8) / 2;
+		const paths = new Map(), half = (m.width ?? 0.8) / 2;
 		return (i) => {
-			const row = Math.min(Math.round(at(m.rows ?? null, i)), rows - 1), shift = at(m.shift ?? 0, i), d = new Map();
+			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
 			for (let k = 0; k < m.count; k++) {
-				const v = m.values[row * m.count + k] * (m.unit ?? 1), a = m.at[k] + shift;
+				const v = m.values[row + k] * (m.unit ?? 1), a = m.at[k] + shift;
 				if (!v) continue;
 				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
 				const [b, c] = m.axis === "y" ? [p.Y(a + half), p.Y(a - half)] : [p.X(a - half), p.X(a + half)], [e, f] = m.axis === "y" ? [p.X(0), p.X(v)] : [p.Y(0), p.Y(v)];
@@ -233,15 +230,15 @@ function axes(g, moved, p) {
 
 // What lies at `x` (data) in a panel: [name, value] of every labelled mark.
 function readout(p, x, y, i) {
-	const found = [], inside = (a, b, v) => (v - a) * (v - b) <= 0 && v !== Math.max(a, b);
+	const found = [], inside = (a, b, v) => Math.min(a, b) <= v && v < Math.max(a, b);
 	for (const m of p.marks) {
 		if (m.only && !(m.only[0] <= i && i <= m.only[1])) continue;
 		if (m.type === "boxes" && (m.names || m.label)) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
 				found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
 		} else if (m.type === "bars" && m.label) {
-			const row = Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1), own = (m.axis === "y" ? y : x) - at(m.shift ?? 0, i);
-			for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row * m.count + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
+			const row = shownRow(m, i), own = (m.axis === "y" ? y : x) - at(m.shift ?? 0, i);
+			for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
 		} else if ((m.label || m.type === "notes") && ["line", "points", "notes", "pen"].includes(m.type) && m.show !== "at") {
 			let best = -1, gap = Infinity;
 			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x); if (g < gap) [best, gap] = [k, g]; }
@@ -260,22 +257,33 @@ function render({ model, el }) {
 	const player = html(root, "div", { class: "mpk-player" }), form = html(root, "div", { class: "mpk-form" });
 	const status = html(root, "div", { class: "mpk-status", role: "status" }), more = html(root, "details", { class: "mpk-table" });
 	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(more, "table"));
-	let spec, panels = [], moving = [], index = model.get("index") ?? 0, pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = {}, local = null, near, wished, slider, output, button, fast;
+	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, slider, output, typed, button, fast;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	const tellKernel = (name, v) => { model.set(name, v); model.save_changes(); };
-	const ask = (what) => { // ipywidgets sends the latest only; the step goes along, or a Reset would not know of it
-		rest = clearTimeout(rest);
-		if (what && local) { local = null; draw(); }
-		if (spec.index) model.set("index", index);
-		tellKernel("ask", { ...owed, ...what, n: ++asked });
-		owed = {};
-	};
+	// One question is under way at a time (ipywidgets loses those that overtake), others wait in order. A newer one takes the
+	// place of the last if it has the same `id`: a parameter's name, a stroke; NaN, a press, equals nothing.
+	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
+	function queue(question) {
+		if (waiting.at(-1)?.id === question.id) waiting.pop();
+		waiting.push(question);
+		if (!away) next();
+	}
+	function next() {
+		away = waiting.shift();
+		if (away) {
+			if (spec.index) model.set("index", index); // goes along: or a Reset would not know of it
+			return model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) });
+		}
+		for (const h of handles.values()) h.sent = false;
+		if (local) answered(); else show(pos);
+	}
+	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
 	// ---- pictures of other values: wished for when the reader comes near a handle, so that a drag asks nothing
-	const ready = (name) => { const { tokens = {} } = model.get("state") ?? {}; return (sent.get(name) ?? []).filter((b) => b.token === tokens[name] && (b.index ?? index) === index); };
+	const ready = (name) => { const { tokens } = model.get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
 	function want(name) {
-		const { tokens, busy } = model.get("state") ?? {}, have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
+		const { tokens, busy } = model.get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
 		if (!tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
 		tellKernel("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
 	}
@@ -286,26 +294,27 @@ function render({ model, el }) {
 		sent.set(given.name, [...all, { ...given, base, columns: await unpacked(bytes(given.data)) }]);
 		if (given.name === near) want(near);
 	}
-	function choose(name, place, what) { // the kernel hears where it rests
-		const key = +(+place).toPrecision(9), found = (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
-		if (!found) { local = null; return ask(what); }
+	function choose(name, place, what, id = name) { // the kernel hears where it rests
+		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // or the pictures are of another setting
+		const key = +(+place).toPrecision(9), found = alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
+		if (!found) return ask(what, id);
 		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
 		local = found.columns.reduce((tree, [path, values]) => replaced(tree, path, values[k]), found.base);
 		if (box) box.value = what[name];
 		if (h) h.sent = false;
 		draw();
-		owed = { ...owed, ...what };
+		owed = { what, id };
 		clearTimeout(rest);
-		rest = setTimeout(ask, 60);
+		rest = setTimeout(settle, 60);
 	}
-	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? at.name); });
+	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
 	const act = { // what can be clicked is a button above the picture that stays, with the focus, when it is drawn anew
 		pick(m, k, d) {
 			const name = `${m.pick} ${k}`;
 			if (!picks.has(name)) {
-				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.pick, tabindex: picks.size ? -1 : 0 }), pick = () => choose(m.pick, node.key, { [m.pick]: node.key });
+				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.pick, tabindex: picks.size ? -1 : 0 }), pick = () => choose(m.pick, node.key, { [m.pick]: node.key }, NaN);
 				on(node, "click", pick);
 				on(node, "keydown", (e) => {
 					const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
@@ -352,22 +361,15 @@ function render({ model, el }) {
 	function show(to) {
 		[pos, index] = [to, Math.floor(to + 1e-6)];
 		for (const step of moving) step(index, pos);
-		if (slider && spec.index) { slider.value = index; output.textContent = `${spec.index.label} ${index + spec.index.first}`; slider.setAttribute("aria-valuetext", output.textContent); }
-		for (const [name, h] of handles) if (drag?.name !== name && !h.sent) place(h, name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
+		if (slider && spec.index) { slider.value = index; slider.setAttribute("aria-valuetext", (typed.value = index + spec.index.first)); }
+		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
 	}
 	function drawLegend() {
 		legend.replaceChildren();
-		const seen = new Set();
-		for (const m of panels.flatMap((p) => p.marks)) {
-			if (!m.label || m.quiet || m.tag || seen.has(m.label) || ["notes", "handle"].includes(m.type)) continue;
-			seen.add(m.label);
-			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 }), sample = { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids };
-			const box = { type: "boxes", x0: [3], x1: [23], y0: [1], y1: [11], edge: at(m.edge, 0), hatch: at(m.hatch ?? false, 0) };
-			const like = m.type === "boxes" || m.type === "bars" ? { ...box, fill: m.zones?.[0][1] ?? at(m.fill ?? (m.edge ? "none" : "own"), 0), width: m.edge && !m.fill ? 3 : undefined } : m.type === "rule" ? { ...m, axis: "y", at: 6 }
-				: m.type === "band" ? { ...m, x: [3, 23], y: [1, 1], y2: [11, 11] }
-				: { ...m, x: m.type === "points" ? [13] : [2, 24], y: m.type === "points" ? [6] : [6, 6], size: Math.min(5, m.size ?? 4), show: null, step: null, ring: null, ghost: null, every: 9 };
-			DRAW[like.type](small, sample, like, act)?.(0, 0);
+		for (const m of spec.legend) {
+			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 });
+			DRAW[m.type](small, { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids }, m, act)?.(0, 0);
 			item.append(m.label);
 		}
 	}
@@ -381,9 +383,13 @@ function render({ model, el }) {
 			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
 			slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
 			on(slider, "input", () => { pause(); show(+slider.value); tell(); });
-			output = html(player, "output");
+			output = html(player, "label");
+			typed = html(output, "input", { type: "number" });
+			on(typed, "change", () => { pause(); show(clamp(Math.round(typed.value) - spec.index.first, 0, spec.index.count - 1)); tell(); });
 		}
 		slider.max = spec.index.count - 1;
+		output.replaceChildren(spec.index.label, typed);
+		set(typed, { min: spec.index.first, max: spec.index.first + spec.index.count - 1 });
 	}
 	function tell(wait = 120) {
 		clearTimeout(timer);
@@ -409,17 +415,17 @@ function render({ model, el }) {
 		let last = null; // the order of the Tab key
 		for (const p of panels) for (const m of p.marks) {
 			if (m.type !== "handle") continue;
-			wanted.add(m.name);
-			if (!handles.has(m.name)) {
-				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": m.name, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
+			const id = m.id ?? m.name;
+			wanted.add(id);
+			if (!handles.has(id)) {
+				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": id, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
 				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: m.plain ? 13 : 7, class: m.plain ? "plain" : null });
-				on(g, "keydown", (e) => key(e, handles.get(m.name)));
-				handles.set(m.name, { g });
+				on(g, "keydown", (e) => key(e, handles.get(id)));
+				handles.set(id, { g });
 				if (last) last.after(g); else layer.prepend(g);
 			}
-			Object.assign(handles.get(m.name), { m, p });
-			last = handles.get(m.name).g;
-			set(handles.get(m.name).g, { "aria-label": m.label });
+			last = Object.assign(handles.get(id), { m, p }).g;
+			set(last, { "aria-label": m.label });
 		}
 		for (const [name, { g }] of handles) if (!wanted.has(name)) { g.remove(); handles.delete(name); }
 	}
@@ -444,7 +450,7 @@ function render({ model, el }) {
 		if (name === spec.index?.name) { pause(); show(to - spec.index.first); return tell(); }
 		pause();
 		h.sent = true; // stays where it was put until it is drawn there
-		choose(name, to, { [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to });
+		choose(name, to, { [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to }, h.m.gesture ? name + index : name);
 	}
 	function key(e, h) {
 		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
@@ -460,13 +466,13 @@ function render({ model, el }) {
 		for (let i = Math.min(last ?? to, to); i <= Math.max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
 		drag.last = to;
 		for (const step of moving) step(index, pos);
-		ask({ [m.name]: stroke });
+		ask({ [m.name]: stroke }, stroke);
 	}
 	on(over, "pointerdown", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
-		drag = name ? { ...handles.get(name), name, panels, ready: ready(name) } : { p, m, stroke: {}, panels };
+		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { p, m, stroke: {}, panels };
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover();
 		over.setPointerCapture(e.pointerId);
@@ -482,7 +488,7 @@ function render({ model, el }) {
 		else unhover();
 		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
 	});
-	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; if (rest) ask(); draw(); } });
+	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; settle(); draw(); } });
 	on(over, "pointerleave", () => unhover());
 
 	// ---- reading values: by pointer or arrow keys
@@ -512,24 +518,24 @@ function render({ model, el }) {
 	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
 	function drawForm() {
 		form.replaceChildren();
-		for (const c of model.get("controls") ?? []) {
+		for (const c of model.get("controls")) {
 			const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
-			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true })); continue; }
+			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true }, NaN)); continue; }
 			html(line, "span", {}, c.label);
 			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind === "check" ? "checkbox" : c.kind, min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
 			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
-			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: even(c.grid), "data-box": c.name, "aria-label": `${c.label}, number` });
+			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "check" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
 			if (box) on(box, "change", () => ask({ [c.name]: +box.value }));
 		}
-		if (model.get("controls")?.some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
+		if (model.get("controls").some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
 		showState();
 	}
 	function showState() {
-		const state = model.get("state") ?? {}, bar = form.querySelector("progress");
+		const state = model.get("state"), bar = form.querySelector("progress");
 		if (bar) { bar.value = state.progress ?? 0; bar.style.visibility = state.busy ? "visible" : "hidden"; }
-		for (const c of model.get("controls") ?? []) {
+		for (const c of model.get("controls")) {
 			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = state[c.name];
 			line.hidden = state.idle?.includes(c.name);
 			if (!input) continue;
@@ -544,7 +550,7 @@ function render({ model, el }) {
 		}
 	}
 	function showRows() {
-		const rows = model.get("rows") ?? [];
+		const rows = model.get("rows");
 		table.replaceChildren();
 		for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
 			const line = html(table, "tr");
@@ -552,15 +558,15 @@ function render({ model, el }) {
 		}
 	}
 	function showSentence() {
-		const [sentence, message] = model.get("sentence") ?? ["", ""];
+		const [sentence, message] = model.get("sentence");
 		picture.setAttribute("aria-label", sentence);
 		status.textContent = sentence + " ";
 		if (message) { html(status, "b", {}, message); answered(); }
 	}
-	function answered() { if (!rest) local = null; for (const h of handles.values()) h.sent = false; draw(); }
+	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
 	if (!stage.isConnected) requestAnimationFrame(() => draw()); // its width is known only then
-	const events = { "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
+	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:sentence": showSentence, "change:rows": showRows };
 	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
 	const size = new ResizeObserver(() => { if (panels.length && Math.abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });

@@ -38,9 +38,11 @@ def stylesheet() -> str:
 
 
 class View(_Widget):
-    """Draws `scene(explorer)`; what the reader does arrives in `ask`, and sets parameters or calls methods.
+    """Draws `scene(explorer)`; what the reader does arrives as messages, and sets parameters or calls methods (`ask`).
 
-    A change of a parameter sends the whole trajectory once; the page plays, scrubs and reads values by itself. When
+    A change of a parameter sends the whole trajectory once; the page plays, scrubs and reads values by itself. The
+    page has one question under way at a time and knows by its number when it was answered, so that none gets lost:
+    of a trait ipywidgets sends the latest value alone. When
     the reader comes near a handle (`wish`), the pictures of its other values are sent `ahead`, so that
     dragging it asks nothing. The stored output is picture and sentence, so a reader without a kernel, a screen reader
     and nbval all see what the view shows. A refused value is put back and the reason shown.
@@ -53,7 +55,6 @@ class View(_Widget):
     controls: Any = List().tag(sync=True)
     state = Dict().tag(sync=True)
     index = Int(0).tag(sync=True)
-    ask = Dict().tag(sync=True)
     wish = Dict().tag(sync=True)
     ahead = Dict().tag(sync=True)
     sentence: Any = List().tag(sync=True)
@@ -69,10 +70,11 @@ class View(_Widget):
         self._first = play.get("first", 0)
         super().__init__(controls=self._form())
         explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy", "progress"])
-        self.observe(lambda change: self._asked(change["new"]), "ask")
+        if hasattr(self, "on_msg"):
+            self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
         if self._step:
-            self.observe(lambda change: self._asked({self._step: change["new"] + self._first}), "index")
+            self.observe(lambda change: self.ask({self._step: change["new"] + self._first}), "index")
         self.redraw()
 
     def redraw(self) -> None:
@@ -111,7 +113,7 @@ class View(_Widget):
 
     def press(self, label: str) -> None:
         """Press the button of that label. Raises KeyError if there is none."""
-        self._asked({next(c["name"] for c in self.controls if c["kind"] == "button" and c["label"] == label): True})
+        self.ask({next(c["name"] for c in self.controls if c["kind"] == "button" and c["label"] == label): True})
 
     def __repr__(self) -> str:
         return self.explorer.stored()
@@ -160,12 +162,19 @@ class View(_Widget):
                 values.append(place)
         self.ahead = {**told, "values": values, "whole": not left, "data": ahead.packed(shown, trees)}
 
-    def _asked(self, what: dict[str, Any]) -> None:
+    def _heard(self, _: Any, question: dict[str, Any], __: Any) -> None:
+        """One question of the page, with the step that it shows; whatever comes of it, the page may ask the next."""
+        try:
+            self.index = question.get("index", self.index)
+            self.ask(question["ask"])
+        finally:
+            cast(Any, self).send({"done": question["n"]})
+
+    def ask(self, what: dict[str, Any]) -> None:
+        """What the reader did: name of a control, button or gesture -> value."""
         explorer = self.explorer
         with explorer.lock:
             for name, value in what.items():
-                if name == "n":
-                    continue
                 if name == "table":
                     self._table = bool(value)
                     self.redraw()
@@ -214,7 +223,9 @@ class View(_Widget):
             elif isinstance(trait, Bool):
                 row |= {"kind": "check"}
             elif isinstance(trait, Int | Float):
-                row |= {"kind": "range", "grid": _grid(trait)}
+                grid = _grid(trait)
+                even = math.isclose(grid[1] - grid[0], grid[-1] - grid[-2], abs_tol=1e-9)
+                row |= {"kind": "range", "grid": grid, "step": float(f"{grid[1] - grid[0]:.6g}") if even else "any"}
             else:
                 row |= {"kind": "text"}
             rows.append(row | ({"costly": True} if tags.get("costly") else {}))
