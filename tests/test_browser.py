@@ -22,7 +22,8 @@ FAST = [
     "dynamics = dynamics_view(step=200)\ndynamics",
 ]
 TOLD = """async (code) => { let text = '';
-  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel, future = kernel.requestExecute({code});
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const future = kernel.requestExecute({code});
   future.onIOPub = (m) => { if (m.header.msg_type === 'stream') text += m.content.text; };
   await future.done;
   return text.trim(); }"""
@@ -65,7 +66,7 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
             page.mouse.move(box["x"] + start + 60, box["y"] + 90, steps=12)
             page.mouse.up()
         opened.settled(2, quiet=0.3)
-        gaps = "drawn = sorted(dynamics.explorer.drawn)\nprint([b - a > 1 for a, b in zip(drawn, drawn[1:])].count(True))"
+        gaps = "drawn = sorted(dynamics.explorer.drawn)\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
         assert told(gaps) == "1"  # two strokes, each whole
         assert opened.problems == []
     finally:

@@ -31,6 +31,7 @@ from mpkit.explorers.training import (
     shares_at,
 )
 from mpkit.formats import get_format
+from mpkit.plots.static import figure
 from mpkit.rounding import round_to
 from mpkit.widgets.training import order_view, step_view, underflow_view
 
@@ -74,6 +75,14 @@ def test_the_recommended_scale_leaves_one_power_of_two():
     assert recommended_exponent(values, get_format("bf16")) == 0
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_threshold_is_what_becomes_zero_at_this_scale(name):
+    model, fmt = UnderflowExplorer(format=name, exponent=7), get_format(name)
+    lost = torch.tensor(2.0**model.threshold)
+    assert round_to(lost * 2.0**7, fmt) == 0.0 < round_to(2 * lost * 2.0**7, fmt)
+    assert f"becomes zero is 2^{model.threshold}." in model.summary()
+
+
 def test_gradients_shrink_while_the_network_learns():
     medians = [np.median(gradients_of_digits()[moment, "activations"]) for moment in MOMENTS]
     assert medians[-1] < medians[0] / 50
@@ -91,6 +100,34 @@ def test_one_step_updates_or_skips():
     assert change == 0.0
     assert phases[-1].seen == "next scale 32768"
     assert one_step(30, False)[1]  # 2^30 is too much for float16 gradients
+
+
+def test_an_inf_travels_and_dies_at_the_gate_unless_the_check_comes_late():
+    phases, skipped, _ = one_step(16, True)
+    assert skipped
+    assert [phase.bad for phase in phases[:2]] == [0, 32]  # one pixel, 32 units that multiply it
+    assert phases[2].bad == 1
+    assert phases[6].bad == 0  # the weights
+    late, skipped, _ = one_step(16, True, late=True)
+    assert not skipped
+    assert late[6].bad == late[5].bad > 1000  # each weight whose gradient is not finite
+    assert late[7].seen == phases[7].seen == "next scale 32768"
+    assert one_step(16, False, late=True)[0][6].bad == 0
+
+
+def test_the_picture_of_the_step_shows_where_the_inf_is():
+    def words(view, phase):
+        fig = figure(view.spec | {"kept": view.kept}, phase - 1)
+        return " | ".join(text.get_text() for axes in fig.axes for text in axes.texts)
+
+    good, bad, late = step_view(), step_view(bad=True), step_view(bad=True, late=True)
+    assert "shut" not in words(bad, 6)
+    assert "shut: the weights stay as they were" in words(bad, 7)
+    assert f"too late: {late.explorer.lost} of 2410 weights are not finite" in words(late, 7)
+    assert "open: the weights move" in words(good, 7)
+    assert "32 of 2048 not finite" in words(bad, 2)
+    assert "the check comes too late" in late.summary()
+    assert late.explorer.stored().endswith("applied, and weights are lost: the check came too late.")
 
 
 def test_only_the_right_order_is_independent_of_the_scale():
@@ -113,7 +150,7 @@ VIEWS = {
         "format": FORMATS,
         "exponent": (EXPONENTS[0], EXPONENTS[-1], 0),
     },
-    step_view: {"phase": (1, 8, 4), "exponent": (0, 30, 16), "bad": (True, False)},
+    step_view: {"phase": (1, 8, 4), "exponent": (0, 30, 16), "late": (True, False), "bad": (True, False)},
     order_view: {"exponent": (0, 20, 10), "max_norm": (2.0**-6, 4.0, 0.25), "parts": (1, 8, 4)},
 }
 WRONG = {

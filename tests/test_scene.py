@@ -40,7 +40,7 @@ INSIDE = """const inside = (e) => { const g = e.closest('[clip-path]'); // parts
   const middle = (at.left + at.right) / 2 - page.left;
   return middle >= cut.x + 5 && middle <= cut.x + cut.width - 5; };
 const words = (stage) => [...stage.querySelectorAll('text')]
-  .filter((e) => e.textContent && e.checkVisibility() && inside(e));"""
+  .filter((e) => e.textContent && e.getBoundingClientRect().width && inside(e));"""
 WORDS = f"""() => {{ {INSIDE}
   return words(document).map((e) => [...e.childNodes].map((t) => t.textContent).join('\\n')); }}"""
 LINES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path[data-mark]')]
@@ -370,6 +370,29 @@ def test_a_histogram_under_its_scale_is_dragged_without_the_kernel(show):
     assert look() != before
     assert tab.locator("[data-name=exponent]").get_attribute("aria-valuenow") == "10"
     assert [name for name, _ in tab.evaluate("models[0].sent")] in ([], ["index"])  # where it rests, a moment later
+
+
+def test_the_threshold_below_the_histogram_is_the_scale_too(show):
+    tab = show(VIEWS["training.underflow"]())
+    threshold, ring = (tab.locator(f"[data-name={name}]") for name in ("threshold", "exponent"))
+    where = lambda handle: float(handle.locator("circle").get_attribute("cx"))  # noqa: E731
+    before = where(threshold), where(ring)
+    threshold.press("PageUp")
+    assert [handle.get_attribute("aria-valuenow") for handle in (threshold, ring)] == ["10", "10"]
+    assert tab.get_by_role("spinbutton", name="static scale").input_value() == "10"
+    moved = where(threshold), where(ring)
+    assert moved[0] - before[0] == pytest.approx(before[1] - moved[1], abs=0.2)  # ten powers of two, to the left
+    grip = threshold.locator("circle").bounding_box()
+    tab.mouse.move(grip["x"] + 7, grip["y"] + 7)
+    tab.mouse.down()
+    tab.mouse.move(grip["x"] + 7 + (before[0] - moved[0]) / 2, grip["y"] + 7, steps=3)
+    tab.mouse.up()
+    assert ring.get_attribute("aria-valuenow") == "5"
+    box = tab.get_by_role("spinbutton", name="static scale")
+    box.fill("99")
+    box.press("Enter")
+    assert ring.get_attribute("aria-valuenow") == "30"  # no further than the last
+    assert asked(tab) == []
 
 
 def test_the_kernel_does_what_a_handle_asks_for():

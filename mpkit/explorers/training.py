@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -154,6 +155,11 @@ class UnderflowExplorer(Explorer):
         self.best_shares = shares_at(values, 2.0**self.best, fmt)
         self.unscaled = np.bincount(np.frexp(values)[1] - 1 - self.first_bin) / len(values)
 
+    @property
+    def threshold(self) -> int:
+        """The largest power of two that becomes zero at this scale, as an exponent."""
+        return math.floor(math.log2(self.limits.lost)) - self.exponent
+
     def take(self) -> None:
         """Set the recommended scale, as far as the slider goes."""
         self.set(exponent=min(max(self.best, EXPONENTS[0]), EXPONENTS[-1]))
@@ -163,7 +169,8 @@ class UnderflowExplorer(Explorer):
         return (
             f"After {self.moment} steps, gradients of {self.kind} in {self.format} at a static scale of "
             f"2^{self.exponent}: {percent(s.lost)} flushed to zero, {percent(s.subnormal)} subnormal, "
-            f"{percent(s.overflow)} overflow. This histogram recommends 2^{self.best}, which flushes "
+            f"{percent(s.overflow)} overflow. The threshold up to which a gradient becomes zero is "
+            f"2^{self.threshold}. This histogram recommends 2^{self.best}, which flushes "
             f"{percent(self.best_shares.lost)}."
         )
 
@@ -174,43 +181,61 @@ class UnderflowExplorer(Explorer):
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step: what is done, the line that does it, and the number seen there."""
+    """One phase of a step: what is done, the line that does it, the number seen there, and what travels on from there.
+
+    `bad` of the `count` values that travel on are not finite.
+    """
 
     name: str
     code: str
     seen: str
+    bad: int = 0
+    count: int = 0
 
 
 class StepExplorer(Explorer):
-    """One training step at O2 in float16, phase by phase, on 64 digits."""
+    """One training step at O2 in float16, phase by phase, on 64 digits; `late` puts the check behind the update."""
 
-    controls = ("phase", "exponent", "bad")
+    controls = ("phase", "exponent", "bad", "late")
     phase = Int(1, min=1, max=8).tag(label="phase")
     exponent = Int(16, min=0, max=30).tag(label="loss scale, 2 to the")
     bad = Bool(False).tag(label="put an inf into the batch")
+    late = Bool(False).tag(label="wrong order: update, then check")
 
     def compute(self) -> None:
         """Run the step once per setting; the phase only says where to look."""
-        if (self.exponent, self.bad) != getattr(self, "_ran", None):
-            self.phases, self.skipped, self.change = one_step(self.exponent, self.bad)
+        if (key := (self.exponent, self.bad, self.late)) != getattr(self, "_ran", None):
+            self.phases, self.skipped, self.change = one_step(*key)
             self.ill = [bool(re.search(r"\b(inf|nan)\b|not finite", phase.seen)) for phase in self.phases]
-            self._ran = (self.exponent, self.bad)
+            self._ran = key
+
+    @property
+    def lost(self) -> int:
+        """How many weights are inf or NaN after the step."""
+        return self.phases[6].bad
 
     def summary(self) -> str:
         now = self.phases[self.phase - 1]
         end = "the update is skipped" if self.skipped else f"the weights move by {self.change:.3g}"
-        return f"Phase {self.phase} of 8, {now.name}: {now.seen}. In this step {end}."
+        if self.lost:
+            end = f"the check comes too late: {self.lost} of {self.phases[6].count} weights are not finite"
+        spoilt = f", {now.bad} of {now.count} values not finite" if now.bad and self.phase < 7 else ""
+        return f"Phase {self.phase} of 8, {now.name}: {now.seen}{spoilt}. In this step {end}."
 
     def stored(self) -> str:
         end = "skipped" if self.skipped else "applied"
-        return f"Phase {self.phase} of 8, {self.phases[self.phase - 1].name}. In this step the update is {end}."
+        late = ", and weights are lost: the check came too late" if self.lost else ""
+        return f"Phase {self.phase} of 8, {self.phases[self.phase - 1].name}. In this step the update is {end}{late}."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"phase": i, "name": p.name, "code": p.code, "seen": p.seen} for i, p in enumerate(self.phases, 1)]
 
 
-def one_step(exponent: int, bad: bool) -> tuple[list[Phase], bool, float]:
-    """(the eight phases, was the update skipped, largest change of a weight) of a step at a scale of 2^exponent."""
+def one_step(exponent: int, bad: bool, late: bool = False) -> tuple[list[Phase], bool, float]:
+    """(the eight phases, was the update skipped, largest change of a weight) of a step at a scale of 2^exponent.
+
+    An update that comes before the check, `late`, is never skipped.
+    """
     network, images, labels = _small()
     auto_mixed_precision(network, "O2")
     if bad:
@@ -231,23 +256,47 @@ def one_step(exponent: int, bad: bool) -> tuple[list[Phase], bool, float]:
     assert flowing is not None
     true = scaler.unscale(grads)
     finite = all_finite(true)
-    if finite:
+    updated = bool(finite) or late
+    if updated:
         for p, grad in zip(parameters, true):
             p.grad = grad
         optimizer.step()
     change = max(float((p.detach() - old).abs().max()) for p, old in zip(parameters, before))
     scaler.adjust(finite)
+    gate = ("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped")
+    if late:
+        gate = ("update, then check", "step(); all_finite", "finite, updated" if finite else "not finite, yet updated")
     phases = [
-        Phase("keep weights in float32", "parameters", f"largest weight {_largest(before)} in {_kind(before[0])}"),
-        Phase("forward in float16", "network(x)", f"first layer gives {_kind(inside[0])}, largest {_largest(inside)}"),
-        Phase("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}"),
-        Phase("multiply and go back", "scale(loss).backward()", f"in {_kind(flowing)}, largest {_largest([flowing])}"),
-        Phase("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}"),
-        Phase("divide by the scale", "unscale(grads)", f"largest {_largest(true)}"),
-        Phase("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped"),
+        Phase(
+            "keep weights in float32",
+            "parameters",
+            f"largest weight {_largest(before)} in {_kind(before[0])}",
+            *_spoilt(before),
+        ),
+        Phase(
+            "forward in float16",
+            "network(x)",
+            f"first layer gives {_kind(inside[0])}, largest {_largest(inside)}",
+            *_spoilt(inside),
+        ),
+        Phase("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}", *_spoilt([loss])),
+        Phase(
+            "multiply and go back",
+            "scale(loss).backward()",
+            f"in {_kind(flowing)}, largest {_largest([flowing])}",
+            *_spoilt([flowing]),
+        ),
+        Phase("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}", *_spoilt(grads)),
+        Phase("divide by the scale", "unscale(grads)", f"largest {_largest(true)}", *_spoilt(true)),
+        Phase(*gate, *_spoilt(parameters)),
         Phase("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):.0f}"),
     ]
-    return phases, not finite, change
+    return phases, not updated, change
+
+
+def _spoilt(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """(values that are not finite, values)."""
+    return sum(int((~t.detach().isfinite()).sum()) for t in tensors), sum(t.numel() for t in tensors)
 
 
 def _small() -> tuple[nn.Sequential, Tensor, Tensor]:

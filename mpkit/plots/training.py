@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from mpkit.plots.formats import regions
-from mpkit.plots.scene import DASHES, GLYPHS, Scene, linear, log2, space
+from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
 
 FIRST, LAST = -46, 26  # exponents on screen; all smaller and larger ones stand in the outermost bars
 SCALES = np.arange(-8, 31)
 
 
 def underflow_scene(data: Any) -> Scene:
-    """Left: the histogram of the scaled gradients over the format. Right: what is lost at every scale.
+    """Left: the scaled gradients over the format; below, the format's window over the gradients. Right: what is lost.
 
     The histogram at every scale is sent at once, so that the scale is dragged without asking the kernel.
     """
-    scene = Scene(height=400, width=960, cols=(1.6, 1))
+    scene = Scene(height=480, width=960, rows=(1.7, 1), cols=(1.6, 1))
     scene.play("exponent", "static scale, 2 to the", len(SCALES), every=150, first=int(SCALES[0]))
     edges = np.log2([data.limits.lost, data.limits.normal, data.limits.overflow])
     left = scene.panel(
@@ -38,16 +38,16 @@ def underflow_scene(data: Any) -> Scene:
         **look,
     )
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5
-    grip = {"base": peak, "cross": 14.5, "note": "drag"}
+    grip = {"base": peak, "cross": 12, "note": "drag"}
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))
     words = ("{} % flushed to zero", "{} % overflow")
     for row, (text, values) in enumerate(zip(words, (lost, over))):
         look = {"values": [np.round(values, 1)], "frame": True, "anchor": "end", "valign": "top", "halo": True}
-        left.text(text, 0.62, 0.86 - 0.08 * row, color=("zero", "overflow")[row], **look)
+        left.text(text, 0.99, 0.86 - 0.08 * row, color=("zero", "overflow")[row], **look)
     left.handle("x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "static scale, 2 to the", **grip)
-    right = scene.panel(
-        0, 1, title="lost at each scale", x=log2("static loss scale", -8, 30, 8), y=linear("share, %", -3, 103, 5)
-    )
+    _window(scene, data, edges)
+    x, y = log2("static loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)
+    right = scene.panel(0, 1, rowspan=2, title="lost at each scale", x=x, y=y)
     right.line(lost, SCALES, "zero", label="flushed to zero", every=4, glyph="o")
     right.line(over, SCALES, "overflow", dash="--", label="overflow", every=4, glyph="s")
     right.rule("x", data.best, "normal", dash=":", width=2)
@@ -56,6 +56,22 @@ def underflow_scene(data: Any) -> Scene:
     for values in (lost, over):
         right.points(values, SCALES, "own", show="at", size=5)
     return scene
+
+
+def _window(scene: Scene, data: Any, edges: np.ndarray) -> None:
+    """The gradients as they are; what the format holds of them at this scale is a window with a threshold to drag."""
+    lost, over = float(edges[0]), float(edges[2])
+    heights = 100 * _at_scale(data, 0)
+    x, y = log2("magnitude of the gradient itself", FIRST, LAST, 12), linear("share, %", 0, 20, 2)
+    panel = scene.panel(1, 0, title="what the format holds at this scale", x=x, y=y)
+    window = {"width": over - lost, "shift": -SCALES, "fill": "normal/0.2", "edge": "normal"}
+    panel.bars([20.0], [(lost + over) / 2], label="window of the format", **window)
+    panel.bars(heights, np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", quiet=True)
+    panel.text("zero up to 2^{}", 0.99, 0.86, values=[lost - SCALES], frame=True, anchor="end", halo=True, color="zero")
+    grip = {"id": "threshold", "base": lost, "slope": -1, "note": "threshold"}
+    panel.handle(
+        "x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "threshold below which all is 0", **grip
+    )
 
 
 def _at_scale(data: Any, exponent: int) -> np.ndarray:
@@ -69,37 +85,68 @@ def _at_scale(data: Any, exponent: int) -> np.ndarray:
 
 
 def step_scene(data: Any) -> Scene:
-    """Eight boxes in the order of the step; one batch travels through them, and an inf dies at the gate."""
-    scene = Scene(height=400, width=960)
+    """Eight boxes in a ring; one batch travels through them, and an inf dies at the gate to the weights, or does not."""
+    scene = Scene(height=440, width=960)
     scene.play("phase", "phase", 8, every=900, first=1)
-    panel = scene.panel(title="one training step", x=space(0, 4), y=space(-0.05, 2), bare=True)
-    for i, phase in enumerate(data.phases):
-        row, column = divmod(i, 4)
-        x, y = column + 0.04, 1.08 - row
-        failed = data.skipped and i == 6
-        role = "overflow" if failed or (data.ill[i] and i < 7) else "reference"
-        panel.boxes(
-            *([x], [y], [x + 0.88], [y + 0.8]),
-            fill=f"{role}/0.12",
-            edge=role,
-            dash="--" if failed else None,
-            width=1.5,
-            radius=5,
-        )
-        panel.boxes([x], [y], [x + 0.88], [y + 0.8], edge="own", width=4, radius=5, only=(i, i))
+    panel = scene.panel(title="one training step", x=space(0, 4), y=space(0, 2.14), bare=True)
+    ill = [data.bad, *data.ill[1:6], data.ill[6], False]
+    places = [(i + 0.04, 1.3) if i < 4 else (7 - i + 0.04, 0.05) for i in range(8)]
+    for i, (phase, (x, y)) in enumerate(zip(data.phases, places)):
+        box = ([x], [y], [x + 0.88], [y + 0.8])
+        panel.boxes(*box, fill="reference/0.1", edge="reference", width=1.5, radius=5)
+        if data.ill[i]:
+            panel.boxes(*box, fill="overflow/0.22", edge="overflow", width=1.5, radius=5, only=(i, 7))
+        panel.boxes(*box, edge="own", width=4, radius=5, only=(i, i))
         head = {"anchor": "start", "valign": "top"}
-        panel.text(f"{i + 1}  {phase.name}", x + 0.05, y + 0.74, weight="bold", **head)
-        panel.text(phase.code, x + 0.05, y + 0.56, color="muted", **head)
-        panel.text(_wrapped(phase.seen), x + 0.05, y + 0.4, color=role if role == "overflow" else "ink", **head)
-        if column < 3:
-            panel.add("arrows", x0=[x + 0.885], y0=[y + 0.4], x1=[x + 0.955], y1=[y + 0.4], width=2)
-    panel.add("arrows", x0=[3.4], y0=[1.06], x1=[0.6], y1=[0.9], width=2)
-    end = "the update is skipped: the weights stay as they were" if data.skipped else "the weights move"
-    panel.text(end, 2.48, -0.02, color="overflow" if data.skipped else "normal", valign="middle")
-    number = np.arange(8)
-    hue = np.array(data.ill, np.uint8)
-    panel.points(1.82 - number // 4, number % 4 + 0.85, ["own", "overflow"], hue=hue, show="at", size=8)
+        panel.text(f"{i + 1} {phase.name}", x + 0.04, y + 0.75, weight="bold", size=11, **head)
+        panel.text(phase.code, x + 0.04, y + 0.61, color="muted", **head)
+        panel.text(_wrapped(phase.seen), x + 0.04, y + 0.47, **head)
+    for i, ((x, y), (to, down)) in enumerate(zip(places, places[1:])):
+        side = 0.44 if x == to else 0.885 if to > x else -0.005
+        ends = (x + side, y + (0.4 if x != to else -0.01)), (to + (0.44 if x == to else 0.885 - side), down + 0.4)
+        ends = ends if x != to else (ends[0], (ends[1][0], down + 0.81))
+        _arrow(panel, *ends, "reference")
+        if ill[i]:
+            _arrow(panel, *ends, "overflow", width=2.6, only=(i + 1, 7))
+    _gate(panel, data)
+    _traveller(panel, data, ill, places)
     return scene
+
+
+def _arrow(panel: Panel, start: tuple[float, float], end: tuple[float, float], color: str, **look: Any) -> None:
+    look = {"width": 2, **look}
+    panel.add("arrows", x0=[start[0]], y0=[start[1]], x1=[end[0]], y1=[end[1]], color=color, **look)
+
+
+def _gate(panel: Panel, data: Any) -> None:
+    """From the seventh phase back to the weights: a bar across the way that is closed, open, or comes too late."""
+    shut, role = data.skipped, "overflow" if data.skipped or data.lost else "normal"
+    words = {"overflow": "shut: the weights stay as they were", "normal": "open: the weights move"}[role]
+    if data.lost:
+        words = f"too late: {data.lost} of {data.phases[6].count} weights are not finite"
+        panel.boxes([0.04], [1.3], [0.92], [2.1], fill="overflow/0.22", edge="overflow", radius=5, only=(6, 7))
+    panel.text("the way to the weights", 1.62, 1.07, color="muted", anchor="start", only=(0, 5))
+    panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], "reference", width=2)
+    _arrow(panel, (0.6, 1.07), (0.6, 1.29), "reference")
+    if not shut:
+        panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], role, width=2.6, only=(6, 7))
+        _arrow(panel, (0.6, 1.07), (0.6, 1.29), role, width=2.6, only=(6, 7))
+    panel.line([0.99, 1.16] if shut else [1.13, 1.2], [1.2, 1.2], role, width=6, only=(6, 7))
+    if shut:
+        panel.points([1.075], [1.2], "overflow", glyph="x", size=9, width=3, only=(6, 7))
+    panel.text(words, 1.62, 1.07, color=role, anchor="start", weight="bold", only=(6, 7))
+
+
+def _traveller(panel: Panel, data: Any, ill: list[bool], places: list[tuple[float, float]]) -> None:
+    """The ring that is the batch, with what becomes of its values beside it."""
+    x, y = ([place[axis] + 0.1 for place in places] for axis in (0, 1))
+    told = [f"{p.bad} of {p.count} not finite" if p.bad else "all finite" for p in data.phases]
+    told[0] = "the batch, with an inf" if data.bad else "the batch"
+    told[6:] = ["not finite" if data.ill[6] else "all finite", "the answer"]
+    colors = ["overflow" if spoilt else "own" for spoilt in ill]
+    panel.text(told, x, y, color=colors, anchor="start", dx=15, show="at", weight="bold")
+    hue = np.array(ill, np.uint8)
+    panel.points(y, x, ["own", "overflow"], hue=hue, show="at", size=8, glide=True)
 
 
 def _wrapped(sentence: str, width: int = 27) -> str:
