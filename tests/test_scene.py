@@ -40,16 +40,16 @@ INSIDE = """const inside = (e) => { const g = e.closest('[clip-path]'); // parts
   const middle = (at.left + at.right) / 2 - page.left;
   return middle >= cut.x + 5 && middle <= cut.x + cut.width - 5; };
 const words = (stage) => [...stage.querySelectorAll('text')]
-  .filter((e) => e.textContent && e.getBoundingClientRect().width && inside(e));"""
+  .filter((e) => e.textContent && e.getClientRects().length && inside(e));"""
 WORDS = f"""() => {{ {INSIDE}
   return words(document).map((e) => [...e.childNodes].map((t) => t.textContent).join('\\n')); }}"""
 LINES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path[data-mark]')]
-  .filter((e) => e.getAttribute('d') && e.checkVisibility())
+  .filter((e) => e.getAttribute('d') && e.getClientRects().length)
   .map((e) => { const b = e.getBBox(), dx = e.getCTM().e, points = e.dataset.mark === 'points';
     return [b.x + dx, b.x + b.width + dx, b.y, b.y + b.height]
       .map((v, i, all) => (points ? (all[i & 2] + all[i | 1]) / 2 : v)); })"""
 BOXES = """() => [...document.querySelectorAll('.mpk-stage svg[role=img] path.box')]
-  .filter((e) => e.getAttribute('d') && e.checkVisibility())
+  .filter((e) => e.getAttribute('d') && e.getClientRects().length)
   .map((e) => [e.getBBox(), e.getCTM().e])
   .map(([b, dx]) => [b.x + dx, b.x + b.width + dx, b.y, b.y + b.height])"""
 OVERLAPS = f"""() => {{ {INSIDE}
