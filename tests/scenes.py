@@ -68,7 +68,10 @@ for (const given of {data}) {{
   const model = {{ state, sent, get: (k) => state[k], set(k, v) {{ state[k] = v; sent.push([k, v]); tell(k); }},
     put(k, v) {{ state[k] = revive(v); tell(k); }}, save_changes() {{}}, slow: false,
     send(question) {{ sent.push(["ask", question]); if (!model.slow) queueMicrotask(() => model.done()); }},
-    done() {{ const last = sent.filter(([k]) => k === "ask").at(-1)[1]; on["msg:custom"].forEach((f) => f({{ done: last.n }})); }},
+    done() {{
+      const last = sent.filter(([k]) => k === "ask").at(-1)[1];
+      on["msg:custom"].forEach((f) => f({{ done: last.n }}));
+    }},
     on: (k, f) => (on[k] ??= []).push(f), off() {{}} }};
   models.push(model);
   const el = document.querySelector("main").appendChild(document.createElement("section"));

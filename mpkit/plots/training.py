@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def _at_scale(data: Any, exponent: int) -> np.ndarray:
 
 
 def step_scene(data: Any) -> Scene:
-    """Eight boxes in a ring; one batch travels through them, and an inf dies at the gate to the weights, or does not."""
+    """Eight boxes in a ring; a batch travels through them; an inf dies at the gate to the weights, or does not."""
     scene = Scene(height=440, width=960)
     scene.play("phase", "phase", 8, every=900, first=1)
     panel = scene.panel(title="one training step", x=space(0, 4), y=space(0, 2.14), bare=True)
@@ -101,10 +102,12 @@ def step_scene(data: Any) -> Scene:
         panel.text(f"{i + 1} {phase.name}", x + 0.04, y + 0.75, weight="bold", size=11, **head)
         panel.text(phase.code, x + 0.04, y + 0.61, color="muted", **head)
         panel.text(_wrapped(phase.seen), x + 0.04, y + 0.47, **head)
-    for i, ((x, y), (to, down)) in enumerate(zip(places, places[1:])):
-        side = 0.44 if x == to else 0.885 if to > x else -0.005
-        ends = (x + side, y + (0.4 if x != to else -0.01)), (to + (0.44 if x == to else 0.885 - side), down + 0.4)
-        ends = ends if x != to else (ends[0], (ends[1][0], down + 0.81))
+    for i, ((x, y), (to, down)) in enumerate(pairwise(places)):
+        if x == to:  # from the upper row into the lower one
+            ends = (x + 0.44, y - 0.01), (x + 0.44, down + 0.81)
+        else:
+            out = 0.885 if to > x else -0.005
+            ends = (x + out, y + 0.4), (to + 0.88 - out, down + 0.4)
         _arrow(panel, *ends, "reference")
         if ill[i]:
             _arrow(panel, *ends, "overflow", width=2.6, only=(i + 1, 7))
