@@ -137,6 +137,7 @@ def test_another_entry_point_and_a_thread_compute_at_the_level_within_it(level: 
 def silent(call: Callable[[], Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch.compile on that one version
         return call()
 
 

@@ -114,7 +114,7 @@ def test_a_cast_network_is_traced() -> None:
 
 
 def test_scripted_modules_are_refused_in_words() -> None:
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):  # the second from torch 2.15 on
         scripted = torch.jit.script(nn.Linear(2, 2))
     for network in (scripted, nn.Sequential(nn.ReLU(), scripted)):
         for level in (*CASTING_LEVELS, "apex_O1"):

@@ -20,6 +20,9 @@ from mpkit.casting.mode import CastMode, current, running
 from mpkit.casting.rules import PLAIN
 from mpkit.casting.targets import Emulated, Target, float_tensors, marked, precision
 
+# what `checkpoint` calls without re-entrance, the function first: from torch 2.15 on, and before
+WITHOUT_REENTRANCE = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+
 
 class Carried:
     """A function that computes by the rule of `mode` whenever it is called.
@@ -53,7 +56,8 @@ def install() -> None:
     """Make torch's checkpoints carry rules; again is once."""
     if getattr(torch_checkpoint, "_mpkit_carries_rules", False):
         return
-    with_graph = torch_checkpoint._checkpoint_without_reentrant_generator
+    name = next(name for name in WITHOUT_REENTRANCE if hasattr(torch_checkpoint, name))
+    with_graph = getattr(torch_checkpoint, name)
     without_graph = torch_checkpoint.CheckpointFunction.forward
 
     def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +66,6 @@ def install() -> None:
     def forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:
         return without_graph(ctx, carrying(run_function), *args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    setattr(torch_checkpoint, name, generator)
     torch_checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     torch_checkpoint._mpkit_carries_rules = True  # type: ignore[attr-defined]
