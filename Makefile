@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check fuzz mutants compat portable bench notebooks labs fork clean
+.PHONY: lab test check gpu fuzz mutants compat portable bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -25,6 +25,9 @@ portable:  ## every notebook and test on stand-ins for other machines; make port
 
 mutants:  ## change one operator or constant at a time: do the tests notice? make mutants ARGS="--sample 60 --only boost"
 	$(RUN) python tests/mutants.py $(or $(ARGS),--write data/benchmarks/mutants.json)
+
+gpu:  ## on a machine with a GPU: its tests and benchmarks, one table, one file; make gpu PYTHON=python3 ARGS=--quick
+	$(FOUND) $(PYTHON) tests/gpu.py $(ARGS)
 
 fuzz:  ## thirty times as many drawn lives, other ones each time: ten minutes; a failure prints how to repeat it
 	$(RUN) python -m pytest -q -m hypothesis --hypothesis-profile=deep --hypothesis-show-statistics $(or $(ARGS),tests)

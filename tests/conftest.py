@@ -9,14 +9,17 @@ import pytest
 import torch
 from forked_kernels import offered
 from support import SECOND_TRY
+from without_packages import is_missing, stand_in
 
 collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
-JUPYTER_SIDE = ("browser", "test_browser*", "test_environment", "test_explorers_*", "test_labs", "test_notebooks")
-collect_ignore_glob = (
-    [] if find_spec("jupyterlab") else [f"{name}.py" for name in (*JUPYTER_SIDE, "test_net", "test_widgets_*")]
+JUPYTER_SIDE = (
+    *("browser", "test_browser*", "test_check", "test_drawing", "test_environment", "test_explorers_*"),
+    *("test_forked_kernels", "test_labs", "test_net", "test_notebooks", "test_other_machines", "test_sandbox"),
+    *("test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*", "test_wrong_input"),
 )
+collect_ignore_glob = [] if find_spec("jupyterlab") else [f"{name}.py" for name in JUPYTER_SIDE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -28,6 +31,8 @@ if find_spec("hypothesis"):
     settings.register_profile("steady", derandomize=True, **calm)
     settings.register_profile("deep", max_examples=3000, derandomize=False, print_blob=True, **calm)  # `make fuzz`
     settings.load_profile("steady")
+for name in ("hypothesis", "ml_dtypes"):
+    stand_in(name)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +59,9 @@ def pytest_report_header() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_missing(getattr(getattr(item, "module", None), "ml_dtypes", None)) and "gpu" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="ml_dtypes is not installed"))
     if torch.cuda.is_available():
         return
     for item in items:

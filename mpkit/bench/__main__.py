@@ -1,4 +1,4 @@
-"""`python -m mpkit.bench [--only TOPIC ...] [--quick] [--out FILE]`: measure, print a table, store JSON."""
+"""`python -m mpkit.bench [--only TOPIC ...] [--gpu] [--quick] [--out FILE]`: measure, print a table, store JSON."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mpkit.bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, metavar="TOPIC", help=", ".join(TOPICS))
+    parser.add_argument("--gpu", action="store_true", help="on the first CUDA device, or not at all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, for a first look")
     parser.add_argument("--out", type=Path, help="JSON file for the rows, with device and versions")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1: figures that repeat)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    device = default_device()
+    if options.gpu and not torch.cuda.is_available():
+        print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", 0) if options.gpu else default_device()
     where = describe(device)
     print(", ".join(f"{key} {value}" for key, value in where.items()), flush=True)
     rows: list[Row] = []

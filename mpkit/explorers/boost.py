@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit import networks
+from mpkit.bench._gpu import table
 from mpkit.boost import AutoBoost, FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.auto import LEVELS, MODES
 from mpkit.boost.grad_centralization import is_centralized
@@ -34,6 +35,11 @@ SWITCHES = ("less_bn", "grad_freeze", "adasum", "grad_accumulation")
 def measured() -> Mapping[str, Any]:
     """The stored benchmark: `speed` and `accuracy` rows, and `meta` with the device and the versions."""
     return json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
+
+
+def on_gpu() -> Any:
+    """The boost rows of every GPU that `make gpu` has run on, as a DataFrame, or a sentence where none is stored."""
+    return table("boost")
 
 
 def relative_time(contender: str) -> float:

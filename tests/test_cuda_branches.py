@@ -1,0 +1,324 @@
+"""Every line that asks whether a tensor lies on a GPU, with a tensor that says so, or a patched predicate.
+
+The other branch then runs on a CPU and must give the same numbers. (That nothing is read on the host there, and nothing
+is mixed, `test_meta_device.py` shows.) The last test counts those lines: a new one is tested here too.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support import ROOT
+from test_optimizers import MEMBERS, give_gradients, parameters
+from torch import Tensor, nn
+
+from mpkit import device as devices
+from mpkit.blocks import BLOCK_FORMATS, quantize_blocks
+from mpkit.blocks.storage import casts, widened
+from mpkit.boost import adasum as merging
+from mpkit.boost.dim_reduce.descent import _RandomState
+from mpkit.casting import auto_mixed_precision, calls, ledger, products
+from mpkit.diagnose import diagnose, run, watch
+from mpkit.experiment import engine, training
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16
+from mpkit.model import randomness
+from mpkit.optimizers import base
+from mpkit.record import Recorder, counts, exponent_counts, rows
+from mpkit.rounding import MODES, round_to
+from mpkit.scalers import finite
+
+GPU = torch.device("cuda", 0)
+
+
+def posing(tensor: Tensor, *, spreads: bool = False, **answers: Any) -> Any:
+    """The same numbers in a tensor with other answers; with `spreads` what is computed from it has them too."""
+    members: dict[str, Any] = {name: property(lambda self, value=value: value) for name, value in answers.items()}
+    if not spreads:
+        members["__torch_function__"] = torch._C._disabled_torch_function_impl
+    kind = type("Posing", (Tensor,), members)
+    return torch.Tensor._make_subclass(kind, tensor.detach(), tensor.requires_grad)
+
+
+# --- optimizers
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_optimizer_takes_all_at_once_what_a_cpu_takes_in_lots(name, dtype, monkeypatch):
+    """Lots of four values on the CPU, one launch for all on the GPU, also where a flag skips on the device."""
+    monkeypatch.setattr(base, "AT_HAND", frozenset())
+    monkeypatch.setattr(base, "CACHED", 4)
+    plain, there = parameters(dtype), [posing(p, is_cuda=True) for p in parameters(dtype)]
+    pair = [(params, MEMBERS[name](params)) for params in (plain, there)]
+    for step, skip in enumerate([0.0, 1.0, 0.0]):
+        for params, optimizer in pair:
+            give_gradients(params, step)
+            optimizer.found_inf = torch.tensor(skip)
+            optimizer.step()
+            with torch.no_grad():
+                params[1].add_(1)  # somebody writes to a parameter: its master follows
+    for a, b in zip(plain, there):
+        torch.testing.assert_close(a.detach(), b.as_subclass(Tensor).detach(), rtol=2e-6, atol=1e-7)
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2, E4M3FN], ids=str)
+def test_rounding_without_a_look_at_the_block(fmt, mode):
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 2000)
+    got = round_to(posing(x, spreads=True, is_cpu=False), fmt, mode)
+    torch.testing.assert_close(got.as_subclass(Tensor), round_to(x, fmt, mode), rtol=0, atol=0, equal_nan=True)
+
+
+def test_random_bits_are_the_generators_own_off_the_cpu():
+    x = torch.full((20_000,), 1 + FP16.eps / 4)
+    generator = torch.Generator().manual_seed(0)
+    got = round_to(posing(x, spreads=True, is_cpu=False), FP16, "stochastic", generator=generator).as_subclass(Tensor)
+    ups = int((got == 1 + FP16.eps).sum())
+    assert ups + int((got == 1).sum()) == 20_000
+    assert abs(ups - 5000) < 4 * (20_000 * 0.25 * 0.75) ** 0.5
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+def test_blocks_in_one_piece(fmt):
+    x = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+    want, got = quantize_blocks(x, fmt), quantize_blocks(posing(x, spreads=True, is_cpu=False), fmt)
+    assert torch.equal(got.dequantize().as_subclass(Tensor), want.dequantize())
+    stored = posing(want.stored, is_cpu=False)
+    assert torch.equal(widened(stored), widened(want.stored))
+    assert casts(posing(x, device=GPU))
+    assert not casts(posing(x, device=torch.device("mps", 0)))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_histograms_and_norms_stay_on_their_device(scale):
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * scale
+    x[::7] = 0
+    there = posing(x, spreads=True, device=GPU)
+    for got, want in zip(exponent_counts(there), exponent_counts(x)):
+        assert isinstance(got, Tensor)
+        assert torch.equal(got.as_subclass(Tensor), want)
+    empty = exponent_counts(posing(torch.empty(0), spreads=True, device=GPU))
+    assert [int(part.sum()) for part in empty] == [0, 0, 0]
+    norm = counts.total_norm([there])
+    assert isinstance(norm, Tensor)
+    assert float(norm) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=1e-12)
+    recorder = Recorder(nn.Linear(2, 2))
+    for got, want in zip(recorder._counts(there, 0.5), recorder._counts(x, 0.5)):
+        assert isinstance(got, Tensor)
+        np.testing.assert_allclose(got.double().numpy(), np.float64(want), rtol=1e-6)
+
+
+def test_what_a_recorder_keeps_of_a_gpu_is_a_copy_there():
+    value = torch.tensor(3.0)
+    copied = rows.kept(posing(value, spreads=True, device=GPU))
+    value.fill_(4.0)
+    assert (float(copied), rows.kept(value)) == (3.0, 4.0)
+    part = rows.moved((torch.arange(256), 1, 2.0, 3), torch.device("meta"))
+    assert [p.is_meta for p in part[:3]] == [True] * 3
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.inf, torch.nan])
+def test_extremes_by_one_launch_for_all(bad):
+    group = [torch.tensor([1.0, -3.0]), torch.tensor([bad, 2.0])]
+    there = finite._extremes([posing(t, device=GPU) for t in group])
+    here = finite._extremes(group)
+    assert [bool(torch.stack(e).isfinite().all()) for e in (there, here)] == [bad == 0] * 2
+
+
+def test_adasum_adds_up_in_float32_off_the_cpu():
+    a, b = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)).unbind()
+    there, here = merging._products(posing(a, device=GPU), posing(b, device=GPU)), merging._products(a, b)
+    assert (there.dtype, here.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(there.double(), here, rtol=1e-5, atol=1e-4)
+
+
+def test_a_bias_stays_in_the_product_where_that_is_one_kernel():
+    layer = auto_mixed_precision(nn.Linear(4, 3), "O3")
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    with ledger(layer) as here:
+        apart = layer(x)
+    del layer._parameters["bias"]
+    bias = torch.tensor([0.5, 1.0, 2.0])
+    layer._parameters["bias"] = posing(bias, spreads=True, is_cuda=True)
+    with ledger(layer) as there:
+        fused = layer(x)
+    want = F.linear(x.half(), layer.weight.half(), bias.half())
+    assert torch.equal(fused.as_subclass(Tensor), want)
+    assert apart.shape == fused.shape
+    assert len(there.rows) <= len(here.rows)
+
+
+# --- predicates of torch.cuda
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> SimpleNamespace:
+    """Two devices, as far as torch.cuda tells, and a diary of what was asked of them."""
+    diary = SimpleNamespace(calls=[], state=torch.arange(4, dtype=torch.uint8))
+
+    def noted(name, answer=None):
+        def call(*args, **_):
+            diary.calls.append((name, *args))
+            return answer() if callable(answer) else answer
+
+        return call
+
+    answers = {
+        "is_available": True,
+        "device_count": 2,
+        "get_device_name": "Stand-in",
+        "get_device_capability": (9, 0),
+        "get_rng_state_all": lambda: [diary.state, diary.state + 1],
+        "get_rng_state": lambda: diary.state,
+        "max_memory_allocated": 3 * 2**20,
+    }
+    silent = ("set_rng_state_all", "set_rng_state", "synchronize", "reset_peak_memory_stats")
+    for name, answer in {**answers, **dict.fromkeys(silent)}.items():
+        monkeypatch.setattr(torch.cuda, name, noted(name, answer))
+    monkeypatch.delenv("MPKIT_DEVICE", raising=False)
+    return diary
+
+
+def names(diary) -> list[str]:
+    return [call[0] for call in diary.calls]
+
+
+def test_the_device_of_the_lessons(gpus, monkeypatch):
+    assert devices.default_device() == torch.device("cuda")
+    assert devices.describe(GPU)["device"] == "Stand-in"
+    monkeypatch.setenv("MPKIT_DEVICE", "cuda:1")
+    assert devices.default_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("MPKIT_DEVICE", "cuda:2")
+    with pytest.raises(ValueError, match=r"lacks \(2 found\)"):
+        devices.default_device()
+
+
+def test_random_states_of_all_devices_are_saved_and_restored(gpus):
+    state = randomness.random_state([])
+    assert [s.tolist() for s in state["cuda"]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    randomness.set_random_state(state, [])
+    assert ("set_rng_state_all", state["cuda"]) in gpus.calls
+
+
+def test_a_trial_repeats_the_dropout_of_its_device(gpus):
+    state = _RandomState(GPU)
+    state(nn.Identity(), ())
+    state.restore()
+    assert names(gpus) == ["get_rng_state", "set_rng_state"]
+    assert gpus.calls[1][2] == GPU
+
+
+def test_time_and_memory_of_a_training_are_those_of_the_device(gpus):
+    clock = training._Clock(GPU)
+    for _ in range(training.WARM + 2):
+        with clock:
+            pass
+    assert clock.per_step() > 0
+    assert names(gpus) == ["synchronize"] * 2  # before the first timed step, and after the last
+    assert training._Memory(GPU).peak() == 3.0
+    assert names(gpus)[2:] == ["reset_peak_memory_stats", "max_memory_allocated"]
+
+
+def test_an_experiment_has_one_worker_a_device(gpus, monkeypatch):
+    assert engine._parallel(8)[0] == 2
+    monkeypatch.setenv("MPKIT_DEVICE", "cuda:1")
+    assert engine._parallel(8)[0] == 1
+    given = []
+    backend = SimpleNamespace(supports_return_generator=True)
+    fake = SimpleNamespace(
+        Parallel=lambda **_: lambda work: given.extend(work) or iter(()),
+        delayed=lambda function: lambda task: task,
+        parallel=SimpleNamespace(get_active_backend=lambda: (backend, 2)),
+    )
+    monkeypatch.setattr(engine, "_joblib", lambda: fake)
+    tasks = [engine.Task(**dict.fromkeys(engine.Task.__dataclass_fields__))]
+    list(engine._answers(SimpleNamespace(local=True, n_jobs=2), tasks, 2))
+    assert [task.devices for task in given] == [2]
+
+
+def test_products_in_8_bits_ask_for_the_capability(gpus, monkeypatch):
+    assert products.native_product(GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not products.native_product(GPU)
+    assert not products.native_product(torch.device("cpu"))
+
+
+def test_a_comparison_in_float64_leaves_the_random_state_of_the_device(gpus):
+    x = posing(torch.ones(3), is_cuda=True, device=GPU)
+    call = object.__new__(calls.Call)
+    call.func = torch.add
+    out = calls.Call._in_float64(call, (x, 1.0), {})
+    assert out.dtype is torch.float64
+    assert names(gpus)[:1] == ["get_rng_state"]
+    assert names(gpus)[-1] == "set_rng_state"
+
+
+def test_a_diagnosis_leaves_the_random_state_of_the_device(monkeypatch):
+    seen = []
+    fork = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=(): seen.append(list(devices)) or fork([]))
+
+    class There(nn.Linear):
+        def parameters(self, recurse=True):
+            return (posing(p, device=GPU) for p in super().parameters(recurse))
+
+    diagnose(There(3, 2), (torch.ones(2, 3), torch.ones(2, 2)), nn.MSELoss())
+    assert seen[0] == [GPU]
+    assert run._no_autocast([posing(torch.ones(1), device=GPU)]) is not None
+
+
+def test_what_has_no_numbers_is_not_watched():
+    assert watch._checkable(torch.ones(2))
+    assert not watch._checkable(torch.ones(2, device="meta"))
+
+
+def test_a_lesson_computes_in_float16_on_a_gpu():
+    start = pytest.importorskip("mpkit.explorers.start")
+    assert start.computed_in("float16", GPU) is torch.float16
+    assert start.computed_in("float16", torch.device("cpu")) is FP16
+
+
+TESTED = {  # lines that ask, by file
+    "blocks/quantize.py": 2,
+    "blocks/storage.py": 2,
+    "boost/adasum.py": 1,
+    "boost/dim_reduce/descent.py": 1,
+    "casting/calls.py": 1,
+    "casting/handlers.py": 1,
+    "casting/products.py": 2,
+    "device.py": 3,
+    "diagnose/run.py": 2,
+    "diagnose/watch.py": 1,
+    "experiment/engine.py": 2,
+    "experiment/training.py": 2,
+    "explorers/start.py": 1,
+    "model/randomness.py": 2,
+    "optimizers/base.py": 4,
+    "optimizers/update.py": 1,
+    "record/counts.py": 2,
+    "record/recorder.py": 1,
+    "record/rows.py": 2,
+    "rounding.py": 4,
+    "scalers/finite.py": 1,
+}
+
+
+def test_every_line_that_asks_is_tested_here():
+    """Whoever adds one writes a test above and counts it. The benchmarks only measure, on whatever there is."""
+    asks = re.compile(r"\.is_cuda\b|\.is_cpu\b|device\.type\b|cuda\.is_available\(")
+    found = {}
+    for path in sorted((ROOT / "mpkit").rglob("*.py")):
+        count = sum(bool(asks.search(line)) for line in path.read_text().splitlines())
+        name = path.relative_to(ROOT / "mpkit").as_posix()
+        if count and not name.startswith("bench/"):
+            found[name] = count
+    assert found == TESTED
