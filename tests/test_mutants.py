@@ -1,5 +1,6 @@
 """The tool that makes mutants: what it changes, what it leaves alone, and that its verdicts are those of the tests."""
 
+import json
 import subprocess
 import sys
 
@@ -40,36 +41,86 @@ def test_every_module_of_the_table_has_mutants_and_tests_of_its_own():
     every = mutants.all_mutants(ROOT, list(mutants.OWN))
     assert {m.module for m in every} == set(mutants.OWN)
     for module in mutants.OWN:
-        own = [n for n in mutants.test_files(ROOT, module) if "wrong_input" not in n and "meta_device" not in n]
-        assert any(name.startswith("tests/") for name in own)
+        assert any(name.startswith("tests/") for name in mutants.test_files(ROOT, module))
     assert set(mutants.EQUIVALENT) <= {m.name for m in every}, (
         "the line of an equivalent mutant has changed: look again"
     )
 
 
+LIBRARY = """
+def larger(a, b):
+    return a > b
+
+
+def unused(a):
+    return a - 1
+
+
+def half(a, by=2):
+    return a // by
+
+
+def elsewhere():
+    return 3
+
+
+TWICE = half(3) * 2
+"""
+TESTS = """
+import subprocess
+import sys
+
+from mpkit.formats import TWICE, half, larger
+
+
+def test_it():
+    assert larger(2, 1)
+    assert not larger(1, 1)
+
+
+def test_the_default():
+    assert half(7) == 3
+
+
+def test_a_table_made_by_the_import():
+    assert TWICE == 2
+
+
+def test_another_process():
+    subprocess.run([sys.executable, "-c", "from mpkit.formats import *; assert elsewhere() == 3"], check=True)
+"""
+
+
 def test_verdicts_and_an_untouched_checkout(tmp_path):
     files = {
         "mpkit/__init__.py": "",
-        "mpkit/formats.py": "def larger(a, b):\n    return a > b\n\n\ndef unused(a):\n    return a + 1\n",
-        "tests/test_formats.py": "from mpkit.formats import larger\n\ndef test_it():\n    assert larger(2, 1)\n"
-        "    assert not larger(1, 1)\n",
-        "tests/mutants.py": (ROOT / "tests" / "mutants.py").read_text(),
+        "mpkit/formats.py": LIBRARY,
+        "tests/test_formats.py": TESTS,
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['.', 'tests']\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    code = "import sys, mutants; mutants.WARM = (); mutants.CONTROL = 1; sys.exit(mutants.main())"
-    asked = ["--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
+    code = "import sys, mutants; mutants.WARM = (); sys.exit(mutants.main())"
+    asked = ["--control", "1", "--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
     done = subprocess.run(
         [sys.executable, "-c", code, *asked], cwd=ROOT / "tests", capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line.split("[")[0].strip() for line in done.stdout.splitlines() if "mpkit/formats.py:" in line)
     assert lines == [
-        "killed    mpkit/formats.py:2 a > b -> a >= b",
-        "survived  mpkit/formats.py:6 1 -> 2",  # no test calls it
-        "survived  mpkit/formats.py:6 a + 1 -> a - 1",
+        "killed    mpkit/formats.py:10 2 -> 3",  # a default
+        "killed    mpkit/formats.py:11 a // by -> a / by",  # runs when the module is imported
+        "killed    mpkit/formats.py:15 3 -> 4",  # in a process that a test starts
+        "killed    mpkit/formats.py:18 2 -> 3",
+        "killed    mpkit/formats.py:18 3 -> 4",
+        "killed    mpkit/formats.py:18 half(3) * 2 -> half(4) / 2",
+        "killed    mpkit/formats.py:3 a > b -> a >= b",
+        "survived  mpkit/formats.py:7 1 -> 2",  # no test calls it
+        "survived  mpkit/formats.py:7 a - 1 -> a + 1",
     ]
-    assert "33.3% of 3 killed" in done.stdout
-    assert (tmp_path / "mpkit/formats.py").read_text() == files["mpkit/formats.py"]
+    assert "77.8% of 9 killed" in done.stdout
+    assert (tmp_path / "mpkit/formats.py").read_text() == LIBRARY
+    held = json.loads((tmp_path / "out.json").read_text())
+    changed = [f"mpkit/formats.py unused: return a - 1 => return {wrong}" for wrong in ("a + 1", "a - 2")]
+    assert sorted(held["survived"]) == changed
