@@ -114,7 +114,7 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
         "killed    mpkit/formats.py:15 3 -> 4",  # in a process that a test starts
         "killed    mpkit/formats.py:18 2 -> 3",
         "killed    mpkit/formats.py:18 3 -> 4",
-        "killed    mpkit/formats.py:18 half(3) * 2 -> half(4) / 2",
+        "killed    mpkit/formats.py:18 half(3) * 2 -> half(3) / 2",
         "killed    mpkit/formats.py:3 a > b -> a >= b",
         "survived  mpkit/formats.py:7 1 -> 2",  # no test calls it
         "survived  mpkit/formats.py:7 a - 1 -> a + 1",
