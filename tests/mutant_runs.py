@@ -56,8 +56,8 @@ class Measure:
         self.tests[nodeid] = [round(own_user + own_system, 3), round(user + system, 3)]
 
 
-def measured(copy: Path, files: list[str]) -> dict[str, Any]:
-    """Run test files in the working folder under coverage: {"tests", "lines", "imported", "missing"}."""
+def measured(copy: Path, files: list[str]) -> list[dict[str, Any]]:
+    """Run test files in the working folder under coverage: {"tests", "lines", "imported", "missing"} for each."""
     import coverage
     import pytest
 
@@ -66,15 +66,22 @@ def measured(copy: Path, files: list[str]) -> dict[str, Any]:
     plugin = Measure(traced)
     pytest.main([*ASKED, *files], plugins=[plugin])
     traced.stop()
-    names = [name for name in plugin.tests if name not in plugin.missing]
+    return [_part(file, plugin, traced.get_data(), copy) for file in files]
+
+
+def _part(file: str, plugin: Measure, data: Any, copy: Path) -> dict[str, Any]:
+    """What was measured on the tests of one file."""
+    mine = [name for name in plugin.tests if name.startswith((f"{file}::", f"{file}/"))]
+    names = [name for name in mine if name not in plugin.missing]
     number = {name: i for i, name in enumerate(names)}
-    data, lines, imported = traced.get_data(), {}, {}
+    lines, imported = {}, {}
     for path in data.measured_files():
-        file, by_line = Path(path).relative_to(copy).as_posix(), data.contexts_by_lineno(path)
-        lines[file] = {line: sorted(number[c] for c in by if c in number) for line, by in by_line.items()}
-        imported[file] = sorted(line for line, by in by_line.items() if "" in by)
+        source, by_line = Path(path).relative_to(copy).as_posix(), data.contexts_by_lineno(path)
+        reached = {line: sorted(number[c] for c in by if c in number) for line, by in by_line.items()}
+        lines[source] = {line: tests for line, tests in reached.items() if tests}
+        imported[source] = sorted(line for line, by in by_line.items() if "" in by)
     tests = [[name, *plugin.tests[name]] for name in names]
-    return {"tests": tests, "lines": lines, "imported": imported, "missing": sorted(plugin.missing)}
+    return {"file": file, "tests": tests, "lines": lines, "imported": imported, "missing": sorted({*mine} - {*names})}
 
 
 class Known:
@@ -128,25 +135,25 @@ def known_tests(copy: Path, files: list[str], kept: Path | None) -> Known:
     """`measured` for some test files; `kept` saves it, and only test files that have changed are run again."""
     library = _digest(sorted((copy / "mpkit").rglob("*.py")))
     stored = json.loads(kept.read_text()) if kept and kept.exists() else {}
-    if stored.get("library") != library:
-        stored = {"library": library, "parts": []}
-    digests = {f: _digest([copy / f]) if f.endswith(".py") else library for f in files}
-    parts = [p for p in stored["parts"] if all(digests.get(f) == d for f, d in p["digests"].items())]
-    fresh = {f: digests[f] for f in files if not any(f in p["digests"] for p in parts)}
-    if fresh:
+    parts = stored["parts"] if stored.get("library") == library else []
+    parts = [p for p in parts if p["digest"] == _digest([copy / p["file"]])]
+    missing = sorted(set(files) - {p["file"] for p in parts})
+    if missing:
         out = copy / "measured.json"
-        ended = forked(lambda: out.write_text(json.dumps(measured(copy, list(fresh)))) * 0, seconds=7200)
+        ended = forked(lambda: out.write_text(json.dumps(measured(copy, missing))) * 0, seconds=7200)
         if ended != 0:
             raise RuntimeError(f"the tests could not be measured: {ended}")
-        parts.append({"digests": fresh, **json.loads(out.read_text())})
-        print(f"{len(parts[-1]['tests'])} tests measured; no use is made of {len(parts[-1]['missing'])} others")
+        parts += [{**part, "digest": _digest([copy / part["file"]])} for part in json.loads(out.read_text())]
         if kept:
             kept.write_text(json.dumps({"library": library, "parts": parts}))
-    return Known(parts)
+    used = [p for p in parts if p["file"] in files]
+    left = sum(len(p["missing"]) for p in used)
+    print(f"{sum(len(p['tests']) for p in used)} tests; {left} others failed or were skipped and are not used")
+    return Known(used)
 
 
 def _digest(paths: list[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths if path.is_file())).hexdigest()
 
 
 # --- one mutant
@@ -355,6 +362,8 @@ def run_all(
     for mutant in sample:
         tests = known.chosen(mutant, tuple(files[mutant.module]), options.budget)
         jobs.append(Job(mutant, tests, sum(map(known.seconds.get, tests)), known.needs_import(mutant)))
+    if not jobs:
+        return
     end = time.monotonic() + 60 * options.minutes
     with served(copy, every, jobs) as ask:
         for number, job in enumerate(jobs):
