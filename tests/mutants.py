@@ -37,7 +37,14 @@ from typing import Any, NamedTuple
 import mutant_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-EVERY = ("test_wrong_input", "test_meta_device", "test_messages", "test_source_examples", "test_training_outside")
+EVERY = (
+    "test_wrong_input",
+    "test_defaults",
+    "test_meta_device",
+    "test_messages",
+    "test_source_examples",
+    "test_training_outside",
+)
 OWN = {  # module -> beginnings of the names of its own test files; EVERY: those of all modules
     "formats": ("test_formats",),
     "rounding": ("test_rounding",),

@@ -109,6 +109,31 @@ def test_a_list_raises_past_its_end_and_a_tensor_keeps_the_last():
     assert listed(torch.tensor([0, 1, 5])).tolist() == pytest.approx([0.2, 0.1, 0.1])
 
 
+def test_a_list_is_told_by_its_rates_alone():
+    listed, used = s.ListedLR([1, 0.5]), s.ListedLR((1.0, 0.5))
+    used(torch.tensor(1))  # copies the rates to a device and keeps them
+    assert listed == used
+    assert repr(used) == "ListedLR(values=(1.0, 0.5))"
+    with pytest.raises(TypeError, match="positional"):
+        s.ListedLR((0.1,), {})
+
+
+def test_a_list_has_a_greatest_length(monkeypatch):
+    with pytest.raises(ValueError, match="at most 100000000"):
+        s.warmup_lr(0.1, 10**8 + 1, 3, 1)
+    monkeypatch.setattr(s, "MOST", 4)
+    assert len(s.warmup_lr(0.1, 4, 3, 1)) == 4
+    with pytest.raises(ValueError, match="at most 4"):
+        s.warmup_lr(0.1, 5, 3, 1)
+
+
+def test_one_schedule_drives_every_group():
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
+    s.lambda_lr(optimizer, s.WarmUpLR(0.1, 2))
+    assert [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups] == [(0.0, 1.0)] * 2
+
+
 def test_one_schedule_per_group_drives_a_torch_optimizer():
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=1.0)
@@ -179,6 +204,8 @@ def test_bad_input_is_refused(call, error):
 
 
 def test_what_the_reference_accepts_is_accepted():
+    assert s.warmup_lr(0.0, 4, 2, 1) == [0.0] * 4
+    assert s.polynomial_decay_lr(0.1, 0.0, 2, 1, 2, 1.0) == [0.1, 0.05]
     s.WarmUpLR(0.0, 3)
     s.CosineDecayLR(0.0, 0.1, 3)
     s.PolynomialDecayLR(0.1, 0.0, 3, 0.5)

@@ -1,0 +1,134 @@
+"""What a call leaves out has the value that the original gives it, or that mpkit's own pages promise.
+
+Defaults are an interface: code that relies on one changes silently with it. First the signatures that mpkit
+reproduces (MindSpore 2.7: nn.optim, nn.learning_rate_schedule, amp, boost; PyTorch's GradScaler where named), then
+mpkit's own, a change of which is named in CHANGELOG.md.
+"""
+
+import importlib
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mpkit.formats import E4M3FN
+
+ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "loss_scale": 1.0}
+FLAGS = {"use_locking": False, "use_nesterov": False}
+DECAY = {"weight_decay": 0.0, "loss_scale": 1.0}
+ORIGINAL: dict[str, dict[str, Any]] = {
+    "optimizers.Momentum": {**DECAY, "use_nesterov": False},
+    "optimizers.SGD": {"learning_rate": 0.1, "momentum": 0.0, "dampening": 0.0, "nesterov": False, **DECAY},
+    "optimizers.Adam": {**ADAM, **FLAGS, "use_amsgrad": False, "use_lazy": False, "use_offload": False},
+    "optimizers.LazyAdam": {**ADAM, **FLAGS},
+    "optimizers.AdamOffload": {**ADAM, **FLAGS},
+    "optimizers.AdamWeightDecay": {k: v for k, v in {**ADAM, "eps": 1e-6}.items() if k != "loss_scale"},
+    "optimizers.AdaMax": ADAM,
+    "optimizers.RMSProp": {
+        "learning_rate": 0.1, "decay": 0.9, "momentum": 0.0, "epsilon": 1e-10, "use_locking": False, "centered": False,
+        **DECAY,
+    },
+    "optimizers.Adagrad": {"accum": 0.1, "learning_rate": 1e-3, "update_slots": True, **DECAY},
+    "optimizers.Adadelta": {"learning_rate": 1.0, "rho": 0.9, "epsilon": 1e-6, **DECAY},
+    "optimizers.ASGD": {"learning_rate": 0.1, "lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0},
+    "optimizers.Rprop": {"learning_rate": 0.1, "etas": (0.5, 1.2), "step_sizes": (1e-6, 50.0), "weight_decay": 0.0},
+    "optimizers.FTRL": {
+        "initial_accum": 0.1, "learning_rate": 1e-3, "lr_power": -0.5, "l1": 0.0, "l2": 0.0, "use_locking": False,
+        **DECAY,
+    },
+    "optimizers.ProximalAdagrad": {
+        "accum": 0.1, "learning_rate": 1e-3, "l1": 0.0, "l2": 0.0, "use_locking": False, **DECAY,
+    },
+    "optimizers.AdaFactor": {
+        "learning_rate": None, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": 0.8, "beta1": 0.9,
+        "scale_parameter": True, "relative_step": True, "warmup_init": False, "compression": False, **DECAY,
+    },
+    "optimizers.Lamb": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0},
+    "schedules.exponential_decay_lr": {"is_stair": False},
+    "schedules.natural_exp_decay_lr": {"is_stair": False},
+    "schedules.inverse_decay_lr": {"is_stair": False},
+    "schedules.polynomial_decay_lr": {"update_decay_epoch": False},
+    "schedules.ExponentialDecayLR": {"is_stair": False},
+    "schedules.NaturalExpDecayLR": {"is_stair": False},
+    "schedules.InverseDecayLR": {"is_stair": False},
+    "schedules.PolynomialDecayLR": {"update_decay_steps": False},
+    "scalers.DynamicLossScaleManager": {"init_loss_scale": 2**24, "scale_factor": 2, "scale_window": 2000},
+    "scalers.FixedLossScaleManager": {"loss_scale": 128.0, "drop_overflow_update": True},
+    "casting.auto_mixed_precision": {"amp_level": "O0", "dtype": torch.float16, "grad_dtype": None},
+    "model.LossMonitor": {"per_print_times": 1},
+    "model.Model": {
+        "loss_fn": None, "optimizer": None, "metrics": None, "eval_network": None, "eval_indexes": None,
+        "amp_level": "O0", "boost_level": "O0",
+    },
+    "boost.AutoBoost": {"level": "O0", "boost_config_dict": "", "faithful": False},
+    "boost.BoostTrainOneStepCell": {"sens": 1.0, "boost": None},
+    "boost.BoostTrainOneStepWithLossScaleCell": {"boost": None},
+    "boost.LessBN": {"fn_flag": False, "strict": False, "last_fc": None, "keep_bias": False},
+    "boost.freeze_cell": {"mean": None, "degree": None, "max_accumulation_step": 1},
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "step.TrainOneStepCell": {
+        "sens": None, "return_grad": False, "hooks": (), "clip_norm": None, "accumulation_steps": 1,
+    },
+    "step.ScaledStep": {"skip": "all", "average": True},
+    "step.build_train_network": {
+        "loss_fn": None, "level": "O0", "boost_level": "O0", "hooks": (), "clip_norm": None, "accumulation_steps": 1,
+    },
+    "optimizers.AdamW8bit": {  # torch.optim.AdamW
+        **{k: v for k, v in ADAM.items() if k != "loss_scale"}, "weight_decay": 0.01,
+    },
+    "optimizers.Adam8bit": ADAM,
+    "optimizers.BFloat16Weights": {"way": "stochastic", "generator": None},
+    "scalers.PolicyLossScaler": {"remember": 1000},
+    "scalers.check_and_unscale_": {"found_inf": None, "uniform": False},
+    "model.Checkpoint": {"every": 100},
+    "model.ProgressBar": {"every": 10},
+    "boost.GradientFreeze": {
+        "freeze_p": None, "total_steps": None, "full_step_fraction": None, "rule": "modules", "state": "shared",
+        "seed": 0,
+    },
+    "boost.AdaSum": {"process_group": None, "exchange": "halving", "eps": 1e-12, "timeout": None},
+    "boost.GroupLossScaleManager": {  # a skip costs half a power of two; 1000 good steps give one back
+        "loss_scale_groups": (), "shrink": 2**-0.5, "growth": 2 ** (1 / 1000), "min_scale": 1.0,
+        "max_scale": 2.0**24, "blame": "first", "unscale_with": "used",
+    },
+    "record.Recorder": {
+        "optimizer": None, "scaler": None, "every": 1, "by": "parameter", "activations": False, "amaxes": False,
+        "format": "fp16", "meta": None,
+    },
+    "replay.sweep": {
+        "init": None, "factor": 2.0, "window": 2000, "fmt": None, "min_scale": 0.0, "compiled": None, "device": "cpu",
+    },
+    "replay.replay": {"fmt": None, "scales": None, "compiled": None, "device": "cpu"},
+    "replay.sweep_tensor_scales": {
+        "history_len": (1, 16, 1024), "margin": (0,), "algorithm": ("max", "most_recent"), "element": E4M3FN,
+        "preset": "te_delayed",
+    },
+    "diagnose.diagnose": {"level": "O2", "scale": 2.0**16, "dtype": torch.float16},
+    "diagnose.preflight": {"level": "O2", "dtype": torch.float16, "loop": None},
+    "diagnose.recommend_recipe": {"histograms": None, "history_len": 1024},
+    "rounding.round_to": {"mode": "nearest_even", "overflow": None, "generator": None, "out": None},
+    "casting.ledger": {"count": False, "keep": False},
+    "policies.ScalePolicy": {  # PyTorch's torch.amp.GradScaler
+        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+        "min_scale": 0.0, "max_scale": math.inf, "backoff_divisor": 1.0,
+    },
+    "policies.TensorScalePolicy": {  # Transformer Engine's DelayedScaling
+        "element_max": 448.0, "delayed": True, "history_len": 1024, "most_recent": False, "margin": 0,
+        "amax_floor": 0.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ORIGINAL, *OWN])
+def test_what_is_left_out_has_the_promised_value(name):
+    module, _, thing = name.partition(".")
+    signature = inspect.signature(getattr(importlib.import_module(f"mpkit.{module}"), thing))
+    given = {key: p.default for key, p in signature.parameters.items() if p.default is not p.empty}
+    promised = {**ORIGINAL, **OWN}[name]
+    held = {key: given.get(key, "no such argument") for key in promised}
+    assert held == promised
+    assert [type(value) for value in held.values()] == [type(value) for value in promised.values()]
+    assert name in OWN or given.keys() == promised.keys()
