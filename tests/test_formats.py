@@ -142,6 +142,17 @@ def test_fields_of_every_pattern(fmt):
             assert kind == ("zero" if value == 0 else "subnormal" if abs(value) < fmt.min_normal else "normal")
 
 
+def test_the_first_and_the_last_pattern_of_a_wide_format():
+    for fmt in (FP32, FP64):
+        assert fmt.fields(0) == (0, 0, 0, "zero", Fraction(0))
+        last = fmt.fields(2**fmt.bits - 1)
+        assert (last.sign, last.kind, last.fraction) == (1, "nan", 2**fmt.fraction_bits - 1)
+        for pattern in (2**fmt.bits, -(2**64) - 1):
+            with pytest.raises(ValueError, match="patterns of"):
+                fmt.fields(pattern)
+    assert FP64.fields(-1) == FP64.fields(2**64 - 1)
+
+
 def test_fields_keep_what_float64_could_not_hold_apart():
     assert FP64.fields(1).value == Fraction(1, 2**1074)
     assert FP64.fields(2**63) == FP64.fields(-(2**63)) == (1, 0, 0, "zero", 0)

@@ -19,6 +19,7 @@ from mpkit.policies import (
     ScalePolicy,
     ScaleState,
     advance,
+    explain,
     initial,
     naive_loss_ratio,
     own_names,
@@ -341,7 +342,17 @@ def test_naive_rule_runs_away_in_both_directions():
         (lambda: preset("megatron", hysteresis=0), ValueError, "hysteresis must be above 0"),
         (lambda: preset("megatron", growth_interval=0), ValueError, "growth_interval must be above 0"),
         (lambda: preset("megatron", min_scale=2.0**33), ValueError, "min_scale <= initial_scale"),
-        (lambda: preset("megatron", backoff_factor=1.0), ValueError, "growth_factor > 1 > backoff_factor"),
+        *[
+            (lambda name=name, key=key, v=v: of(name, **{key: v}), ValueError, "growth_factor > 1 > backoff_factor")
+            for name in ("mpkit", "megatron", "colossalai", "fairscale_layerwise")
+            for key, v in (("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0))
+            if (name, v) != ("fairscale_layerwise", 0.0)
+        ],
+        (lambda: preset("mpkit", min_scale=0.0), ValueError, "0 < min_scale"),
+        (lambda: preset("mpkit", init_scale=2.0**25), ValueError, "init_scale <= max_scale"),
+        (lambda: preset("megatron", min_scale=0.0), ValueError, "0 < min_scale"),
+        (lambda: preset("paddle", decr_ratio=0.0), ValueError, "decr_ratio"),
+        (lambda: of("fairscale_layerwise", layer_scale_dict={"a": 0.0}), ValueError, "above 0"),
         (lambda: preset("colossalai", hysteresis=-1), ValueError, "hysteresis must be at least 0"),
         (lambda: preset("fairseq", scale_window=0), ValueError, "scale_window must be at least 1"),
         (lambda: preset("fairseq", scale_factor=0), ValueError, "growth_factor must lie in"),
@@ -373,6 +384,35 @@ def test_naive_rule_runs_away_in_both_directions():
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_the_ends_of_a_range_that_belong_to_it():
+    same = preset("mpkit", init_scale=4.0, min_scale=4.0, max_scale=4.0, growth_interval=1, raise_at_min=False)
+    assert run(same, [True, False, True]).scale.tolist() == [4.0] * 3
+    assert run(preset("megatron", initial_scale=4.0, min_scale=4.0), [False] * 3).scale.tolist() == [4.0] * 3
+    assert run(preset("colossalai", hysteresis=0), [False]).scale.tolist() == [2.0**15]
+    for name, key in (("deepspeed", "scale_window"), ("fairseq", "scale_window"), ("megatron", "growth_interval")):
+        assert run(preset(name, **{key: 1}), [True] * 3).scale[-1] > run(preset(name, **{key: 1}), [True]).scale[0]
+
+
+def test_jmp_flushes_what_float32_calls_subnormal_and_no_other_format_does():
+    for dtype, start, after in (
+        ("float32", 2.0**-126, 0.0),
+        ("float64", 2.0**-126, 2.0**-127),
+        ("float16", 2.0**-14, 2.0**-15),
+    ):
+        policy = preset("jmp", loss_scale=start, min_loss_scale=0.0, dtype=dtype)
+        assert run(policy, [False]).scale.tolist() == [after]
+
+
+@pytest.mark.parametrize(
+    ("bits", "held"), [(16, 32752.0), (32, float(np.finfo(np.float32).max) / 2), (64, np.finfo(np.float64).max / 2)]
+)
+def test_a_scale_is_at_its_cap_where_the_format_has_no_larger_one(bits, held):
+    policy = ScalePolicy(init_scale=1.0, scale_bits=bits)
+    kind = {16: np.float16, 32: np.float32, 64: np.float64}[bits]
+    above = float(np.nextafter(kind(held), kind(np.inf)))
+    assert explain(policy, [held, above], [held, above], [True, True]).tolist() == ["held", "at cap"]
 
 
 def test_an_empty_run_is_a_run():

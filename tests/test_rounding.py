@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import tries
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkit import rounding
 from mpkit.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E5M2, FP16, FP32, FP64, TF32, FloatFormat, get_format
 from mpkit.rounding import BLOCK, MODES, OVERFLOWS, quantize, round_to, rounding_error, ulp
 
@@ -314,6 +315,60 @@ def test_stochastic_overflow_is_as_likely_as_the_distance_says():
     assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(100_000)
 
 
+@pytest.mark.parametrize("count", [9, 2**13 - 1, 2**13, 2**13 + 1, 2**17 + 7])
+def test_stochastic_rounding_takes_the_words_that_its_generator_seeds(count, monkeypatch):
+    """Few elements: the generator's own words. Else it seeds SFC64, whose words follow each other through blocks."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    x = 1 + torch.rand(count, generator=torch.Generator().manual_seed(3))
+    mine, theirs = (torch.Generator().manual_seed(4) for _ in range(2))
+    pairs = (count + 1) // 2
+    if count < 2**13:
+        words = torch.empty(pairs, dtype=torch.int64).random_(-(2**63), None, generator=mine)
+    else:
+        seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=mine)
+        blocks = [(min(2**16, count - done) + 1) // 2 for done in range(0, count, 2**16)]
+        raw = np.random.SFC64(int(seed)).random_raw(sum(blocks)).view(np.int64)
+        words = torch.from_numpy(raw)
+    noise = words.view(torch.int32)[:count] & 0xFFFF
+    want = ((x.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+    assert mismatches(round_to(x, BF16, "stochastic", generator=theirs), want) == 0
+    assert torch.equal(mine.get_state(), theirs.get_state())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_long_way_through_float64_is_left_to_what_needs_it(mode, monkeypatch):
+    """It costs ten times as much. Each of these formats has its exact way in float32, for numbers up to its max."""
+    calls = []
+    exact = rounding._exact
+    monkeypatch.setattr(rounding, "_exact", lambda *args: calls.append(args) or exact(*args))
+    quick = [*(f for f in SMALL if f.bits > 4), TF32, get_format("e4m7"), get_format("e5m20"), get_format("e8m22")]
+    for fmt in quick:
+        round_to(torch.linspace(-1, 1, 100), fmt, mode)
+        round_to(torch.tensor([fmt.max, -fmt.max]), fmt, mode)
+        assert not calls, fmt
+    for fmt in (get_format("e6m21"), get_format("e7m22")):
+        round_to(torch.linspace(-1, 1, 100), fmt, mode)
+        assert len(calls) == 1, fmt
+        calls.clear()
+
+
+@pytest.mark.parametrize(
+    "fmt", [get_format(f"e{e}m{m}") for e, m in ((5, 20), (5, 21), (2, 22), (7, 20), (8, 22), (8, 1))]
+)
+@pytest.mark.parametrize("mode", EXACT_MODES)
+def test_wide_fractions_in_exact_fractions(fmt, mode):
+    generator = torch.Generator().manual_seed(1)
+    sizes = 2.0 ** torch.randint(fmt.min_exponent - 3, min(fmt.max_exponent, 126), (60,), generator=generator)
+    x = (torch.rand(60, generator=generator) + 0.5) * sizes * torch.tensor([1.0, -1.0] * 30)
+    x = torch.cat([x, x.view(torch.int32).bitwise_and(~0xFFF).bitwise_or(0x800).view(torch.float32)])  # ties
+    want = torch.tensor([exactly(v, fmt, mode, fmt.overflow) for v in x.tolist()])
+    assert mismatches(round_to(x, fmt, mode), want) == 0
+
+
+def test_a_block_elsewhere_is_not_looked_at():
+    assert not rounding._within(torch.ones(3, device="meta"), FP16)
+
+
 @pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64], ids=named)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=named)
 def test_stochastic_rounding_repeats_with_its_generator_and_leaves_the_global_one_alone(fmt, dtype):
@@ -492,6 +547,18 @@ def test_quantize_hands_mode_and_overflow_to_both_ways():
     y = quantize(x, FP16, E5M2, "up", "saturate")
     y.backward(torch.tensor([1e9]))
     assert (y.item(), x.grad.item()) == (65504.0, 57344.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, when it first meets a jvp
+def test_quantize_in_transforms_rounds_the_tangent_to_the_gradients_format():
+    x, t = torch.tensor([1.0001, 3.0]), torch.tensor([1.1, 1e9])
+    for grad_fmt, want in ((None, t), (E5M2, torch.tensor([1.0, torch.inf]))):
+        value, tangent = torch.func.jvp(lambda x, g=grad_fmt: quantize(x, FP16, g), (x,), (t,))
+        assert torch.equal(value, round_to(x, FP16))
+        assert torch.equal(tangent, want)
+    _, tangent = torch.func.jvp(lambda x: quantize(x, FP16, E5M2, "up", "saturate"), (x,), (t,))
+    assert tangent.tolist() == [1.25, 57344.0]
+    assert type(quantize(x.requires_grad_(), FP16).grad_fn).__name__ == "_StraightThroughBackward"  # the cheap one
 
 
 def test_quantize_can_be_differentiated_twice():

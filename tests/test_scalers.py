@@ -22,12 +22,14 @@ from mpkit.scalers import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleManager,
     FixedLossScaleUpdateCell,
+    LossScaleManager,
     LossScaler,
     PolicyLossScaler,
     StaticLossScaler,
     all_finite,
     check_and_unscale_,
 )
+from mpkit.scalers import finite as finite_module
 from mpkit.scalers.kernel import fused_rule
 
 HALF = (torch.float16, torch.bfloat16)
@@ -218,6 +220,42 @@ def test_scaled_loss_stays_differentiable():
     x = torch.tensor(3.0, requires_grad=True)
     DynamicLossScaler(1024, 2, 2).scale(x * x).backward()
     assert x.grad == 6 * 1024
+
+
+@pytest.mark.parametrize("factor", [2.0**63, 2.0**64, 2.0**65, 2.0**127])
+@pytest.mark.parametrize("floor", [2.0**-63, 2.0**-62, 2.0**-61])
+def test_growth_past_float32_gives_what_the_rule_gives(factor, floor):
+    """The kernel moves a scale down by 2^64 to let it reach inf; what has no room for that is left to the rule."""
+    policy = ScalePolicy(growth_factor=factor, growth_interval=1, min_scale=floor, hold_at_overflow=False)
+    for start in (floor, 2.0**20):
+        policy, flags = replace(policy, init_scale=start), [True, True, False, True, True]
+        scaler = PolicyLossScaler(policy)
+        for flag in flags:
+            scaler.adjust(torch.tensor(flag))
+        assert scaler.history().scale.tolist() == run(policy, flags).scale.tolist()
+    assert (fused_rule(policy) is not None) == (factor <= 2.0**64 and floor >= 2.0**-62)
+
+
+def test_only_managers_of_boost_are_for_boost():
+    class Own(FixedLossScaleManager):
+        pass
+
+    assert not LossScaleManager.for_boost
+    assert not any(manager.for_boost for manager in (Own(), FixedLossScaleManager(), DynamicLossScaleManager()))
+
+
+def test_a_cell_follows_its_scale_to_another_device():
+    cell = DynamicLossScaleUpdateCell(8.0, 2, 3)
+    cell(torch.tensor(8.0, device="meta"), torch.tensor(False, device="meta"))
+    assert {cell.streak.device.type, cell.cur_iter.device.type} == {"meta"}
+
+
+def test_an_accelerator_makes_the_devices_of_gradients_matter(monkeypatch):
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    assert finite_module._one_dtype([here, there]) is torch.float32  # nothing else is at hand: no look is needed
+    monkeypatch.setattr(finite_module, "_accelerated", lambda: True)
+    assert finite_module._one_dtype([here, here]) is torch.float32
+    assert finite_module._one_dtype([here, there]) is None
 
 
 def test_managers_and_their_cells():
@@ -445,6 +483,8 @@ def test_resume_equals_no_interruption(name, finite, cut):
         if index == cut:
             state = saved.state_dict()
             saved = MAKERS[name]()
+            for other_life in (True, False):  # what it has counted so far must not stay
+                stepped(saved, other_life, torch.tensor(5.0))
             saved.load_state_dict(state)
         assert stepped(saved, flag, other) == stepped(steady, flag, scale)
     assert_same(saved.state_dict(), steady.state_dict())

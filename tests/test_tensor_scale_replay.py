@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -65,6 +66,48 @@ def test_replay_is_the_rule_step_by_step_bit_for_bit(kind):
         over = amax * want > limit * np.float32(1 + 2.0**-22)
     np.testing.assert_array_equal(replayed.clipped, over.sum(1))
     np.testing.assert_array_equal(replayed.first, np.where(over.any(1), over.argmax(1), -1))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "none"])
+def test_numbers_and_tensors_follow_one_rule(kind):
+    amax, ends = [*series(kind, 60).tolist(), 0.0, 3e38, 1e-45, math.inf, math.nan, 1.0], []
+    for policy in policies():
+        number, tensor = initial_tensor_scale(policy), initial_tensor_scale(policy, "cpu")
+        for value in amax:
+            number, tensor = advance(policy, number, value), advance(policy, tensor, torch.tensor(value))
+            ends.append((number.scale, float(tensor.scale)))
+        np.testing.assert_array_equal(np.float32(number.history), tensor.history.numpy())
+    np.testing.assert_array_equal(*np.array(ends).T)
+
+
+@pytest.mark.parametrize("name", [n for n, p in TENSOR_SCALE_PRESETS.items() if not p.delayed])
+def test_a_current_scale_is_the_largest_that_fits(name):
+    """In exact fractions: 448 / amax rounded once to float32; the largest power of two not above that."""
+    policy = TENSOR_SCALE_PRESETS[name]
+    for amax in (1.0, 448.0, 449.0, 0.3, 1e-3, 2.0**-20 * 1.1, 1e30):
+        amax = float(np.float32(amax))
+        got = advance(policy, initial_tensor_scale(policy), amax).scale
+        want = float(np.float32(448.0 / amax))  # a double of two float32 rounds to float32 as the fraction does
+        if policy.power_of_two:
+            assert Fraction(got) <= Fraction(want) < 2 * Fraction(got)
+            assert math.frexp(got)[0] == 0.5
+        else:
+            assert got == want
+    for amax, plain, double in ((0.0, 1.0, 448e12), (1e-20, None, 448e12), (math.inf, 1.0, 0.0)):
+        want = double if policy.double else plain
+        got = advance(policy, initial_tensor_scale(policy), amax).scale
+        if want and policy.power_of_two and want > 1:
+            want = 2.0 ** math.floor(math.log2(want))
+        assert want is None or got == pytest.approx(want, rel=1e-6)
+
+
+def test_a_margin_has_its_ends():
+    for margin in (-126, 126):
+        assert TensorScalePolicy(margin=margin).margin == margin
+    for wrong in ({"margin": -127}, {"margin": 127}, {"history_len": 0}, {"element_max": 0.0}, {"amax_floor": -1e-9}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            TensorScalePolicy(**wrong)
+    assert TensorScalePolicy(history_len=1, amax_floor=0.0).history_len == 1
 
 
 def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
