@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
+from collections import defaultdict
+from datetime import timedelta
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from test_boost_distributed import SHAPES, TIMEOUT, deltas_of, merge, train, weights
 from torch import Tensor, nn
 
+from mpkit.boost import adasum as module
 from mpkit.boost.adasum import AdaSum, adasum, adasum_coefficients, adasum_enabled, adasum_pair, halves
 
 
@@ -137,3 +145,231 @@ def test_single_elements_are_averaged_pair_by_pair() -> None:
     vars(cell).update(_levels=2, _swap=lambda values, _, level: [v + 4.0 * (level + 1) for v in values])
     assert [v.tolist() for v in cell._mean([torch.tensor([1.0]), torch.tensor([-6.0])])] == [[7.0], [0.0]]  # +2, +4
     assert cell._mean([]) == []
+
+
+# --- the exchange, with a thread for each rank in place of a process
+
+
+class Wires:
+    """What AdaSum uses of torch.distributed, between threads: a queue for each pair of ranks."""
+
+    def __init__(self, world: int, backend: str = "gloo") -> None:
+        self.world, self.backend = world, backend
+        self.me = threading.local()
+        self.wire: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self.sent: dict[int, int] = defaultdict(int)  # values that a rank has sent to its partners
+        self.limits: set[timedelta | None] = set()
+        self.isend, self.irecv = "send", "receive"
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(world))))
+        self.is_available = self.is_initialized = lambda: True
+
+    def get_world_size(self, group: Any = None) -> int:
+        return len(self._ranks(group))
+
+    def get_rank(self, group: Any = None) -> int:
+        return self._ranks(group).index(self.me.rank)
+
+    def get_backend(self, group: Any = None) -> str:
+        return self.backend
+
+    def get_global_rank(self, group: Any, rank: int) -> int:
+        return group.ranks[rank]
+
+    def new_group(self, ranks: list[int], timeout: timedelta, use_local_synchronization: bool) -> Any:
+        assert use_local_synchronization  # the ranks of the other nodes do not take part
+        assert timeout == timedelta(seconds=TIMEOUT)
+        return SimpleNamespace(ranks=ranks)
+
+    def P2POp(self, end: str, tensor: Tensor, peer: int, group: Any) -> tuple[str, Tensor, int]:
+        return end, tensor, peer
+
+    def batch_isend_irecv(self, todo: list[tuple[str, Tensor, int]]) -> list[Any]:
+        for end, tensor, peer in todo:
+            if end == "send":
+                self.sent[self.me.rank] += len(tensor)
+                self._put(peer, tensor)
+        return [self._work(lambda t=tensor, p=peer: self._get(p, t)) for end, tensor, peer in todo if end != "send"]
+
+    def all_gather(self, every: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
+        ranks = self._ranks(group)
+        for rank in ranks:
+            self._put(rank, own)
+        return self._work(lambda: [self._get(rank, into) for rank, into in zip(ranks, every, strict=True)])
+
+    def all_reduce(self, tensor: Tensor, group: Any, async_op: bool) -> Any:
+        every = [torch.empty_like(tensor) for _ in group.ranks]
+        gathered = self.all_gather(every, tensor, group, async_op)
+        return self._work(lambda: (gathered.wait(), tensor.copy_(torch.stack(every).sum(0))))
+
+    def broadcast(self, tensor: Tensor, source: int, group: Any, async_op: bool) -> Any:
+        if self.me.rank == source:
+            for rank in group.ranks:
+                self._put(rank, tensor)
+        return self._work(lambda: self._get(source, tensor))
+
+    def _ranks(self, group: Any) -> list[int]:
+        return (group or self.group.WORLD).ranks
+
+    def _put(self, peer: int, tensor: Tensor) -> None:
+        self.wire[self.me.rank, peer].put(tensor.clone())
+
+    def _get(self, peer: int, into: Tensor) -> None:
+        into.copy_(self.wire[peer, self.me.rank].get(timeout=5))
+
+    def _work(self, finish: Any) -> Any:
+        return SimpleNamespace(wait=lambda limit=None: (self.limits.add(limit), finish()))
+
+    def run(self, work: Any) -> list[Any]:
+        """`work(rank, world)` on every rank -> what each gave; the first error of one is raised."""
+        found: list[Any] = [None] * self.world
+
+        def one(rank: int) -> None:
+            self.me.rank = rank
+            try:
+                found[rank] = work(rank, self.world)
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
+        return found
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Wires:
+    made = Wires(*request.param) if isinstance(request.param, tuple) else Wires(request.param)
+    monkeypatch.setattr(module, "dist", made)
+    return made
+
+
+@pytest.mark.parametrize("wires", [1, 2, 4, 8], indirect=True)
+def test_ranks_merge_like_simulated_workers(wires: Wires) -> None:
+    ranks = wires.run(merge)
+    for name in ranks[0]:
+        dtype = torch.float16 if "float16" in name else torch.float32
+        simulated = adasum([[t.to(dtype).float() for t in deltas_of(rank)] for rank in range(wires.world)])
+        for seen in ranks:
+            for got, first, want in zip(seen[name], ranks[0][name], simulated, strict=True):
+                assert torch.equal(got, first), "ranks disagree"
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+                assert torch.equal(got, want) or not name.startswith("full")
+    assert wires.limits == {timedelta(seconds=TIMEOUT)}
+
+
+@pytest.mark.parametrize("wires", [2, 4], indirect=True)
+def test_a_step_of_ranks_is_the_step_worked_out_by_hand(wires: Wires) -> None:
+    devices = 2 if wires.world == 4 else 1  # ranks in a node
+    nodes = [
+        [torch.stack(gs).mean(0) for gs in zip(*(deltas_of(n * devices + i) for i in range(devices)))]
+        for n in range(wires.world // devices)
+    ]
+    merged = adasum([[0.5 * g for g in grads] for grads in nodes])
+    for seen in wires.run(train):
+        for got, w, m in zip(seen, weights(), merged, strict=True):
+            torch.testing.assert_close(got, w - m, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wires", [(4, "gloo"), (4, "nccl")], ids=str, indirect=True)
+def test_what_a_rank_sends_does_not_grow_with_the_nodes(wires: Wires) -> None:
+    """Halves on the way down and up, and three products for each swap; "full" sends all at each level."""
+    count = 64
+
+    def work(rank: int, world: int, exchange: str) -> tuple[Tensor, ...]:
+        merger = AdaSum(rank, 1, world, [nn.Parameter(torch.zeros(count))], exchange=exchange, timeout=TIMEOUT)
+        delta = torch.randn(count, generator=torch.Generator().manual_seed(rank))
+        return merger([delta], [delta], [torch.zeros(count)])
+
+    wires.run(lambda rank, world: work(rank, world, "halving"))
+    levels = 2
+    assert set(wires.sent.values()) == {2 * (count // 2 + count // 4) + 3 * (1 + 2)}
+    wires.sent.clear()
+    wires.run(lambda rank, world: work(rank, world, "full"))
+    assert set(wires.sent.values()) == {levels * count}
+    assert wires.limits == {timedelta(seconds=TIMEOUT) if wires.backend == "gloo" else None}
+
+
+@pytest.mark.parametrize("wires", [4], indirect=True)
+def test_a_group_of_some_ranks_merges_among_them(wires: Wires) -> None:
+    group = SimpleNamespace(ranks=[1, 3])
+
+    def work(rank: int, world: int) -> Any:
+        if rank not in group.ranks:
+            return None
+        own = group.ranks.index(rank)
+        merger = AdaSum(own, 1, 2, weights(), process_group=group, timeout=TIMEOUT)
+        return merger(deltas_of(own), weights(), [torch.zeros(s) for s in SHAPES])
+
+    want = adasum([deltas_of(0), deltas_of(1)])
+    for seen in (result for result in wires.run(work) if result is not None):
+        for got, w in zip(seen, want, strict=True):
+            torch.testing.assert_close(-got, w, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wires", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda r: AdaSum(r, 2, 2, weights(), timeout=TIMEOUT), r"= 2 processes, got 2 x 2"),
+        (lambda r: AdaSum(r, 0, 1, weights(), timeout=TIMEOUT), r"= 2 processes, got 0 x 1"),
+        (lambda r: AdaSum(1 - r, 1, 2, weights(), timeout=TIMEOUT), "rank must be this process's rank"),
+        (
+            lambda r: AdaSum(r, 1, 2, weights()[: 2 + r], timeout=TIMEOUT),
+            r"those of rank \d differ",
+        ),
+        (lambda r: AdaSum(r, 1, 2, weights()[r : 5 + r], timeout=TIMEOUT), "differ"),  # as many, of other shapes
+        (lambda r: AdaSum(r, 1, 2, weights(), timeout=TIMEOUT)(weights()[1:], weights(), weights()), r"\(5, 6, 6\)"),
+    ],
+)
+def test_what_ranks_cannot_agree_on_is_told_on_each(wires: Wires, make: Any, words: str) -> None:
+    def told(rank: int, world: int) -> str:
+        with pytest.raises(ValueError, match=words) as error:
+            make(rank)
+        return str(error.value)
+
+    assert len(wires.run(told)) == 2
+
+
+@pytest.mark.parametrize("wires", [2], indirect=True)
+def test_nothing_to_merge_is_nothing(wires: Wires) -> None:
+    assert wires.run(lambda rank, world: AdaSum(rank, 1, 2, [], timeout=TIMEOUT)([], [], [])) == [(), ()]
+
+
+@pytest.mark.parametrize("wires", [2], indirect=True)
+def test_a_peer_that_does_not_answer_is_named(wires: Wires) -> None:
+    def work(rank: int, world: int) -> str:
+        merger = AdaSum(rank, 1, 2, weights(), timeout=TIMEOUT)
+        wires.batch_isend_irecv = lambda todo: [wires._work(_silence)]
+        with pytest.raises(RuntimeError, match=f"on rank {rank} got no answer from rank {1 - rank} within 3 s"):
+            merger(deltas_of(rank), weights(), weights())
+        return "told"
+
+    assert wires.run(work) == ["told", "told"]
+
+
+def _silence() -> None:
+    raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_merged_updates_keep_their_dtype(dtype: torch.dtype) -> None:
+    merged = adasum([[torch.full((2,), 3.0, dtype=dtype), torch.ones((), dtype=dtype)]] * 4)
+    assert [m.dtype for m in merged] == [dtype, dtype]
+    assert merged[0].tolist() == [3.0, 3.0]
+
+
+def test_the_epsilon_grows_with_the_ranks_below_a_level() -> None:
+    a, b, c, d = (torch.tensor([v, 0.0], dtype=torch.float64) for v in (1.0, 2.0, 3.0, 5.0))
+
+    def pair(x: Tensor, y: Tensor, eps: float) -> Tensor:
+        dot, xx, yy = (float(u @ v) + eps for u, v in ((x, y), (x, x), (y, y)))
+        return (1 - dot / (2 * xx)) * x + (1 - dot / (2 * yy)) * y
+
+    want = pair(pair(a, b, 2.0), pair(c, d, 2.0), 4.0)
+    torch.testing.assert_close(adasum([[a], [b], [c], [d]], eps=1.0)[0], want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(adasum_pair(1e-6 * a, 1e-6 * b), pair(1e-6 * a, 1e-6 * b, 2e-12), rtol=1e-12, atol=0)
