@@ -34,7 +34,16 @@ SHORT = 0.3  # seconds of a test that runs before longer ones, whatever their fi
 # --- which tests reach which line
 
 
-class Measure:
+class Seeded:
+    """A pytest plugin: what a test draws does not depend on the tests before it."""
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        for name, seed in (("random", "seed"), ("numpy.random", "seed"), ("torch", "manual_seed")):
+            if name in sys.modules:
+                getattr(sys.modules[name], seed)(0)
+
+
+class Measure(Seeded):
     """A pytest plugin: the lines that each test reaches, the seconds it takes, and whether it starts processes."""
 
     def __init__(self, coverage: Any) -> None:
@@ -89,14 +98,19 @@ class Known:
 
     def __init__(self, parts: Collection[dict[str, Any]]) -> None:
         self.seconds: dict[str, float] = {}
-        self.with_processes: set[str] = set()  # test files
+        self.blind: set[str] = set()  # tests that reach no line here: they ask for signatures, or start a process
+        self.apart: set[str] = set()  # tests of files that start processes, and what torch compiles: unseen, in part
         self.lines: dict[str, dict[int, set[str]]] = {}
         self.imported: dict[str, set[int]] = {}
         for part in parts:
-            for name, own, others in part["tests"]:
+            reaching = {i for lines in part["lines"].values() for tests in lines.values() for i in tests}
+            processes = any(others for _, _, others in part["tests"])
+            for i, (name, own, others) in enumerate(part["tests"]):
                 self.seconds[name] = own + others
-                if others:
-                    self.with_processes.add(name.split("::")[0])
+                if i not in reaching:
+                    self.blind.add(name)
+                elif processes or "compile" in name:
+                    self.apart.add(name)
             for file, lines in part["lines"].items():
                 held = self.lines.setdefault(file, {})
                 for line, tests in lines.items():
@@ -119,12 +133,12 @@ class Known:
         )
 
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
-        """The tests to run: short ones of its own files first, then those that start processes, within the budget."""
+        """The tests to run: short ones of its own files first, then those apart (see `Known`), within the budget."""
         reach, seconds = self.reach(mutant), self.seconds
-        started = [t for t in seconds if t.startswith(own) and t.split("::")[0] in self.with_processes]
+        apart = self.blind | {t for t in self.apart - reach if t.startswith(own)}
         first = sorted(reach, key=lambda t: (not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]))
         taken, total = [], 0.0
-        for test in [*first, *(t for t in started if t not in reach)]:
+        for test in [*first, *sorted(apart, key=lambda t: seconds[t])]:
             if not taken or total + seconds[test] <= budget:
                 taken.append(test)
                 total += seconds[test]
@@ -233,7 +247,7 @@ def verdict(ended: int | str) -> str:
     return ended if isinstance(ended, str) else "survived" if ended == 0 else "killed"
 
 
-class Chosen:
+class Chosen(Seeded):
     """A pytest plugin: of what is collected, the tests of a job in its order, and those that only the change made."""
 
     def __init__(self, tests: list[str], known: Collection[str]) -> None:
@@ -263,7 +277,7 @@ def imported(copy: Path, job: Job, known: Collection[str]) -> str:
     return "survived"
 
 
-class Server:
+class Server(Seeded):
     """A pytest plugin: collects all tests, and instead of running them forks for each job that is asked for."""
 
     def __init__(self, copy: Path, jobs: list[Job], asked: TextIO, told: TextIO) -> None:
@@ -298,6 +312,7 @@ class Server:
         for item, following in zip(items, [*items[1:], None]):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.session.testsfailed:
+                (self.copy / "failed").write_text(item.nodeid)
                 return 1
         return 0
 
@@ -383,4 +398,5 @@ def run_all(
 
 def _check_control(job: Job, found: str) -> None:
     if found != "survived":
-        raise RuntimeError(f"without any change the tests of {job.mutant.name} are {found}: they prove nothing")
+        where = (Path.cwd() / "failed").read_text() if found == "killed" and not job.imports else "a test"
+        raise RuntimeError(f"without any change {where} of {job.mutant.name} is {found}: it proves nothing")

@@ -68,7 +68,7 @@ SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-SILENT = {"stacklevel"}  # keywords that only a message shows
+SILENT = {"stacklevel", "flush", "strict"}  # keywords that only printing shows, or that only guard, as an `assert` does
 
 # what no test can notice: name of the mutant -> why
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent_mutants.json").read_text())
@@ -224,13 +224,13 @@ def drawn(every: list[Mutant], options: Any) -> list[Mutant]:
     return random.Random(options.seed).sample(like, min(options.sample, len(like)))
 
 
-def table(results: list[tuple[Mutant, str]]) -> dict[str, dict[str, int]]:
-    """Module -> how many were killed, survived, or cannot be noticed."""
-    rows: dict[str, Counter[str]] = {}
+def table(results: list[tuple[Mutant, str]], rows: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Module -> how many were killed, survived, or cannot be noticed; `rows` counted before."""
+    counts = {module: Counter(row) for module, row in rows.items()}
     for mutant, end in results:
         kind = "equivalent" if end == "survived" and mutant.name in EQUIVALENT else end
-        rows.setdefault(mutant.module, Counter())["killed" if kind == "too long" else kind] += 1
-    return {m: {k: rows[m][k] for k in ("killed", "survived", "equivalent")} for m in sorted(rows)}
+        counts.setdefault(mutant.module, Counter())["killed" if kind == "too long" else kind] += 1
+    return {m: {k: counts[m][k] for k in ("killed", "survived", "equivalent")} for m in sorted(counts)}
 
 
 def main() -> int:
@@ -247,6 +247,7 @@ def main() -> int:
         "--control", type=int, default=10, help="one of so many has its tests run without a change, too"
     )
     parser.add_argument("--write", type=Path, help="the JSON for the result")
+    parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --write has ended")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # a second of imports, and no test here needs one
@@ -255,6 +256,8 @@ def main() -> int:
         copy = copied(options.root.resolve(), Path(scratch).resolve())
         every = all_mutants(copy, options.only)
         sample = drawn(every, options)
+        before = json.loads(options.write.read_text()) if options.resume else {}
+        sample = sample[before.get("drawn", 0) :]
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)
         sys.path[:] = [str(copy), *(p for p in sys.path if not _is_checkout(p, options.root))]
@@ -264,34 +267,34 @@ def main() -> int:
         files = {module: test_files(copy, module) for module in options.only}
         results = list(mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY), options))
         os.chdir(options.root)
-    return _told(results, len(every), options)
+    return _told(results, len(every), options, before)
 
 
 def _is_checkout(path: str, root: Path) -> bool:
     return Path(path or ".").resolve() in (root.resolve(), root.resolve() / "tests")
 
 
-def _told(results: list[tuple[Mutant, str]], of: int, options: Any) -> int:
-    rows = table(results)
+def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict[str, Any]) -> int:
+    rows = table(results, before.get("modules", {}))
     total = {k: sum(row[k] for row in rows.values()) for k in ("killed", "survived", "equivalent")}
     print(f"\n{'module':12} killed survived equivalent")
     for module, row in {**rows, "all": total}.items():
         print(f"{module:12} {row['killed']:6} {row['survived']:8} {row['equivalent']:10}")
-    share = total["killed"] / max(1, total["killed"] + total["survived"])
-    print(f"{share:.1%} of {len(results)} killed, drawn with seed {options.seed} from {of}")
+    share, count = total["killed"] / max(1, total["killed"] + total["survived"]), sum(total.values())
+    print(f"{share:.1%} of {count} killed, drawn with seed {options.seed} from {of}")
     if options.write:
-        left = [m for m, end in results if end == "survived"]
+        left = [m.name for m, end in results if end == "survived"]
         held = {
             "date": time.strftime("%Y-%m-%d"),
             "versions": {"python": platform.python_version(), "torch": importlib.metadata.version("torch")},
             "seed": options.seed,
-            "drawn": len(results),
+            "drawn": count,
             "of": of,
             "budget_seconds": options.budget,
             "killed_share": round(share, 4),
             "modules": rows,
-            "survived": [m.name for m in left if m.name not in EQUIVALENT],
-            "equivalent": {m.name: EQUIVALENT[m.name] for m in left if m.name in EQUIVALENT},
+            "survived": before.get("survived", []) + [name for name in left if name not in EQUIVALENT],
+            "equivalent": before.get("equivalent", {}) | {n: EQUIVALENT[n] for n in left if n in EQUIVALENT},
         }
         options.write.write_text(json.dumps(held, indent=1) + "\n")
     return 0

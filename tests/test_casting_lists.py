@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -351,3 +352,29 @@ def test_one_table_compares_them() -> None:
         *(f"mindspore {level}" for level in ("O1", "O2", "O3", "auto")),
     }
     assert all(set(row) == set(table[0]) for row in table)
+
+
+class Doing(nn.Module):
+    """A network whose forward is one call; the weight is there for optimizers and levels."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = nn.Linear(2, 2), call
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.call(*args)
+
+
+@pytest.mark.parametrize("name", ["addmm", "addmv", "baddbmm"])
+@pytest.mark.parametrize("numbers", [{}, {"beta": 0.5, "alpha": 3}])
+def test_a_sum_with_a_product_takes_the_product_alone_in_low(name, numbers):
+    generator = torch.Generator().manual_seed(0)
+    lead = (2,) if name == "baddbmm" else ()
+    a, b = torch.randn(*lead, 3, 4, generator=generator), torch.randn(*lead, 4, 3, generator=generator)
+    b = b[:, 0] if name == "addmv" else b
+    more = torch.randn((a.half() @ b.half()).shape, generator=generator)
+    net = auto_mixed_precision(Doing(lambda *args: getattr(torch, name)(*args, **numbers)), "O1")
+    product = (a.half() @ b.half()).float()
+    want = numbers.get("beta", 1) * more + numbers.get("alpha", 1) * product
+    assert torch.equal(net(more, a, b), want)
+    assert not torch.equal(want, getattr(torch, name)(more, a, b, **numbers))  # float16 leaves a trace

@@ -57,6 +57,12 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "scalers.DynamicLossScaleManager": {"init_loss_scale": 2**24, "scale_factor": 2, "scale_window": 2000},
     "scalers.FixedLossScaleManager": {"loss_scale": 128.0, "drop_overflow_update": True},
     "casting.auto_mixed_precision": {"amp_level": "O0", "dtype": torch.float16, "grad_dtype": None},
+    "model.Model.train": {"callbacks": None, "dataset_sink_mode": False, "sink_size": -1, "initial_epoch": 0},
+    "model.Model.fit": {
+        "valid_dataset": None, "valid_frequency": 1, "callbacks": None, "dataset_sink_mode": False,
+        "valid_dataset_sink_mode": False, "sink_size": -1, "initial_epoch": 0,
+    },
+    "model.Model.eval": {"callbacks": None, "dataset_sink_mode": False},
     "model.LossMonitor": {"per_print_times": 1},
     "model.Model": {
         "loss_fn": None, "optimizer": None, "metrics": None, "eval_network": None, "eval_indexes": None,
@@ -66,9 +72,15 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "boost.BoostTrainOneStepCell": {"sens": 1.0, "boost": None},
     "boost.BoostTrainOneStepWithLossScaleCell": {"boost": None},
     "boost.LessBN": {"fn_flag": False, "strict": False, "last_fc": None, "keep_bias": False},
+    "boost.adasum.adasum_enabled": {"device_number": 8},
     "boost.freeze_cell": {"mean": None, "degree": None, "max_accumulation_step": 1},
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
+    "boost.adasum.adasum": {"eps": 1e-12},  # for each worker of a level
+    "boost.adasum.adasum_pair": {"eps": 2e-12},
+    "boost.adasum.adasum_coefficients": {"eps": 2e-12},
+    "boost.dim_reduce.pca.read_pca_rows": {"timeout": 1800.0},
+    "model.RunContext": {"cur_epoch_num": 0, "cur_step_in_epoch": 0, "cur_step_num": 0, "failed": False},
     "step.TrainOneStepCell": {
         "sens": None, "return_grad": False, "hooks": (), "clip_norm": None, "accumulation_steps": 1,
     },
@@ -122,10 +134,18 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def named(path: str) -> Any:
+    """A function or class of a module, or a method of a class."""
+    home, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"mpkit.{home}"), name)
+    except ModuleNotFoundError:
+        return getattr(named(home), name)
+
+
 @pytest.mark.parametrize("name", [*ORIGINAL, *OWN])
 def test_what_is_left_out_has_the_promised_value(name):
-    module, _, thing = name.partition(".")
-    signature = inspect.signature(getattr(importlib.import_module(f"mpkit.{module}"), thing))
+    signature = inspect.signature(named(name))
     given = {key: p.default for key, p in signature.parameters.items() if p.default is not p.empty}
     promised = {**ORIGINAL, **OWN}[name]
     held = {key: given.get(key, "no such argument") for key in promised}

@@ -169,6 +169,20 @@ def test_an_error_inside_closes_the_ledger() -> None:
     assert network(torch.ones(1, 2)).dtype is torch.float32
 
 
+def test_an_error_in_a_module_leaves_its_path_behind() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no")
+
+    net = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2), Fails()), "O2")
+    with ledger(net) as log:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no"):
+                net(torch.ones(1, 2))
+        torch.ones(2) + 1  # outside of every module
+    assert [row.module for row in log.rows] == ["0", "0"]
+
+
 def test_an_open_ledger_is_not_opened_again() -> None:
     network = auto_mixed_precision(nn.Linear(2, 2), "O2")
     book = ledger(network)

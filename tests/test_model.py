@@ -22,7 +22,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from mpkit import optimizers
 from mpkit.bench.step import HostReads
 from mpkit.model import Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
+from mpkit.model.checkpoint import save_whole
+from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.loop import TrainingLoop
+from mpkit.model.model import _three_indexes
 from mpkit.policies import preset
 from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
 from mpkit.step import Hook, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
@@ -637,3 +640,34 @@ def test_paths_may_be_strings(tmp_path):
     assert Path(tmp_path / "a.pt").exists()
     ours.load(str(tmp_path / "a.pt"))
     ours.train(1, loader())
+
+
+def test_an_evaluation_network_is_asked_by_the_places_of_loss_output_and_label():
+    assert _three_indexes(None) == (0, 1, 2)
+    assert _three_indexes([2, 0, 1]) == (2, 0, 1)
+
+
+def test_a_fit_without_an_evaluation_needs_no_metrics():
+    ours = model(metrics=None)
+    ours.fit(1, loader(2))
+    with pytest.raises(ValueError, match="needs something to measure"):
+        ours.fit(2, loader(2), loader(2), initial_epoch=1)
+
+
+def test_a_half_written_file_is_left_for_an_hour(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr("mpkit.model.checkpoint.time.time", lambda: now)
+    for age in (3599, 3600, 3601):
+        part = tmp_path / f".run.pt.{age}.part"
+        part.touch()
+        os.utime(part, (now - age, now - age))
+    save_whole({}, tmp_path / "run.pt")
+    assert sorted(p.name for p in tmp_path.glob(".run*")) == [".run.pt.3599.part", ".run.pt.3600.part"]
+
+
+def test_an_interrupt_that_was_kept_is_told_once():
+    guard = InterruptBetweenSteps()
+    with pytest.raises(KeyboardInterrupt), guard.step():
+        guard._receive(2, None)  # in the step: kept until its end
+    with guard.step():
+        pass  # and not again

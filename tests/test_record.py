@@ -15,6 +15,8 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.policies import preset
 from mpkit.record import Ranges, Recorder, Trace, exponent_counts
 from mpkit.record.counts import host_counts, total_norm
+from mpkit.record.rows import Rows, noted
+from mpkit.record.scale import scale_of
 from mpkit.record.trace import join
 from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
@@ -564,3 +566,116 @@ def test_the_smallest_normal_number_is_no_zero():
     assert (int(counts[1]), int(zeros)) == (3, 0)
     counts, zeros, _, _ = host_counts(torch.full((3,), 2.0**-127))
     assert (int(counts.sum()), int(zeros)) == (0, 3)
+
+
+# --- parts by themselves
+
+
+def histogram(**changes) -> Ranges:
+    """Two tensors of 4 values in 5 steps; bins from 2**-1 to 2**1."""
+    counts = np.zeros((5, 2, 3), dtype=np.uint32)
+    counts[0, 0, 2] = counts[1, 0, 2] = counts[1, 1, 0] = counts[3, 1, 0] = 1
+    nonfinite = np.array([[0, 0], [1, 0], [0, 0], [1, 0], [4, 4]])
+    given = {
+        "names": ("a", "b"),
+        "size": np.array([4, 4]),
+        "step": np.arange(5),
+        "lowest": -1,
+        "counts": counts,
+        "zeros": 4 - counts.sum(2, dtype=np.int64) - nonfinite,
+        "nonfinite": nonfinite,
+        "largest": np.array([[3.0, 0], [np.inf, 0.75], [0, 0], [np.nan, 0.5], [np.inf, np.inf]], dtype=np.float32),
+    }
+    return Ranges(**(given | changes))
+
+
+def test_the_largest_finite_magnitude_of_a_row():
+    """Exact where all is finite; else the upper edge of the highest bin of what is not, and what is exact beside it."""
+    assert histogram().finite_largest().tolist() == [3.0, 4.0, 0.0, 0.5, 0.0]
+
+
+def test_bins_may_begin_and_end_where_float32_does():
+    for lowest in (-126, 125):
+        assert histogram(lowest=lowest).exponents.tolist() == list(range(lowest, lowest + 3))
+    for lowest in (-127, 126):
+        with pytest.raises(ValueError, match=r"bins must lie in|at least -126"):
+            histogram(lowest=lowest)
+    with pytest.raises(ValueError, match="more values than its tensor has"):
+        histogram(size=np.array([4, 3]))
+
+
+@pytest.mark.parametrize("top", [1.9, 2.0, 2.9, 3.9, 4.0])
+@pytest.mark.parametrize("size", [2**14 - 1, 2**14, 2**14 + 3])
+def test_counts_where_the_way_of_counting_changes(top, size):
+    """Below 2 the eighth bit of an exponent is free; few values are counted one by one."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size)).clamp(-top, top)
+    x[-1] = -top
+    counts, zeros, largest, norm = host_counts(x)
+    assert {e - 127: n for e, n in enumerate(counts.tolist()) if n} == slow_counts(x.numpy())
+    assert (zeros, largest) == (0, np.float32(top))
+    assert norm == pytest.approx(float(x.double().norm()), rel=1e-6)
+
+
+def test_a_norm_is_that_of_all_tensors_together():
+    parts = [torch.full((3,), 2.0), torch.tensor([6.0]), torch.full((2, 2), 4.0)]
+    assert total_norm(parts[:2]) == pytest.approx(math.sqrt(12 + 36))
+    assert total_norm(parts) == pytest.approx(math.sqrt(12 + 36 + 64))
+    assert total_norm([p.half() for p in parts]) == pytest.approx(math.sqrt(12 + 36 + 64))
+    assert total_norm([torch.full((4,), 1e-30), torch.zeros(1)]) == pytest.approx(2e-30)
+
+
+def test_a_scale_that_is_a_tensor_divides_what_is_counted():
+    recorder = Recorder(small_network())
+    counts, zeros, largest, norm = recorder._counts(torch.tensor([4.0, 0.0]), torch.tensor(0.25))
+    assert (counts[127], int(zeros), float(largest), norm) == (1, 1, 1.0, 4.0)
+
+
+def test_activations_are_those_of_recorded_training_steps_alone():
+    def recorded(disturbed: bool) -> Trace:
+        net = small_network()
+        recorder = Recorder(net, activations=True, every=2)
+        for step in range(4):
+            x, y = batch(step)
+            if disturbed and step % 2 == 0:
+                with torch.no_grad():
+                    net(100 * x)  # an evaluation in the middle
+            loss = F.cross_entropy(net(x if step % 2 == 0 else 100 * x), y)
+            net.zero_grad()
+            loss.backward()
+            recorder.record(loss)
+        return recorder.trace()
+
+    quiet, busy = recorded(False), recorded(True)
+    assert quiet.activations.step.tolist() == [0, 2]
+    assert (quiet.activations.counts == busy.activations.counts).all()
+    assert quiet.activations.largest.max() < 50  # no step that is not recorded, none of an evaluation
+
+
+def test_a_tensor_without_values_in_a_step_counts_nothing():
+    rows = Rows(("a", "b"))
+    part = host_counts(torch.tensor([1.0, 3.0, 0.0]))[:3]
+    rows.append(0, [(*part, 3), None])
+    rows.append(1, [None, (*part, 3)])
+    rows.append(2, [None, None])  # nothing to write down
+    found = rows.ranges()
+    assert found.step.tolist() == [0, 1]
+    assert found.counts.sum(2).tolist() == [[2, 0], [0, 2]]
+    assert found.zeros.tolist() == [[1, 0], [0, 1]]
+    assert found.largest.tolist() == [[3, 0], [0, 3]]
+    assert found.size.tolist() == [3, 3]
+
+
+def test_what_a_scaler_says_of_scale_and_overflow():
+    assert scale_of(None) == scale_of(torch.amp.GradScaler("cpu", enabled=False)) == 1.0
+    assert scale_of(torch.amp.GradScaler("cpu", init_scale=8.0)) == 8.0
+    flags = [torch.tensor(0.0), torch.tensor(0.0), torch.tensor(1.0)]
+    for some, want in (
+        ([], 0.0),
+        (flags[:1], 0.0),
+        (flags[2:], 1.0),
+        (flags[:2], 0.0),
+        (flags, 1.0),
+        (flags[::-1], 1.0),
+    ):
+        assert noted({"found_inf_per_device": dict(enumerate(some))}) == want
+    assert noted(0.5) == 0.5

@@ -13,6 +13,7 @@ from mpkit.formats import E5M2, FP16
 from mpkit.policies import FRAMEWORKS, ScalePolicy, advance, initial, preset, run, stack
 from mpkit.record import Ranges, Trace, exponent_counts
 from mpkit.replay import CAVEAT, can_compile, ceilings, flushed, replay, simulate, sweep, swept
+from mpkit.replay.table import _sample
 
 LONG = 1500  # steps of every trace that the quick test replays
 GIVEN = {
@@ -312,3 +313,32 @@ def test_what_cannot_be_replayed_is_refused_in_words():
         sweep(trace, window=2.5)
     with pytest.raises(ValueError, match="at least one init"):
         sweep(trace, init=[])
+
+
+def test_a_long_trace_is_looked_at_from_its_first_to_its_last_step(monkeypatch):
+    trace = trace_of([torch.full((4,), 2.0**-k) for k in range(40)])
+    monkeypatch.setattr("mpkit.replay.table._SAMPLES", 4)
+    assert _sample(trace).tolist() == [0, 13, 26, 39]
+    monkeypatch.setattr("mpkit.replay.table._SAMPLES", 40)
+    assert _sample(trace).tolist() == list(range(40))
+
+
+def test_steps_without_a_ceiling_do_not_count_for_the_headroom():
+    """A gradient of zeros fits under any scale: its distance to a ceiling is infinite and says nothing."""
+    trace = trace_of([torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0])])
+    row = replay(trace, preset("torch", init_scale=2.0**10, growth_interval=100)).iloc[0]
+    tops = ceilings(trace)
+    assert np.isinf(tops[1])
+    assert row["headroom"] == pytest.approx(np.mean(np.log2(tops[[0, 2]] / 2.0**10)))
+
+
+def test_a_policy_that_raises_at_once_has_skipped_all_it_ran():
+    trace = trace_of([torch.tensor([torch.inf])] * 3)
+    policy = preset("mpkit", init_scale=1.0, min_scale=1.0)
+    row = replay(trace, policy).iloc[0]
+    assert (row["skipped"], row["skipped_share"], row["lost"]) == (1, 1.0, 1.0)
+
+
+def test_no_sampled_step_is_an_empty_table():
+    done = simulate(np.array([1.0, 2.0]), stack([preset("torch"), preset("apex")]), sample=[])
+    assert done.sampled.shape == (0, 2)

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from mpkit.casting import Cast, cast_like, ledger, uniform
@@ -110,6 +111,30 @@ def test_a_margin_has_its_ends():
     assert TensorScalePolicy(history_len=1, amax_floor=0.0).history_len == 1
 
 
+@pytest.mark.parametrize("kind", ["plain", "zeros", "none"])
+def test_unused_bits_are_the_mean_distance_of_exponents(kind):
+    """By frexp, over the steps that are neither zero nor clipped; clipped means beyond the last bit of the limit."""
+    amax, rows = series(kind), [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 16)]
+    done = replay_tensor_scales(amax, [*rows, TENSOR_SCALE_PRESETS["te_current"]], scales=True)
+    for i, used in enumerate(done.scales):
+        products = [float(np.float32(a * s)) for a, s in zip(amax, used)]
+        left = [9 - math.frexp(p)[1] for p in products if 0 < p <= 448 * (1 + 2.0**-22)]  # 448 is 0.875 * 2**9
+        assert done.unused_bits[i] == pytest.approx(np.mean(left) if left else 0.0, abs=1e-12)
+        assert done.worst[i] == pytest.approx(max(products) / 448)
+
+
+def test_a_table_shows_what_policies_differ_in():
+    rows = [tensor_scale_preset("te_delayed", history_len=4, margin=m) for m in (0, 1)]
+    results = ["clipped", "first", "worst", "unused_bits"]
+    assert list(replay_tensor_scales([1.0, 2.0], rows).to_frame()) == ["history_len", "margin", "policy", *results]
+    assert list(replay_tensor_scales([1.0, 2.0], rows[:1]).to_frame()) == ["history_len", "policy", *results]
+
+
+def test_a_negative_amax_is_named_with_its_step():
+    with pytest.raises(ValueError, match=r"got -1.0 at step 3"):
+        replay_tensor_scales([2.0, 0.5, 0.0, -1.0, -2.0], [tensor_scale_preset("te_delayed")])
+
+
 def test_a_current_scale_never_clips_and_a_longer_history_clips_less():
     amax = series("plain")
     rows = [tensor_scale_preset("te_delayed", history_len=n) for n in (1, 4, 16, 64)]
@@ -145,6 +170,22 @@ def test_recorded_amaxes_give_the_scales_that_a_recipe_trains_with():
     for name, amax in trace.series().items():
         scales = replay_tensor_scales(amax, [policy], scales=True).scales
         assert [row[name] for row in seen] == scales[0].tolist()
+
+
+def test_frozen_weights_end_a_step_with_every_forward():
+    """Nothing else tells: their version never changes. A backward pass through them, which computes again, is none."""
+    policy = tensor_scale_preset("te_delayed", amax_history_len=2)
+    net = nn.Linear(16, 16).requires_grad_(False)
+    cast_like(net, uniform("short", Cast(E4M3FN, "tensor", policy)))
+    x, seen = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), []
+    amax = [float(x.abs().max()) * 4.0**step for step in range(4)]
+    for step in range(4):
+        given = (x * 4.0**step).requires_grad_()
+        with ledger(net) as log:
+            out = torch.utils.checkpoint.checkpoint(net, given, use_reentrant=False)
+            out.sum().backward()
+        seen.append(next(row.scale_max for row in log.operands if row.operand == "input"))
+    assert seen == replay_tensor_scales(amax, [policy], scales=True).scales[0].tolist()
 
 
 def test_a_trace_is_saved_and_loaded(tmp_path):
