@@ -173,7 +173,7 @@ def _digest(paths: list[Path]) -> str:
 # --- one mutant
 
 
-def forked(run: Callable[[], int], seconds: float, wait: float = 4.0) -> int | str:
+def forked(run: Callable[[], int], seconds: float, wait: float = 12.0) -> int | str:
     """The exit status of `run` in a fork, or "too long": above `seconds` of processor time, or `wait` times as long."""
     child = os.fork()
     if child == 0:

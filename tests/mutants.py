@@ -265,16 +265,21 @@ def main() -> int:
             with suppress(ImportError):
                 importlib.import_module(name)
         files = {module: test_files(copy, module) for module in options.only}
-        results = list(mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY), options))
-        os.chdir(options.root)
-    return _told(results, len(every), options, before)
+        results: list[tuple[Mutant, str]] = []
+        try:
+            for result in mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY), options):
+                results.append(result)
+        finally:  # what is known is told, whatever ends the run
+            os.chdir(options.root)
+            _told(results, len(every), options, before)
+    return 0
 
 
 def _is_checkout(path: str, root: Path) -> bool:
     return Path(path or ".").resolve() in (root.resolve(), root.resolve() / "tests")
 
 
-def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict[str, Any]) -> int:
+def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict[str, Any]) -> None:
     rows = table(results, before.get("modules", {}))
     total = {k: sum(row[k] for row in rows.values()) for k in ("killed", "survived", "equivalent")}
     print(f"\n{'module':12} killed survived equivalent")
@@ -297,7 +302,6 @@ def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict
             "equivalent": before.get("equivalent", {}) | {n: EQUIVALENT[n] for n in left if n in EQUIVALENT},
         }
         options.write.write_text(json.dumps(held, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
