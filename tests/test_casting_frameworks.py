@@ -55,6 +55,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "matrix_power 3": (lambda x: torch.linalg.matrix_power(x, 3), (A,)),
     "matrix_power 1": (lambda x: torch.linalg.matrix_power(x, 1), (A,)),
     "matrix_power named": (lambda x: torch.linalg.matrix_power(x, n=3), (A,)),
+    "matrix_power of torch": (lambda x: torch.matrix_power(x, n=3), (A,)),
+    "matrix_power of a tensor": (lambda x: x.matrix_power(3), (A,)),
     "matrix_power -2": (lambda x: torch.linalg.matrix_power(x, -2), (A,)),
     "area in order": (lambda x: F.interpolate(x, None, 0.5, "area"), (IMAGE,)),
     "nearest in order": (lambda x: F.interpolate(x, None, 0.5, "nearest"), (IMAGE,)),

@@ -55,7 +55,7 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
     handlers |= {name: _unless_told(handlers[name]) for name in _names(_TOLD)}
     handlers |= dict.fromkeys(_names(ops.spellings("interpolate")), _interpolated)
     handlers[Tensor.__rtruediv__.__name__] = _IN_FLOAT32  # a reciprocal, and a product with it
-    handlers[torch.linalg.matrix_power.__name__] = _matrix_power(low)
+    handlers |= dict.fromkeys(_names(ops.spellings("matrix_power")), _matrix_power(low))
     del handlers[torch.linalg.cross.__name__]  # one operator elsewhere, but not on this list
     kept = {name: _sparing_float64(handler) for name, handler in handlers.items()}
     return Rule(kept, lists.default, entry, (autocast_lists, (low, entry)))
