@@ -133,9 +133,9 @@ class Known:
         )
 
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
-        """The tests to run: short ones of its own files first, then those apart (see `Known`), within the budget."""
+        """The tests to run: short ones of its own files first; those apart where no other reaches the line."""
         reach, seconds = self.reach(mutant), self.seconds
-        apart = self.blind | {t for t in self.apart - reach if t.startswith(own)}
+        apart = self.blind | (set() if reach else {t for t in self.apart if t.startswith(own)})
         first = sorted(reach, key=lambda t: (not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]))
         taken, total = [], 0.0
         for test in [*first, *sorted(apart, key=lambda t: seconds[t])]:

@@ -316,22 +316,26 @@ def test_stochastic_overflow_is_as_likely_as_the_distance_says():
 
 
 @pytest.mark.parametrize("count", [9, 2**13 - 1, 2**13, 2**13 + 1, 2**17 + 7])
-def test_stochastic_rounding_takes_the_words_that_its_generator_seeds(count, monkeypatch):
-    """Few elements: the generator's own words. Else it seeds SFC64, whose words follow each other through blocks."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+@pytest.mark.parametrize(("fmt", "kind"), [(BF16, torch.int16), (get_format("e8m3"), torch.int32)], ids=str)
+def test_stochastic_rounding_takes_the_words_that_its_generator_seeds(count, fmt, kind):
+    """Few elements: the generator's own words. Else it seeds SFC64, whose words follow each other through all parts.
+
+    A word serves four elements where 16 bits are dropped, else two; the pattern of x plus the bits is cut off.
+    """
     x = 1 + torch.rand(count, generator=torch.Generator().manual_seed(3))
     mine, theirs = (torch.Generator().manual_seed(4) for _ in range(2))
-    pairs = (count + 1) // 2
+    each = 4 if kind is torch.int16 else 2
+    parts = [min(each * rounding.WORDS, count - done) for done in range(0, count, each * rounding.WORDS)]
     if count < 2**13:
-        words = torch.empty(pairs, dtype=torch.int64).random_(-(2**63), None, generator=mine)
+        raw = [torch.empty(-(-n // each), dtype=torch.int64).random_(-(2**63), None, generator=mine) for n in parts]
     else:
         seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=mine)
-        blocks = [(min(2**16, count - done) + 1) // 2 for done in range(0, count, 2**16)]
-        raw = np.random.SFC64(int(seed)).random_raw(sum(blocks)).view(np.int64)
-        words = torch.from_numpy(raw)
-    noise = words.view(torch.int32)[:count] & 0xFFFF
-    want = ((x.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
-    assert mismatches(round_to(x, BF16, "stochastic", generator=theirs), want) == 0
+        source = np.random.SFC64(int(seed))
+        raw = [torch.from_numpy(source.random_raw(-(-n // each)).view(np.int64) ^ np.int64(-(2**63))) for n in parts]
+    noise = torch.cat([words.view(kind)[:n] for words, n in zip(raw, parts, strict=True)]).int()
+    mask = 2 ** (23 - fmt.fraction_bits) - 1
+    want = ((x.view(torch.int32) + (noise & mask)) & ~mask).view(torch.float32)
+    assert mismatches(round_to(x, fmt, "stochastic", generator=theirs), want) == 0
     assert torch.equal(mine.get_state(), theirs.get_state())
 
 
