@@ -385,7 +385,7 @@ def run_all(
             if time.monotonic() > end:
                 return
             began = time.monotonic()
-            if number % options.control == 0:
+            if number % options.control == options.control - 1:
                 _check_control(job, imported(copy, job.unchanged(), known.seconds) if job.imports else ask(~number))
             found = "survived" if not job.tests else "elsewhere" if job.imports else ask(number)
             if found == "elsewhere":

@@ -68,7 +68,7 @@ class Rprop(Optimizer):
             torch._foreach_mul_(before, 1 - u.keep)
             torch._foreach_add_(before, u.grads)
         for sign, old in zip(turned, before):
-            old.masked_fill_((sign < 0) if u.keep is None else (sign < 0) & (u.keep != 0), 0.0)
+            old.masked_fill_(sign < 0, 0.0)  # nowhere in a skipped step, whose gradients are -0.0
             sign.copy_(torch.where(sign > 0, up, torch.where(sign < 0, down, torch.ones_like(sign))))
         torch._foreach_mul_(step, turned)
         torch._foreach_clamp_min_(step, least)
