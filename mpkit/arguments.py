@@ -9,24 +9,31 @@ import math
 import sys
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is an int or a float; a bool is neither."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is an int; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_number(
     name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False
 ) -> float:
     """Raise unless `value` is a number in [low, high), or in (low, high) with `open_low`; -> it as a float."""
-    number: Any = value  # Real has no comparisons in its type
     check_flags(open_low=open_low)
     _need_real("a bound", low, high)
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value!r}")
     _need_real(name, value)
-    if not (low < number < high if open_low else low <= number < high):
+    if not (is_number(value) and (low < value < high if open_low else low <= value < high)):
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
-    return float(number)
+    return float(value)
 
 
 def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> float:
@@ -39,7 +46,7 @@ def check_float(name: str, value: object, *, low: float = 0.0, high: float = mat
 def check_count(name: str, value: object, low: int = 1) -> int:
     """Raise unless `value` is a whole number >= low; -> it as an int."""
     _need_real("low", low)
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_whole(value):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
     if value < low:
         raise ValueError(f"{name} must be at least {low}, got {value}")
@@ -53,7 +60,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
+def check_choice(name: str, value: object, choices: Collection[str]) -> str:
     """Raise unless `value` is one of the strings `choices`; -> it."""
     if not all(isinstance(choice, str) for choice in choices):
         raise TypeError(f"choices must be strings, got {choices!r:.80}")
@@ -64,7 +71,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
     return value
 
 
-def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> None:
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> None:
     """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`)."""
     if not (isinstance(value, kind) or (optional and value is None)):
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {type(value).__name__}")
@@ -72,13 +79,13 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str, 
 
 def _need_real(name: str, *values: object) -> None:
     for value in values:
-        if not isinstance(value, Real):
+        if not is_number(value):
             raise TypeError(f"{name} must be a number, got {value!r}")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise ValueError(f"{name} must fit a float, got an int of {value.bit_length()} bits")
 
 
-def check_alike(name: str, saved: Any, own: Any) -> None:
+def check_alike(name: str, saved: Any, own: object) -> None:
     """Raise unless a part of a saved state is of the kind that this object saves itself: TypeError, or ValueError.
 
     A tensor needs a tensor of its shape and kind of number, a number a number, a dict (at least) its keys, a list its
@@ -105,5 +112,5 @@ def check_alike(name: str, saved: Any, own: Any) -> None:
             raise ValueError(f"{name} needs shape {ours[0]} and a kind like {ours[1]}, got {theirs[0]} {theirs[1]}")
     elif isinstance(own, bool):
         check_flags(**{name: saved})
-    elif isinstance(own, Real) and (isinstance(saved, bool) or not isinstance(saved, Real)):
+    elif isinstance(own, Real) and not is_number(saved):
         raise TypeError(f"{name} must be a number, as it was saved, got {saved!r:.60}")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, is_whole
 from mpkit.files import read_npz
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
@@ -76,7 +76,7 @@ def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
     parts = {"train": slice(_DIGITS_TRAIN), "test": slice(_DIGITS_TRAIN, None), "all": slice(None)}
     if split not in parts:
         raise ValueError(f"split must be one of {', '.join(parts)}, got {split!r}")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 8:
+    if not is_whole(size) or size < 8:
         raise ValueError(f"size must be a whole number of pixels, at least 8, got {size!r}")
     pixels, labels = _read_digits(_packaged("digits.npz"))
     images = torch.from_numpy(pixels[parts[split]]).float().div_(16).unsqueeze(1)

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mpkit.arguments import check_kind
+
 Specials = Literal["ieee", "nan", "none"]
 Kind = Literal["zero", "subnormal", "normal", "inf", "nan"]
 
@@ -321,6 +323,16 @@ FORMATS: dict[str, FloatFormat] = {f.name: f for f in (FP64, FP32, TF32, FP16, B
 """The named formats, widest first."""
 
 _NAMED_LAYOUTS = {(f.exponent_bits, f.fraction_bits): f for f in FORMATS.values() if f.specials == "ieee"}
+
+
+def dtype_name(dtype: torch.dtype | FloatFormat) -> str:
+    """What a precision is called in a table: "float16" for torch.float16, a format's own name.
+
+    >>> dtype_name(torch.float16), dtype_name(E5M2)
+    ('float16', 'E5M2')
+    """
+    check_kind("dtype", dtype, (torch.dtype, FloatFormat), "a torch.dtype or a FloatFormat")
+    return dtype.name if isinstance(dtype, FloatFormat) else str(dtype).removeprefix("torch.")
 
 
 def get_format(name: str) -> FloatFormat:

@@ -290,10 +290,6 @@ class DenseNet(nn.Module):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-mobilenet_v2 = MobileNetV2
-densenet = DenseNet
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a position sees itself and its past. x (N, T, width) -> (N, T, width)."""
 

@@ -99,7 +99,7 @@ def _in_memory(
     return out
 
 
-def _check(x: Any, fmt: Any) -> None:
+def _check(x: object, fmt: object) -> None:
     if not isinstance(fmt, FloatFormat):
         raise TypeError(f"fmt is a FloatFormat such as FP16 or get_format('e5m10'), got {fmt!r}")
     if not isinstance(x, Tensor):
@@ -108,7 +108,7 @@ def _check(x: Any, fmt: Any) -> None:
         raise TypeError(f"formats are emulated inside float32 or float64, got {x.dtype}; call x.float() first")
 
 
-def _likeness(t: Any) -> Any:
+def _likeness(t: object) -> object:
     return (tuple(t.shape), t.dtype, str(t.device)) if isinstance(t, Tensor) else t
 
 
@@ -127,6 +127,7 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
     """Run a kernel over x and out block by block, both walked in the memory order of x."""
     final = out
     if not (x.is_contiguous() and out.is_contiguous()):
+        # in the order in which x lies in memory: else each block would be gathered from all of it
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, final = x.permute(order).contiguous(), out.permute(order)
     target = final if final.is_contiguous() else torch.empty_like(x)
@@ -134,6 +135,7 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
     b, c = x.new_empty(2, size)
     for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
         count = block.numel()
+        # in place: a kernel reads x again after it has written to out
         source = block.clone() if block.data_ptr() == result.data_ptr() else block
         kernel(source, result, *((b, c) if count == size else (b[:count], c[:count])))
     if target is not final:
@@ -146,6 +148,7 @@ def _kernel(
     """The fastest exact way for this combination."""
     native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
     special = fmt.specials == "ieee" or overflow != "inf"
+    # the first way that serves: all are exact, and those that pass over memory least often come first
     if dtype == torch.float32 and mode not in ("nearest_even", "stochastic") and _serves_directions(fmt):
         return _directed_kernel(fmt, mode, overflow)
     if mode == "nearest_even" and fmt.torch_dtype in native:
@@ -168,6 +171,7 @@ def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) ->
     def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
         narrow = b.view(native)[: x.numel()]
         out.copy_(narrow.copy_(x))
+        # the cast itself gives inf beyond the range
         if overflow == "saturate":
             out.clamp_(-fmt.max, fmt.max)
         elif overflow == "nan":
@@ -198,6 +202,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
         nonlocal spare
         power = b.view(torch.int32)
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
+        # below the smallest normal the ulp is that of the subnormals, above the largest that of the largest
         power.clamp_(low, high)
         within = mode == "stochastic" and _within(x, fmt)  # saves three passes; nearest even would save one
         if mode == "nearest_even":
@@ -209,6 +214,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
                 torch.add(x, b, alpha=alpha, out=out)
                 if not within:
                     out.clamp_(-finite, finite)  # or inf - inf
+                # out is C + h, so c becomes h - x: what nearest even rounded off, with the sign turned
                 torch.sub(out, b, alpha=alpha, out=c).sub_(x)
                 if spare.numel() < x.numel():
                     spare = torch.empty_like(x)
@@ -217,6 +223,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
         out.sub_(b, alpha=alpha)
         if not within:
             _overflow_(out, b, fmt, overflow)
+        # what was rounded to zero from below came out as +0
         out.copysign_(x)
 
     return kernel
@@ -240,6 +247,7 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
                 torch.add(bits, pattern, out=out.view(torch.int32)).bitwise_and_(~mask)
                 return
         else:
+            # half an ulp less one unit, plus the lowest bit that is kept: a tie carries only out of an odd pattern
             torch.bitwise_right_shift(bits, dropped, out=pattern)
             pattern.bitwise_and_(1).add_(mask >> 1)
         pattern.add_(bits).bitwise_and_(~mask)
@@ -455,13 +463,13 @@ def rounding_error(x: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Any
+        ctx: Any, x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Overflow | None
     ) -> Tensor:
         ctx.grad_rule = (grad_fmt, mode, overflow)
         return round_to(x, fmt, mode, overflow=overflow)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_fmt, mode, overflow = ctx.grad_rule
         grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)
         return grad, None, None, None, None
@@ -471,11 +479,13 @@ class _InTransforms(torch.autograd.Function):
     """The same inside `torch.func` (vmap, grad, jvp), which wants another shape of Function that costs more."""
 
     @staticmethod
-    def forward(x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Any) -> Tensor:
+    def forward(
+        x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Overflow | None
+    ) -> Tensor:
         return round_to(x, fmt, mode, overflow=overflow)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         ctx.grad_rule = inputs[2:]
 
     backward = _StraightThrough.backward
@@ -486,7 +496,7 @@ class _InTransforms(torch.autograd.Function):
         return tangents[0] if grad_fmt is None else quantize(tangents[0], grad_fmt, None, mode, overflow)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *rule: Any) -> Any:
+    def vmap(info: object, in_dims: tuple[int | None, ...], x: Tensor, *rule: object) -> tuple[Tensor, int | None]:
         return _InTransforms.apply(x, *rule), in_dims[0]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import overload
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import check_count, check_flags, check_kind
+from mpkit.arguments import check_count, check_flags, check_kind, is_number
 
 # --- checks, shared by both families
 
@@ -37,10 +36,6 @@ def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
 def _check_count(name: str, value: object) -> None:
     if (count := check_count(name, value)) >= 2**63:
         raise ValueError(f"{name} counts steps and must be below 2**63, got an int of {count.bit_length()} bits")
-
-
-def _check_flag(name: str, value: object) -> None:
-    check_flags(**{name: value})
 
 
 def _check_span(low: float, high: float) -> None:
@@ -152,7 +147,7 @@ def _check_decay(lr: object, rate: object, total: object, per_epoch: object, spa
     _check_count("total_step", total)
     _check_count("step_per_epoch", per_epoch)
     _check_count("decay_epoch", span)
-    _check_flag("is_stair", stair)
+    check_flags(is_stair=stair)
 
 
 def exponential_decay_lr(
@@ -245,7 +240,7 @@ def polynomial_decay_lr(
     _check_rate("power", power)
     for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("decay_epoch", decay_epoch)):
         _check_count(name, count)
-    _check_flag("update_decay_epoch", update_decay_epoch)
+    check_flags(update_decay_epoch=update_decay_epoch)
     args = (learning_rate, end_learning_rate, decay_epoch, power, update_decay_epoch)
     return _per_epoch(lambda epoch: _polynomial(epoch, *args), total_step, step_per_epoch)
 
@@ -334,7 +329,7 @@ class _Decay(LearningRateSchedule):
         _check_rate("learning_rate", self.learning_rate)
         _check_rate("decay_rate", self.decay_rate)
         _check_count("decay_steps", self.decay_steps)
-        _check_flag("is_stair", self.is_stair)
+        check_flags(is_stair=self.is_stair)
 
 
 class ExponentialDecayLR(_Decay):
@@ -417,7 +412,7 @@ class PolynomialDecayLR(LearningRateSchedule):
         _check_rate("end_learning_rate", self.end_learning_rate, zero=True)
         _check_count("decay_steps", self.decay_steps)
         _check_rate("power", self.power)
-        _check_flag("update_decay_steps", self.update_decay_steps)
+        check_flags(update_decay_steps=self.update_decay_steps)
 
     def rate(self, at: At) -> At:
         lr, end = self.learning_rate, self.end_learning_rate
@@ -461,7 +456,7 @@ class ListedLR(LearningRateSchedule):
         if not self.values:
             raise ValueError("a list of learning rates needs at least one entry")
         for value in self.values:
-            if isinstance(value, bool) or not isinstance(value, Real):
+            if not is_number(value):
                 raise TypeError(f"learning rates must be numbers, got {value!r}")
             if not 0 <= value < math.inf:
                 raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
@@ -487,7 +482,7 @@ def lambda_lr(
     """Let a schedule (or one per parameter group) drive any torch optimizer, replacing the groups' rates.
 
     The caller advances it with `.step()` after each update, and so decides whether a step that the loss scaler skipped
-    counts: leave `.step()` out after a skip to keep the reference's rule, under which nothing advances.
+    counts: leave `.step()` out after a skip to keep MindSpore's rule, under which nothing advances.
 
     Raises:  TypeError for something that is no schedule; ValueError when the number of schedules is not that of groups.
     Source:  torch.optim.lr_scheduler.LambdaLR with the base rate 1, so that the factor is the rate.

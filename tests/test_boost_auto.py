@@ -181,11 +181,10 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
 
 
 def test_the_original_never_runs_adasum_while_freezing_and_mpkit_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpkit.boost.auto._distributed", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 16)
+    monkeypatch.setattr("mpkit.boost.auto.rank_and_size", lambda: (0, 16))
     assert "adasum" in AutoBoost("O2").active
     assert "freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 24)
+    monkeypatch.setattr("mpkit.boost.auto.rank_and_size", lambda: (0, 24))
     assert "= 3 groups" in reasons(AutoBoost("O2"))["adasum"]
 
 

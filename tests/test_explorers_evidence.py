@@ -18,16 +18,16 @@ from mpkit.explorers.evidence import (
     CASES,
     TRACES,
     DetectiveExplorer,
+    GridExplorer,
     NaiveRuleExplorer,
     RunExplorer,
-    SweepExplorer,
     WhatIfExplorer,
     load_run,
 )
-from mpkit.widgets.evidence import detective_view, naive_rule_view, run_view, sweep_view, what_if_view
+from mpkit.widgets.evidence import detective_view, grid_view, naive_rule_view, run_view, what_if_view
 from mpkit.widgets.scene import View
 
-VIEWS: list[Callable[[], View]] = [detective_view, run_view, what_if_view, sweep_view, naive_rule_view]
+VIEWS: list[Callable[[], View]] = [detective_view, run_view, what_if_view, grid_view, naive_rule_view]
 
 
 def extremes(trait: Any) -> list[Any]:
@@ -168,9 +168,9 @@ def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path) -> None:
 
 
 def test_a_click_on_a_cell_shows_its_run_and_the_grid_follows() -> None:
-    view = sweep_view()
+    view = grid_view()
     model = view.explorer
-    assert isinstance(model, SweepExplorer)
+    assert isinstance(model, GridExplorer)
     before = look(view)
     view.ask({"cell": 4 * 7})
     assert (model.factor, model.window) == (8.0, 5)

@@ -12,9 +12,9 @@ from mpkit.explorers.boost import FreezeExplorer as Freeze
 from mpkit.explorers.boost import LessBNExplorer as LessBN
 from mpkit.explorers.dim_reduce import DimReduceExplorer as Reduce
 from mpkit.explorers.evidence import DetectiveExplorer as Detective
+from mpkit.explorers.evidence import GridExplorer as Grid
 from mpkit.explorers.evidence import NaiveRuleExplorer as NaiveRule
 from mpkit.explorers.evidence import RunExplorer as Recorded
-from mpkit.explorers.evidence import SweepExplorer as Grid
 from mpkit.explorers.evidence import WhatIfExplorer as WhatIf
 from mpkit.explorers.group_scale import GroupScaleExplorer as Group
 from mpkit.explorers.optimizers import SchedulesExplorer as Schedules

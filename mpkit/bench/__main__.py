@@ -15,6 +15,7 @@ import torch
 
 from mpkit.bench._measure import Row
 from mpkit.device import default_device, describe
+from mpkit.files import write_whole
 
 TOPICS = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
 
@@ -51,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{topic} ({time.perf_counter() - start:.0f} s)", *map(line, found), sep="\n", flush=True)
         rows += found
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         made = {"made_by": "python -m mpkit.bench", "utc": datetime.now(UTC).isoformat(timespec="seconds"), **where}
-        options.out.write_text(json.dumps({"meta": made, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
+        text = json.dumps({"meta": made, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n"
+        write_whole(options.out, lambda file: file.write(text.encode()))
         print(f"stored in {options.out}")
     missed = [row for row in rows if row.verdict == "missed"]
     print(f"{len(rows)} rows, {len(missed)} goals missed")

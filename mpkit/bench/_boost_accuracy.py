@@ -25,6 +25,7 @@ from mpkit.experiment import Results, experiment
 from mpkit.optimizers import Momentum
 from mpkit.schedules import CosineDecayLR
 from mpkit.step import WithLossCell
+from mpkit.step.distributed import rank_and_size
 
 Configuration = tuple[str, dict[str, Any]]
 Score = tuple[float, float]
@@ -97,7 +98,7 @@ STUDIES = (
 def trained(config: Configuration, seed: int, data: tuple[Tensor, ...], study: Study) -> Score:
     """One training; the seed fixes first weights and order. Of several processes each takes its share of a batch."""
     images, labels, test_images, test_labels = data
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = rank_and_size()
     torch.manual_seed(seed)
     resnet = networks.resnet18(width=study.width, in_channels=1).to(images.device)
     boost = AutoBoost(*config)

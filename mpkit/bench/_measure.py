@@ -84,24 +84,13 @@ def interleaved(
         for name in shuffled.sample(names, len(names)):
             contenders[name]()
             times[name].append(_timed(contenders[name], inner, device))
-    base = times[names[0]]
     rows = []
     for name in names:
-        ratios = [t / b for t, b in zip(times[name], base)]
+        ratios = [t / b for t, b in zip(times[name], times[names[0]])]
         low, _, high = statistics.quantiles(ratios, n=4)
-        rows.append(
-            Row(
-                group,
-                case,
-                name,
-                statistics.median(times[name]),
-                names[0],
-                statistics.median(ratios),
-                (low, high),
-                (goals or {}).get(name),
-                note=(notes or {}).get(name, ""),
-            )
-        )
+        seconds, ratio = statistics.median(times[name]), statistics.median(ratios)
+        goal, note = (goals or {}).get(name), (notes or {}).get(name, "")
+        rows.append(Row(group, case, name, seconds, names[0], ratio, (low, high), goal, note=note))
     return rows
 
 

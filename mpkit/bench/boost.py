@@ -26,6 +26,7 @@ from mpkit.bench._measure import Row
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.device import default_device, describe
+from mpkit.files import write_whole
 from mpkit.optimizers import Momentum
 from mpkit.step import WithLossCell
 
@@ -222,8 +223,7 @@ def _store(path: Path, rows: Sequence[Row], found: Sequence[dict[str, Any]], dev
     if device.type == "cuda":
         meta["note"] = note
     store = {"meta": meta, "speed": [r.as_dict() for r in rows], "accuracy": list(found)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(store, indent=1) + "\n")
+    write_whole(path, lambda file: file.write((json.dumps(store, indent=1) + "\n").encode()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from mpkit.bench._measure import Row, interleaved, rebuilt
 from mpkit.casting import LEVELS as ALL
 from mpkit.casting import auto_mixed_precision
+from mpkit.formats import dtype_name
 from mpkit.networks import Network, TinyGPT, resnet50
 
 LEVELS = tuple(level for level in ALL if level != "O0")
@@ -30,7 +31,7 @@ def run(*, quick: bool, device: torch.device) -> list[Row]:
     rows: list[Row] = []
     for dtype in (torch.bfloat16, torch.float16):
         images, labels = torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,))
-        case = f"784-512-512-10 b64 {str(dtype)[6:]} cpu"
+        case = f"784-512-512-10 b64 {dtype_name(dtype)} cpu"
         goals = CPU_GOALS if dtype is torch.bfloat16 else {}
         eager = partial(_levels, case, Network(), images, labels, dtype, 21, cpu, goals)
         rows += rebuilt(eager, 3 if quick else 9)

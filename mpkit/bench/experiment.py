@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,13 @@ def _load() -> str:
     return f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores" if hasattr(os, "getloadavg") else ""
 
 
-def _seconds(call: Any) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _digits(one: Any, count: int) -> list[Row]:
+def _digits(one: Callable[..., object], count: int) -> list[Row]:
     """Start-up is paid before: the serial runs are warm as well. Wall time, and what all processes compute for it."""
     note = _load()
     cells: dict[str, Any] = {
@@ -63,31 +64,14 @@ def _digits(one: Any, count: int) -> list[Row]:
         cpu[name] += results.frame["cpu_seconds"].sum() if jobs > 1 else 0.0
     case, half = f"{16 * seeds} runs of a digits network", wall["serial"] / JOBS
     ratios = {"wall": wall["side by side"] / half, "cpu": cpu["side by side"] / cpu["serial"]}
-    return [
-        Row(
-            "experiment",
-            case,
-            f"{JOBS} processes",
-            wall["side by side"],
-            f"serial / {JOBS}",
-            ratios["wall"],
-            goal=1.15,
-            note=note,
-        ),
-        Row(
-            "experiment",
-            case,
-            "CPU of all processes",
-            cpu["side by side"],
-            "CPU, serial",
-            ratios["cpu"],
-            goal=1.15,
-            note=note,
-        ),
-    ]
+    found = (
+        (f"{JOBS} processes", wall["side by side"], f"serial / {JOBS}", ratios["wall"]),
+        ("CPU of all processes", cpu["side by side"], "CPU, serial", ratios["cpu"]),
+    )
+    return [Row("experiment", case, *row, goal=1.15, note=note) for row in found]
 
 
-def _measured(one: Any, *, seed: int, **cell: Any) -> dict[str, float]:
+def _measured(one: Callable[..., object], *, seed: int, **cell: object) -> dict[str, float]:
     """Without the argument `only_time`, so that the same runs are made with one process and with several."""
     start = time.process_time()
     one(seed=seed, **cell)

@@ -28,7 +28,7 @@ def run(*, quick: bool, device: torch.device) -> list[Row]:
     seconds, skips = {}, {}
     for name, loop in ((LOOP, _loop), (TIGHT, _tight)):
         few = [_timed(partial(loop, policies[i], tops)) for i in LOOPED]
-        seconds[name] = sum(time for time, _ in few) * count / len(LOOPED)
+        seconds[name] = sum(spent for spent, _ in few) * count / len(LOOPED)
         skips[name] = [skipped for _, skipped in few]
     for name in (EAGER, COMPILED):
         if name == EAGER or can_compile():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_kind, is_whole
 from mpkit.blocks.format import BlockFormat, IntFormat
 from mpkit.blocks.scales import (
     Scales,
@@ -70,6 +70,7 @@ class Blocks:
             if self.fmt.scale_rounding == "torchao":
                 scales = scales * self.tensor_scale
             else:
+                # as the library: times the amax, then times the reciprocal of the bound, each product rounded
                 bound = constant(tensor_bound(self.fmt), scales)
                 scales = (scales * self.tensor_amax) * quotient(torch.ones_like(bound), bound)
         grid = _Grid(self.stored.shape, self.fmt, self.dim)
@@ -127,6 +128,7 @@ def quantize_blocks(
     source = x.detach()
     grid = _Grid(source.shape, fmt, dim)
     wide = grid.split(_to_float32(source))
+    # the maximum of TransformerEngine and of NVFP4 passes NaN over, that of the MX formats does not
     drops_nan = fmt.scale.name == "e4m3fn" or (fmt.scale.name != "e8m0" and fmt.scale_rounding == "te")
     amax = _block_amax(wide, drops_nan)
     total = None
@@ -149,7 +151,7 @@ def _checked(x: object, fmt: object, dim: object, mode: object, bits: Tensor | N
         raise TypeError(f"fmt is a BlockFormat such as MXFP8_E4M3, got {fmt!r}; round_to takes a FloatFormat")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"need a float tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if not is_whole(dim):
         raise TypeError(f"dim is an int, got {dim!r}")
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -232,6 +234,7 @@ def _to_float32(x: Tensor) -> Tensor:
     near = x.float()
     bits = near.view(torch.int32)
     back = near.double()
+    # a pattern less one is the next number toward zero, whatever its sign
     bits = bits - (back.abs() > x.abs()).int()  # toward zero; the step from inf is the largest float32
     return torch.where((back == x) | x.isnan(), near, (bits | 1).view(torch.float32))
 
@@ -241,6 +244,7 @@ def _block_amax(blocks: Tensor, drops_nan: bool) -> Tensor:
     if not blocks.numel():
         shape = blocks.shape[:-1] if blocks.dim() == 2 else (blocks.shape[0], blocks.shape[1], blocks.shape[3])
         return blocks.new_zeros(shape)
+    # patterns of magnitudes are ordered as the numbers are, so the largest integer belongs to the largest number
     if blocks.dim() != 2 or torch.compiler.is_compiling() or not blocks.is_cpu:
         bits = _known(blocks, drops_nan).view(torch.int32) & _MAGNITUDE
         return (bits.amax(-1) if blocks.dim() == 2 else bits.amax((2, 4))).view(torch.float32)
@@ -267,6 +271,7 @@ def _encoded(
     bits: Tensor | None,
 ) -> Tensor:
     """Blocks, scaled and rounded: a byte for each element where torch has its format and casts to it, else float32."""
+    # one factor for a row of a block, and for a square of rows and columns
     factor = scales.encode[:, None] if blocks.dim() == 2 else scales.encode[:, :, None, :, None]
     apply = torch.div if scales.divides else torch.mul
     narrow = byte_dtype(fmt.element) if mode == "nearest_even" and bits is None and casts(blocks) else None
@@ -327,7 +332,9 @@ def round_with_bits(y: Tensor, element: FloatFormat, bits: Tensor) -> Tensor:
         raise ValueError(f"bits need the shape of y, {tuple(y.shape)}, got {tuple(bits.shape)}")
     magnitude = y.abs()
     field = (magnitude.view(torch.int32) >> 23).clamp(element.min_exponent + 127, element.max_exponent + 127)
+    # 2**(e - m) as a float32: its pattern holds nothing but the exponent
     gap = ((field - element.fraction_bits) << 23).view(torch.float32)
+    # at most one gap less 1/256 is added, so the cut reaches the next value at most
     moved = magnitude + bits.float() * 2.0**-8 * gap
     cut = round_to(moved, element, "toward_zero", overflow="saturate").copysign(y)
     return cut if element.has_nan else torch.where(y.isnan(), element.max, cut)
@@ -346,6 +353,7 @@ def _four_over_six(
     outer = tensor_encode(fmt, total)
     six = quotient(amax, constant(fmt.element.max, amax)) * outer
     candidates = []
+    # a scale 1.5 times as large maps the largest magnitude to 4 where it went to 6
     for wanted in (six * 1.5, six):
         scales = nvfp4_from(wanted, outer)
         elements = _encoded(blocks, scales, fmt, mode, generator, bits)
@@ -364,6 +372,7 @@ def _four_over_six(
 def _summed(errors: Tensor) -> Tensor:
     """Errors of blocks -> one sum per block in float32: columns in order, then rows by halves."""
     sums = errors[..., 0].clone()
+    # the order of the library: float32 sums in another one could choose the other scale
     for column in range(1, errors.shape[-1]):
         sums = sums + errors[..., column]
     if errors.dim() == 2:

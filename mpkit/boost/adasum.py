@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.arguments import check_choice
+from mpkit.step.distributed import mean_, wait
 
 EPS_PER_RANK = 1e-12
 Shape = tuple[int, ...]
@@ -245,8 +246,7 @@ class AdaSum(nn.Module):
 
     def _wait(self, works: Sequence[dist.Work | None]) -> None:
         for work in works:
-            if work is not None:
-                work.wait(self._limit) if self._limit else work.wait()
+            wait(work, self._limit)
 
     def _broken(self, who: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
@@ -283,9 +283,7 @@ class AdaSum(nn.Module):
         grads = [w.grad for w in self.weights if w.grad is not None]
         if self._node_group is None or not grads:
             return
-        for grad in grads:
-            grad.div_(self.device_number)  # first: the sum of float16 gradients may overflow where the mean does not
-            self._wait([dist.all_reduce(grad, group=self._node_group, async_op=True)])
+        mean_(grads, group=self._node_group, limit=self._limit)
 
     def _hand_round_(self, weights: list[Tensor]) -> None:
         """Every rank of the node receives the slices that the others merged."""

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, is_number, is_whole
 from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
 from mpkit.files import read_json
-from mpkit.step.distributed import averaging_wrapper
-from mpkit.step.phases import parameters_of
+from mpkit.optimizers.arguments import parameters_of
+from mpkit.step.distributed import averaging_wrapper, rank_and_size
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
 LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -52,26 +51,26 @@ class Inactive(NamedTuple):
 
 
 def _number(low: float, high: float, *, without: tuple[float, ...] = ()) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int | float) and not isinstance(v, bool) and low <= v <= high and v not in without
+    return lambda v: is_number(v) and low <= v <= high and v not in without
 
 
 def _whole(low: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+    return lambda v: is_whole(v) and v >= low
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_rate(value: Any) -> bool:
+def _is_rate(value: object) -> bool:
     return value == "lr" or _number(0, float("inf"), without=(float("inf"),))(value)
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     return value is None or isinstance(value, str | Path)
 
 
-def _is_split(value: Any) -> bool:
+def _is_split(value: object) -> bool:
     positions = value if isinstance(value, list) else [value]
     return value is None or all(_whole(0)(v) for v in positions)
 
@@ -118,8 +117,8 @@ class AutoBoost:
     Args:
         level:              "O0", "O1" or "O2".
         boost_config_dict:  a dict of the sections in `SECTIONS`, the path of a JSON file with one, or "" or None.
-        faithful:           reproduce the original: an unknown level means O0, unknown keys are ignored and known ones
-                            accepted in any open section; LessBN uses the original's patterns and converts every
+        faithful:           reproduce MindSpore: an unknown level means O0, unknown keys are ignored and known ones
+                            accepted in any open section; LessBN uses MindSpore's patterns and converts every
                             container's last FC, for training only; parameters regrouped by LessBN are all decayed;
                             freezing splits by name and keeps one state per group, and then adasum never runs.
     Raises:  ValueError for an unknown level, mode, section, key or value, with the nearest valid name;
@@ -134,6 +133,8 @@ class AutoBoost:
     Traceback (most recent call last):
     ValueError: boost_config_dict has no section 'bost'; did you mean 'boost'? Sections: boost, common, ...
     """
+
+    levels = tuple(LEVELS)
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class AutoBoost:
         self._notes = self._unread(config)
 
     @classmethod
-    def from_json(cls, path: str | Path, level: str = "O0", **options: Any) -> AutoBoost:
+    def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:
         """An AutoBoost configured by a JSON file."""
         return cls(level, Path(path), **options)
 
@@ -205,7 +206,7 @@ class AutoBoost:
         Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
         keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
         Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
-        adasum is marked by an attribute of that name on the optimizer, for the train cells, as in the original.
+        adasum is marked by an attribute of that name on the optimizer, for the train cells, as in MindSpore.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
@@ -241,7 +242,7 @@ class AutoBoost:
         if self.mode == "manual":
             given = {flag: value for flag, value in section.items() if flag in FLAGS}
             for flag, value in given.items() if not self.faithful else ():
-                if not isinstance(value, bool):
+                if not _is_bool(value):
                     raise ValueError(f"{flag} of section boost must be True or False, got {value!r}")
             row |= given
         return row
@@ -280,8 +281,8 @@ class AutoBoost:
 
     def _why_no_adasum(self, freezing: bool) -> str | None:
         if self.faithful and freezing:
-            return "with grad_freeze the original's train cell takes the freeze path first"
-        world = torch.distributed.get_world_size() if _distributed() else 1
+            return "with grad_freeze MindSpore's train cell takes the freeze path first"
+        _, world = rank_and_size()
         groups = world // self.hyper["device_number"]
         if adasum_enabled(world, self.hyper["device_number"]):
             return None
@@ -311,7 +312,7 @@ class AutoBoost:
         return network
 
     def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
-        rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _distributed() else (0, 1)
+        rank, size = rank_and_size()
         hyper = self.hyper
         rows = prepare_pca(
             network,
@@ -360,11 +361,7 @@ def _rate_of(optimizer: Any) -> float:
     return float(rate[0] if isinstance(rate, list) else rate)
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _loaded(config: Any) -> dict[str, Any]:
+def _loaded(config: object) -> dict[str, Any]:
     if config is None or config == "":
         return {}
     if isinstance(config, str | Path):
@@ -380,13 +377,13 @@ def _loaded(config: Any) -> dict[str, Any]:
     return {section: dict(keys) for section, keys in config.items()}
 
 
-def _known(name: Any, valid: Any, what: str) -> str:
+def _known(name: Any, valid: Iterable[str], what: str) -> str:
     if name not in tuple(valid):  # a list or a dict is no name either, and cannot be looked up
         raise ValueError(f"no {what} {name!r}{_nearest(name, valid)} Valid: {', '.join(valid)}")
     return name
 
 
-def _nearest(name: Any, valid: Any) -> str:
+def _nearest(name: object, valid: Iterable[str]) -> str:
     match = difflib.get_close_matches(str(name).lower(), [v.lower() for v in valid], n=1, cutoff=0.5)
     return f"; did you mean {next(v for v in valid if v.lower() == match[0])!r}?" if match else "."
 

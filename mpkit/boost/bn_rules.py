@@ -1,4 +1,4 @@
-"""Which BatchNorms of a network LessBN removes: the structural rule, and the original's patterns."""
+"""Which BatchNorms of a network LessBN removes: the structural rule, and MindSpore's patterns."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _block_by_names(block: nn.Module) -> Removed:
     return removed
 
 
-# the original's patterns: roots and chains of operations, walked backwards along first inputs, first match wins
+# MindSpore's patterns: roots and chains of operations, walked backwards along first inputs, first match wins
 
 _SUM_PATTERNS = (
     # branch, shortcut; a star marks what is removed, "|" separates alternatives

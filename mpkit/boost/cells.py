@@ -18,12 +18,12 @@ from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner
 from mpkit.boost.updates import BoostedUpdate, merges, reduces_dimension
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
-from mpkit.step.phases import parameters_of
 
 
 class _Boosted(TrainOneStepCell):
-    """The original's names for what the update of a boosted step does."""
+    """MindSpore's names for what the update of a boosted step does."""
 
     updating: BoostedUpdate
     accumulation: GradientAccumulation | None
@@ -47,7 +47,7 @@ class _Boosted(TrainOneStepCell):
         """Whether the update is DimReduce's: the optimizer is marked."""
         return reduces_dimension(self.optimizer)
 
-    def gradient_freeze_process(self, *inputs: Any) -> Tensor:
+    def gradient_freeze_process(self, *inputs: object) -> Tensor:
         """One step with freezing; -> the loss. Raises TypeError unless the optimizer is a FreezeOpt."""
         if self.updating.freezing is None:
             raise TypeError(
@@ -57,7 +57,7 @@ class _Boosted(TrainOneStepCell):
         return self(*inputs).loss
 
     def gradient_accumulation_process(
-        self, loss: Tensor, grads: Sequence[Tensor | None], sens: Tensor, *inputs: Any
+        self, loss: Tensor, grads: Sequence[Tensor | None], sens: Tensor, *inputs: object
     ) -> Tensor:
         """Add one micro-step's gradients; update when enough are there; -> the loss given.
 
@@ -115,7 +115,7 @@ class BoostTrainOneStepCell(_Boosted):
                 stacklevel=2,
             )
 
-    def forward(self, *inputs: Any) -> StepOutcome:
+    def forward(self, *inputs: object) -> StepOutcome:
         return self._step(inputs, self.sens)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_count, check_kind
-from mpkit.step.phases import parameters_of
+from mpkit.optimizers.arguments import parameters_of
 
 
 class GradientAccumulation(nn.Module):

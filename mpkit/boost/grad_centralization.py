@@ -35,8 +35,8 @@ def centralize_gradients(optimizer: Optimizer) -> RemovableHandle:
     """Centralize `p.grad` before each step of any `torch.optim` optimizer, in its groups that ask for it.
 
     A group asks with `group["grad_centralization"]`: True, or the number that the size of axis 1 must be a multiple
-    of (16 reproduces the tiling rule of the original's kernel, 1 means True). mpkit's own optimizers read that key
-    themselves and need no hook. As in the original the weight decay that an optimizer adds to the gradient is
+    of (16 reproduces the tiling rule of MindSpore's kernel, 1 means True). mpkit's own optimizers read that key
+    themselves and need no hook. As in MindSpore the weight decay that an optimizer adds to the gradient is
     centralized with it; decoupled decay (AdamW) is left alone.
 
     Returns:  a handle whose `remove()` takes the hook away again.

@@ -57,7 +57,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         init_loss_scale:   first scale of every group, or a list with one per group (dimensionless, > 0).
         loss_scale_groups: lists of parameters, one list per group; may be assigned later, when the network exists.
         shrink, growth:    factors of a step with and without overflow (0 < shrink < 1 <= growth).
-        min_scale, max_scale: bounds of every scale; the original has none (`0.0` and `inf` give that).
+        min_scale, max_scale: bounds of every scale; MindSpore has none (`0.0` and `inf` give that).
         blame:             "first" shrinks the scale only where an overflow began; "every" also those that it reached,
                            which keeps early groups from ever growing once a late one is at its limit.
         unscale_with:      "used" divides by the scale of this backward pass. "updated" divides by the next one, as the

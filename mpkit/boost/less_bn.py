@@ -26,7 +26,7 @@ class NormalizedLinear(nn.Module):
     """A last layer that compares directions: y = m (x/|x| . W/|W| + b), with one learned factor m.
 
     Norms are over rows, |v| = sqrt(max(v.v, 1e-4)), so that without a bias the logits start within [-1, 1]. The
-    gradient is that of this formula everywhere (below the limit the original's kernel is wrong by orders).
+    gradient is that of this formula everywhere (below the limit MindSpore's kernel is wrong by orders).
 
     Shapes:  x (*, in_features) -> (*, out_features); weight (out_features, in_features), bias (out_features,) or
              None, multiplier (1,), initially 1. Norms are computed in float32 or wider.
@@ -97,7 +97,7 @@ class LessBN(nn.Module):
         network:    traced with `torch.fx`; where that fails, its parts are, and last the module names decide.
         fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`; a layer whose weight
                     its parent reads itself, inside attention or a transformer layer of torch, does not count.
-        strict:     the original's patterns with their accidents: `shortcut + branch` never matches, a first basic
+        strict:     MindSpore's patterns with their accidents: `shortcut + branch` never matches, a first basic
                     block may cost the stem its BatchNorm, and fn_flag converts the last FC of *every* container.
         last_fc:    qualified name of the layer that fn_flag converts, where it is not the last one.
         keep_bias:  the converted layer keeps its bias.

@@ -24,7 +24,7 @@ class OptimizerProcess:
 
     Args:
         opt:          any `torch.optim.Optimizer`; a wrapper such as LARS is processed through the optimizer inside.
-        multiple_of:  centralize only where the size of axis 1 is a multiple of this; 16 is the original's tiling rule.
+        multiple_of:  centralize only where the size of axis 1 is a multiple of this; 16 is MindSpore's tiling rule.
     Source:  MindSpore boost.OptimizerProcess, which builds a new optimizer, loses its state, fails for Adam, and
              leaves a flat list of parameters without centralization; mpkit edits the groups of the optimizer given.
 
@@ -92,7 +92,7 @@ class ParameterProcess:
     """Fusion ids and parameter groups for a network that boost has changed.
 
     Args:
-        continue_ids:  the id goes on from the last call, as in the original; by default each call starts at 1.
+        continue_ids:  the id goes on from the last call, as in MindSpore; by default each call starts at 1.
     Source:  MindSpore boost.ParameterProcess.
     """
 

@@ -19,8 +19,8 @@ from mpkit.boost.auto import AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze import FreezeOpt
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext, distributed
-from mpkit.step.phases import parameters_of
 from mpkit.step.update import Update, Wrapped
 
 
@@ -165,9 +165,9 @@ def device_number(boost: AutoBoost | None) -> int:
 
 def merges(optimizer: Optimizer, boost: AutoBoost | None) -> bool:
     """Whether AdaSum runs: the optimizer is marked and 2, 4, 8, ... groups of processes train."""
-    if not getattr(optimizer, "adasum", False) or not distributed.several_processes():
-        return False
-    return adasum_enabled(torch.distributed.get_world_size(), device_number(boost))
+    return bool(getattr(optimizer, "adasum", False)) and adasum_enabled(
+        distributed.rank_and_size()[1], device_number(boost)
+    )
 
 
 def reduces_dimension(optimizer: Optimizer) -> bool:
@@ -176,7 +176,7 @@ def reduces_dimension(optimizer: Optimizer) -> bool:
 
 
 def _adasum(optimizer: Optimizer, devices: int) -> AdaSum:
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = distributed.rank_and_size()
     trained = tuple(p for p in parameters_of(optimizer) if isinstance(p, nn.Parameter))
     return AdaSum(rank, devices, world // devices, trained)
 
@@ -186,8 +186,7 @@ def _dim_reduce(network: nn.Module, optimizer: Any, boost: AutoBoost | None) -> 
     if not hasattr(optimizer, "pca_mat_local"):  # marked by hand, or a copy, which torch makes without it
         raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
     hyper = (boost or AutoBoost()).hyper
-    several = distributed.several_processes()
-    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
+    rank, size = distributed.rank_and_size()
     return DimReduce(
         network,
         optimizer,

@@ -92,6 +92,7 @@ def follows(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dic
     """In the precision of its inputs. Native dtypes do so by themselves; a format does if all inputs are in it."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     out = func(*args, **kwargs)
+    # several precisions, or no float input at all: torch has decided already
     if len(inputs) != 1:
         return out
     (target,) = inputs
@@ -130,6 +131,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         if not kwargs:  # the common case, kept short
             return _finished(mode, func(*mode.cast_all(args, low)), low, result)
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
+        # `out=` gets the finished values: a kernel would write them before they are rounded or cast back
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
     return Handler(handle, low, _left(computed_in, low, result))
@@ -138,6 +140,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
 def _left(factory: Callable[..., Handler], *precisions: Target | None) -> Run | None:
     """What `factory` makes if the result, the last precision, is left native instead of cast to float32."""
     *others, result = precisions
+    # only a native result is bit for bit what its neighbour would cast down again
     trip = result is torch.float32 and isinstance(others[0], torch.dtype)
     return factory(*others, None).run if trip else None
 
@@ -180,6 +183,7 @@ def _delivered(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
         return out
     if not isinstance(into, Tensor):  # a pair such as max gives
         return type(into)(_delivered(part, (), {"out": place}) for part, place in zip(out, into))
+    # a cast of its own: `into` may have another dtype, and keeps it
     bound = precision(into)
     into.copy_(out)
     return still(into, bound) if isinstance(bound, Emulated) and precision(out) == bound else into
@@ -193,6 +197,7 @@ def in_place(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: di
         return func(*args, **kwargs)
     target = precision(into)
     args, kwargs = mode.cast_all(args[1:], target), mode.cast_all(kwargs, target)
+    # natively the kernel rounds as it writes
     if not isinstance(target, Emulated):
         return func(into, *args, **kwargs)
     compute = ops.OUT_OF_PLACE.get(func.__name__)
@@ -220,6 +225,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
     """
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        # the parts are taken by position below, whichever way they were given
         if kwargs:
             args = _positional(func, args, kwargs)
         x, weight = mode.cast(args[0], low), mode.cast(args[1], low)
@@ -230,6 +236,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
         out = _finished(mode, func(x, weight, None, *args[3:]), low, None if bias_in is low else result)
         bias = mode.cast(bias, bias_in)
         if weight.dim() > 2:
+            # one number per channel, the second axis of the result
             bias = bias.view(-1, *[1] * (weight.dim() - 2))
         out = out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
@@ -252,6 +259,7 @@ def product_then_sum(low: Target) -> Handler:
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if len(args) != 3 or "out" in kwargs:
             return func(*args, **kwargs)
+        # torch.addmm takes one dtype for all three, and this sum is in float32
         product = torch.matmul(*mode.cast_all(args[1:], low))
         product = _finished(mode, product, low, torch.float32)
         return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))

@@ -17,6 +17,7 @@ from mpkit.casting.recipe import Operand, OperandRow, row_of
 from mpkit.casting.rules import CASTING
 from mpkit.casting.sparse import is_dense
 from mpkit.casting.targets import Emulated, Target, float_tensors, precision
+from mpkit.formats import dtype_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -284,7 +285,7 @@ def ledger(network: nn.Module, *, count: bool = False, keep: bool = False) -> Le
 
 def name_of(target: Target) -> str:
     """ "float16" for a dtype, the format's name for an emulated one."""
-    return target.fmt.name if isinstance(target, Emulated) else str(target).removeprefix("torch.")
+    return dtype_name(target.fmt if isinstance(target, Emulated) else target)
 
 
 def _bits(x: Tensor) -> int:

@@ -21,7 +21,6 @@ from mpkit.casting.marking import (
     refuse_scripted,
     settle,
 )
-from mpkit.casting.marking import protect_children as protect_children
 from mpkit.casting.mode import Forward, mark, mark_of, running, unmark
 from mpkit.casting.products import drop_scales
 from mpkit.casting.table import MINDSPORE

@@ -76,6 +76,7 @@ class CastMode(TorchFunctionMode):
             return self._cast(x, target)
         if peek_interpreter_stack() is not None:  # in vmap or grad, what was cast outside belongs to another world
             return self._cast(x, target)
+        # an id alone is not enough: it is given again when its owner dies, so the reference is asked too
         key = (id(x), target)
         kept = self.kept.get(key)
         if kept is not None and kept[1]() is x and kept[2] == x._version and kept[3] == x.data_ptr():
@@ -212,7 +213,7 @@ class Forward:
         self.inner = inner
         know_methods(type(module))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         mode, rule, module = _LOCAL.mode, self.rule, self.module
         compiling = torch.compiler.is_compiling()
         if not compiling and sys.getrefcount(self) > _HELD_BY_ONE_MODULE and module is not None:
@@ -225,6 +226,7 @@ class Forward:
             _refuse_proxies((*args, *kwargs.values()))
         if may_be_sharded() and module is not None and not compiling:
             leave_hooks_uncast(module, _uncast)
+        # perhaps called by a method of the network around it, whose own operations nobody casts
         if self.inside and mode is None and module is not None and not compiling:
             warn_if_passed_by(module, sys._getframe(1), _level_of)
         outside, mode = mode, CastMode(() if mode is None else mode.ledgers)
@@ -255,6 +257,7 @@ class Forward:
                 return in_steps(output, functools.partial(running, rule, layer=mode.layer), self.delivered)
             return output if self.result is None else mode.cast_all(output, self.result)
         finally:
+            # also after an error: the mode lives on in the caller
             mode.rule = outer
             if outer is PLAIN:
                 mode.kept.clear()
@@ -315,7 +318,7 @@ def _refuse_proxies(values: tuple[Any, ...]) -> None:
 class _Probe(Forward):
     """Counts who refers to a mark while its module calls it."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return sys.getrefcount(self)
 
 

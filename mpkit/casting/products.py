@@ -49,7 +49,9 @@ class RecipeScales(nn.Module):
             self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
         scalers = self.sites[key]
         owner = weight if weight._base is None else weight._base
+        # an optimizer step moves the version on, so a new one says that the step is over
         now = (id(owner), owner._version)
+        # a checkpoint runs the forward again there, which is no new step
         in_backward = torch._C._current_graph_task_id() != -1
         ended = self.seen.get(key) != now if owner.requires_grad else not in_backward
         if ended:
@@ -207,10 +209,12 @@ class _RecipeLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         recipe, scalers, scales, note, shape = ctx.settings
         grad = grads[0].reshape(-1, weight.shape[0])
+        # the scale of this gradient is not known before backward; those of input and weight were taken in forward
         if "grad" in scalers:
             scalers["grad"].follow_(grad.device)
             scales = {**scales, "grad": scalers["grad"].scale}
             scalers["grad"].observe_(amax_of(grad))
+        # each product is made only where somebody waits for it
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = _product("dgrad", (grad, weight), (1, 0), recipe, scales, note, rows.dtype).view(shape)
@@ -236,6 +240,7 @@ def _product(
     for name, tensor, axis in zip(_OPERANDS[product], tensors, axes):
         how: Cast | None = getattr(recipe, f"{product}_{name}")
         cast.append(tensor if how is None else how(tensor, axis, scales.get(name) if how.delayed else None))
+    # tensor cores first: decoding to float32 costs a pass over both operands
     result = _native(cast[0], cast[1], axes, dtype)
     if note is not None:
         for name, operand in zip(_OPERANDS[product], cast):
@@ -246,6 +251,7 @@ def _product(
     if a.dtype is not b.dtype:  # one operand in high precision
         a, b = a.float(), b.float()
     a, b = (a if axes[0] == 1 else a.t()), (b.t() if axes[1] == 1 else b)
+    # the operands are what the recipe says: an autocast around the network must not cast them again
     with nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False):  # no autocast on meta
         return (a @ b).to(dtype)
 
@@ -269,6 +275,7 @@ def _native(a: Operand | Tensor, b: Operand | Tensor, axes: tuple[int, int], dty
     left, right = (o.elements if axis == 1 else o.elements.t() for o, axis in zip((a, b), axes))
     if any(size % 16 for size in (*left.shape, *right.shape)) or not left.numel() or not right.numel():
         return None
+    # torch wants what decodes, the recipe keeps what encodes
     scales = [torch.reciprocal(o.scale if axis == 1 else o.scale.t()) for o, axis in zip((a, b), axes)]
     low, high = left.contiguous().to(natives[0]), right.contiguous().to(natives[1])
     return torch._scaled_mm(low, high.t(), scales[0].contiguous(), scales[1].t().contiguous(), out_dtype=dtype)
@@ -349,6 +356,7 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
             module.add_module(STATE, RecipeScales(recipe))
     root = mark_of(network) or mark(network, Rule())
     root.level = recipe.name
+    # once per network: cast again it would check twice and warn twice
     if not any(_is_check(hook) for hook in network._load_state_dict_pre_hooks.values()):
         network.register_load_state_dict_pre_hook(_check_state)
     return network

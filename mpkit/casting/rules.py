@@ -100,6 +100,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         result: precision of each operation's result, None: as computed.
         entry:  precision of the module's own float arguments, None: as given.
     """
+    # a format that is only moved about needs no rounding, which would cost a pass and give the same
     moves = exactly_in(low) if isinstance(low, Emulated) and result is None else computed_in(low, result)
     handlers = _table(
         (ops.EXACT, moves),
@@ -128,6 +129,7 @@ def recurrent(low: Target) -> Rule:
 def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
+    # the float32 kernel reads 16-bit input as it is, so a cast of its own would only cost memory
     norms = _table((ops.WITH_STATISTICS | ops.LAYER_NORM, norm_of_low_input(low)))
     return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (low, entry)))
 
@@ -142,6 +144,7 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
     wide = torch.float32
     listed = ops.spellings(*operators) if operators else frozenset()
     parts: list[tuple[Iterable[Any], Handler]] = [*_composed(), (listed, computed_in(low, wide))]
+    # a listed product is also inside linear, addmm, einsum and attention, which torch runs as one
     if "matmul" in operators:
         parts += [(ops.LINEAR, product_then_bias(low, wide, wide)), (ops.SUM_WITH_PRODUCT, product_then_sum(low))]
         made_of_products = ops.spellings("einsum", "tensordot", "multi_dot", "scaled_dot_product_attention")
@@ -168,16 +171,17 @@ def operator_lists(
            product, as a promoted addition of its own. A `banned` operator raises a RuntimeError.
     """
     biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
-    recurrent = ops.RECURRENT if "linear" in to_low else ()
+    kernels = ops.RECURRENT if "linear" in to_low else ()
     parts: list[tuple[Iterable[Any], Handler]] = [
         *_composed(),
         (ops.spellings(*to_low), computed_in(low)),
-        (recurrent, computed_in(low)),
+        (kernels, computed_in(low)),
         (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
         (ops.spellings(*to_wide), computed_in(torch.float32)),
         (ops.spellings(*to_promote), promoted),
         (ops.spellings(*banned), refused),
     ]
+    # natively what is on no list is left to torch; a format has nobody else who would round for it
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))

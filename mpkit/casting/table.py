@@ -44,6 +44,7 @@ class Level:
         protected:  classes of modules that stay float32 inside.
         overrides:  whether it casts down what a module asks to have in float32 (`x.float()` in its forward).
         loss_scale: what the framework scales the loss by at this level.
+        wide_loss:  whether `build_train_network` computes the loss in float32.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Level:
     protected: tuple[type[nn.Module], ...] = ()
     overrides: bool = False
     loss_scale: str = "none"
+    wide_loss: bool = False
 
 
 def _nothing(network: nn.Module, low: Target) -> None:
@@ -127,9 +129,12 @@ MINDSPORE = _rows(
         protected=BLACK_MODULES,
         overrides=True,
         loss_scale="dynamic 2^24",
+        wide_loss=True,
     ),
-    Level("O3", "mindspore", _all_low, _HALF, "all low", "low", _WIDE, overrides=True),
-    Level("auto", "mindspore", _auto, _HALF, f"{_LISTS}; biases added in float32", _WIDE, "as computed"),
+    Level("O3", "mindspore", _all_low, _HALF, "all low", "low", _WIDE, overrides=True, wide_loss=True),
+    Level(
+        "auto", "mindspore", _auto, _HALF, f"{_LISTS}; biases added in float32", _WIDE, "as computed", wide_loss=True
+    ),
 )
 OTHERS = _rows(
     Level("apex_O0", "apex", _wide, _HALF, _WIDE, _WIDE, _WIDE, loss_scale="1"),

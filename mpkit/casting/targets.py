@@ -134,10 +134,12 @@ def converted(x: Tensor, target: Target) -> Tensor:
     if isinstance(target, Emulated):
         if precision(x) == target:
             return x
+        # a format lives in float32, so 16-bit values are widened, exactly, before they are rounded
         wide = x if x.dtype is torch.float32 else x.to(torch.float32)
         return marked(quantize(wide, target.fmt, target.grad_fmt), target)
     if x.dtype is not target:
         return x.to(target)
+    # a view of its own: unmarking x itself would take the format from everybody who holds it
     return x if not hasattr(x, _MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
 
 
@@ -172,6 +174,7 @@ class _Again(torch.autograd.Function):
 def taken_again(x: Tensor, cast: Tensor, target: Target) -> Tensor:
     """`cast`, which `converted(x, target)` gave before, for another use of `x`."""
     if not (x.requires_grad and torch.is_grad_enabled()):
+        # without a graph there is no gradient to keep apart, so the same tensor serves
         again = cast.detach() if cast.requires_grad else cast
     else:
         again = _Again.apply(x, cast.detach(), target)
@@ -188,6 +191,7 @@ def still(x: Tensor, target: Emulated) -> Tensor:
     mark = getattr(x, _MARK, None)
     if type(mark) is not Mark:
         return marked(x, target)
+    # all views share the mark, so one write brings all of them up to date
     mark.version = _version(x)
     return x
 
@@ -211,6 +215,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
         mapped = {name: map_tensors(change, part) for name, part in parts.items()}
         replaced = {name: part for name, part in mapped.items() if part is not parts[name]}
+        # a copy, since the caller may still hold the nest with the tensors as they were
         twin = copy.copy(value) if replaced else value
         for name, part in replaced.items():
             object.__setattr__(twin, name, part)  # frozen ones too

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from mpkit.casting import auto_mixed_precision, ledger
+from mpkit.casting import LEVELS, auto_mixed_precision, ledger
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
@@ -33,8 +33,9 @@ def _auto_bias() -> str:
     from torch import nn
 
     from mpkit.casting import auto_mixed_precision
+    from mpkit.formats import dtype_name
 
-    return str(auto_mixed_precision(nn.Linear(2, 2), "auto")(torch.ones(1, 2)).dtype).removeprefix("torch.")
+    return dtype_name(auto_mixed_precision(nn.Linear(2, 2), "auto")(torch.ones(1, 2)).dtype)
 
 
 def _protected() -> list[str]:
@@ -99,7 +100,7 @@ def _norm() -> str:
 
 
 def _widths() -> list[tuple[tuple[str, str], int]]:
-    pairs = [(layer, level) for level in ("O0", "O1", "O2", "O3") for layer in LAYERS]
+    pairs = [(layer, level) for level in LEVELS if level != "auto" for layer in LAYERS]
     return [(pair, 32 if _ran(*pair)[0] == "float32" else 16) for pair in pairs]
 
 

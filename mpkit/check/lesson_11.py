@@ -23,8 +23,8 @@ def _freed() -> int:
 def _meaningful() -> int:
     """How many components of 5 random samples belong to a singular value that is not rounding noise."""
     data = np.random.default_rng(0).normal(size=(5, 40))
-    components = pca_matrix(data, 4, method="full")
-    lengths = np.linalg.norm((data - data.mean(axis=0)) @ components.T, axis=0)
+    rows = pca_matrix(data, 4, method="full")
+    lengths = np.linalg.norm((data - data.mean(axis=0)) @ rows.T, axis=0)
     assert all(a > b for a, b in pairwise(lengths))
     return int(np.sum(np.linalg.svd(data - data.mean(axis=0))[1] > 1e-9))
 

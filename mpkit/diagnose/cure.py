@@ -44,7 +44,7 @@ def candidates(module: str, level: str | None) -> Iterator[Cure]:
         yield Cure("bfloat16")
 
 
-def found(module: str, level: str | None, works: Callable[[Cure], bool]) -> tuple[Cure, ...]:
+def cures(module: str, level: str | None, works: Callable[[Cure], bool]) -> tuple[Cure, ...]:
     """Of each kind the first candidate that `works`; a level only where no module kept in float32 does."""
     good: dict[str, Cure] = {}
     for cure in candidates(module, level):

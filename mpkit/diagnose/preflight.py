@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from mpkit.casting import LEVELS
 from mpkit.casting.table import MINDSPORE
 from mpkit.diagnose.own_norms import own_norms
-from mpkit.formats import FloatFormat, get_format
+from mpkit.formats import FloatFormat, dtype_name, get_format
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.rounding import ulp
 
 _STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
@@ -73,8 +74,8 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 name,
-                f"the parameter is stored in {_short(p.dtype)}, so small updates vanish and a GradScaler refuses its "
-                "gradient",
+                f"the parameter is stored in {dtype_name(p.dtype)}, so small updates vanish and a GradScaler refuses "
+                "its gradient",
                 f"keep parameters in float32 (network.float()) and let level {level} cast them where they are used",
             )
         if p.grad is not None and p.grad.dtype == torch.float16:
@@ -99,8 +100,8 @@ def _overridden(network: nn.Module, level: str) -> Iterator[Finding]:
 
 
 def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in named]
+    held = {id(p) for p in parameters_of(optimizer)}
+    strangers = held - set(named)
     if strangers:
         yield Finding(
             "error",
@@ -141,7 +142,7 @@ def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
                 yield Finding(
                     "warning",
                     named.get(id(p), "a parameter"),
-                    f"optimizer state {key} is {_short(value.dtype)}: squares of small gradients vanish in it",
+                    f"optimizer state {key} is {dtype_name(value.dtype)}: squares of small gradients vanish in it",
                     "keep the states in float32",
                 )
             if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
@@ -196,7 +197,3 @@ def _clip_order(source: str) -> Iterator[Finding]:
 
 def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

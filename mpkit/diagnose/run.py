@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mpkit.arguments import is_number
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
-from mpkit.diagnose.cure import Cure, found
+from mpkit.diagnose.cure import Cure, cures
 from mpkit.diagnose.report import Report, operation_of
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
-from mpkit.formats import BF16, FloatFormat
+from mpkit.formats import BF16, FloatFormat, dtype_name
 
+LossFn = Callable[..., Tensor]
 SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
 
 
 def diagnose(
     network: nn.Module,
-    batch: Any,
-    loss_fn: Callable[..., Tensor] | None,
+    batch: object,
+    loss_fn: LossFn | None,
     *,
     level: str | None = "O2",
     scale: float = 2.0**16,
@@ -55,7 +57,7 @@ def diagnose(
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
     if not 0 < scale <= sys.float_info.max:
         raise ValueError(f"scale must be above 0 and finite, got {scale}")
@@ -85,10 +87,10 @@ def diagnose(
             run = _with_cure(cure, network, batch, loss_fn, level, dtype)
             return run is not None and run.finite and (full.watch.hidden() is not None or run.watch.hidden() is None)
 
-        return replace(report, cures=found(report.module, level, works))
+        return replace(report, cures=cures(report.module, level, works))
 
 
-def _with_stale_scales(report: Report, network: nn.Module, batch: Any, loss_fn: Any) -> Report:
+def _with_stale_scales(report: Report, network: nn.Module, batch: object, loss_fn: LossFn | None) -> Report:
     """The report, or one that names the tensors that the delayed scales of a recipe cannot hold."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     stale = stale_operands(network, lambda: _gradients(_loss(network, batch, loss_fn), parameters, report.scale))
@@ -97,7 +99,14 @@ def _with_stale_scales(report: Report, network: nn.Module, batch: Any, loss_fn: 
     return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
 
 
-def _with_cure(cure: Cure, network: nn.Module, batch: Any, loss_fn: Any, level: str | None, dtype: Any) -> _Run | None:
+def _with_cure(
+    cure: Cure,
+    network: nn.Module,
+    batch: object,
+    loss_fn: LossFn | None,
+    level: str | None,
+    dtype: torch.dtype | FloatFormat,
+) -> _Run | None:
     """The batch at scale 1 once the advice is followed; None where a float32 result then meets a 16-bit weight."""
     if cure.kind == "bfloat16":
         dtype = BF16 if isinstance(dtype, FloatFormat) else torch.bfloat16
@@ -105,7 +114,8 @@ def _with_cure(cure: Cure, network: nn.Module, batch: Any, loss_fn: Any, level: 
     if cure.kind == "keep":
         to_float(tried.get_submodule(cure.what), torch.float32)
 
-    def of_float32(output: Any, *target: Any) -> Tensor:
+    def of_float32(output: object, *target: object) -> Tensor:
+        assert loss_fn is not None
         return loss_fn(_widened(output), *target)
 
     try:
@@ -145,7 +155,7 @@ class _Run:
         return all(bool(g.isfinite().all()) for g in self.again(2.0**exponent) if g is not None)
 
 
-def _run(network: nn.Module, batch: Any, loss_fn: Any, scale: float, autocast_off: bool = False) -> _Run:
+def _run(network: nn.Module, batch: object, loss_fn: LossFn | None, scale: float, autocast_off: bool = False) -> _Run:
     parameters = [p for p in network.parameters() if p.requires_grad]
     watch = Watch(network, _leaves(network, batch))
     with ExitStack() as stack:
@@ -178,7 +188,7 @@ def _gradients(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> li
     return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 
-def _loss(network: nn.Module, batch: Any, loss_fn: Any) -> Tensor:
+def _loss(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
     if loss_fn is None:
         loss = network(*batch) if isinstance(batch, tuple | list) else network(batch)
     elif isinstance(batch, tuple | list) and len(batch) == 2:
@@ -195,13 +205,13 @@ def _loss(network: nn.Module, batch: Any, loss_fn: Any) -> Tensor:
     return loss.reshape(())
 
 
-def _forward(network: nn.Module, inputs: Any) -> Any:
+def _forward(network: nn.Module, inputs: object) -> object:
     if isinstance(inputs, Mapping):
         return network(**inputs)
     return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
 
 
-def _leaves(network: nn.Module, batch: Any) -> dict[str, Tensor]:
+def _leaves(network: nn.Module, batch: object) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path, value in torch.utils._pytree.tree_flatten_with_path(batch)[0]:
         if isinstance(value, Tensor):
@@ -220,7 +230,7 @@ def _low_copy(network: nn.Module, level: str | None, dtype: torch.dtype | FloatF
     return auto_mixed_precision(_plain_copy(network), level, dtype)
 
 
-def _widened(batch: Any) -> Any:
+def _widened(batch: object) -> object:
     return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
 
 
@@ -273,7 +283,7 @@ def _report(
         low_loss=low.loss,
         scale=scale,
         level=level or "as it is",
-        dtype=dtype.name if isinstance(dtype, FloatFormat) else str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
     )
 
 

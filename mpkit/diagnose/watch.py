@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpkit.arguments import check_kind
 from mpkit.diagnose.cure import OUTSIDE, ROOT
+from mpkit.formats import dtype_name
 from mpkit.rounding import ROUNDING_TO
 
 _ROUNDING = "round to "
@@ -32,7 +34,10 @@ class Operand:
     def __str__(self) -> str:
         bad = f", {self.nonfinite} not finite" if self.nonfinite else ""
         size = "x".join(map(str, self.shape)) or "one value"
-        return f"{_dtype_name(self.dtype)} {size} in [{self.low:.4g}, {self.high:.4g}]{bad}"
+        return f"{dtype_name(self.dtype)} {size} in [{self.low:.4g}, {self.high:.4g}]{bad}"
+
+
+Sources = tuple[tuple[Operand, ...], list[int], list[str], bool]
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,9 @@ class Watch(TorchDispatchMode):
         """A context in which the modules of the network say where the computation is."""
         return _Attached(self)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _checkable(t)]
         writes = func._schema.is_mutable
@@ -165,7 +172,7 @@ class Watch(TorchDispatchMode):
                 return event
         return None
 
-    def _sources(self, inputs: list[Tensor]) -> tuple[tuple[Operand, ...], list[int], list[str], bool]:
+    def _sources(self, inputs: list[Tensor]) -> Sources:
         """Describe the inputs: -> operands, events they come from, leaves they are, whether a leaf is only a mask."""
         parents, leaves, mask = [], [], False
         for t in inputs:
@@ -181,7 +188,9 @@ class Watch(TorchDispatchMode):
                     leaves.append(name)
         return tuple(_operand(t) for t in inputs), parents, leaves, mask
 
-    def _remember(self, func: Any, args: Any, kwargs: Any, bad: list[Tensor], sources: Any) -> None:
+    def _remember(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], bad: list[Tensor], sources: Sources
+    ) -> None:
         operands, parents, leaves, mask = sources
         kinds = frozenset().union(*(_kinds(t) for t in bad))
         name = _operation(func, args, kwargs)
@@ -253,12 +262,12 @@ class _Attached:
             handle.remove()
 
     def _enter(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any) -> None:
+        def hook(_module: nn.Module, _args: object) -> None:
             self.watch._path.append(name)
 
         return hook
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self.watch._path.pop()
 
 
@@ -285,23 +294,19 @@ def _operand(t: Tensor) -> Operand:
     return Operand(t.dtype, tuple(t.shape), low, high, t.numel() - finite.numel())
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _plain_name(name: str) -> str:
     plain = name.strip("_").removeprefix("native_")
     return plain.replace("_backward_data", "_backward")
 
 
-def _operation(func: Any, args: Any, kwargs: Any) -> str:
+def _operation(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The operation in words: what torch calls it, or which cast or rounding it is."""
     if (fmt := ROUNDING_TO.get()) is not None:
         return f"{_ROUNDING}{fmt.name}"
     name = func._overloadpacket.__name__
     if name in ("_to_copy", "to"):
         dtype = kwargs.get("dtype")
-        return f"cast to {_dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else "copy"
+        return f"cast to {dtype_name(dtype)}" if isinstance(dtype, torch.dtype) else "copy"
     if name == "copy_":
-        return f"cast to {_dtype_name(args[0].dtype)}" if args[0].dtype != args[1].dtype else "copy"
+        return f"cast to {dtype_name(args[0].dtype)}" if args[0].dtype != args[1].dtype else "copy"
     return _plain_name(name)

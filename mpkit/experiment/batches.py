@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -51,13 +51,13 @@ class _Shuffled:
             yield x[rows], y[rows]
 
 
-def batches_of(data: Any, batch: int, seed: int, device: torch.device) -> Batches:
+def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Batches:
     data = _named(data)
-    test: Any = None
+    test: object = None
     if isinstance(data, Mapping):
-        if set(data) - {"train", "test"} or "train" not in data:
-            raise ValueError(f"data as a dict has 'train' and perhaps 'test', got {sorted(data)}")
-        data, test = _named(data["train"]), _named(data.get("test"))
+        if set(both := dict(data)) - {"train", "test"} or "train" not in both:
+            raise ValueError(f"data as a dict has 'train' and perhaps 'test', got {sorted(both)}")
+        data, test = _named(both["train"]), _named(both.get("test"))
     elif isinstance(data, tuple) and _is_pair(data) and _is_pair(data[0]):  # a list holds batches
         data, test = data
     elif _is_pair(data) and isinstance(data[0], Tensor):
@@ -68,11 +68,11 @@ def batches_of(data: Any, batch: int, seed: int, device: torch.device) -> Batche
         keep = len(rows) - max(1, len(rows) // 5)
         data, test = (torch.utils.data.Subset(data, part) for part in (rows[:keep], rows[keep:]))
     batches = _batches(data, batch, seed, True, device)
-    steps = len(batches) if hasattr(batches, "__len__") else sum(1 for _ in batches)
+    steps = len(batches) if isinstance(batches, Sized) else sum(1 for _ in batches)
     return Batches(batches, None if test is None else _batches(test, 250, seed, False, device), steps)
 
 
-def _named(data: Any) -> Any:
+def _named(data: object) -> object:
     if isinstance(data, str):
         if data in ("digits", "digits8"):
             size = 8 if data == "digits8" else 28
@@ -87,11 +87,11 @@ def _named(data: Any) -> Any:
     return data() if callable(data) and not hasattr(data, "__iter__") else data
 
 
-def _is_pair(data: Any) -> bool:
+def _is_pair(data: object) -> TypeGuard[tuple[Any, Any] | list[Any]]:
     return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(d, Tensor | tuple | list) for d in data)
 
 
-def _batches(data: Any, batch: int, seed: int, shuffle: bool, device: torch.device) -> Any:
+def _batches(data: object, batch: int, seed: int, shuffle: bool, device: torch.device) -> Iterable[Any]:
     if _is_pair(data) and all(isinstance(part, Tensor) for part in data):
         if len(data[0]) != len(data[1]) or not len(data[0]):
             raise ValueError(f"data needs as many labels as rows, got {len(data[0])} rows and {len(data[1])} labels")

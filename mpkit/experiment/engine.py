@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, is_whole
 from mpkit.device import default_device
 from mpkit.experiment.grid import Cell, baselines, cells_of, check_call, times_itself
 from mpkit.experiment.identity import Description, run_name, versions, without_torch
@@ -155,13 +155,16 @@ def _numbered(name: str, labels: list[str]) -> int:
     return labels.index(name)
 
 
-def _seeds(seeds: Any) -> list[int]:
-    if isinstance(seeds, bool) or not isinstance(seeds, int | Iterable) or isinstance(seeds, str):
+def _seeds(seeds: object) -> list[int]:
+    if is_whole(seeds):
+        if seeds > MOST:
+            raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
+        found = list(range(seeds))
+    elif isinstance(seeds, Iterable) and not isinstance(seeds, str):
+        found = list(seeds)
+    else:
         raise TypeError(f"seeds must be how many, or a list of them, got {seeds!r}")
-    if isinstance(seeds, int) and seeds > MOST:
-        raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
-    found = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if any(isinstance(s, bool) or not isinstance(s, int) for s in found):
+    if not all(map(is_whole, found)):
         raise TypeError(f"seeds are whole numbers, got {found}")
     if not found or len(set(found)) < len(found) or min(found) < 0:
         raise ValueError(f"need at least one seed, each once, none below 0, got {seeds!r}")
@@ -178,10 +181,10 @@ def _joblib() -> Any:
 
 def _parallel(n_jobs: int | None) -> tuple[int, int, bool]:
     """Processes, threads of each, and whether they are children of this one."""
-    if n_jobs is not None and (isinstance(n_jobs, bool) or not isinstance(n_jobs, int)):
+    if n_jobs is not None and not is_whole(n_jobs):
         raise TypeError(f"n_jobs must be an int or None, got {n_jobs!r}")
     if n_jobs is not None and not 0 < abs(n_jobs) < 2**20:
-        came = f"an int of {n_jobs.bit_length()} bits" if n_jobs else "0"
+        came = f"an int of {int(n_jobs).bit_length()} bits" if n_jobs else "0"
         raise ValueError(f"n_jobs must be a number of processes, or -1 for one per core, got {came}")
     if n_jobs in (None, 1) and find_spec("joblib") is None:
         return 1, 1, True

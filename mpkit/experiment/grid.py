@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpkit.arguments import is_whole
 from mpkit.experiment.identity import Description, canonical, name_of
 from mpkit.experiment.store import MOST
 
@@ -104,7 +105,7 @@ def baselines(described: Sequence[Mapping[str, Any]], baseline: Any, describe: D
     count = len(described)
     if baseline is None:
         return [0] * count
-    if isinstance(baseline, int) and not isinstance(baseline, bool):
+    if is_whole(baseline):
         if not 0 <= baseline < count:
             raise ValueError(f"baseline must be a cell's number from 0 to {count - 1}, got {baseline}")
         return [baseline] * count

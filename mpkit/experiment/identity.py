@@ -21,6 +21,8 @@ import torch
 
 from mpkit.experiment.store import canonical, digest
 
+Plain = str | float | bool | list[Any] | dict[str, Any] | None
+"""What JSON can hold."""
 _DRAW = ("plots", "explorers", "widgets", "check", "bench")  # parts of mpkit that no run computes with
 
 
@@ -38,7 +40,7 @@ class Description:
         self._codes: dict[int, str] = {}
         self._seen: dict[int, tuple[Any, Any]] = {}  # the object is kept, or its id could be given to another
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> Plain:
         """JSON for `value`."""
         if value is None or isinstance(value, bool | int | str):
             return value
@@ -58,7 +60,7 @@ class Description:
             self._seen[id(value)] = found = (value, self._described(value))
         return found[1]
 
-    def _described(self, value: Any) -> Any:
+    def _described(self, value: object) -> Plain:
         if isinstance(value, list | tuple):
             return [self(item) for item in value]
         if isinstance(value, set | frozenset):
@@ -88,7 +90,7 @@ class Description:
             return {"type": self(type(value)), "fields": fields}
         return self._object(value)
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: object) -> Plain:
         if isinstance(value, torch.nn.Module):
             raise TypeError(
                 f"a cell cannot hold the {type(value).__name__} object itself, whose weights would depend on what ran "
@@ -108,7 +110,7 @@ class Description:
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
         return digest(str(tensor.dtype).encode() + flat.numpy().tobytes())
 
-    def _code(self, value: Any) -> str:
+    def _code(self, value: object) -> str:
         """A digest of what code does, itself and what it refers to in its own package; not of layout or comments."""
         if id(value) in self._codes:
             return self._codes[id(value)]
@@ -119,7 +121,7 @@ class Description:
             found = "installed"
         elif isinstance(value, type):
             found = self._class(value)
-        elif isinstance(function := inspect.unwrap(value), types.FunctionType):
+        elif callable(value) and isinstance(function := inspect.unwrap(value), types.FunctionType):
             found = self._function(function)
         elif isinstance(value, types.MethodType):
             found = canonical([self(value.__func__), self(value.__self__)])
@@ -137,7 +139,7 @@ class Description:
         }
         return canonical([[self(base) for base in value.__bases__], own])
 
-    def _member(self, member: Any) -> Any:
+    def _member(self, member: object) -> Plain:
         """A part of a class; what cannot be described (a slot, a descriptor of C) is named by its kind."""
         if isinstance(member, staticmethod | classmethod):
             member = member.__func__
@@ -163,7 +165,7 @@ class Description:
         )
 
 
-def _filled(cell: Any) -> bool:
+def _filled(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -193,7 +195,7 @@ def _code_text(code: types.CodeType) -> list[Any]:
     return [code.co_code.hex(), constants, list(code.co_names), list(code.co_varnames), list(code.co_freevars)]
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> Plain:
     if isinstance(value, frozenset):  # its order changes from process to process
         return ["frozenset", *sorted(map(repr, value))]
     return repr(value)
@@ -231,7 +233,7 @@ def versions(libraries: set[str]) -> dict[str, str]:
     return found
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """A few characters for a described or plain value: what a table or an axis shows."""
     if isinstance(value, Mapping):
         if "code" in value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit import networks, optimizers
+from mpkit.arguments import is_number
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
 from mpkit.boost.auto import FLAGS
-from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.casting import Recipe, auto_mixed_precision, cast_like
 from mpkit.casting.levels import LEVELS
 from mpkit.experiment.batches import found
 from mpkit.formats import FloatFormat, get_format
+from mpkit.optimizers.arguments import Rate
 from mpkit.policies import ScalePolicy, preset
 from mpkit.policies.presets import FRAMEWORKS
-from mpkit.scalers import DynamicLossScaleManager, LossScaler, PolicyLossScaler, StaticLossScaler
+from mpkit.scalers import DynamicLossScaleManager, LossScaleManager, LossScaler, PolicyLossScaler, StaticLossScaler
 from mpkit.step import WithLossCell
 from mpkit.step.build import Float32Loss
+
+# what the arguments of `train` may be
+Builds = str | Callable[[], nn.Module]
+Optimizes = str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Casts = str | Callable[[nn.Module], object]
+Dtype = str | torch.dtype | FloatFormat
+Scales = float | str | Mapping[str, Any] | ScalePolicy | LossScaler | LossScaleManager | nn.Module | None
+Boosts = str | Mapping[str, Any] | AutoBoost
 
 
 @dataclass
@@ -33,22 +43,22 @@ class Parts:
     network: nn.Module
     optimizer: torch.optim.Optimizer
     loss: nn.Module
-    scaler: Any
+    scaler: LossScaler | nn.Module | None
     boost: AutoBoost | None
     wide: bool
 
     @classmethod
     def built(
         cls,
-        network: Any,
-        optimizer: Any,
-        lr: Any,
-        loss: Any,
-        level: Any,
-        dtype: Any,
-        scaler: Any,
-        boost: Any,
-        recipe: Any,
+        network: Builds,
+        optimizer: Optimizes,
+        lr: Rate | None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None,
+        level: Casts,
+        dtype: Dtype,
+        scaler: Scales | Callable[[nn.Module], Scales],
+        boost: Boosts,
+        recipe: str | Recipe | None,
         steps: int,
         device: torch.device,
     ) -> Parts:
@@ -95,7 +105,7 @@ def _usual(output: Tensor, label: Tensor) -> Tensor:
     return F.cross_entropy(output, label)
 
 
-def network_of(network: Any) -> nn.Module:
+def network_of(network: object) -> nn.Module:
     """A network, built now: from a class, a function, or a name."""
     if isinstance(network, nn.Module):
         raise TypeError(
@@ -115,7 +125,7 @@ def network_of(network: Any) -> nn.Module:
     return net
 
 
-def optimizer_of(optimizer: Any, net: nn.Module, lr: Any) -> torch.optim.Optimizer:
+def optimizer_of(optimizer: object, net: nn.Module, lr: Rate | None) -> torch.optim.Optimizer:
     """An optimizer of the network's parameters: from a function of them, or a name and a learning rate."""
     if isinstance(optimizer, str):
         home: Any = torch.optim if optimizer.startswith("torch.") else optimizers
@@ -138,14 +148,14 @@ def optimizer_of(optimizer: Any, net: nn.Module, lr: Any) -> torch.optim.Optimiz
     return made
 
 
-def _dtype(dtype: Any) -> Any:
+def _dtype(dtype: Dtype) -> torch.dtype | FloatFormat:
     if isinstance(dtype, str):
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         return native[dtype] if dtype in native else get_format(dtype)
     return dtype
 
 
-def low_format(level: Any, dtype: Any, recipe: Any) -> str:
+def low_format(level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> str:
     """The name of the format whose range bounds the scaled gradients."""
     if recipe is not None or level == "O0":
         return "fp32"
@@ -153,7 +163,7 @@ def low_format(level: Any, dtype: Any, recipe: Any) -> str:
     return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
 
 
-def _cast(net: nn.Module, level: Any, dtype: Any, recipe: Any) -> None:
+def _cast(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> None:
     if recipe is not None:
         cast_like(net, recipe)
     elif callable(level):
@@ -164,7 +174,7 @@ def _cast(net: nn.Module, level: Any, dtype: Any, recipe: Any) -> None:
         cast_like(net, level, _dtype(dtype))
 
 
-def scaler_of(scaler: Any, net: nn.Module) -> Any:
+def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) -> LossScaler | nn.Module | None:
     """A loss scaler for one run, None for none: from all that `train` takes."""
     if callable(scaler) and not isinstance(scaler, nn.Module | LossScaler):
         scaler = scaler(net)
@@ -178,16 +188,16 @@ def scaler_of(scaler: Any, net: nn.Module) -> Any:
         scaler = preset(**scaler)
     if isinstance(scaler, ScalePolicy):
         return PolicyLossScaler(scaler)
-    if isinstance(scaler, int | float) and not isinstance(scaler, bool):
+    if is_number(scaler):
         return StaticLossScaler(float(scaler))
-    if hasattr(scaler, "get_update_cell"):
-        return scaler.get_update_cell()
+    if callable(make := getattr(scaler, "get_update_cell", None)):
+        return make()
     if scaler is None or isinstance(scaler, LossScaler | nn.Module):
         return copy.deepcopy(scaler)  # its state belongs to one run
     raise TypeError(f"scaler must be None, a number, a name, a policy, a LossScaler or a function, got {scaler!r}")
 
 
-def boost_of(boost: Any, steps: int) -> AutoBoost | None:
+def boost_of(boost: object, steps: int) -> AutoBoost | None:
     """The boost of a run of `steps` steps; None for what changes no more than the optimizer."""
     freeze = {"total_steps": steps}
     if isinstance(boost, AutoBoost):
@@ -200,7 +210,7 @@ def boost_of(boost: Any, steps: int) -> AutoBoost | None:
         raise TypeError(f"boost must be a name, a configuration or an AutoBoost, got {type(boost).__name__}")
     if boost in ("O0", "grad_centralization"):
         return None
-    if boost in ("O1", "O2"):
+    if boost in AutoBoost.levels:
         return AutoBoost(boost, {"grad_freeze": freeze})
     if boost == "tuned":
         return AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": freeze})
@@ -208,7 +218,8 @@ def boost_of(boost: Any, steps: int) -> AutoBoost | None:
     unknown = [name for name in names if name not in FLAGS]
     if unknown:
         raise ValueError(
-            f"no boost is called {unknown[0]!r}; there are O0, O1, O2, tuned, grad_centralization, {', '.join(FLAGS)}"
+            f"no boost is called {unknown[0]!r}; there are "
+            + ", ".join((*AutoBoost.levels, "tuned", "grad_centralization", *FLAGS))
         )
     sections = {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
     if "grad_freeze" in names:

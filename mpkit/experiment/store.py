@@ -214,7 +214,9 @@ def files_of(row: Row, outcome: Outcome | None) -> dict[str, bytes]:
         np.savez_compressed(held, **outcome.arrays)  # type: ignore[arg-type]
         files["npz"] = held.getvalue()
     if outcome is not None and outcome.trace is not None:
-        files["trace.npz"] = _trace_bytes(outcome.trace)
+        held = io.BytesIO()
+        outcome.trace.write(held)
+        files["trace.npz"] = held.getvalue()
     head = {
         name: digest(files[end]) if end in files else "" for name, end in (("arrays", "npz"), ("trace", "trace.npz"))
     }
@@ -223,15 +225,6 @@ def files_of(row: Row, outcome: Outcome | None) -> dict[str, bytes]:
     body = canonical({"schema": SCHEMA, **{k: getattr(row, k) for k in keys}, "numbers": numbers, **head})
     files["json"] = f"{_HEAD}{digest(body)}{_MIDDLE}{body}}}".encode()
     return files
-
-
-def _trace_bytes(trace: Trace) -> bytes:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.npz"
-        trace.save(path)
-        return path.read_bytes()
 
 
 def parsed(text: str, folder: Path) -> Row:

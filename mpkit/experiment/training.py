@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count
+from mpkit.casting import Recipe
 from mpkit.device import default_device
 from mpkit.experiment.batches import Batches, batches_of
-from mpkit.experiment.parts import Parts, low_format
+from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, low_format
+from mpkit.optimizers.arguments import Rate
 from mpkit.record import Recorder
 from mpkit.step import StepOutcome
 from mpkit.step.build import widened
@@ -26,17 +28,17 @@ WARM, TIMED = 5, 25
 
 
 def train(
-    network: Any = "Network",
-    data: Any = "digits",
+    network: Builds = "Network",
+    data: object = "digits",
     *,
-    optimizer: Any = "Momentum",
-    lr: Any = 0.05,
+    optimizer: Optimizes = "Momentum",
+    lr: Rate | None = 0.05,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    level: Any = "O0",
-    dtype: Any = "float16",
-    scaler: Any = None,
-    boost: Any = "O0",
-    recipe: Any = None,
+    level: Casts = "O0",
+    dtype: Dtype = "float16",
+    scaler: Scales | Callable[[nn.Module], Scales] = None,
+    boost: Boosts = "O0",
+    recipe: str | Recipe | None = None,
     epochs: int = 5,
     batch: int = 32,
     seed: int = 0,
@@ -154,7 +156,7 @@ def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple
     return name, total / rows
 
 
-def _check(epochs: Any, batch: Any, level: Any, recipe: Any) -> None:
+def _check(epochs: object, batch: object, level: object, recipe: object) -> None:
     for name, value in (("epochs", epochs), ("batch", batch)):
         check_count(name, value)
     if recipe is not None and level != "O0":

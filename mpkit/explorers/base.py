@@ -49,7 +49,7 @@ class Explorer(HasTraits):
     busy = Bool(False, help="work is going on in the background")
     progress = Float(0.0, help="share of the background work that is done, 0 to 1")
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self.lock = threading.RLock()
         self.changes = 0  # of results, by other means than the controls
         self._quiet = True
@@ -84,7 +84,7 @@ class Explorer(HasTraits):
         """The parameters as they are now."""
         return {name: getattr(self, name) for name in self.controls}
 
-    def set(self, **params: Any) -> None:
+    def set(self, **params: object) -> None:
         """Change several parameters at once, all or none. Raises ValueError, and says why in `message`."""
         unknown = set(params) - set(self.controls)
         if unknown:

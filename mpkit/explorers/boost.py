@@ -201,10 +201,10 @@ class BoostExplorer(Explorer):
                 return name
         return ""
 
-    def frozen_share(self, effect: Effect) -> list[float]:
+    def frozen_share(self, of: Effect) -> list[float]:
         """Share of the steps in which each stage stands still."""
         stride = len(self.stages) // 10
-        return [sum(p for v, p in enumerate(effect.odds) if v * stride > s) for s in range(len(self.stages))]
+        return [sum(p for v, p in enumerate(of.odds) if v * stride > s) for s in range(len(self.stages))]
 
     def summary(self) -> str:
         this, other = self.this, self.other

@@ -30,7 +30,7 @@ class DrawExplorer(Explorer):
     gestures = ("draw",)
     typed = Unicode("17 17 17 17 17 17").tag(label="or type it: 2 to the ..., from step 40, 50, 60, 70, 80, 90 on")
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         policy = ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0)
         ceiling = recorded("gpt_sums")[1][:STEPS]
         scale, self.finite, _ = stepped(policy, ceiling)

@@ -241,7 +241,7 @@ class WhatIfExplorer(Explorer):
     factor = Float(2.0, min=1.1, max=8.0).tag(label="scale_factor", step=0.1)
     window = Int(50, min=1, max=1024).tag(label="scale_window", unit="steps", scale="log2", step=1)
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self.drawn: dict[int, float] = {}
         self._drawn_on = ""
         super().__init__(**params)
@@ -342,7 +342,7 @@ def swept_grid(run: str, init: int) -> np.ndarray:
     return frame.pivot(index="factor", columns="window", values="lost").to_numpy()
 
 
-class SweepExplorer(Explorer):
+class GridExplorer(Explorer):
     """Every combination of factor and window on a recorded run, and the run of one of them."""
 
     controls = ("run", "init", "factor", "window")

@@ -98,7 +98,7 @@ class OwnExperimentExplorer(Explorer):
     seed = Int(0, min=0, max=9).tag(label="from seed", unit="number")
     step = Int(1, min=1, max=144).tag(label="step", unit="number")
 
-    def __init__(self, run: Any = None, **params: Any) -> None:
+    def __init__(self, run: Any = None, **params: object) -> None:
         self._own_run = run
         self.results: Results | None = None
         self._folder = tempfile.mkdtemp(prefix="mpkit-own-experiment-")

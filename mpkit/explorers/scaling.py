@@ -123,7 +123,7 @@ class DynamicsExplorer(Explorer):
     hold = Bool(False).tag(label="hold the scale")
     step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown")
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self._key: Any = None
         self.drawn: dict[int, float] = {}
         self.puts: dict[int, float] = {}
@@ -145,11 +145,11 @@ class DynamicsExplorer(Explorer):
         """Take over a ceiling drawn by hand: step -> exponent."""
         self._redo(self.drawn | {int(k): 2.0**v for k, v in stroke.items()}, self.puts)
 
-    def put(self, step: int, exponent: float) -> None:
+    def put(self, step: int, power: float) -> None:
         """Set the scale of one step by hand; held, it is the scale of all steps."""
         if self.hold:
-            return self.set(init_exponent=min(32, max(0, round(exponent))))
-        self._redo(self.drawn, self.puts | {int(step): 2.0**exponent})
+            return self.set(init_exponent=min(32, max(0, round(power))))
+        self._redo(self.drawn, self.puts | {int(step): 2.0**power})
 
     def undraw(self) -> None:
         """Forget what was drawn and set by hand."""
@@ -307,7 +307,7 @@ class LiveExplorer(Explorer):
     scale_window = Int(20, min=1, max=240).tag(label="scale_window", unit="steps")
     floor_exponent = Int(0, min=-14, max=10).tag(label="floor, 2 to the")
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self.run: Run | None = None
         self.steps = LIVE_STEPS
         self.recorded = recorded_run()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from traitlets import Enum, Int
 
-from mpkit.casting import auto_mixed_precision
+from mpkit.casting import LEVELS, auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.device import default_device
 from mpkit.explorers.base import Explorer
@@ -144,13 +144,13 @@ class StartExplorer(Explorer):
 
     controls = ("level", "dtype", "init_exponent", "scale_factor", "scale_window")
     actions = {"Train": "train", "Stop": "stop"}
-    level = Enum(["O0", "O1", "O2", "O3"], "O2").tag(label="casting level")
+    level = Enum([name for name in LEVELS if name != "auto"], "O2").tag(label="casting level")
     dtype = Enum(DTYPES, "float16").tag(label="16-bit format")
     init_exponent = Int(16, min=0, max=30).tag(label="initial scale, 2 to the", unit="")
     scale_factor = Int(2, min=2, max=16).tag(label="scale_factor", unit="times")
     scale_window = Int(50, min=1, max=240).tag(label="scale_window", unit="steps")
 
-    def __init__(self, **params: Any) -> None:
+    def __init__(self, **params: object) -> None:
         self.run: Run | None = None
         self.before: Run | None = None
         self.recorded = recorded_run()

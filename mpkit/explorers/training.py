@@ -19,7 +19,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.explorers.base import Explorer
 from mpkit.explorers.start import computed_in
-from mpkit.formats import FloatFormat, get_format
+from mpkit.formats import FloatFormat, dtype_name, get_format
 from mpkit.networks import Network
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
@@ -312,7 +312,7 @@ def _largest(tensors: list[Tensor]) -> str:
 
 
 def _kind(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return dtype_name(tensor.dtype)
 
 
 ORDERS = ("unscale, clip", "clip, unscale", "unscale each micro-batch")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_kind
 from mpkit.casting.targets import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
@@ -72,16 +72,13 @@ class Model:
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
-        for name in kwargs:
-            if name not in OPTIONS:
-                raise ValueError(f"unknown keyword {name!r}; Model takes {', '.join(OPTIONS)}")
+        check_kind("network", network, nn.Module, "an nn.Module")
+        if unknown := [name for name in kwargs if name not in OPTIONS]:
+            raise ValueError(f"unknown keyword {unknown[0]!r}; Model takes {', '.join(OPTIONS)}")
         boost_level = kwargs.pop("acc_level", boost_level)
         manager = kwargs.get("loss_scale_manager")
-        for name, part, kind in (("loss_fn", loss_fn, nn.Module), ("eval_network", eval_network, nn.Module)):
-            if part is not None and not isinstance(part, kind):
-                raise TypeError(f"{name} must be an nn.Module or None, got {type(part).__name__}")
+        check_kind("loss_fn", loss_fn, nn.Module, "an nn.Module", optional=True)
+        check_kind("eval_network", eval_network, nn.Module, "an nn.Module", optional=True)
         self._metrics = metrics_from(metrics)
         self._eval_indexes = _three_indexes(eval_indexes)
         if optimizer is None and (amp_level != "O0" or boost_level != "O0" or manager is not None):

@@ -1,4 +1,4 @@
-"""Optimizers with the reference's formulas, groups and static loss scale, usable wherever torch.optim is."""
+"""Optimizers with MindSpore's formulas, groups and static loss scale, usable wherever torch.optim is."""
 
 from mpkit.optimizers.adafactor import AdaFactor
 from mpkit.optimizers.adagrad import FTRL, Adadelta, Adagrad, ProximalAdagrad, RMSProp

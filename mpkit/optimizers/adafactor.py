@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_flags, check_number
-from mpkit.optimizers.arguments import Options
-from mpkit.optimizers.base import Optimizer
+from mpkit.optimizers.arguments import Options, Params, Rate
+from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Number, Tensors, Update, root
 
 
@@ -30,8 +30,8 @@ class AdaFactor(Optimizer):
         decay_rate:      number > 0.
         beta1:           number in [0, 1); 0 keeps no m.
         weight_decay:    number in [0, 1); reaches every parameter.
-        compression:     accepted for the reference's sake, without effect; state is float32.
-        loss_scale:      stored, but the gradients are not divided by it, as in the reference.
+        compression:     accepted for MindSpore's sake, without effect; state is float32.
+        loss_scale:      stored, but the gradients are not divided by it, as in MindSpore.
     Against torch:  `torch.optim.Adafactor` has no m, decays by lr and not by r, and clips eps differently.
     Raises:  ValueError for a rate together with relative_step, neither of both, or warmup_init without relative_step.
     Source:  Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5; MindSpore 2.7 nn.AdaFactor.
@@ -42,8 +42,8 @@ class AdaFactor(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = None,
+        params: Params,
+        learning_rate: Rate | None = None,
         eps: tuple[float, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
         decay_rate: float = 0.8,
@@ -83,7 +83,7 @@ class AdaFactor(Optimizer):
             return {**slots, "square": torch.zeros_like(weight)}
         return {**slots, "row": weight.new_zeros(weight.shape[:-1]), "column": weight[..., 0, :].clone().zero_()}
 
-    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Any) -> None:
+    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
         for factored in (True, False):  # the two kinds of state need an `Update` each
             some = [i for i in chosen if (group["params"][i].ndim >= 2) == factored]
             if some:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_flags, check_float, check_number
-from mpkit.optimizers.arguments import Options
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Update
 from mpkit.schedules import LearningRateSchedule
@@ -33,7 +33,7 @@ class RMSProp(Optimizer):
         momentum:  u, a number >= 0; 0 keeps no p.
         epsilon:   number > 0, in the unit of g squared.
         centered:  subtract the square of the running mean.
-        use_locking:  accepted for the reference's sake, without effect.
+        use_locking:  accepted for MindSpore's sake, without effect.
     Against torch:  s starts at 1 (torch: 0), eps is inside the root, lr inside the momentum buffer, and d is 0.9 by
                     default (torch: 0.99).
     Source:  MindSpore 2.7 nn.RMSProp. When not centered its CPU kernel has eps outside the root in the vectorised part
@@ -44,15 +44,15 @@ class RMSProp(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 0.1,
+        params: Params,
+        learning_rate: Rate = 0.1,
         decay: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-10,
         use_locking: bool = False,
         centered: bool = False,
         loss_scale: float = 1.0,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         check_number("decay", decay, high=1.0)
@@ -109,12 +109,12 @@ class Adagrad(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         accum: float = 0.1,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         update_slots: bool = True,
         loss_scale: float = 1.0,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         check_number("accum", accum)
@@ -146,12 +146,12 @@ class Adadelta(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1.0,
+        params: Params,
+        learning_rate: Rate = 1.0,
         rho: float = 0.9,
         epsilon: float = 1e-6,
         loss_scale: float = 1.0,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         check_number("rho", rho)
@@ -184,7 +184,7 @@ class ProximalAdagrad(Optimizer):
 
     Args:
         accum, l1, l2:  numbers >= 0; a starts at `accum`.
-        use_locking:    accepted for the reference's sake, without effect.
+        use_locking:    accepted for MindSpore's sake, without effect.
     Against torch:  there is no namesake.
     Source:  Duchi and Singer 2009, JMLR 10, equation 19; MindSpore 2.7 nn.ProximalAdagrad.
     """
@@ -193,14 +193,14 @@ class ProximalAdagrad(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         accum: float = 0.1,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         l1: float = 0.0,
         l2: float = 0.0,
         use_locking: bool = False,
         loss_scale: float = 1.0,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         for name, value in (("accum", accum), ("l1", l1), ("l2", l2)):
@@ -237,7 +237,7 @@ class FTRL(Optimizer):
         learning_rate:  a float > 0; no list, no schedule, no rates of groups.
         lr_power:       p, a number <= 0.
         l1, l2:         numbers >= 0; note the 2 before l2.
-        use_locking:    accepted for the reference's sake, without effect.
+        use_locking:    accepted for MindSpore's sake, without effect.
     Decay:   reaches every parameter: this optimizer ignores the beta/gamma rule.
     Against torch:  there is no namesake.
     Raises:  ValueError for a rate that changes or differs between groups.
@@ -250,7 +250,7 @@ class FTRL(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         initial_accum: float = 0.1,
         learning_rate: float = 0.001,
         lr_power: float = -0.5,
@@ -258,7 +258,7 @@ class FTRL(Optimizer):
         l2: float = 0.0,
         use_locking: bool = False,
         loss_scale: float = 1.0,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         for name, value in (("initial_accum", initial_accum), ("l1", l1), ("l2", l2)):

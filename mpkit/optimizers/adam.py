@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_flags
-from mpkit.optimizers.arguments import Options, check_betas
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate, check_betas
 from mpkit.optimizers.base import Numbers, Optimizer, follow_
 from mpkit.optimizers.update import Update, root, unbiased
 
@@ -32,8 +32,8 @@ class Adam(Optimizer):
         use_nesterov:  the numerator is `b1 m + (1-b1) g`.
         use_amsgrad:   divides by the largest v so far, not corrected for bias.
         use_lazy:      sparse gradients touch only their rows; see `LazyAdam`. Excludes `use_offload` and `use_amsgrad`.
-        use_offload:   accepted for the reference's sake; the state stays on the weights' device.
-        use_locking:   accepted for the reference's sake, without effect.
+        use_offload:   accepted for MindSpore's sake; the state stays on the weights' device.
+        use_locking:   accepted for MindSpore's sake, without effect.
     Against torch:  eps stands outside the bias correction, so this is `torch.optim.Adam` with
                     eps' = eps / sqrt(1 - b2^t). Weight decay is coupled (added to the gradient) in both.
     Source:  Kingma and Ba 2015, arXiv:1412.6980, end of section 2; MindSpore 2.7 nn.Adam.
@@ -43,14 +43,14 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         use_amsgrad: bool = False,
         *,
@@ -121,14 +121,14 @@ class LazyAdam(Adam):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         **options: Unpack[Options],
     ) -> None:
@@ -137,7 +137,7 @@ class LazyAdam(Adam):
 
 
 class AdamOffload(Adam):
-    """`Adam` under the reference's name for a state kept on the host; here it stays on the device. Never centralizes.
+    """`Adam` under MindSpore's name for a state kept on the host; here it stays on the device. Never centralizes.
 
     Source:  MindSpore 2.7 nn.AdamOffload (deprecated there in favour of `Adam(use_offload=True)`).
     """
@@ -146,14 +146,14 @@ class AdamOffload(Adam):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         **options: Unpack[Options],
     ) -> None:
@@ -177,12 +177,12 @@ class AdamWeightDecay(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-6,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
@@ -212,12 +212,12 @@ class AdaMax(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         **options: Unpack[Options],
     ) -> None:

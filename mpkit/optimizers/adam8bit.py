@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from mpkit.optimizers.arguments import Options, check_betas
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate, check_betas, parameters_of
 from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Update, root, unbiased
 
@@ -113,19 +113,19 @@ class Adam8bit(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
         hyper = {"betas": (beta1, beta2), "eps": float(eps), "state_bits": 8}
         super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
-        for device in {p.device for group in self.param_groups for p in group["params"]}:
+        for device in {p.device for p in parameters_of(self)}:
             for signed in _SIGNED.values():
                 _maps(signed, device)  # before a compiled step looks for them
 
@@ -183,12 +183,12 @@ class AdamW8bit(Adam8bit):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 1e-3,
+        params: Params,
+        learning_rate: Rate = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
-        weight_decay: Any = 1e-2,
+        weight_decay: Decay = 1e-2,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(params, learning_rate, beta1, beta2, eps, weight_decay, **options)

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeGuard
 
 import numpy as np
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import check_count, check_float, check_kind, check_number
+from mpkit.arguments import check_count, check_float, check_kind, check_number, is_number
 from mpkit.schedules import LearningRateSchedule, ListedLR
 
 GradientTransform = Callable[[list[Tensor], list[Tensor], dict[str, Any]], list[Tensor]]
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+"""Parameters, named ones, or groups of them."""
+Rate = float | Sequence[float] | np.ndarray | Tensor | LearningRateSchedule
+"""A number, one for each step, or a function of the step."""
+Decay = float | Callable[..., Any]
+"""A number or a function of the step."""
 GROUP_KEYS = frozenset({"params", "lr", "weight_decay", "grad_centralization", "order_params"})
 
 
 class Options(TypedDict, total=False):
-    """Keyword-only arguments that every optimizer takes beside its reference's own.
+    """Keyword-only arguments that every optimizer takes beside MindSpore's own.
 
     gradient_transform:  called as `transform(grads, parameters, group) -> grads` between weight decay and the division
                          by `loss_scale`, once per device and dtype of a group.
     count_skipped:       True lets a skipped step advance the schedule (never the moments); default False, as the
                          reference, whose optimizer does not run at all on overflow.
-    faithful:            True reproduces two roundings of the reference: fixed rates pass through float32 `(lr + 1) - 1`
+    faithful:            True reproduces two roundings of MindSpore: fixed rates pass through float32 `(lr + 1) - 1`
                          when another rate is dynamic, and centralization only touches gradients whose axis 1 is a
                          multiple of 16. Default False does neither.
     """
@@ -57,8 +63,13 @@ def untrainable_params(module: nn.Module) -> list[tuple[str, Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
 
+def parameters_of(optimizer: TorchOptimizer) -> list[Tensor]:
+    """The parameters that `optimizer` updates, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def decays_by_name(name: str) -> bool:
-    """The reference's rule for ungrouped parameters: no decay where the name contains "beta" or "gamma"."""
+    """MindSpore's rule for ungrouped parameters: no decay where the name contains "beta" or "gamma"."""
     return "beta" not in name and "gamma" not in name
 
 
@@ -66,7 +77,7 @@ def centralized(grad: Tensor, multiple_of: int = 1) -> Tensor:
     """`grad` minus its mean over all axes but the first; unchanged for fewer than two axes.
 
     Shapes:  grad (n, *) float -> (n, *) float.
-    Edges:   `multiple_of=16` is the reference's kernel: it leaves a gradient alone unless shape[1] is a multiple of 16.
+    Edges:   `multiple_of=16` is MindSpore's kernel: it leaves a gradient alone unless shape[1] is a multiple of 16.
     Source:  Yong et al. 2020, arXiv:2004.01461, equation 1; MindSpore 2.7 for the multiple.
     """
     check_kind("grad", grad, Tensor, "a tensor")
@@ -86,7 +97,7 @@ def check_betas(beta1: object, beta2: object, eps: object) -> None:
     check_number("eps", eps, open_low=True)
 
 
-def learning_rate_of(value: Any) -> float | LearningRateSchedule:
+def learning_rate_of(value: object) -> float | LearningRateSchedule:
     """What a user may pass as a rate -> a number or a schedule.
 
     Raises:  TypeError for None and other kinds; ValueError for a negative or infinite number, a string or a tensor of
@@ -100,7 +111,7 @@ def learning_rate_of(value: Any) -> float | LearningRateSchedule:
         if value.ndim > 1:
             raise ValueError(f"a tensor of learning rates has 0 or 1 axes, got shape {tuple(value.shape)}")
         value = value.tolist()
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if is_number(value):
         huge = isinstance(value, int) and abs(value) > sys.float_info.max
         rate = math.inf if huge else float(value)
         if not 0 <= rate < math.inf:
@@ -111,19 +122,18 @@ def learning_rate_of(value: Any) -> float | LearningRateSchedule:
     raise TypeError(f"a learning rate is a number, a list, a tensor or a schedule, got {value!r}")
 
 
-def weight_decay_of(value: Any) -> Any:
+def weight_decay_of(value: object) -> Decay:
     """A number at least 0, or a function of the step -> the same, the number as float."""
     if callable(value):
         return value
-    check_number("weight_decay", value)
-    return float(value)
+    return check_number("weight_decay", value)
 
 
-def is_named(item: Any) -> bool:
+def is_named(item: object) -> TypeGuard[tuple[str, Tensor]]:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
-def listed(params: Any, what: str) -> list[Any]:
+def listed(params: object, what: str) -> list[Any]:
     if isinstance(params, Tensor | str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(f"{what} must be an iterable of parameters, got {type(params).__name__}; put it into a list")
     return list(params)
@@ -133,7 +143,7 @@ def tensors_of(items: Iterable[Any]) -> list[Tensor]:
     return [item[1] if is_named(item) else item for item in items]
 
 
-def split_groups(params: Any) -> tuple[list[dict[str, Any]], list[Tensor] | None, bool]:
+def split_groups(params: object) -> tuple[list[dict[str, Any]], list[Tensor] | None, bool]:
     """The argument `params` -> (groups, the wanted order or None, were they given as groups)."""
     if params is None:
         raise ValueError("params is None; pass the parameters to train, for instance trainable_params(network)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from torch import Tensor
 from mpkit.arguments import check_alike, check_count, check_flags, check_kind, check_number
 from mpkit.optimizers.arguments import (
     GROUP_KEYS,
+    Decay,
     Options,
+    Params,
+    Rate,
     centralized,
     is_named,
     learning_rate_of,
     listed,
+    parameters_of,
     split_groups,
     tensors_of,
     weight_decay_of,
@@ -62,7 +66,7 @@ class Numbers:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base of mpkit's optimizers: a `torch.optim.Optimizer` with the reference's groups, decay and loss scale.
+    """Base of mpkit's optimizers: a `torch.optim.Optimizer` with MindSpore's groups, decay and loss scale.
 
     Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
 
@@ -91,16 +95,16 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     decay_in_formula = False  # True where `update` applies weight decay itself
-    decay_filter = True  # False where the reference ignores the beta/gamma rule
+    decay_filter = True  # False where MindSpore ignores the beta/gamma rule
     centralizes = True
     elementwise = False  # True where `update` treats every value for itself, so that a CPU may take a tensor in slices
     intermediates = True  # False where `update` writes its operands only, so that lots have nothing to keep in a cache
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any,
-        weight_decay: Any = 0.0,
+        params: Params,
+        learning_rate: Rate,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         hyper: Mapping[str, Any] | None = None,
         options: Options | None = None,
@@ -110,8 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         check_kind("options", options, Mapping, "a dict of options", optional=True)
         options = options or {}
         check_flags(**{key: options.get(key, False) for key in ("count_skipped", "faithful")})
-        unknown = set(options) - set(Options.__annotations__)
-        if unknown:
+        if unknown := set(options) - set(Options.__annotations__):
             raise TypeError(f"{type(self).__name__} does not take {sorted(unknown)}")
         groups, order, grouped = split_groups(params)
         self.loss_scale = float(loss_scale)
@@ -199,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
         """All parameters: in the order of `order_params` when given, else group after group."""
         groups = self.param_groups
         if self._order is None:
-            return [p for group in groups for p in group["params"]]
+            return parameters_of(self)
         placed = set(self._order)
         later = [(i, j) for i, g in enumerate(groups) for j in range(len(g["params"])) if (i, j) not in placed]
         return [groups[i]["params"][j] for i, j in [*self._order, *later]]
@@ -243,13 +246,13 @@ class Optimizer(torch.optim.Optimizer):
             return self.get_lr_parameter(self.parameters)
         return self._shown(self.param_groups[0])
 
-    def get_lr_parameter(self, param: Any) -> Any:
+    def get_lr_parameter(self, param: object) -> Tensor | list[Tensor]:
         """The rate of the next step of one parameter, or the list of rates of a list of them.
 
         Raises:  TypeError for something else; ValueError for a parameter that is not in this optimizer.
         """
-        many = isinstance(param, list | tuple) and not is_named(param)
-        wanted = tensors_of(param if many else [param])
+        params = [param] if is_named(param) or not isinstance(param, list | tuple) else param
+        wanted = tensors_of(params)
         shown = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         for p in wanted:
             if not isinstance(p, Tensor):
@@ -258,7 +261,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"the parameter of shape {tuple(p.shape)} is not in this optimizer")
         rates = [self._shown(group) for group in self.param_groups]
         found = [rates[shown[id(p)]] for p in wanted]
-        return found if many else found[0]
+        return found if params is param else found[0]
 
     def _shown(self, group: dict[str, Any]) -> Tensor:
         return torch.as_tensor(self._rate(group), dtype=torch.float32)
@@ -293,6 +296,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._counts["global_step"] += self.count_skipped
                 return loss
         elif found_inf is not None:
+            # the host does not know whether this step counts, so the counters move to where it is decided
             keep = (found_inf.reshape(()) == 0).float()
             self._count_on_device(keep.device)
         elif torch.compiler.is_compiling():  # a number would be a constant of the graph, and be compiled for each time
@@ -320,6 +324,7 @@ class Optimizer(torch.optim.Optimizer):
         weights = [s["master"] for s in states] if narrow else params
         numbers = numbers.on(weights[0])
         if narrow:
+            # the master is the truth, unless somebody has written to the parameter since
             follow_(weights, params)
         state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
         self._apply([p.grad for p in params], weights, state, group, chosen, numbers)
@@ -346,6 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         lr, decay, count, keep = numbers.lr, numbers.decay, numbers.count, numbers.keep
         whole = Update(weights, grads, state, group, chosen, lr, decay, count, keep)
         silenced = None if keep is None else silencer(keep, weights[0])
+        # slices keep the intermediates of a formula in the cache; a GPU has none to win by it
         sliced = self.elementwise and not weights[0].is_cuda and (self.intermediates or keep is not None)
         for part in whole.slices(2 * CACHED) if sliced else [whole]:
             if silenced is not None:
@@ -388,6 +394,7 @@ class Optimizer(torch.optim.Optimizer):
             return grads
         where = decayed_positions(group, chosen)
         g, w = [grads[i] for i in where], [weights[i] for i in where]
+        # the gradient is still S times too large here, so the decay is made so too; 1 / S comes last
         amount = decay * self.loss_scale
         if not where:
             return grads
@@ -433,9 +440,10 @@ class Optimizer(torch.optim.Optimizer):
         before, step = self.param_groups, check_count("global_step", state_dict["global_step"], low=0)
         self._check_slots(state_dict)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        params = [p for group in self.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for p, key in zip(params, keys):  # torch has cast the state to the parameter's dtype: take the float32 again
+        for p, key in zip(
+            parameters_of(self), keys
+        ):  # torch has cast the state to the parameter's dtype: take the float32 again
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[p][name] = value.detach().to(p.device, copy=True)
         for old, new in zip(before, self.param_groups):
@@ -459,8 +467,14 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 
 
+class TakesClosures(Protocol):
+    """An optimizer that says whether the closure of its running step gets gradients as they are."""
+
+    _plain_closure: bool
+
+
 @contextmanager
-def plain_closure(optimizer: Any) -> Iterator[None]:
+def plain_closure(optimizer: TakesClosures) -> Iterator[None]:
     """While the closure of a step without `found_inf` and `grad_scale` runs, the optimizer says it unscales nothing."""
     if getattr(optimizer, "found_inf", None) is None and getattr(optimizer, "grad_scale", None) is None:
         optimizer._plain_closure = True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkit.arguments import check_flags, check_number
 from mpkit.optimizers.adam import average_moments_
-from mpkit.optimizers.arguments import Options, check_betas
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate, check_betas
 from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Tensors, Update, add_, decayed_positions, root, unbiased
 from mpkit.schedules import LearningRateSchedule
@@ -31,12 +31,12 @@ class Lamb(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any,
+        params: Params,
+        learning_rate: Rate,
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-6,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         check_betas(beta1, beta2, eps)
@@ -73,7 +73,7 @@ class Lamb(Optimizer):
             torch._foreach_add_(chosen, weights, alpha=u.decay)
 
 
-def _or(new: Any, old: dict[str, Any]) -> dict[str, Any]:
+def _or(new: dict[str, Any] | None, old: dict[str, Any]) -> dict[str, Any]:
     return old if new is None else new
 
 
@@ -223,6 +223,6 @@ class LARS(torch.optim.Optimizer):
         """The inner optimizer's."""
         return self.optimizer.get_lr()
 
-    def get_lr_parameter(self, param: Any) -> Any:
+    def get_lr_parameter(self, param: object) -> Tensor | list[Tensor]:
         """The inner optimizer's."""
         return self.optimizer.get_lr_parameter(param)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_float
-from mpkit.optimizers.arguments import Options
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Number, Update
 
@@ -28,11 +28,11 @@ class Rprop(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 0.1,
+        params: Params,
+        learning_rate: Rate = 0.1,
         etas: tuple[float, float] = (0.5, 1.2),
         step_sizes: tuple[float, float] = (1e-6, 50.0),
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         for name, pair in (("etas", etas), ("step_sizes", step_sizes)):
@@ -95,12 +95,12 @@ class ASGD(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 0.1,
+        params: Params,
+        learning_rate: Rate = 0.1,
         lambd: float = 1e-4,
         alpha: float = 0.75,
         t0: float = 1e6,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
         for name, value in (("lambd", lambd), ("alpha", alpha), ("t0", t0)):

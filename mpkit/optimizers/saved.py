@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from mpkit.arguments import check_alike, check_kind
+from mpkit.arguments import check_alike, check_kind, is_number
 
 FREE = frozenset({"params", "param_names", "lr", "weight_decay"})  # may be there or not: schedules are not saved
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
 
-def check_saved(optimizer: torch.optim.Optimizer, saved: Any, *, whole: bool = False) -> None:
+def check_saved(optimizer: torch.optim.Optimizer, saved: object, *, whole: bool = False) -> None:
     """Raise ValueError unless `saved` is what an optimizer of this kind, with as many groups, gives as its state.
 
     Kinds are told apart by the hyper-parameters of their groups. With `whole` none may be missing either (torch fills
@@ -47,11 +46,11 @@ def check_saved(optimizer: torch.optim.Optimizer, saved: Any, *, whole: bool = F
         check_kind(f"state[{key!r}]", held, Mapping, "a dict, as state_dict() gave it")
 
 
-def _check_hyper(key: str, saved: Any, own: Any) -> None:
+def _check_hyper(key: str, saved: object, own: object) -> None:
     """A number may have become a tensor, or the other way round: a counter on the device, a rate for torch.compile."""
-    plain = isinstance(own, int | float) or (isinstance(own, torch.Tensor) and not own.dim())
-    if isinstance(own, bool) or not plain:
+    plain = is_number(own) or (isinstance(own, torch.Tensor) and not own.dim())
+    if not plain:
         own = None if isinstance(own, torch.Tensor) or callable(own) else own
         check_alike(key, saved, own)
-    elif isinstance(saved, bool) or not isinstance(saved, int | float | torch.Tensor):
+    elif not (is_number(saved) or isinstance(saved, torch.Tensor)):
         raise TypeError(f"{key} must be a number, as it was saved, got {saved!r:.60}")

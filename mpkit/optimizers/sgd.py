@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkit.arguments import check_flags, check_float, check_number
-from mpkit.optimizers.arguments import Options
+from mpkit.optimizers.arguments import Decay, Options, Params, Rate
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Update
 
@@ -27,10 +27,10 @@ class Momentum(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any,
+        params: Params,
+        learning_rate: Rate,
         momentum: float,
-        weight_decay: Any = 0.0,
+        weight_decay: Decay = 0.0,
         loss_scale: float = 1.0,
         use_nesterov: bool = False,
         **options: Unpack[Options],
@@ -60,7 +60,7 @@ class SGD(Optimizer):
         nesterov:   needs momentum > 0 and dampening = 0.
     Against torch:  bit for bit `torch.optim.SGD`, which decays every parameter. The first step is that of the group,
                     not of the single parameter.
-    Raises:  TypeError for a weight decay that is a function, as the reference.
+    Raises:  TypeError for a weight decay that is a function, as MindSpore.
     Source:  MindSpore 2.7 nn.SGD.
     """
 
@@ -69,8 +69,8 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        params: Any,
-        learning_rate: Any = 0.1,
+        params: Params,
+        learning_rate: Rate = 0.1,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

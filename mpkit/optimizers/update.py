@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mpkit.optimizers.arguments import decays_by_name
 
 Number = float | Tensor  # a host number, or a 0-d tensor where only the device knows it
 Tensors = list[Tensor] | tuple[Tensor, ...]
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Update:
         """`count` as an int, or as 0-d float64: arithmetic with an int64 tensor would take torch's default dtype."""
         return self.count.double() if isinstance(self.count, Tensor) else self.count
 
-    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, name: object, compute: Callable[[], Value]) -> Value:
         """What `compute` gives, computed for the first slice and kept for the others."""
         if name not in self.memo:
             self.memo[name] = compute()
@@ -68,6 +69,7 @@ class Update:
             yield self
             return
         rows = list(zip(self.weights, self.grads, *self.state.values(), strict=True))
+        # flat slices of weight, gradient and state must be the same values, so all of a row lie alike
         large = [k for k, row in enumerate(rows) if row[0].numel() > size and _one_piece(row)]
         small = [k for k in range(len(rows)) if k not in large]
         if small:
@@ -103,6 +105,7 @@ class Update:
         if not isinstance(rate, Tensor):
             torch._foreach_add_(targets, steps, alpha=-rate)
             return
+        # a rate that only the device knows cannot be an `alpha`, which torch reads on the host
         change = torch._foreach_mul(steps, rate.to(targets[0].dtype))
         if self.keep is not None:
             torch._foreach_add_(change, 0.0)  # -0.0 -> +0.0, and w - (+0.0) is w for every w
@@ -124,6 +127,7 @@ class Update:
         if self.keep is None:
             torch._foreach_copy_(targets, values)
             return
+        # a maximum, say, has no operand that leaves it as it is
         applied = self.keep != 0
         for target, value in zip(targets, values):
             torch.where(applied, value, target, out=target)

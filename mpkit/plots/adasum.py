@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import Scene, linear, log2
+
+if TYPE_CHECKING:
+    from mpkit.explorers.adasum import PairExplorer, WorkersExplorer  # upward: the types of its arguments
 
 LOOK: Mapping[str, dict[str, Any]] = {
     "sum": {"color": "overflow", "dash": "--", "glyph": "s"},
@@ -16,7 +19,7 @@ LOOK: Mapping[str, dict[str, Any]] = {
 }
 
 
-def pair_scene(data: Any) -> Scene:
+def pair_scene(data: PairExplorer) -> Scene:
     """The vectors in the plane, a and b by their tips, and the length of each result over the angle."""
     scene = Scene(height=420, width=960, cols=(1.35, 1))
     x, y = linear("first weight's update", -3.4, 6.4, 5), linear("second weight's update", -0.8, 5.2, 4)
@@ -40,7 +43,7 @@ def pair_scene(data: Any) -> Scene:
     return scene
 
 
-def workers_scene(data: Any) -> Scene:
+def workers_scene(data: WorkersExplorer) -> Scene:
     """Length of the merged update over the number of workers, and its cosine with the shared direction."""
     scene = Scene(height=380, width=940, cols=(1, 1))
     counts = np.log2(data.counts)

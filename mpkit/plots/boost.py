@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import Panel, Scene, linear, names
 
+if TYPE_CHECKING:
+    from mpkit.explorers.boost import (  # upward: the types of its arguments
+        BoostExplorer,
+        CentralizeExplorer,
+        FreezeExplorer,
+        LessBNExplorer,
+    )
 
-def boost_scene(data: Any) -> Scene:
+
+def boost_scene(data: BoostExplorer) -> Scene:
     """Left: speed-up and accuracy of every measured configuration. Right: how often each stage stands still."""
     scene = Scene(height=430, width=980, cols=(1.25, 1))
     every = [v for _, _, runs in data.field for v in runs]
@@ -48,7 +56,7 @@ def boost_scene(data: Any) -> Scene:
     return scene
 
 
-def _frozen_stages(scene: Scene, data: Any) -> None:
+def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
     count = len(data.stages)
     panel = scene.panel(
         0,
@@ -65,7 +73,7 @@ def _frozen_stages(scene: Scene, data: Any) -> None:
         panel.points([-4.0] * len(gone), gone, "overflow", glyph="x", size=4, label="BatchNorm removed")
 
 
-def freeze_scene(data: Any) -> Scene:
+def freeze_scene(data: FreezeExplorer) -> Scene:
     """Steps by stages, dark where a stage stands still; beside it the work of the step that is saved."""
     count, steps = len(data.names), len(data.sequence)
     scene = Scene(height=440, width=960, cols=(2.2, 1))
@@ -104,7 +112,7 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 PER_ROW = 30
 
 
-def less_bn_scene(data: Any) -> Scene:
+def less_bn_scene(data: LessBNExplorer) -> Scene:
     """The layers of a network in definition order, row after row; a frame holds the layers of one block."""
     rows = max(3, -(-len(data.layers) // PER_ROW))
     width = -(-len(data.layers) // rows)
@@ -138,7 +146,7 @@ def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int, shortcuts
                 panel.add("arrows", x0=x0, y0=[row + 0.34], x1=x1, y1=[row + 0.34], width=1.6)
 
 
-def centralize_scene(data: Any) -> Scene:
+def centralize_scene(data: CentralizeExplorer) -> Scene:
     """The entries of one output's gradient with their mean, and the means of all outputs."""
     scene = Scene(height=390, width=940, cols=(1.15, 1))
     reach = 1.15 * float(data.grad.abs().max())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import Scene, exponents, linear, log2, names, space
 
+if TYPE_CHECKING:
+    from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer  # upward: the types of its arguments
+
 LOWEST, HIGHEST = -30, 3  # powers of two on the error axis
 
 
-def casting_scene(data: Any) -> Scene:
+def casting_scene(data: CastingExplorer) -> Scene:
     """Above: the operations in order, by compute precision. Below: error against float64, and lost values."""
     steps = data.walk.steps
     n = len(steps)
@@ -60,7 +63,7 @@ def _label(step: Any) -> str:
     return f"{module}: {operation}" if module else operation
 
 
-def log_softmax_scene(data: Any) -> Scene:
+def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
     """Computed log-probabilities against the exact ones; what became -inf lies on the floor."""
     floor = -37.0
     scene = Scene(height=380)

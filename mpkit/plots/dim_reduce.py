@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from contourpy import contour_generator  # matplotlib draws its own contours with it, so it is always there
 
 from mpkit.plots.scene import Panel, Scene, linear
 
+if TYPE_CHECKING:
+    from mpkit.explorers.dim_reduce import DimReduceExplorer  # upward: the types of its arguments
+
 LEVELS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 
 
-def dim_reduce_scene(data: Any) -> Scene:
+def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
     """Left: the plane. Right: the losses of both ways, and the share of the gradient outside the subspace."""
     scene = Scene(height=460, width=980, rows=(1, 1), cols=(1.5, 1))
     steps = len(data.path.searches)
@@ -46,7 +49,7 @@ def dim_reduce_scene(data: Any) -> Scene:
     return scene
 
 
-def _contours(scene: Scene, plane: Panel, data: Any) -> None:
+def _contours(scene: Scene, plane: Panel, data: DimReduceExplorer) -> None:
     """Lines of equal loss with their values; they never change, so they travel once."""
     for level, (xs, ys, at) in _lines(*(a.tobytes() for a in data.landscape), len(data.landscape[0])).items():
         plane.line(scene.keep(f"y{level}", ys), scene.keep(f"x{level}", xs), "muted/0.6", width=0.9)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpkit.plots.scene import Scene, linear, log2
 
+if TYPE_CHECKING:
+    from mpkit.explorers.drawing import DrawExplorer  # upward: the types of its arguments
+
 LOW, HIGH = 14, 22
 
 
-def draw_scene(data: Any) -> Scene:
+def draw_scene(data: DrawExplorer) -> Scene:
     """The scale so far under its ceiling, the reader's pen for the rest, and over it what happened once it is shown."""
     steps, first = len(data.truth), len(data.truth) - len(data.guess)
     scene = Scene(height=380, width=900)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.formats import regions
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two
+
+if TYPE_CHECKING:
+    from mpkit.explorers.evidence import (  # upward: the types of its arguments
+        DetectiveExplorer,
+        GridExplorer,
+        NaiveRuleExplorer,
+        RunExplorer,
+        WhatIfExplorer,
+    )
 
 
 def fitted(*series: Any, room: int = 2) -> tuple[int, int]:
@@ -20,7 +29,7 @@ def fitted(*series: Any, room: int = 2) -> tuple[int, int]:
     return max(-40, math.floor(every.min()) - room), min(60, math.ceil(every.max()) + room)
 
 
-def detective_scene(data: Any) -> Scene:
+def detective_scene(data: DetectiveExplorer) -> Scene:
     """Per module the range of its outputs, per weight the range of its scaled gradient, inside the format."""
     low, high, fmt = -44, 44, data.fmt
     labels = [f"gradient of {n} × scale" if g else f"output of {n}" for n, _, _, g in data.bars]
@@ -56,7 +65,7 @@ def _scale_line(panel: Panel, scale: Any, skipped: Any, low: int, high: int, **l
         panel.points(at[skipped], skipped, "overflow", glyph="x", size=4, label="skipped")
 
 
-def run_scene(data: Any) -> Scene:
+def run_scene(data: RunExplorer) -> Scene:
     """The recorded scale with its skipped steps, and the scaled gradients of the step inside float16."""
     t, scene = data.trace, Scene(height=400, width=960, cols=(1.6, 1))
     scene.play("step", "step", len(t), every=120)
@@ -99,7 +108,7 @@ def run_scene(data: Any) -> Scene:
     return scene
 
 
-def what_if_scene(data: Any) -> Scene:
+def what_if_scene(data: WhatIfExplorer) -> Scene:
     """The replayed scale, the recorded one, and the ceiling that both had to stay below."""
     scene = Scene(height=400, width=900)
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
@@ -143,7 +152,7 @@ def framed(panel: Panel, cell: tuple[int, int], color: str, label: str) -> None:
     panel.boxes(*ends, edge=color, width=3, label=label)
 
 
-def sweep_scene(data: Any) -> Scene:
+def grid_scene(data: GridExplorer) -> Scene:
     """The heat map of a sweep with the chosen cell framed, and that cell's run."""
     scene = Scene(height=400, width=980, cols=(1, 1))
     texts = [f"{v:.0%}" if v >= 0.1 else f"{v:.1%}" for v in data.grid.flat]
@@ -157,7 +166,7 @@ def sweep_scene(data: Any) -> Scene:
     return scene
 
 
-def naive_rule_scene(data: Any) -> Scene:
+def naive_rule_scene(data: NaiveRuleExplorer) -> Scene:
     """Two rules, one start, and where each leads."""
     return two_rules(data.naive, data.dynamic, data.losses, data.ceiling, data.exponent, ("exponent", -10, 20))
 

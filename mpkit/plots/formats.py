@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.formats import FORMATS, FloatFormat, get_format
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, names, space
+
+if TYPE_CHECKING:
+    from mpkit.explorers.formats import (  # upward: the types of its arguments
+        BitsExplorer,
+        GradientsExplorer,
+        RangesExplorer,
+    )
 
 KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
 
@@ -26,7 +33,7 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
         panel.span(axis, low, high, f"{role}/0.14", role)
 
 
-def bits_scene(data: Any) -> Scene:
+def bits_scene(data: BitsExplorer) -> Scene:
     """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale."""
     scene = Scene(height=450, rows=(1.1, 1.1, 1.2))
     _bit_row(scene, data)
@@ -35,12 +42,12 @@ def bits_scene(data: Any) -> Scene:
     return scene
 
 
-def _bit_row(scene: Scene, data: Any) -> None:
+def _bit_row(scene: Scene, data: BitsExplorer) -> None:
     fmt, bits = data.format, data.format.bits
     panel = scene.panel(bare=True, x=space(0, 32), y=space(-1.4, 1.9))
     places, left = np.arange(bits), (32 - bits) / 2
-    fields = [field_of(bits - 1 - i, fmt) for i in places]
-    on = [data.bit(bits - 1 - i) for i in places]
+    fields = [field_of(bits - 1 - i, fmt) for i in range(bits)]
+    on = [data.bit(bits - 1 - i) for i in range(bits)]
     roles = {"sign": "ink", "exponent": KIND_ROLES[data.fields.kind], "fraction": "reference"}
     panel.boxes(
         *(left + places + 0.06, [0] * bits, left + places + 0.94, [1] * bits),
@@ -63,7 +70,7 @@ def _bit_row(scene: Scene, data: Any) -> None:
     panel.text(f"{data.formula()}     {data.fields.kind}", 16, -1.1, size=15)
 
 
-def _whole_format(scene: Scene, data: Any) -> None:
+def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     fmt = data.format
     least = fmt.min_subnormal_exponent
     low, high = least - 2, fmt.max_exponent + 3
@@ -82,7 +89,7 @@ def _whole_format(scene: Scene, data: Any) -> None:
         panel.handle("x", "shift_to", power, least, fmt.max_exponent, "power of two of the number", **grip)
 
 
-def _neighbours(scene: Scene, data: Any) -> None:
+def _neighbours(scene: Scene, data: BitsExplorer) -> None:
     if data.fields.value is None:
         panel = scene.panel(2, bare=True, x=space(0, 1), y=space(0, 1))
         panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
@@ -104,7 +111,7 @@ def _neighbours(scene: Scene, data: Any) -> None:
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
-def ranges_scene(data: Any) -> Scene:
+def ranges_scene(data: RangesExplorer) -> Scene:
     """The range of every format on one axis, and one magnitude with its fate in each."""
     fates = [data.fate(name) for name in data.kept]
     x = log2("magnitude", -152, 226, 24)
@@ -130,7 +137,7 @@ def ranges_scene(data: Any) -> Scene:
     return scene
 
 
-def gradients_scene(data: Any) -> Scene:
+def gradients_scene(data: GradientsExplorer) -> Scene:
     """The exponent histogram of scaled gradients over the regions of one format; the histogram can be dragged."""
     low, high, top = -50, 32, 20
     fmt, scene = data.format, Scene(height=360)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import DASHES, SERIES, Scene, exponents, linear, log2, names
 
+if TYPE_CHECKING:
+    from mpkit.explorers.group_scale import GroupScaleExplorer  # upward: the types of its arguments
+
 GROUPS = 4
 
 
-def group_scale_scene(data: Any) -> Scene:
+def group_scale_scene(data: GroupScaleExplorer) -> Scene:
     """Left: the scales, x where an overflow began. Right: the share of gradient values that is not rounded to zero."""
     one, own = data.runs.values()
     steps = len(one.scales)

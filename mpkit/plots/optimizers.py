@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, power_of_two
 
+if TYPE_CHECKING:
+    from mpkit.explorers.optimizers import (  # upward: the types of its arguments
+        AdamStateExplorer,
+        LossScaleExplorer,
+        SchedulesExplorer,
+    )
 
-def schedules_scene(data: Any) -> Scene:
+
+def schedules_scene(data: SchedulesExplorer) -> Scene:
     """Five learning rates over the steps, with a marker at one step."""
     scene, top = Scene(height=380), float(f"{data.learning_rate:.3g}")
     steps = len(next(iter(data.curves.values())))
@@ -28,7 +35,7 @@ def schedules_scene(data: Any) -> Scene:
 LOW, HIGH = -12, 8  # powers of two of the step axis; what lies beyond is drawn at the edge
 
 
-def adam_state_scene(data: Any) -> Scene:
+def adam_state_scene(data: AdamStateExplorer) -> Scene:
     """Step size over gradient size, in float32 and in the narrow format; infinite and zero steps at the edges."""
     scene = Scene(height=390)
     y = log2("first step, in learning rates", LOW - 1, HIGH + 1)
@@ -54,7 +61,7 @@ def _shown(sizes: np.ndarray) -> np.ndarray:
     return np.log2(np.clip(np.where(np.isfinite(sizes), sizes, 2.0**HIGH), 2.0**LOW, 2.0**HIGH))
 
 
-def loss_scale_scene(data: Any) -> Scene:
+def loss_scale_scene(data: LossScaleExplorer) -> Scene:
     """The loss over the steps with the chosen scales and with scales that agree."""
     scene, top = Scene(height=370), 3.0
     losses, steps = np.array(data.losses), len(data.losses)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpkit.plots.scene import Scene, exponents, linear, log2
 
+if TYPE_CHECKING:
+    from mpkit.explorers.recipes import (  # upward: the types of its arguments
+        AmaxExplorer,
+        BlockExplorer,
+        RecipeExplorer,
+    )
 
-def amax_scene(data: Any) -> Scene:
+
+def amax_scene(data: AmaxExplorer) -> Scene:
     """The largest element of each step under what the scale can hold; beyond it elements are clipped."""
     real = np.log2(data.amax[data.amax > 0])
     held = np.log2(data.holds[1:])
@@ -31,7 +38,7 @@ def amax_scene(data: Any) -> Scene:
     return scene
 
 
-def block_scene(data: Any) -> Scene:
+def block_scene(data: BlockExplorer) -> Scene:
     """128 values and what stands for them, with the borders of the blocks."""
     scene = Scene(height=420)
     low, high = -6, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
@@ -47,7 +54,7 @@ def block_scene(data: Any) -> Scene:
     return scene
 
 
-def recipe_scene(data: Any) -> Scene:
+def recipe_scene(data: RecipeExplorer) -> Scene:
     """Losses of every seed, float32 and the recipe."""
     scene = Scene(height=380)
     at = data.every * (1 + np.arange(data.own.shape[1]))

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, names
+
+if TYPE_CHECKING:
+    from mpkit.explorers.rounding import (  # upward: the types of its arguments
+        ModesExplorer,
+        StaircaseExplorer,
+        UpdatesExplorer,
+    )
 
 SCHEMES = {  # role, dash, label
     "nearest": ("overflow", None, "16 bit, nearest"),
@@ -18,7 +25,7 @@ SCHEMES = {  # role, dash, label
 }
 
 
-def modes_scene(data: Any) -> Scene:
+def modes_scene(data: ModesExplorer) -> Scene:
     """A number between its neighbours, and one row per mode with an arrow to the result."""
     modes, place = [*data.results, "stochastic"], data.share_right
     scene = Scene(height=380)
@@ -51,7 +58,7 @@ def modes_scene(data: Any) -> Scene:
     return scene
 
 
-def staircase_scene(data: Any) -> Scene:
+def staircase_scene(data: StaircaseExplorer) -> Scene:
     """Rounded against exact value, and the ulp against the magnitude."""
     scene, limit = Scene(height=380, cols=(1.15, 1)), data.limit
     x, y = linear("x", -limit, limit, 4), linear("rounded x", -1.1 * limit, 1.1 * limit, 4)
@@ -73,7 +80,7 @@ def _corners(values: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([[0], changes, changes + 1, [len(values) - 1]]))
 
 
-def updates_scene(data: Any) -> Scene:
+def updates_scene(data: UpdatesExplorer) -> Scene:
     """The weight after each update, for four schemes and exact arithmetic, revealed as far as it is played."""
     exact = data.paths["exact"]
     end, steps = exact[-1] - 1, np.linspace(0, len(exact) - 1, 101).astype(int)

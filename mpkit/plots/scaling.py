@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,20 +12,46 @@ from mpkit.formats import FloatFormat, get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
 
+if TYPE_CHECKING:
+    from mpkit.explorers.scaling import (  # upward: the types of its arguments
+        DynamicsExplorer,
+        LiveExplorer,
+        SweepExplorer,
+    )
+    from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer  # upward: the types of its arguments
 
-def dynamics_scene(data: Any) -> Scene:
+
+def dynamics_scene(data: DynamicsExplorer) -> Scene:
     """A ball on the scale under its ceiling, 80 steps at a time; beside it the gradients; below, all steps."""
     steps = np.arange(len(data.scale))
     skips = np.flatnonzero(~data.finite)
     real = np.log2(data.ceiling[data.ceiling > 0]), np.log2(data.scale)
     low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real))) + 3
-    scale, tops = exponents(data.scale, low, high), exponents(data.ceiling, low, high)
+    scale = exponents(data.scale, low, high)
     scene = Scene(height=440, rows=(3.3, 1), cols=(2.7, 1))
     scene.play("step", "step", len(steps), every=100)
-    kept = scene.keep("ceiling", tops)
+    kept = scene.keep("ceiling", exponents(data.ceiling, low, high))
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(steps), 20)]}
-    y = log2("loss scale", low, high)
-    main = scene.panel(title="the scale climbs until it meets the ceiling", x=x, y=y)
+    main = scene.panel(title="the scale climbs until it meets the ceiling", x=x, y=log2("loss scale", low, high))
+    _decisions(main, data, scale, kept, low, high)
+    _grips(main, data, scale, low, high)
+    _gradients(scene, data)
+    x, y = linear("step of the whole run", 0, len(steps), 8), log2("", low, high, 8 if high - low < 60 else 32)
+    whole = scene.panel(1, 0, colspan=2, x=x, y=y)
+    whole.band(kept, high, quiet=True)
+    whole.line(kept, color="overflow", width=1)
+    whole.line(scale, step="mid", width=1.6)
+    whole.points(scale[skips], skips, "overflow", glyph="x", size=2.5, width=1.4)
+    whole.handle("x", "step", data.step, 0, len(steps) - 1, "step")
+    whole.handle("y", "init_exponent", data.init_exponent, 0, 32, "initial scale, 2 to the", cross=0, note="start")
+    return scene
+
+
+def _decisions(
+    main: Panel, data: DynamicsExplorer, scale: np.ndarray, kept: dict[str, str], low: int, high: int
+) -> None:
+    """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
+    steps, skips = np.arange(len(scale)), np.flatnonzero(~data.finite)
     main.boxes(skips - 0.5, [low], skips + 0.5, [high], fill="muted/0.3", since=skips, show="upto", quiet=True)
     main.band(kept, high, label="here it would overflow")
     main.add("pen", y=kept, color="overflow", name="draw", lo=low, hi=high, label="ceiling", width=1.6)
@@ -43,34 +69,24 @@ def dynamics_scene(data: Any) -> Scene:
         totals.append(np.round(100 * data.zeros))
         words += ";  {} % of this step's gradients are zero"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
+
+
+def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, high: int) -> None:
+    """What the reader drags: the scale of the step, and the settings of the rule."""
     main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, plain=True)
-    if not data.hold:
-        up, down = math.log2(data.scale_factor), math.log2(data.down_factor)
-        window = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {data.scale_window}"}
-        main.handle("x", "scale_window", data.scale_window, 1, 400, "scale_window, steps", **window)
-        factor = {"base": scale, "log2": True, "stem": True, "cross": 7, "step": 0.25}
-        main.handle("y", "scale_factor", up, 0.25, 4, "scale_factor", note=f"× {data.scale_factor:.4g}", **factor)
-        if data.apart:
-            main.handle(
-                "y", "down_factor", down, 0.25, 4, "factor down", slope=-1, note=f"÷ {data.down_factor:.4g}", **factor
-            )
-        floor = data.floor_exponent
-        main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
-    _gradients(scene, data)
-    whole = scene.panel(
-        1,
-        0,
-        colspan=2,
-        x=linear("step of the whole run", 0, len(steps), 8),
-        y=log2("", low, high, 8 if high - low < 60 else 32),
-    )
-    whole.band(kept, high, quiet=True)
-    whole.line(kept, color="overflow", width=1)
-    whole.line(scale, step="mid", width=1.6)
-    whole.points(scale[skips], skips, "overflow", glyph="x", size=2.5, width=1.4)
-    whole.handle("x", "step", data.step, 0, len(steps) - 1, "step")
-    whole.handle("y", "init_exponent", data.init_exponent, 0, 32, "initial scale, 2 to the", cross=0, note="start")
-    return scene
+    if data.hold:
+        return
+    up, down = math.log2(data.scale_factor), math.log2(data.down_factor)
+    window = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {data.scale_window}"}
+    main.handle("x", "scale_window", data.scale_window, 1, 400, "scale_window, steps", **window)
+    factor = {"base": scale, "log2": True, "stem": True, "cross": 7, "step": 0.25}
+    main.handle("y", "scale_factor", up, 0.25, 4, "scale_factor", note=f"× {data.scale_factor:.4g}", **factor)
+    if data.apart:
+        main.handle(
+            "y", "down_factor", down, 0.25, 4, "factor down", slope=-1, note=f"÷ {data.down_factor:.4g}", **factor
+        )
+    floor = data.floor_exponent
+    main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
 
 TOP = 20  # of the axis of magnitudes, a power of two
@@ -86,7 +102,7 @@ def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
     ]
 
 
-def _gradients(scene: Scene, data: Any) -> None:
+def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     """This step's recorded gradients times its scale, over the regions of the format."""
     part, low, regions = data.trace.gradients, -32.0, _regions(get_format(data.fmt))
     share = part.total() / part.size.sum()
@@ -111,7 +127,7 @@ def _gradients(scene: Scene, data: Any) -> None:
     )
 
 
-def sweep_scene(data: Any) -> Scene:
+def sweep_scene(data: SweepExplorer) -> Scene:
     """A table of factor x window, darker where the figure is larger; the pair that loses least is framed."""
     scene = Scene(height=400)
     digits = ".0f" if data.figure == "skipped" else ".1f"
@@ -145,7 +161,7 @@ def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (),
     return loss, panel
 
 
-def live_scene(data: Any) -> Scene:
+def live_scene(data: LiveExplorer) -> Scene:
     """Loss and scale of the training so far; before the first one, those of a recorded run."""
     scene = Scene(height=360, width=900, cols=(1, 1.2))
     own = data.run is not None and bool(data.run.losses)
@@ -156,7 +172,7 @@ def live_scene(data: Any) -> Scene:
     return scene
 
 
-def zoo_scene(data: Any) -> Scene:
+def zoo_scene(data: ZooExplorer) -> Scene:
     """Above, the two rules that differ first; below, every rule under the same ceiling, played step by step."""
     count, columns = len(data.ceiling), 6
     rows = -(-len(data.names) // columns)
@@ -187,7 +203,7 @@ def zoo_scene(data: Any) -> Scene:
 
 
 def _rule(
-    panel: Panel, data: Any, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: Any
+    panel: Panel, data: ZooExplorer, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: object
 ) -> None:
     """One rule's scale up to the step shown, its skipped steps, and where it raises an error."""
     used = np.where(np.isnan(data.scales[:, i]), np.nan, exponents(data.scales[:, i], *ends))
@@ -204,7 +220,7 @@ def _rule(
         panel.points(end, [raised], "ink", size=4, label="the rule raises an error", **more)
 
 
-def naive_scene(data: Any) -> Scene:
+def naive_scene(data: NaiveExplorer) -> Scene:
     """The rule that compares loss and scale, beside torch's, under the ceiling of the gradients."""
     losses = np.full(data.STEPS, data.loss)
     top = data.ceiling_exponent

@@ -51,14 +51,14 @@ def power_of_two(exponent: float) -> str:
     return "2" + f"{exponent:g}".translate(_RAISED)
 
 
-def log2(label: str, low: float, high: float, every: int | None = None, **more: Any) -> dict[str, Any]:
+def log2(label: str, low: float, high: float, every: int | None = None, **more: object) -> dict[str, Any]:
     """An axis of powers of two."""
     every = every or next(k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48) if (high - low) / k <= 8)
     ticks = [[e, power_of_two(e)] for e in range(math.ceil(low / every) * every, math.floor(high + 1e-9) + 1, every)]
     return {"label": label, "lo": low, "hi": high, "ticks": ticks, "format": "log2", **more}
 
 
-def linear(label: str, low: float, high: float, count: int = 6, **more: Any) -> dict[str, Any]:
+def linear(label: str, low: float, high: float, count: int = 6, **more: object) -> dict[str, Any]:
     """An axis with round ticks, about `count` of them; it may run downwards."""
     raw = abs(high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
@@ -73,7 +73,7 @@ def linear(label: str, low: float, high: float, count: int = 6, **more: Any) -> 
     }
 
 
-def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more: Any) -> dict[str, Any]:
+def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more: object) -> dict[str, Any]:
     """An axis of categories 0, 1, 2 ...; `down` puts the first at the top."""
     ends = (len(labels) - 0.5, -0.5) if down else (-0.5, len(labels) - 0.5)
     ticks = [[i, str(text)] for i, text in enumerate(labels)]
@@ -94,7 +94,7 @@ class Panel:
     def __init__(self, **given: Any) -> None:
         self.given, self.marks = given, list[dict[str, Any]]()
 
-    def add(self, kind: str, **mark: Any) -> None:
+    def add(self, kind: str, **mark: object) -> None:
         """A mark of one of `KINDS`; None leaves a property out. Raises ValueError for another kind."""
         if kind not in KINDS:
             raise ValueError(f"a mark is one of {', '.join(KINDS)}, got {kind!r}")
@@ -102,19 +102,19 @@ class Panel:
             {"type": kind} | {k: pack(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
         )
 
-    def line(self, y: Any, x: Any = None, color: str = "own", **look: Any) -> None:
+    def line(self, y: Any, x: Any = None, color: str = "own", **look: object) -> None:
         """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
         self.add("line", x=x, y=y, color=color, **look)
 
-    def points(self, y: Any, x: Any = None, color: Any = "own", **look: Any) -> None:
+    def points(self, y: Any, x: Any = None, color: Any = "own", **look: object) -> None:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
-    def band(self, y: Any, y2: Any, x: Any = None, color: str = "overflow/0.15", **look: Any) -> None:
+    def band(self, y: Any, y2: Any, x: Any = None, color: str = "overflow/0.15", **look: object) -> None:
         """The area between two lines."""
         self.add("band", x=x, y=y, y2=y2, color=color, **look)
 
-    def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: Any) -> None:
+    def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: object) -> None:
         """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty."""
         x, y = self.given["x"], self.given["y"]
         a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
@@ -138,7 +138,7 @@ class Panel:
         elif text:
             self.text(text, x["lo"], high, anchor="start", valign="top", dx=6, dy=3, **look)
 
-    def rule(self, axis: str, at: float | str, color: str = "muted", **look: Any) -> None:
+    def rule(self, axis: str, at: float | str, color: str = "muted", **look: object) -> None:
         """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
         self.add("rule", axis=axis, at=at, color=color, **look)
 
@@ -149,11 +149,11 @@ class Panel:
         if values is not None:
             self.marks[-1]["fields"] = [pack(v) for v in values]
 
-    def boxes(self, x0: Any, y0: Any, x1: Any, y1: Any, **look: Any) -> None:
+    def boxes(self, x0: Any, y0: Any, x1: Any, y1: Any, **look: object) -> None:
         """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key."""
         self.add("boxes", x0=x0, y0=y0, x1=x1, y1=y1, **look)
 
-    def bars(self, values: Any, at: Any = None, **look: Any) -> None:
+    def bars(self, values: Any, at: Any = None, **look: object) -> None:
         """Bars of `values` at positions `at` (0, 1, 2 ...), on axis "x" upright, on "y" lying.
 
         Several rows of values, one for each step or `rows[step]`; `shift[step]` moves all of them along their axis;
@@ -163,7 +163,7 @@ class Panel:
             at = np.arange(np.shape(values)[-1])
         self.add("bars", values=values, at=at, count=np.size(at), **look)
 
-    def cells(self, values: Any, texts: Sequence[str], color: str = "zero", **look: Any) -> None:
+    def cells(self, values: Any, texts: Sequence[str], color: str = "zero", **look: object) -> None:
         """A heat map, row 0 at the top of an axis that runs downwards: the darker, the larger."""
         values = np.asarray(values, dtype=float)
         span = max(float(np.ptp(values)), 1e-12)
@@ -177,7 +177,7 @@ class Panel:
             **look,
         )
 
-    def handle(self, axis: str, name: str, at: Any, low: float, high: float, label: str, **more: Any) -> None:
+    def handle(self, axis: str, name: str, at: Any, low: float, high: float, label: str, **more: object) -> None:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
 
         It lies at base + slope * value of its axis ("x", "y", or "xy" for a pair), across the whole panel or, with

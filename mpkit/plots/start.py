@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.plots.scaling import runs_panels
 from mpkit.plots.scene import DASHES, SERIES, Scene, exponents
 
+if TYPE_CHECKING:
+    from mpkit.explorers.start import StartExplorer  # upward: the types of its arguments
 
-def start_scene(data: Any) -> Scene:
+
+def start_scene(data: StartExplorer) -> Scene:
     """This run, the run before, and the scale that would be reached without an overflow."""
     scene = Scene(height=380, width=900, cols=(1, 1.2))
     own = data.run is not None and bool(data.run.losses)

@@ -23,14 +23,14 @@ STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
 class Still:
     """A finished picture with its sentence: a PNG for the eye, the sentence as text for screen readers and tests."""
 
-    def __init__(self, png: bytes, sentence: str) -> None:
-        self.png, self.sentence = png, sentence
+    def __init__(self, picture: bytes, sentence: str) -> None:
+        self.picture, self.sentence = picture, sentence
 
     def __repr__(self) -> str:
         return self.sentence
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        return static_bundle(self.png, self.sentence)
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        return static_bundle(self.picture, self.sentence)
 
 
 def still(scene: Scene, sentence: str) -> Still:
@@ -42,14 +42,14 @@ def still(scene: Scene, sentence: str) -> Still:
     return Still(png(scene.spec()), sentence)
 
 
-def static_bundle(png: bytes, sentence: str) -> dict[str, Any]:
+def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
     """What a page without a kernel shows: the picture with its sentence below, or either alone.
 
     JupyterLab and nbconvert give an `image/png` neither text alternative nor caption, so the same picture is there as
     HTML too. 256 colours are enough for a chart and make it a third of the size.
     """
     out = io.BytesIO()
-    Image.open(io.BytesIO(png)).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+    Image.open(io.BytesIO(picture)).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
         out, "png", optimize=True
     )
     data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)

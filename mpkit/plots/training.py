@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import textwrap
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpkit.plots.formats import regions
 from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
 
+if TYPE_CHECKING:
+    from mpkit.explorers.training import (  # upward: the types of its arguments
+        OrderExplorer,
+        UnderflowExplorer,
+    )
+
 FIRST, LAST = -46, 26  # exponents on screen; all smaller and larger ones stand in the outermost bars
 SCALES = np.arange(-8, 31)
 
 
-def underflow_scene(data: Any) -> Scene:
+def underflow_scene(data: UnderflowExplorer) -> Scene:
     """Left: the scaled gradients over the format; below, the format's window over the gradients. Right: what is lost.
 
     The histogram at every scale is sent at once, so that the scale is dragged without asking the kernel.
@@ -59,7 +65,7 @@ def underflow_scene(data: Any) -> Scene:
     return scene
 
 
-def _window(scene: Scene, data: Any, edges: np.ndarray) -> None:
+def _window(scene: Scene, data: UnderflowExplorer, edges: np.ndarray) -> None:
     """The gradients as they are; what the format holds of them at this scale is a window with a threshold to drag."""
     lost, over = float(edges[0]), float(edges[2])
     heights = 100 * _at_scale(data, 0)
@@ -75,7 +81,7 @@ def _window(scene: Scene, data: Any, edges: np.ndarray) -> None:
     )
 
 
-def _at_scale(data: Any, exponent: int) -> np.ndarray:
+def _at_scale(data: UnderflowExplorer, exponent: int) -> np.ndarray:
     """Shares of the magnitudes times 2^exponent by power of two on screen, the ends with all that lies beyond."""
     heights = np.asarray(data.unscaled)
     start = FIRST - exponent - data.first_bin
@@ -85,7 +91,7 @@ def _at_scale(data: Any, exponent: int) -> np.ndarray:
     return inside
 
 
-def step_scene(data: Any) -> Scene:
+def step_scene(data: StepExplorer) -> Scene:
     """Eight boxes in a ring; a batch travels through them; an inf dies at the gate to the weights, or does not."""
     scene = Scene(height=440, width=960)
     scene.play("phase", "phase", 8, every=900, first=1)
@@ -116,12 +122,12 @@ def step_scene(data: Any) -> Scene:
     return scene
 
 
-def _arrow(panel: Panel, start: tuple[float, float], end: tuple[float, float], color: str, **look: Any) -> None:
+def _arrow(panel: Panel, start: tuple[float, float], end: tuple[float, float], color: str, **look: object) -> None:
     look = {"width": 2, **look}
     panel.add("arrows", x0=[start[0]], y0=[start[1]], x1=[end[0]], y1=[end[1]], color=color, **look)
 
 
-def _gate(panel: Panel, data: Any) -> None:
+def _gate(panel: Panel, data: StepExplorer) -> None:
     """From the seventh phase back to the weights: a bar across the way that is closed, open, or comes too late."""
     shut, role = data.skipped, "overflow" if data.skipped or data.lost else "normal"
     words = {"overflow": "shut: the weights stay as they were", "normal": "open: the weights move"}[role]
@@ -140,7 +146,7 @@ def _gate(panel: Panel, data: Any) -> None:
     panel.text(words, 1.62, 1.07, color=role, anchor="start", weight="bold", only=(6, 7))
 
 
-def _traveller(panel: Panel, data: Any, ill: list[bool], places: list[tuple[float, float]]) -> None:
+def _traveller(panel: Panel, data: StepExplorer, ill: list[bool], places: list[tuple[float, float]]) -> None:
     """The ring that is the batch, with what becomes of its values beside it."""
     x, y = ([place[axis] + 0.1 for place in places] for axis in (0, 1))
     told = [f"{p.bad} of {p.count} not finite" if p.bad else "all finite" for p in data.phases]
@@ -156,7 +162,7 @@ def _wrapped(sentence: str, width: int = 27) -> str:
     return "\n".join(textwrap.wrap(sentence, width))
 
 
-def order_scene(data: Any) -> Scene:
+def order_scene(data: OrderExplorer) -> Scene:
     """Norm of the gradient that reaches the optimizer over the scale, one line per order."""
     low, high = -28, 6
     scene = Scene(height=380)

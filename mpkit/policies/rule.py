@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_kind, is_number
 from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
@@ -143,7 +143,7 @@ class ScalePolicy:
             value = getattr(self, key)
             if isinstance(value, Tensor):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise TypeError(f"{key} must be a number, got {value!r}")
             if isinstance(value, int) and key not in _COUNTS and abs(value) > sys.float_info.max:
                 raise ValueError(f"{key} must fit a float, got an int of {value.bit_length()} bits")
@@ -282,6 +282,7 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     p = policy
     if device is None and not p.shape:
+        # numbers: one policy, followed step by step, as the oracle and a loop by hand do
         scale = _rounded(p, float(p.init_scale))
         return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
     device = next(value.device for value in p._tensors().values()) if device is None else as_device(device)
@@ -309,11 +310,13 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
         raise TypeError(f"need a ScalePolicy and what initial(policy) gave, got {kinds}")
     p, s = policy, state.decided
     bad = _not(finite)
+    # counted first: the step that completes the interval is the one that grows
     good = state.good + 1
     due = good == p.growth_interval
     if p.growth_ge is not False:
         due = _either(due, _both(good > p.growth_interval, p.growth_ge))
     due = _both(due, finite)
+    # with hysteresis or a tolerance not every bad step makes the scale back off
     state, shrink = _patience(p, state, due, bad)
 
     decided = s
@@ -321,6 +324,7 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
         decided = _where(due, _grown(p, s), s)
     if shrink is not False:
         decided = _where(shrink, _shrunk(p, s), decided)
+    # where growth lags the counter starts below zero: after each growth, or only at the start and after a bad step
     good = _where(due, -1 * p.next_growth_lag, good)
     good = _where(bad, -1 * p.first_growth_lag, good)
 
@@ -330,6 +334,7 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     raised = _stops(p, s, decided, bad, shrink, streak)
     if _used(p.stop_at > -math.inf):
         decided = _where(_both(bad, decided <= p.stop_at), s, decided)
+    # in MXNet a decision takes effect one step later than elsewhere
     scale = decided if p.delayed is False else _where(p.delayed, s, decided)
     return ScaleState(scale, decided, good, state.left, streak, state.strikes, state.since), raised
 
@@ -339,15 +344,18 @@ def _patience(p: ScalePolicy, state: ScaleState, due: Value, bad: Value) -> tupl
     left, strikes, since = state.left, state.strikes, state.since
     shrink = bad
     if _used(p.hysteresis > 1):
+        # at 0 it stays: further bad steps back off each time until something refills it
         left = _where(bad, _at_least(left - 1, 0), left)
         shrink = _both(bad, left <= 0)
     if _used(p.tolerance >= 0):
         strikes = strikes + bad
+        # fairseq counts bad steps among all since the last change, not bad steps in a row
         enough = strikes / since >= p.tolerance
         shrink = _both(bad, _where(p.tolerance >= 0, enough, shrink) if isinstance(p.tolerance, Tensor) else enough)
         strikes = _where(shrink, 0, strikes)
         since = _where(_either(due, shrink), 1, since + 1)
     if _used(p.hysteresis > 1):
+        # frameworks differ in what restores the patience: growth, backing off, or any finite step
         refill = _either(_both(due, p.refill_on_growth), _both(shrink, p.refill_on_backoff))
         if p.refill_on_finite is not False:
             refill = _either(refill, _both(_not(bad), p.refill_on_finite))
@@ -356,17 +364,20 @@ def _patience(p: ScalePolicy, state: ScaleState, due: Value, bad: Value) -> tupl
 
 
 def _grown(p: ScalePolicy, s: Value) -> Value:
+    # rounded before it is bounded, as the framework stores the product and then compares
     grown = _at_most(_rounded(p, s * p.growth_factor), p.max_scale)
     if p.clamp_both_ways is not False:
         grown = _where(p.clamp_both_ways, _at_least(grown, p.min_scale), grown)
     if p.hold_at_overflow is False:
         return grown
+    # torch and MindSpore keep a scale that would grow to inf; others go there
     fits = grown < math.inf
     return _where(_either(fits, _not(p.hold_at_overflow)), grown, s)
 
 
 def _shrunk(p: ScalePolicy, s: Value) -> Value:
     shrunk = s * p.backoff_factor if _used(p.backoff_factor != 1) else s
+    # division and multiplication by the reciprocal differ in the last bit for factors like 3
     if _used(p.backoff_divisor != 1):
         shrunk = shrunk / p.backoff_divisor
     shrunk = _rounded(p, shrunk)

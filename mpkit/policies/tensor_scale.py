@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind, check_number
+from mpkit.arguments import check_kind, check_number, is_number, is_whole
 from mpkit.device import as_device
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 
@@ -64,7 +64,7 @@ class TensorScalePolicy:
             if isinstance(value, Tensor):
                 continue
             whole = key in ("history_len", "margin")
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            if not (is_whole(value) if whole else is_number(value)):
                 raise TypeError(f"{key} must be {'an int' if whole else 'a number'}, got {value!r}")
             low = {"history_len": 1, "margin": -126}.get(key, 0)
             if not low <= value <= (126 if key == "margin" else math.inf) or (key == "element_max" and not value):
@@ -139,7 +139,7 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
     if isinstance(state.scale, Tensor):
         amax = torch.as_tensor(amax, dtype=torch.float32, device=state.scale.device).expand(policy.shape)
         return _advance_tensors(policy, state, amax)
-    if isinstance(amax, bool) or not isinstance(amax, int | float):
+    if not is_number(amax):
         raise TypeError(f"amax is a number where the state holds numbers, got {amax!r}; give the state a device")
     check_number("amax", amax, low=-math.inf, high=math.inf) if isinstance(amax, int) else None
     if amax < 0:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
-from mpkit.files import read_npz
+from mpkit.files import read_npz, write_whole
 from mpkit.record.watch import watch
-from mpkit.step.hooks import Hook
+from mpkit.step.hooks import Hook, StepContext
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class AmaxTrace:
         return {name: np.ascontiguousarray(self.amax[:, i]) for i, name in enumerate(self.tensors)}
 
     def save(self, path: str | Path) -> None:
-        """Write an npz without pickle."""
-        np.savez_compressed(path, tensors=np.array(self.tensors, dtype=np.str_), amax=self.amax)
+        """Write an npz without pickle, whole or not at all."""
+        names = np.array(self.tensors, dtype=np.str_)
+        write_whole(path, lambda file: np.savez_compressed(file, tensors=names, amax=self.amax))
 
     @classmethod
     def load(cls, path: str | Path) -> AmaxTrace:
@@ -87,7 +88,7 @@ class AmaxRecorder(Hook):
         for path, layer in layers.items():
             self._hooks.append(watch(layer, partial(self._seen, path)))
 
-    def _seen(self, path: str, layer: nn.Module, args: Any, output: Any) -> None:
+    def _seen(self, path: str, layer: nn.Module, args: tuple[object, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
@@ -117,7 +118,7 @@ class AmaxRecorder(Hook):
         del self._steps[steps:]
         self._now = {}
 
-    def after_update(self, ctx: Any) -> None:
+    def after_update(self, ctx: StepContext) -> None:
         """The step of a train cell is over."""
         self.end_step()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind
+from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, is_whole
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
@@ -53,7 +53,7 @@ class Recorder(Hook):
         self,
         network: nn.Module,
         optimizer: Optimizer | None = None,
-        scaler: Any = None,
+        scaler: object = None,
         *,
         every: int = 1,
         by: str = "parameter",
@@ -62,19 +62,17 @@ class Recorder(Hook):
         format: str = "fp16",
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"Recorder watches the parameters of an nn.Module, got {type(network).__name__}")
+        check_kind("network", network, nn.Module, "an nn.Module, whose parameters are watched")
         every = check_count("every", every)
         check_choice("by", by, ("parameter", "module"))
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
         check_flags(activations=activations, amaxes=amaxes)
         get_format(format)
-        meta = {} if meta is None else dict(meta)
-        json.dumps(meta)
+        self.meta = {} if meta is None else dict(meta)
+        json.dumps(self.meta)
         self.network, self.optimizer, self.scaler = network, optimizer, scaler
         self.every, self.format = every, format
-        self.meta = meta
         self.index = 0
         self._groups = _groups(network, by)
         self._steps = Table()
@@ -162,7 +160,7 @@ class Recorder(Hook):
         Raises:  ValueError for what `state_dict` did not make.
         """
         index = state.get("index") if isinstance(state, Mapping) else None
-        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        if not is_whole(index) or index < 0:
             raise ValueError(f"a recorder's state has an index >= 0, got {state!r}; use what state_dict() returned")
         check_alike("seconds", seconds := state.get("seconds", 0.0), 0.0)
         check_kind("seen", parts := state.get("seen", {}), Mapping, "a dict of histograms")
@@ -184,13 +182,18 @@ class Recorder(Hook):
         return time.perf_counter() - self._start
 
     def _record(
-        self, loss: Tensor, scale: float | Tensor, unscaled: bool | None, overflow: Tensor | None, optimizer: Any
+        self,
+        loss: Tensor,
+        scale: float | Tensor,
+        unscaled: bool | None,
+        overflow: Tensor | None,
+        optimizer: Optimizer | None,
     ) -> None:
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
         scale = kept(scale)
         found: Any = self._note(optimizer) if overflow is None else overflow
-        norm: Any = math.nan
+        norm: float | Tensor = math.nan
         due = self._due()
         if due or found is None:
             unscaled = was_unscaled(self.scaler, optimizer) if unscaled is None else unscaled
@@ -209,7 +212,7 @@ class Recorder(Hook):
         present = [_values(p.grad) for p in self._parameters if p.grad is not None]
         return total_norm(present) if present else 0.0
 
-    def _note(self, optimizer: Any) -> dict[str, Any] | None:
+    def _note(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
         """Where the GradScaler will say whether this step overflows: then the gradients need not be read for that.
 
         None where it is not known to do so: in the first step, and after one that it did not take.
@@ -252,7 +255,7 @@ class Recorder(Hook):
         for name, module in leaves.items():
             self._handles.append(watch(module, partial(self._activation, name)))
 
-    def _activation(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
         if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
             seen = self._seen.get(name)
             with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
@@ -285,9 +288,9 @@ def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
     return None if scale == 1 else 1.0 / scale if scale else math.inf
 
 
-def _lr_of(optimizer: Any) -> Any:
+def _lr_of(optimizer: Optimizer | None) -> float | Tensor:
     return optimizer.param_groups[0].get("lr", math.nan) if optimizer is not None else math.nan
 
 
-def _not_finite(norm: Any) -> Any:
+def _not_finite(norm: float | Tensor) -> bool | Tensor:
     return ~norm.isfinite() if isinstance(norm, Tensor) else not math.isfinite(norm)

@@ -32,7 +32,7 @@ class Table:
             self._flush()
         self.waiting.append(row)
 
-    def settle(self, step: int, overflow: Any) -> None:
+    def settle(self, step: int, overflow: object) -> None:
         """Write down the outcome of the last step where it is only noted where to look for it."""
         if self.waiting and self.waiting[-1][0] == step and isinstance(self.waiting[-1][3], dict):
             row = self.waiting[-1]

@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from mpkit.policies import ScalePolicy, preset
 from mpkit.scalers import LossScaleManager, LossScaler
 
 
-def scale_of(scaler: Any) -> Any:
+def scale_of(scaler: object) -> float | Tensor:
     """The loss scale in use, on the device where the scaler can give it so."""
     if scaler is None:
         return 1.0
@@ -28,7 +30,7 @@ def scale_of(scaler: Any) -> Any:
     )
 
 
-def state_of(scaler: Any, optimizer: Any) -> dict[str, Any] | None:
+def state_of(scaler: object, optimizer: Optimizer | None) -> dict[str, Any] | None:
     """What a GradScaler notes down about this optimizer's running step; only its private bookkeeping knows."""
     states = getattr(scaler, "_per_optimizer_states", None)
     if not isinstance(scaler, torch.amp.GradScaler) or states is None or optimizer is None or not scaler.is_enabled():
@@ -36,13 +38,13 @@ def state_of(scaler: Any, optimizer: Any) -> dict[str, Any] | None:
     return states[id(optimizer)]
 
 
-def was_unscaled(scaler: Any, optimizer: Any) -> bool:
+def was_unscaled(scaler: object, optimizer: Optimizer | None) -> bool:
     """Whether the GradScaler has divided this optimizer's gradients."""
     state = state_of(scaler, optimizer)
     return state is not None and getattr(state["stage"], "name", "READY") == "UNSCALED"
 
 
-def policy_of(scaler: Any) -> ScalePolicy | None:
+def policy_of(scaler: object) -> ScalePolicy | None:
     """The scale policy in use, where the scaler has one that mpkit knows."""
     if isinstance(policy := getattr(scaler, "policy", None), ScalePolicy):
         return policy

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpkit.arguments import check_count, check_kind
-from mpkit.files import read_npz, short
+from mpkit.files import read_npz, short, write_whole
 from mpkit.formats import get_format
 
 if TYPE_CHECKING:
@@ -217,7 +217,11 @@ class Trace:
         return np.searchsorted(self.step, self.gradients.step)
 
     def save(self, path: str | Path) -> None:
-        """Write one compressed npz of plain arrays; nothing is pickled."""
+        """Write one compressed npz of plain arrays, whole or not at all; nothing is pickled."""
+        write_whole(path, self.write)
+
+    def write(self, file: IO[bytes]) -> None:
+        """As `save`, into an open file."""
         head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
         arrays: dict[str, Any] = {key: getattr(self, key) for key in _SCALARS}
         for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
@@ -227,9 +231,8 @@ class Trace:
         if self.measured:
             head["measured"] = list(self.measured)
             arrays |= {f"measured_{name}": tops for name, tops in self.measured.items()}
-        arrays["head"] = np.array(json.dumps(head))  # raises before a file of that name is touched
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, **arrays)
+        arrays["head"] = np.array(json.dumps(head))  # raises before anything is written
+        np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

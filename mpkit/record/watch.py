@@ -24,7 +24,7 @@ class _Watch:
     def __init__(self, watched: nn.Module | None = None, see: See | None = None) -> None:
         self.watched, self.see = watched, see
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if self.see is not None and module is self.watched:
             self.see(module, args, output)
 

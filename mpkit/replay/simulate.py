@@ -72,16 +72,8 @@ def simulate(
     Raises:  ValueError for ceilings that are NaN or of another shape.
     """
     check_kind("policies", policies, ScalePolicy, "a ScalePolicy; stack([...]) makes one of many")
-    try:
-        tops = np.asarray(ceilings, dtype=np.float64)
-    except OverflowError:
-        raise ValueError(
-            "ceilings must fit a float, got an int that does not; math.inf is a scale without limit"
-        ) from None
-    if not policies.shape:
-        policies = stack([policies])
-    if tops.shape[1:] not in ((), policies.shape) or not tops.ndim or np.isnan(tops).any():
-        raise ValueError(f"ceilings must be (steps,) or (steps, {policies.shape[0]}) without NaN, got {tops.shape}")
+    policies = policies if policies.shape else stack([policies])
+    tops = _checked_ceilings(ceilings, policies.shape)
     if compiled is None:
         compiled = len(tops) * policies.shape[0] >= _WORTH_COMPILING and can_compile()
     steps = list(range(len(tops))) if sample is None else [int(i) for i in sample]
@@ -89,9 +81,7 @@ def simulate(
         return _by_numbers(tops, policies, steps)
     policy, state = _narrowed(policies.to(device), initial(policies, device))
     tally = _empty_tally(state.scale)
-    table = torch.tensor(tops, dtype=state.scale.dtype, device=device)
-    if state.scale.dtype == torch.float32:  # a scale fits under the ceiling if it fits under the float32 below it
-        table = torch.where(table.double().cpu() > torch.tensor(tops), _below(table).cpu(), table.cpu()).to(device)
+    table = _table(tops, state.scale.dtype).to(device)
     whole = len(tops) // _UNROLLED * _UNROLLED if compiled else 0
     wanted = set(steps)
     rows: dict[int, Tensor] = {}
@@ -110,6 +100,24 @@ def simulate(
             rows[i] = _shown(state, tally)
         state, tally = _step(policy, state, tally, table[i], i)
     return _result(state, tally, [rows[i] for i in steps])
+
+
+def _checked_ceilings(ceilings: Any, shape: torch.Size) -> np.ndarray:
+    try:
+        tops = np.asarray(ceilings, dtype=np.float64)
+    except OverflowError:
+        raise ValueError(
+            "ceilings must fit a float, got an int that does not; math.inf is a scale without limit"
+        ) from None
+    if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
+        raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got {tops.shape}")
+    return tops
+
+
+def _table(tops: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """The ceilings as the rule compares them with its scales: rounded down, never up to a scale that overflowed."""
+    table = torch.tensor(tops, dtype=dtype)
+    return torch.where(table.double() > torch.tensor(tops), _below(table), table) if dtype == torch.float32 else table
 
 
 def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Simulation:

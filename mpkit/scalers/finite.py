@@ -46,6 +46,7 @@ def all_finite(tensors: Sequence[Tensor | None]) -> Tensor:
     for values in (_values(t) for t in present if t.is_floating_point() or t.is_complex()):
         if values.numel():
             groups.setdefault((values.device, values.dtype), []).append(values)
+    # per device and dtype, since a kernel takes lists of one kind
     answers = [torch.stack(_extremes(group)).isfinite().all().to(home) for group in groups.values()]
     return torch.stack(answers).all() if answers else torch.ones((), dtype=torch.bool, device=home)
 
@@ -62,6 +63,7 @@ def _extremes(group: list[Tensor]) -> list[Tensor]:
     """0-d tensors that are finite exactly when all of `group` is: extremes cannot overflow, and keep a NaN."""
     if group[0].device.type == "cpu":
         return [extreme for t in group for extreme in t.aminmax()]
+    # on a GPU one launch for all of them; the largest magnitude overflows nowhere
     return list(torch._foreach_norm(group, math.inf))
 
 
@@ -95,6 +97,7 @@ def check_and_unscale_(
     if uniform is not True and uniform is not False:
         raise TypeError(f"uniform must be True or False, got {type(uniform).__name__}")
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
+    # the reciprocal of a scale of another dtype is a float32 too, as MindSpore has it
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
     dtype = grads[0].dtype if uniform else _one_dtype(grads)  # type: ignore[union-attr]
     if dtype is not None:
@@ -150,6 +153,7 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
         if g.is_sparse:
             if not g.is_coalesced():  # entries of one index are added later, and the sum may overflow
                 summed.append(g.coalesce().values())
+            # only the stored values: the rest are zeros, finite at any scale
             g = g._values()
         g = torch.view_as_real(g) if g.is_complex() else g
         if g.dtype not in _IN_KERNEL:
@@ -159,6 +163,7 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
         raise ValueError(_NO_GRADIENTS)
     found = [all_finite(summed).logical_not().float()] if summed else []
     for (device, dtype), group in groups.items():
+        # a copy for each group, because the kernel squares what it is given
         found.append(torch.zeros((), dtype=torch.float32, device=device))
         _divide(group, found[-1], _cast(inverse, dtype).to(device, copy=True))
     return torch.stack([f.to(inverse.device) for f in found]).amax()

@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count
+from mpkit.arguments import check_alike, check_count, is_number
 from mpkit.policies import ScalePolicy, preset
 
 from .kernel import Advance, short_rule
+
+Nest = TypeVar("Nest")
+"""A tensor, or a tuple or list of nests."""
 
 
 class LossScaler(ABC):
@@ -25,7 +28,7 @@ class LossScaler(ABC):
 
     scale_value: Tensor
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "adjust" in vars(cls) and "advance_" not in vars(cls):
             cls.advance_ = LossScaler.advance_  # type: ignore[method-assign]  # a step must hear the new `adjust`
@@ -35,14 +38,14 @@ class LossScaler(ABC):
         """The rule, from where the scale stands now; None where a subclass has one that no policy describes."""
         return None
 
-    def scale(self, inputs: Any) -> Any:
+    def scale(self, inputs: Nest) -> Nest:
         """x * cast(scale, x.dtype) for a tensor or a nested tuple or list of them; container and dtypes are kept.
 
         In float16 a scale above 65504 is inf.
         """
         return self._map(lambda x, scale: x * scale.to(x.dtype), inputs)
 
-    def unscale(self, inputs: Any) -> Any:
+    def unscale(self, inputs: Nest) -> Nest:
         """x * cast(fl32(1 / scale), x.dtype), containers as in `scale`.
 
         The reciprocal is rounded twice before the product, so this is not a division: in float16 a scale above
@@ -195,7 +198,7 @@ def _rule(factor: int, window: int) -> Advance:
     return short_rule(_policy(1.0, factor, window))
 
 
-def _checked_scale(scale_value: Any) -> Tensor:
+def _checked_scale(scale_value: float) -> Tensor:
     need_number("scale_value", scale_value)
     if scale_value < 1:
         raise ValueError(f"scale_value must be at least 1, got {scale_value}; it multiplies the loss to lift gradients")
@@ -207,15 +210,15 @@ def found_inf_of(finite: Tensor) -> Tensor:
     return torch.logical_not(finite, out=torch.empty_like(finite, dtype=torch.float32))
 
 
-def need_number(name: str, value: Any) -> None:
+def need_number(name: str, value: object) -> None:
     """TypeError unless `value` is an int or a float (a bool is neither)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     if isinstance(value, int) and abs(value) > torch.finfo(torch.float32).max:
         raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
 
 
-def need_flag(name: str, value: Any) -> None:
+def need_flag(name: str, value: object) -> None:
     """TypeError unless `value` is a bool tensor."""
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         came = value.dtype if isinstance(value, Tensor) else type(value).__name__

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpkit
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, check_kind
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
-from mpkit.casting.levels import protect_children
+from mpkit.casting.marking import protect_children
+from mpkit.casting.table import MINDSPORE, Level
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_parts
 from mpkit.step.hooks import Hook
 from mpkit.step.restore import unchanged_on_error
 
-
-class Defaults(NamedTuple):
-    """What a level sets unless the caller overrides it."""
-
-    keep_batchnorm_fp32: bool
-    cast_model_type: torch.dtype
-    scales: bool
-
-
-LEVELS = {
-    "O0": Defaults(False, torch.float32, False),
-    "O1": Defaults(False, torch.float32, False),
-    "O2": Defaults(True, torch.float16, True),
-    "O3": Defaults(False, torch.float16, False),
-    "auto": Defaults(False, torch.float32, False),
-}
 OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager", "boost_config_dict")
 STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
 
@@ -41,7 +26,7 @@ STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
 class Float32Loss(WithLossCell):
     """As `WithLossCell`, with the network's output and the label cast to float32 (float tensors only) for the loss."""
 
-    def forward(self, data: Any, label: Any) -> Tensor:
+    def forward(self, data: object, label: object) -> Tensor:
         return self.loss_fn(widened(self.backbone(data)), widened(label))
 
 
@@ -72,7 +57,7 @@ def build_train_network(
         network, optimizer, loss_fn:  without `loss_fn` the network itself returns the loss.
         level:        "O0", "O1", "O2", "O3" or "auto"; sets the defaults of the keywords below.
         boost_level:  "O0", or "O1" and "O2" for the boost train cells; O0 has them too when `boost_config_dict`
-                      switches an algorithm on (in the original O0 does not read it).
+                      switches an algorithm on (in MindSpore O0 does not read it).
         cast_model_type:      torch.float16 (O2, O3) or torch.float32 (O0, O1, auto).
         keep_batchnorm_fp32:  protect the norm layers of a network cast to float16 (True for O2).
         loss_scale_manager:   a manager, or None for no loss scaling. O2 alone has one by default, a new
@@ -109,40 +94,41 @@ def _built(
     kwargs: dict[str, Any],
     **options: Any,
 ) -> TrainOneStepCell:
-    defaults = LEVELS[level]
-    keep = kwargs.get("keep_batchnorm_fp32", defaults.keep_batchnorm_fp32)
-    cast = kwargs.get("cast_model_type", defaults.cast_model_type)
-    manager = kwargs["loss_scale_manager"] if "loss_scale_manager" in kwargs else _default_manager(defaults)
+    row = MINDSPORE[level]
+    keep = kwargs.get("keep_batchnorm_fp32", bool(row.protected))
+    cast = kwargs.get("cast_model_type", row.dtype if row.overrides else torch.float32)
+    manager = kwargs["loss_scale_manager"] if "loss_scale_manager" in kwargs else _default_manager(row)
 
     boosted = _boost(boost_level, kwargs.get("boost_config_dict"))
     if boosted is not None:
         network, optimizer = boosted.network_auto_process_train(network, optimizer)
-    _cast(network, level, cast, keep)
+    _cast(network, row, cast, keep)
     if loss_fn is not None:
-        wide = level in ("O2", "O3", "auto") or amp_level(network) in ("O2", "O3", "auto")
+        before = MINDSPORE.get(amp_level(network))  # the level that the network had already
+        wide = row.wide_loss or (before is not None and before.wide_loss)
         network = (Float32Loss if wide else WithLossCell)(network, loss_fn)
     return _train_cell(network, optimizer, manager, boosted, **options).train()
 
 
-def _cast(network: nn.Module, level: str, cast: torch.dtype, keep: bool) -> None:
-    """The reference's order of decisions; O2 and O3 do not go through `auto_mixed_precision` here."""
+def _cast(network: nn.Module, level: Level, cast: torch.dtype, keep: bool) -> None:
+    """MindSpore's order of decisions; O2 and O3 do not go through `auto_mixed_precision` here."""
     if cast == torch.float16:
         to_float(network, torch.float16)
         if keep:
             norms = tuple(get_black_list())
             protect_children(network, torch.float16, lambda child: isinstance(child, norms))
-    elif level == "O2" and not keep:
+    elif level.protected and not keep:
         to_float(network, torch.float16)  # even though cast_model_type is float32
-    elif level not in ("O2", "O3"):
-        auto_mixed_precision(network, level)
+    elif not level.overrides:
+        auto_mixed_precision(network, level.name)
 
 
-def _default_manager(defaults: Defaults) -> Any:
-    return DynamicLossScaleManager() if defaults.scales else None
+def _default_manager(level: Level) -> LossScaleManager | None:
+    return None if level.loss_scale == "none" else DynamicLossScaleManager()
 
 
 def _train_cell(
-    network: nn.Module, optimizer: Optimizer, manager: Any, boosted: Any, **options: Any
+    network: nn.Module, optimizer: Optimizer, manager: LossScaleManager | None, boosted: object, **options: Any
 ) -> TrainOneStepCell:
     plain: Any = TrainOneStepCell
     scaled: Any = TrainOneStepWithLossScaleCell
@@ -163,19 +149,17 @@ def _boost(level: str, config: dict[str, Any] | None) -> Any:
     Boost stands above this module and is no part of a step: a level asks for it by name, and so it is looked up, in the
     package's table of public names.
     """
-    if level not in ("O0", "O1", "O2"):
-        raise ValueError(f"boost_level is one of O0, O1, O2 (case matters), got {level!r}")
     if level == "O0" and not config:
         return None
+    if level not in (levels := mpkit.AutoBoost.levels):
+        raise ValueError(f"boost_level is one of {', '.join(levels)} (case matters), got {level!r}")
     boosted = mpkit.AutoBoost(level, config)
     return boosted if level != "O0" or any(boosted.flags.values()) else None
 
 
-def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[str, Any]) -> None:
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+def _check(network: object, optimizer: object, loss_fn: object, level: object, kwargs: dict[str, Any]) -> None:
+    check_kind("network", network, nn.Module, "an nn.Module")
+    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     if loss_fn is not None and not isinstance(loss_fn, nn.Module):
         raise TypeError(
             f"loss_fn must be an nn.Module such as nn.CrossEntropyLoss(), got {type(loss_fn).__name__}; "
@@ -183,8 +167,8 @@ def _check(network: Any, optimizer: Any, loss_fn: Any, level: Any, kwargs: dict[
         )
     if not isinstance(level, str):
         raise TypeError(f"level must be a string, got {type(level).__name__}")
-    if level not in LEVELS:
-        raise ValueError(f"level is one of {', '.join(LEVELS)} (case matters), got {level!r}")
+    if level not in MINDSPORE:
+        raise ValueError(f"level is one of {', '.join(MINDSPORE)} (case matters), got {level!r}")
     for name in kwargs:
         if name not in OVERRIDES:
             raise ValueError(

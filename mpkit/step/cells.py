@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from itertools import chain
-from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind, check_number
+from mpkit.arguments import check_count, check_kind, check_number, is_number
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, parameters_of, scale_tensor
+from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
 from mpkit.step.restore import carried, carrying, load_all, saved_gradients
 from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
 from mpkit.step.update import Update
@@ -42,7 +42,7 @@ class WithLossCell(nn.Module):
         self.backbone = backbone
         self.loss_fn = loss_fn
 
-    def forward(self, data: Any, label: Any) -> Tensor:
+    def forward(self, data: object, label: object) -> Tensor:
         return self.loss_fn(self.backbone(data), label)
 
 
@@ -124,7 +124,7 @@ class TrainOneStepCell(nn.Module):
         self.updating.attach(self._replica)
         self.hooks = [*hooks, *self.updating.hooks]
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> Any:
         if not self.return_grad:
             return self._step(inputs, self.sens).loss
         kept: list[dict[str, Tensor]] = []
@@ -272,7 +272,7 @@ class TrainOneStepCell(nn.Module):
         hooks = [(hook, saved) for hook, saved in zip(self.hooks, state["hooks"]) if saved is not None]
         return [(self.optimizer, state["optimizer"]), *hooks]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`half()` and `double()` are meant for the network: the scale stays float32, or a large one became inf."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -355,7 +355,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self.adjust = self.scaling.rule  # by this name an update cell's counters stand in `state_dict()`
         self.register_buffer("scale_sense", scale)
 
-    def forward(self, *inputs: Any) -> StepOutcome:
+    def forward(self, *inputs: object) -> StepOutcome:
         return self._step(inputs, self.scale_sense)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def check_parts(
     if isinstance(hooks, str) or not isinstance(hooks, Iterable) or not all(isinstance(h, Hook) for h in hooks):
         raise TypeError(f"hooks must be a list of Hook objects (an empty one for none), got {hooks!r:.80}")
     if clip_norm is not None:
-        if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
+        if not is_number(clip_norm):
             raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")
         if isinstance(clip_norm, int):
             check_number("clip_norm", clip_norm)

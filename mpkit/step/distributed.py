@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,13 @@ if dist.is_available():
 
 def several_processes() -> bool:
     """Whether this process trains together with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return rank_and_size()[1] > 1
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Which of how many processes this one is; (0, 1) where torch.distributed was not set up."""
+    together = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
 def averaging_wrapper(network: nn.Module) -> DistributedDataParallel | None:
@@ -70,15 +77,26 @@ def average_(parameters: Iterable[Tensor]) -> None:
             g.copy_(part.view_as(g))
 
 
-def mean_(tensors: Iterable[Tensor], degree: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+def mean_(
+    tensors: Iterable[Tensor],
+    degree: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    limit: timedelta | None = None,
+) -> None:
     """Replace each tensor by its mean over the processes (their sum over `degree`), in place.
 
     It is divided before it is summed, as DistributedDataParallel does: the sum of float16 gradients may overflow where
-    their mean does not.
+    their mean does not. `limit` is how long to wait for the others, None for as long as the group does.
     """
     for tensor in tensors:
         tensor /= dist.get_world_size(group) if degree is None else degree
-        dist.all_reduce(tensor, group=group)
+        wait(dist.all_reduce(tensor, group=group, async_op=True), limit)
+
+
+def wait(work: dist.Work | None, limit: timedelta | None = None) -> None:
+    """Until `work` is done; RuntimeError when that takes longer than `limit`."""
+    if work is not None:
+        work.wait(limit) if limit else work.wait()
 
 
 def _sparse_mean(p: Tensor) -> Tensor:

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from mpkit.arguments import check_number
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that `optimizer` updates, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+from mpkit.arguments import check_number, is_number
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -132,7 +127,7 @@ def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tens
             raise ValueError(f"{name} must have shape () or (1,), got {tuple(value.shape)}")
         if not value.is_floating_point():
             raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
+    elif not is_number(value):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     elif isinstance(value, int):
         check_number(name, value, low=-math.inf)

@@ -60,7 +60,7 @@ def carried(state: dict[str, Any], parameters: Callable[[], Sequence[Tensor]]) -
 
 
 @contextmanager
-def unchanged_on_error(*objects: Any) -> Iterator[None]:
+def unchanged_on_error(*objects: object) -> Iterator[None]:
     """Leave modules (with all their parts) and optimizers as they were when the block raises.
 
     Restored is what they hold: layers, parameters, hooks, options and groups. What is inside a tensor is not copied.

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_choice, check_kind
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import distributed
-from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, parameters_of
+from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of
 from mpkit.step.restore import carried, carrying, load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update

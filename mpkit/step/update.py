@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext
-from mpkit.step.phases import apply_, clip_, gradients_of, parameters_of
+from mpkit.step.phases import apply_, clip_, gradients_of
 
 
 class Update:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpkit.explorers.adasum import PairExplorer, WorkersExplorer
 from mpkit.plots.adasum import pair_scene, workers_scene
 from mpkit.widgets.scene import View
 
 
-def adasum_view(**params: Any) -> View:
+def adasum_view(**params: object) -> View:
     """Two updates to turn and stretch; parameters as `PairExplorer`."""
     return View(PairExplorer(**params), pair_scene)
 
 
-def workers_view(**params: Any) -> View:
+def workers_view(**params: object) -> View:
     """1 to 16 workers that agree more or less; parameters as `WorkersExplorer`."""
     return View(WorkersExplorer(**params), workers_scene)

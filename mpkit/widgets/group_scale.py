@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpkit.explorers.group_scale import GroupScaleExplorer
 from mpkit.plots.group_scale import group_scale_scene
 from mpkit.widgets.scene import View
 
 
-def group_scale_view(**params: Any) -> View:
+def group_scale_view(**params: object) -> View:
     """One loss scale against one per group, step by step; parameters as `GroupScaleExplorer`."""
     return View(GroupScaleExplorer(**params), group_scale_scene)

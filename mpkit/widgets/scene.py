@@ -237,12 +237,12 @@ def _grid(trait: Any) -> list[float]:
     """The values of a slider, ascending: its limits, and the whole steps from the default, in the trait's scale."""
     scale = trait.metadata.get("scale", "linear")
     step = trait.metadata.get("step", 1 if scale != "linear" or isinstance(trait, Int) else 0.01)
-    ahead, back = {
+    there, back = {
         "linear": (float, float),
         "log2": (math.log2, lambda exponent: 2.0**exponent),
         "log10": (math.log10, lambda exponent: 10.0**exponent),
     }[scale]
-    low, start, high = ahead(trait.min), ahead(float(trait.default_value)), ahead(trait.max)
+    low, start, high = there(trait.min), there(float(trait.default_value)), there(trait.max)
     first, last = math.ceil((low - start) / step - 1e-9), math.floor((high - start) / step + 1e-9)
     positions = (round(start + i * step, 12) for i in range(first, last + 1))
     if isinstance(trait, Int):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpkit.explorers.start import StartExplorer
 from mpkit.plots.start import start_scene
 from mpkit.widgets.scene import View
 
 
-def start_view(**params: Any) -> View:
+def start_view(**params: object) -> View:
     """Train on the digits at any level and scale; parameters as `StartExplorer`."""
     return View(StartExplorer(**params), start_scene)

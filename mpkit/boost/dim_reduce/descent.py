@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.pca import row_block
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.step.distributed import mean_
-from mpkit.step.phases import parameters_of
 
 CURVATURE_FLOOR = 1e-20
 
@@ -44,14 +44,14 @@ class DimReduceSGD(torch.optim.SGD):
         alpha:          learning rate of the residual.
     """
 
-    dim_reduce = True  # the original's mark, by which train cells know it
+    dim_reduce = True  # MindSpore's mark, by which train cells know it
 
     def __init__(self, parameters: Sequence[nn.Parameter], pca_mat_local: np.ndarray | Tensor, alpha: float) -> None:
         super().__init__(parameters, lr=1.0)
         self.pca_mat_local, self.dim_reduce_alpha = pca_mat_local, alpha
 
 
-DimReduceSGD.__name__ = "SGD"  # what it is to everybody else, and what the original calls it
+DimReduceSGD.__name__ = "SGD"  # what it is to everybody else, and what MindSpore calls it
 
 
 class DimReduce(nn.Module):
@@ -122,14 +122,7 @@ class DimReduce(nn.Module):
         if rank_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(f"rank_size={rank_size} needs torch.distributed.init_process_group first")
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
-        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
-        rows = torch.as_tensor(pca_mat_local).to(like)
-        if rows.shape != (self.block.stop - self.block.start, self.size):
-            raise ValueError(
-                f"pca_mat_local must have {self.block.stop - self.block.start} rows ({n_components} components, rank "
-                f"{rank} of {rank_size}) of {self.size} weights, got {tuple(rows.shape)}"
-            )
-        self.register_buffer("pca", rows, persistent=False)
+        self.register_buffer("pca", self._checked_rows(pca_mat_local, n_components).to(like), persistent=False)
         self.register_buffer("inverse_hessian", torch.eye(n_components).to(like))
         self.register_buffer("last_projection", like.new_zeros(n_components))
         self.register_buffer("last_move", like.new_zeros(n_components))
@@ -138,6 +131,17 @@ class DimReduce(nn.Module):
         self._random = _RandomState(like.device)
         network.register_forward_pre_hook(self._random)
 
+    def _checked_rows(self, pca_mat_local: np.ndarray | Tensor, n_components: int) -> Tensor:
+        """The matrix, if its rows are those of this rank."""
+        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
+        rows, own = torch.as_tensor(pca_mat_local), self.block.stop - self.block.start
+        if rows.shape != (own, self.size):
+            raise ValueError(
+                f"pca_mat_local must have {own} rows ({n_components} components, rank {self.rank} of "
+                f"{self.rank_size}) of {self.size} weights, got {tuple(rows.shape)}"
+            )
+        return rows
+
     @torch.no_grad()
     def forward(
         self,
@@ -145,14 +149,14 @@ class DimReduce(nn.Module):
         old_grad: Sequence[Tensor],
         weight: Sequence[Tensor] | None = None,
         weight_clone: Sequence[Tensor] | None = None,
-        *inputs: Any,
+        *inputs: object,
     ) -> Tensor:
         """Move the weights by one step; -> the loss given.
 
         Args:
             loss:         () of `inputs` at the weights of now.
             old_grad:     one finite, unscaled gradient per weight.
-            weight, weight_clone: as in the original; None is fine, the module knows its weights.
+            weight, weight_clone: as in MindSpore; None is fine, the module knows its weights.
             inputs:       the batch, for the trials.
         """
         if len(old_grad) != len(self.weights):
@@ -246,7 +250,7 @@ class _RandomState:
         self.state: list[Tensor] | None = None
         self.frozen = False
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: object) -> None:
         if not self.frozen:
             self.state = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
 

@@ -172,8 +172,8 @@ def prepare_pca(
     """
     check_kind("network", network, nn.Module, "an nn.Module")
     _check_rank(rank)
-    for name, count in (("rank_size", rank_size), ("device_number", device_number)):
-        check_count(name, count)
+    check_count("rank_size", rank_size)
+    check_count("device_number", device_number)
     _check_generator(generator)
     source = _source(pca_mat_path, weight_load_dir)
     full_path = source if source.is_file() else source / FULL_NAME
@@ -189,20 +189,22 @@ def prepare_pca(
         else:
             matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
             _save(full_path, matrix)
-        if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
-            raise ValueError(
-                f"need {n_components} components of {weights} weights, got a matrix {matrix.shape} of "
-                f"{matrix.dtype} from {source.name!r}"
-            )
+        _check_matrix(matrix, n_components, weights, source.name)
         write_pca_files(full_path, matrix[:n_components], rank_size)
     rows = read_pca_rows(full_path, rank, timeout)
-    block = row_block(n_components, rank, rank_size)
-    if rows.shape != (block.stop - block.start, weights) or rows.dtype.kind != "f":
-        raise ValueError(
-            f"rank {rank} needs {block.stop - block.start} rows of {weights} weights, got {rows.shape} in "
-            f"{str(full_path.parent)!r}; remove the files of an earlier run"
-        )
+    own = len(range(n_components)[row_block(n_components, rank, rank_size)])
+    if rows.shape != (own, weights) or rows.dtype.kind != "f":
+        came = f"{rows.shape} in {str(full_path.parent)!r}; remove the files of an earlier run"
+        raise ValueError(f"rank {rank} needs {own} rows of {weights} weights, got {came}")
     return rows
+
+
+def _check_matrix(matrix: np.ndarray, n_components: int, weights: int, source: str) -> None:
+    if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
+        raise ValueError(
+            f"need {n_components} components of {weights} weights, got a matrix {matrix.shape} of {matrix.dtype} from "
+            f"{source!r}"
+        )
 
 
 def _source(pca_mat_path: str | Path | None, weight_load_dir: str | Path | None) -> Path:

@@ -1,10 +1,9 @@
-"""One training cell per freeze group, as the original has them."""
+"""One training cell per freeze group, as MindSpore has them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ def freeze_cell(
     network: nn.Module,
     optimizer: FreezeOpt,
     sens: float,
-    grad: Any,
+    grad: object,
     use_grad_accumulation: bool,
     mean: bool | None = None,
     degree: int | None = None,
@@ -73,7 +72,7 @@ class FreezeTrainCell(nn.Module):
             max_accumulation_step, optimizer, update=lambda: optimizer.step_group(index), reduce=self._reduce
         )
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: object) -> Tensor:
         self.optimizer.zero_grad()
         with self.optimizer.frozen(self.index):
             loss = self.network(*inputs)

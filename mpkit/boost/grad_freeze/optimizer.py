@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_kind
+from mpkit.arguments import check_alike, check_choice, check_count, check_kind, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import inner, regroup, subset
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.base import plain_closure
 from mpkit.step import Hook, StepContext
-from mpkit.step.phases import parameters_of, skips_on_device
+from mpkit.step.phases import skips_on_device
 from mpkit.step.restore import load_all
 
 State = Literal["shared", "per_group"]
@@ -40,7 +41,7 @@ class FreezeOpt(Optimizer):
                                  None: one group with everything.
         train_strategy:          indices as list, tuple or 1-D int32 tensor; None: round robin.
         state:                   "shared": `opt` itself does every step, so a weight has one momentum and the learning
-                                 rate follows the global step. "per_group": the original's, a copy of `opt` per group
+                                 rate follows the global step. "per_group": MindSpore's, a copy of `opt` per group
                                  with moments and step counter of its own; memory grows with the number of groups and
                                  schedules run late. Empty user groups are dropped.
     Compile:  `torch.compile(opt.step)` makes a graph for each group, however long the strategy. One of eight places or
@@ -228,8 +229,8 @@ class FreezeOpt(Optimizer):
         load_all(list(zip(self.optimizers, saved)))
         self.strategy, self._counts = strategy, {"step_index": place, "steps": steps}
 
-    def _copies(self, strategy: Any) -> list[Optimizer]:
-        """One optimizer per group, without state, its listed learning rates split as the original does."""
+    def _copies(self, strategy: object) -> list[Optimizer]:
+        """One optimizer per group, without state, its listed learning rates split as MindSpore does."""
         split = isinstance(strategy, Tensor)
         rates = [getattr(group["lr"], "values", None) for group in self.param_groups]
         copies = []
@@ -269,7 +270,7 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
     """Rate i goes to the group that step i trains, so that counters per group reproduce the global schedule.
 
     Edges:   a group that gets none, and every group when there are more rates than steps, gets the whole list and
-             consumes it from its start: the original's defect, which `FreezeOpt(state="shared")` does not have.
+             consumes it from its start: MindSpore's defect, which `FreezeOpt(state="shared")` does not have.
     """
     check_kind("rates", rates, Sequence, "a list of numbers")
     check_kind("strategy", strategy, Sequence, "a list of ints")
@@ -284,7 +285,7 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
     return [split[i] or list(rates) for i in range(groups)]
 
 
-def _checked_groups(groups: Any, opt: Optimizer) -> list[list[Tensor]]:
+def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
     if groups is None:
         return [parameters_of(opt)]
     if not isinstance(groups, list | tuple) or not groups:
@@ -295,7 +296,7 @@ def _checked_groups(groups: Any, opt: Optimizer) -> list[list[Tensor]]:
     return [[p for item in group for p in (item["params"] if isinstance(item, dict) else [item])] for group in groups]
 
 
-def _checked_strategy(strategy: Any, groups: int) -> list[int]:
+def _checked_strategy(strategy: object, groups: int) -> list[int]:
     if strategy is None:
         return []
     if isinstance(strategy, Tensor):
@@ -307,7 +308,7 @@ def _checked_strategy(strategy: Any, groups: int) -> list[int]:
     if not isinstance(strategy, list | tuple):
         raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
     for index in strategy:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < groups:
+        if not is_whole(index) or not 0 <= index < groups:
             raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {index!r}")
     if not strategy:
         raise ValueError("train_strategy is empty; leave it out to visit the groups in turn")

@@ -33,7 +33,7 @@ def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
-    """The original's rule: "bn" or "bias" in the name joins the stage, any other closes it once it holds three."""
+    """MindSpore's rule: "bn" or "bias" in the name joins the stage, any other closes it once it holds three."""
     check_kind("net", net, nn.Module, "an nn.Module")
     stages: list[list[nn.Parameter]] = [[]]
     for name, p in net.named_parameters():
@@ -59,25 +59,25 @@ def index_probabilities(groups: int, freeze_type: int) -> list[float]:
     return [(groups - v) / (groups * (groups - 1) / 2) for v in range(1, groups)]
 
 
-def expected_saving(stage_costs: Sequence[float], groups: int, freeze_type: int, full_step_fraction: float) -> float:
+def expected_saving(costs: Sequence[float], groups: int, freeze_type: int, full_step_fraction: float) -> float:
     """Share of the backward work that freezing saves on average: S = (1-p) sum_v P(v) s_v.
 
     Args:
-        stage_costs:  backward cost of each stage, any unit, in definition order; s_v is the share of the first
-                      v * (stages // groups) of them.
+        costs:  backward cost of each stage, any unit, in definition order; s_v is the share of the first
+                v * (stages // groups) of them.
 
     >>> round(expected_saving([1.0] * 10, 10, 1, 0.7), 4)   # (1 - 0.7) * (10 + 1) / (3 * 10)
     0.11
     """
-    check_kind("stage_costs", stage_costs, (list, tuple), "a list of costs, one of each stage")
+    check_kind("costs", costs, (list, tuple), "a list of costs, one of each stage")
     check_count("groups", groups)
     check_number("full_step_fraction", full_step_fraction, high=1.0 + 2.0**-52)
-    total = sum(check_number("each of stage_costs", cost) for cost in stage_costs)
+    total = sum(check_number("each of costs", cost) for cost in costs)
     chances = index_probabilities(max(groups, 2), freeze_type)
     if groups < 2 or not total:  # nothing stands still, or nothing costs anything
         return 0.0
-    stride = len(stage_costs) // groups
-    shares = (sum(stage_costs[: v * stride]) / total for v in range(1, groups))
+    stride = len(costs) // groups
+    shares = (sum(costs[: v * stride]) / total for v in range(1, groups))
     return (1 - full_step_fraction) * sum(p * s for p, s in zip(chances, shares))
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import check_choice, check_count, check_kind, check_number
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt, State
 from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
-from mpkit.step.phases import parameters_of
+from mpkit.optimizers.arguments import parameters_of
 
 Rule = Literal["modules", "mindspore"]
 TYPES = {0: "continuous", 1: "interleaved"}
@@ -30,7 +30,7 @@ class GradientFreeze:
         param_groups:        G, number of freeze groups (>= 1; 1 never freezes).
         freeze_type:         0 "continuous": full steps, then indices 1, 2, .., G-1 in a row; 1 "interleaved": frozen
                              steps spread evenly, their index drawn, small ones more often.
-        freeze_p:            share of steps *without* freezing, in [0, 1]. The original calls it the probability of
+        freeze_p:            share of steps *without* freezing, in [0, 1]. MindSpore calls it the probability of
                              freezing; it is the opposite.
         total_steps:         length of the strategy, steps (>= 0); afterwards it starts again.
         full_step_fraction:  a clear name for `freeze_p`; give one of them.
@@ -108,7 +108,7 @@ class GradientFreeze:
         """The index of every step, exactly `total_steps` long.
 
         Args:
-            numpy_seed:  reproduce the original bit for bit as after `numpy.random.seed(numpy_seed)`: int(1.01 *
+            numpy_seed:  reproduce MindSpore bit for bit as after `numpy.random.seed(numpy_seed)`: int(1.01 *
                          total_steps) long, for type 0 rounded up to whole cycles. None: this object's own `seed`.
         Edges:   freeze_p = 1 never freezes; a step count of 0 gives [].
         """
@@ -157,7 +157,7 @@ def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
 
 def _continuous(groups: int, share: float, length: int) -> list[int]:
     """Whole cycles of z full steps and the indices 1..G-1, at least `length` steps."""
-    # the original's arithmetic: G = 10 and p = 0.7 give 20 full steps because 6.3 / 0.3 is 20.999...
+    # MindSpore's arithmetic: G = 10 and p = 0.7 give 20 full steps because 6.3 / 0.3 is 20.999...
     zeros = int(np.floor(share * (groups - 1) / (1 - share)) + 0.5)
     cycle = [0] * zeros + list(range(1, groups))
     return cycle * -(-length // len(cycle))
