@@ -92,7 +92,7 @@ class StaircaseExplorer(Explorer):
         self.steps = len(values[values.isfinite() & (values.abs() <= self.limit)].unique())  # 0 and -0 are one step
 
     def summary(self) -> str:
-        low, high = (f"2^{math.log2(ulp):g}" for ulp in (self.ulps.min(), self.ulps.max()))
+        low, high = (f"2^{math.log2(gap):g}" for gap in (self.ulps.min(), self.ulps.max()))
         grown = f"grows from {low} to {high}" if low != high else f"stays {low}"
         return (
             f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}; the ulp {grown} over the last ten "
