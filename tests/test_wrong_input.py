@@ -314,6 +314,8 @@ NAMED = {  # where a name says more than the annotation
 }
 RIGHT_FOR = {  # one callable's own
     "casting.recipe_linear": {"weight": lambda: torch.ones(4, 16)},
+    "arguments.is_number": {"value": lambda: 1.0},
+    "arguments.is_whole": {"value": lambda: 1},
     "arguments.check_number": {"value": lambda: 1.0},
     "arguments.check_float": {"value": lambda: 1.0},
     "arguments.check_count": {"value": lambda: 1},

@@ -24,13 +24,13 @@ class Still:
     """A finished picture with its sentence: a PNG for the eye, the sentence as text for screen readers and tests."""
 
     def __init__(self, picture: bytes, sentence: str) -> None:
-        self.picture, self.sentence = picture, sentence
+        self.png, self.sentence = picture, sentence
 
     def __repr__(self) -> str:
         return self.sentence
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        return static_bundle(self.picture, self.sentence)
+        return static_bundle(self.png, self.sentence)
 
 
 def still(scene: Scene, sentence: str) -> Still:
