@@ -243,17 +243,9 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> tuple[list[Phase],
         images[0, 0, 0, 0] = torch.inf
     optimizer, parameters = torch.optim.SGD(network.parameters(), 0.1), list(network.parameters())
     scaler = DynamicLossScaler(2.0**exponent, 2, 50)
-    inside: list[Tensor] = []
-    handle = network[1].register_forward_hook(lambda *call: inside.append(call[2]))
     before = [p.detach().clone() for p in parameters]
-    loss = F.cross_entropy(network(images), labels)
-    handle.remove()
-    inside[0].retain_grad()
-    scaled = scaler.scale(loss)
-    scaled.backward()
+    loss, inside, flowing = _there_and_back(network, images, labels, scaler)
     grads = [p.grad for p in parameters if p.grad is not None]
-    flowing = inside[0].grad
-    assert flowing is not None
     true = scaler.unscale(grads)
     finite = all_finite(true)
     updated = bool(finite) or late
@@ -266,32 +258,34 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> tuple[list[Phase],
     gate = ("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped")
     if late:
         gate = ("update, then check", "step(); all_finite", "finite, updated" if finite else "not finite, yet updated")
-    phases = [
-        Phase(
-            "keep weights in float32",
-            "parameters",
-            f"largest weight {_largest(before)} in {_kind(before[0])}",
-            *_spoilt(before),
-        ),
-        Phase(
-            "forward in float16",
-            "network(x)",
-            f"first layer gives {_kind(inside[0])}, largest {_largest(inside)}",
-            *_spoilt(inside),
-        ),
-        Phase("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}", *_spoilt([loss])),
-        Phase(
-            "multiply and go back",
-            "scale(loss).backward()",
-            f"in {_kind(flowing)}, largest {_largest([flowing])}",
-            *_spoilt([flowing]),
-        ),
-        Phase("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}", *_spoilt(grads)),
-        Phase("divide by the scale", "unscale(grads)", f"largest {_largest(true)}", *_spoilt(true)),
-        Phase(*gate, *_spoilt(parameters)),
-        Phase("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):.0f}"),
-    ]
+    sizes = [f"{_kind(tensor)}, largest {_largest([tensor])}" for tensor in (inside[0], flowing)]
+    rows: tuple[tuple[str, str, str, Sequence[Tensor]], ...] = (
+        ("keep weights in float32", "parameters", f"largest weight {_largest(before)} in {_kind(before[0])}", before),
+        ("forward in float16", "network(x)", f"first layer gives {sizes[0]}", inside),
+        ("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}", [loss]),
+        ("multiply and go back", "scale(loss).backward()", f"in {sizes[1]}", [flowing]),
+        ("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}", grads),
+        ("divide by the scale", "unscale(grads)", f"largest {_largest(true)}", true),
+        (*gate, parameters),
+        ("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):.0f}", ()),
+    )
+    phases = [Phase(name, code, seen, *_spoilt(tensors)) for name, code, seen, tensors in rows]
     return phases, not updated, change
+
+
+def _there_and_back(
+    network: nn.Sequential, images: Tensor, labels: Tensor, scaler: DynamicLossScaler
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Both passes; -> (the loss, [what the first layer gave], the scaled gradient of that)."""
+    inside: list[Tensor] = []
+    handle = network[1].register_forward_hook(lambda *call: inside.append(call[2]))
+    loss = F.cross_entropy(network(images), labels)
+    handle.remove()
+    inside[0].retain_grad()
+    scaler.scale(loss).backward()
+    flowing = inside[0].grad
+    assert flowing is not None
+    return loss, inside, flowing
 
 
 def _spoilt(tensors: Sequence[Tensor]) -> tuple[int, int]:

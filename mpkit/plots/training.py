@@ -14,6 +14,7 @@ from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
 if TYPE_CHECKING:
     from mpkit.explorers.training import (  # upward: the types of its arguments
         OrderExplorer,
+        StepExplorer,
         UnderflowExplorer,
     )
 
