@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 SECOND_TRY = "needed a second try"  # what a browser test records when it failed once
 GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
+
+
+def in_processes(worker: Callable[..., None], *args: Any, count: int = 2) -> None:
+    """Run `worker(rank, *args)` in `count` processes, forks of one that imports torch and the library once."""
+    multiprocessing.set_forkserver_preload(["torch.nn.parallel", "mpkit.casting", "mpkit.boost", "pytest"])
+    torch.multiprocessing.start_processes(worker, args=args, nprocs=count, start_method="forkserver")
 
 
 def golden_files(folder: str) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import in_processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +40,7 @@ def worker(rank: int, folder: str) -> None:
 
 
 def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_processes(worker, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for level in LEVELS:
         for dtype in (torch.bfloat16, E5M2):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import in_processes
 from test_casting import CASTING_LEVELS
 from test_casting_state import Apply, trained
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def sharded_worker(rank: int, folder: str) -> None:
 
 
 def test_sharded_networks_compute_and_train_as_whole_ones(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(sharded_worker, args=(str(tmp_path),), nprocs=2)
+    in_processes(sharded_worker, str(tmp_path))
     found = torch.load(tmp_path / "found.pt")
     for (level, dtype, shard), got in found.items():
         if shard:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -121,7 +121,7 @@ def worker(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(worker, args=(str(folder),), nprocs=RANKS, start_method="spawn")
+    in_processes(worker, str(folder), count=RANKS)
     ends = [{"threads after the end": (folder / f"{rank}.threads").read_text().split()} for rank in range(RANKS)]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) | ends[rank] for rank in range(RANKS)]
 

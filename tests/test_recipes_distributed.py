@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +38,7 @@ def worker(rank: int, folder: str) -> None:
 
 
 def test_all_processes_have_the_scale_of_the_largest_amax(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    in_processes(worker, str(tmp_path))
     (scales, weights), (other_scales, other_weights) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert scales == other_scales
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights))

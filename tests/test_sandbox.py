@@ -16,7 +16,7 @@ assert limits == [5]
 assert not {"check_number", "float16"} & set(f.__code__.co_names)"""
 
 
-def lab(answer, added=None, test=TEST, setup=SETUP):
+def lab(answer, added=None, test=TEST, setup=SETUP, seconds=60):
     """What the points of a question are when it is answered so, behind a cell that the student added."""
     mark = {"schema_version": 3, "locked": False, "task": False}
     new = nbformat.v4.new_code_cell
@@ -27,7 +27,7 @@ def lab(answer, added=None, test=TEST, setup=SETUP):
     submission.cells[1].source = answer
     if added:
         submission.cells.insert(1, new(added))
-    (score,) = labs.grade(submission, source, timeout=3)
+    (score,) = labs.grade(submission, source, timeout=seconds)
     return score
 
 
@@ -119,7 +119,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_earns_nothing(name):
-    score = lab(*ATTACKS[name])
+    score = lab(*ATTACKS[name], seconds=3 if name == "no end" else 60)  # a busy machine is slow at importing
     assert score.points == 0
     assert score.note
 
