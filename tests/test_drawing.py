@@ -1,12 +1,13 @@
-"""The prediction that is drawn in lesson 05: by hand, typed, judged once, and never told before."""
+"""Predictions that are drawn: by hand, typed, judged once, and never told before."""
 
 import numpy as np
 import pytest
 from scenes import look
 
-from mpkit.explorers.drawing import SHOWN, STEPS, DrawExplorer
+from mpkit.explorers.dim_reduce import DimReduceExplorer
+from mpkit.explorers.drawing import SHOWN, STEPS, DrawExplorer, GapExplorer, StuckExplorer, TotalExplorer
 from mpkit.explorers.scaling import recorded
-from mpkit.widgets.scaling import draw_view
+from mpkit.widgets.drawing import draw_view, gap_view, stuck_view, total_view
 
 
 def by_hand():
@@ -33,7 +34,7 @@ def test_what_happened_is_the_rule_of_the_lesson():
     assert DrawExplorer().truth.tolist() == by_hand()
     model = drawn(by_hand()[SHOWN:])
     assert model.close == STEPS - SHOWN
-    assert "In 60 of 60 steps" in model.summary()
+    assert "At 60 of 60 points" in model.summary()
     assert "right picture" in model.summary()
     assert "doubled at the steps 40, 73 and 93 and halved at the steps 52, 53 and 99" in model.summary()
 
@@ -85,3 +86,89 @@ def test_six_exponents_are_asked_for(typed):
     with pytest.raises(ValueError, match="type six exponents"):
         model.set(typed=typed)
     assert model.guess.tolist() == [17.0] * 60
+
+
+def revealed(model, values):
+    """The model after all hidden points were drawn at these values."""
+    model.draw({model.first + i: float(v) for i, v in enumerate(np.broadcast_to(values, len(model.guess)))})
+    model.reveal()
+    return model
+
+
+def test_the_truth_of_the_gaps_is_that_of_native_float16():
+    gaps = np.log2(np.spacing(np.exp2(np.arange(-24.0, 16)).astype(np.float16)).astype(float))
+    assert GapExplorer().truth.tolist() == gaps.tolist()
+    assert "from 2^-24 to 2^-14 the gap stays 2^-24" in revealed(GapExplorer(), gaps).summary()
+
+
+def test_the_truth_of_the_sum_is_that_of_native_float16():
+    total, seen = np.float16(0), [0.0]
+    for _ in range(4000):
+        total = total + np.float16(1)
+        seen.append(float(total))
+    assert TotalExplorer().truth.tolist() == seen[::100]
+    assert "exact up to 2048 and stays there" in revealed(TotalExplorer(), seen[600::100]).summary()
+
+
+def test_the_truth_of_two_directions_is_the_run_of_the_lesson():
+    run = DimReduceExplorer(components=2)
+    assert (StuckExplorer().truth == run.path.losses).all()
+    assert "1.83 in 5 steps and is 1.82 after 40" in revealed(StuckExplorer(), run.path.losses[1:]).summary()
+
+
+E = np.arange(-24, 16)
+ONES = 100.0 * np.arange(6, 41)
+DESCENT, STUCK = StuckExplorer().descent[1:], StuckExplorer().truth[1:]
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "word"),
+    [
+        (GapExplorer, np.maximum(E, -14) - 10, "right picture"),
+        (GapExplorer, -10, "one gap for all"),
+        (GapExplorer, -E / 2 - 10, "larger gaps for smaller"),
+        (GapExplorer, E - 10, "shrinks all the way down"),
+        (GapExplorer, np.where(E < -14, -24, np.clip(E * 0.2, -20, 0)), "left part is right"),
+        (GapExplorer, 2 * np.maximum(E, -14) / 3, "Look where"),
+        (TotalExplorer, np.minimum(ONES, 2048), "right picture"),
+        (TotalExplorer, ONES, "exact sum"),
+        (TotalExplorer, np.where(ONES < 2048, ONES, 4096 - ONES), "cannot fall"),
+        (TotalExplorer, np.minimum(ONES, 1024), "stops near 1024"),
+        (TotalExplorer, 500 + 60 * np.sqrt(ONES - 500), "slows down"),
+        (StuckExplorer, STUCK, "right picture"),
+        (StuckExplorer, DESCENT, "followed gradient descent"),
+        (StuckExplorer, 2.3 * 0.8 ** np.arange(40), "training that succeeds"),
+        (StuckExplorer, 2.3, "does not fall"),
+        (StuckExplorer, np.linspace(2.3, 1.2, 40), "Look where"),
+    ],
+)
+def test_the_usual_wrong_pictures_of_the_others_are_named(make, values, word):
+    assert word in revealed(make(), values).word()
+
+
+@pytest.mark.parametrize("make", [gap_view, total_view, stuck_view])
+def test_the_others_tell_nothing_before_and_change_nothing_after(make):
+    view = make()
+    model, first = view.explorer, look(view)
+    hidden, columns = model.happened(), len(model.table()[-1])
+    assert hidden not in model.summary()
+    drawn = [m for panel in view.scene(model).panels for m in panel.marks if m.get("color") == "reference"]
+    sent = sum(len(m["y"]) if isinstance(m["y"], list) else len(m["y"]["f4"]) // 4 for m in drawn)
+    assert sent <= max(model.first, 1)  # the truth is not in the page
+    view.press("Show what happened")
+    assert look(view) != first
+    assert hidden in model.summary()
+    assert len(model.table()[-1]) == columns + 1
+    guess = model.guess.copy()
+    model.act("draw", {"30": model.high})
+    assert "Reset" in model.message
+    assert (model.guess == guess).all()
+    model.reset()
+    assert look(view) == first
+    with pytest.raises(ValueError, match=f"type {model.asked}"):
+        model.set(typed="1 2")
+    words = model.asked.split("such as ")[1]
+    model.set(typed=words)
+    assert [model.guess[0], model.guess[-1]] == [float(words.split()[0]), float(words.split()[-1])]
+    with pytest.raises(ValueError, match="each from"):
+        model.set(typed=" ".join(["9999"] * model.count))

@@ -145,7 +145,7 @@ def test_no_stored_view_is_blank(name):
     kept, drawn = view.kept | view.spec["data"], 0
     for m in (m for panel in view.spec["panels"] for m in panel["marks"]):
         y = np.asarray(unpack(m.get("y", m.get("values", m.get("y1", []))), kept), dtype=float)
-        if m["type"] in ("line", "points", "bars", "boxes", "arrows") and not (
+        if m["type"] in ("line", "pen", "points", "bars", "boxes", "arrows") and not (
             m.get("quiet") and y.size == 1
         ):  # a region
             drawn += np.isfinite(y).sum()

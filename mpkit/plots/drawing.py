@@ -1,32 +1,102 @@
-"""The scene of the drawn prediction in lesson 05."""
+"""The scenes of the drawn predictions in lessons 01, 02, 05 and 11."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.plots.scene import Scene, linear, log2
+from mpkit.plots.scene import Panel, Scene, linear, log2, names, power_of_two
 
 if TYPE_CHECKING:
-    from mpkit.explorers.drawing import DrawExplorer  # upward: the types of its arguments
+    from mpkit.explorers.drawing import DrawExplorer, DrawnExplorer, GapExplorer, StuckExplorer, TotalExplorer  # upward
 
-LOW, HIGH = 14, 22
+HEIGHT, WIDTH = 380, 900
+
+
+def _pen(panel: Panel, data: DrawnExplorer) -> None:
+    """The reader's line, from the first point that is not known."""
+    mine = np.concatenate([np.full(data.first, np.nan), data.guess])
+    panel.add(
+        "pen", y=mine, color="own", name="draw", lo=data.low, hi=data.high, label="your line", width=2.4, dash="--"
+    )
+
+
+def _title(data: DrawnExplorer, before: str) -> str:
+    return "your line and what happened" if data.revealed else before
+
+
+def _shown(data: DrawnExplorer) -> int:
+    """How many points of the truth may be seen."""
+    return len(data.truth) if data.revealed else data.first
+
+
+def _points(labels: list[str], every: int, label: str) -> dict[str, Any]:
+    """An axis of named points with a tick at every so many of them."""
+    axis = names(labels, label, bare=False)
+    return axis | {"ticks": axis["ticks"][::every]}
 
 
 def draw_scene(data: DrawExplorer) -> Scene:
     """The scale so far under its ceiling, the reader's pen for the rest, and over it what happened once it is shown."""
-    steps, first = len(data.truth), len(data.truth) - len(data.guess)
-    scene = Scene(height=380, width=900)
-    title = "your line and what happened" if data.revealed else "draw the scale into the right part"
-    panel = scene.panel(title=title, x=linear("step", -1, steps, 10), y=log2("loss scale", LOW, HIGH))
-    panel.band(np.clip(data.top, LOW, HIGH), HIGH, label="here it would overflow")
-    panel.rule("x", first - 0.5, "muted", dash=":")
-    mine = np.concatenate([np.full(first, np.nan), np.clip(data.guess, LOW, HIGH)])
-    panel.add("pen", y=mine, color="own", name="draw", lo=LOW, hi=HIGH, label="your line", width=2.4, dash="--")
-    shown = steps if data.revealed else first
+    scene = Scene(height=HEIGHT, width=WIDTH)
+    title = _title(data, "draw the scale into the right part")
+    panel = scene.panel(
+        title=title, x=linear("step", -1, len(data.truth), 10), y=log2("loss scale", data.low, data.high)
+    )
+    panel.band(np.clip(data.top, data.low, data.high), data.high, label="here it would overflow")
+    panel.rule("x", data.first - 0.5, "muted", dash=":")
+    _pen(panel, data)
+    shown = _shown(data)
     skips = np.flatnonzero(~data.finite[:shown])
     panel.line(data.truth[:shown], color="reference", step="mid", width=2.6, label="loss scale")
     if len(skips):
         panel.points(data.truth[skips], skips, "overflow", glyph="x", size=5, label="skipped step")
+    return scene
+
+
+def gap_scene(data: GapExplorer) -> Scene:
+    """The known gap of 1, the reader's pen over all powers of two, and the gaps once they are shown."""
+    scene = Scene(height=HEIGHT, width=WIDTH)
+    labels = [power_of_two(int(e)) for e in data.exponents]
+    panel = scene.panel(
+        title=_title(data, "draw the gap over all powers of two"),
+        x=_points(labels, 4, "number"),
+        y=log2("gap to the next number of float16", data.low, data.high),
+    )
+    _pen(panel, data)
+    if data.revealed:
+        panel.line(data.truth, color="reference", width=2.6, label="gap")
+    one = int(np.flatnonzero(data.exponents == 0)[0])
+    panel.points([data.truth[one]], [one], "reference", glyph="s", size=5, label="gap at 1")
+    return scene
+
+
+def total_scene(data: TotalExplorer) -> Scene:
+    """The first sums, the reader's pen for the rest, and the sums once they are shown."""
+    scene = Scene(height=HEIGHT, width=WIDTH)
+    panel = scene.panel(
+        title=_title(data, "draw the sum into the right part"),
+        x=_points([str(data.each * i) for i in range(len(data.truth))], 5, "ones added"),
+        y=linear("sum in float16", data.low, data.high),
+        pad=[28, 14, 46, 74],
+    )
+    panel.rule("x", data.first - 0.5, "muted", dash=":")
+    _pen(panel, data)
+    panel.line(data.truth[: _shown(data)], color="reference", width=2.6, label="sum in float16")
+    return scene
+
+
+def stuck_scene(data: StuckExplorer) -> Scene:
+    """The loss of gradient descent, the reader's pen, and the loss of DimReduce once it is shown."""
+    scene = Scene(height=HEIGHT, width=WIDTH)
+    panel = scene.panel(
+        title=_title(data, "draw the loss of DimReduce with 2 components"),
+        x=linear("step", -1, len(data.truth), 10),
+        y=linear("loss", data.low, data.high),
+    )
+    panel.line(data.descent, color="muted", width=1.6, dash=":", label="gradient descent")
+    _pen(panel, data)
+    if data.revealed:
+        panel.line(data.truth, color="reference", width=2.6, label="DimReduce, 2 components")
     return scene

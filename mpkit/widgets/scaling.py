@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from mpkit.explorers.drawing import DrawExplorer
 from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
-from mpkit.plots.drawing import draw_scene
 from mpkit.plots.scaling import dynamics_scene, live_scene, naive_scene, sweep_scene, zoo_scene
 from mpkit.widgets.scene import View
 
@@ -13,11 +11,6 @@ from mpkit.widgets.scene import View
 def dynamics_view(**params: object) -> View:
     """A recorded run under any dynamic scale, animated; parameters as `DynamicsExplorer`."""
     return View(DynamicsExplorer(**params), dynamics_scene)
-
-
-def draw_view(**params: object) -> View:
-    """The next steps of a scale, drawn by the reader before they are shown; parameters as `DrawExplorer`."""
-    return View(DrawExplorer(**params), draw_scene)
 
 
 def sweep_view(**params: object) -> View:
