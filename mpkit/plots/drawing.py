@@ -9,7 +9,13 @@ import numpy as np
 from mpkit.plots.scene import Panel, Scene, linear, log2, names, power_of_two
 
 if TYPE_CHECKING:
-    from mpkit.explorers.drawing import DrawExplorer, DrawnExplorer, GapExplorer, StuckExplorer, TotalExplorer  # upward
+    from mpkit.explorers.drawing import (  # upward: the types of its arguments
+        DrawExplorer,
+        DrawnExplorer,
+        GapExplorer,
+        StuckExplorer,
+        TotalExplorer,
+    )
 
 HEIGHT, WIDTH = 380, 900
 
