@@ -42,7 +42,7 @@ bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 notebooks:  ## run every notebook, store its outputs, show how the texts differ
 	$(RUN) python notebooks/execute.py $(ARGS)
 
-labs:  ## what students get, from the sources with solutions in notebooks/instructor, into notebooks/labs
+labs:  ## what students get, into notebooks/labs, from the sources in notebooks/instructor; make labs ARGS="--variant 7"
 	$(RUN) python notebooks/instructor/labs.py release $(ARGS)
 
 fork:  ## point badges and addresses to your fork: make fork OWNER=ada REPO=mpkit

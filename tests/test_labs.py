@@ -1,13 +1,20 @@
 """The labs: solutions earn every point, releases tell nothing, and an error costs what it should."""
 
+import ast
+import contextlib
+import io
+import os
 import re
+from tempfile import TemporaryDirectory
 
 import labs
 import nbformat
 import pytest
 import yaml
 from support import ROOT
+from variants import LABS, varied
 
+SEEDS = range(1, 1 + int(os.environ.get("MPKIT_LAB_VARIANTS", "2")))
 SOURCES = {path.stem[:5]: path for path in labs.sources()}
 
 
@@ -102,23 +109,107 @@ def test_an_unclosed_region_is_refused(source):
         labs.release(source)
 
 
+def failed(notebook):
+    """The graded cells of a notebook that fail, run here one after the other as nbval would: fast, and no sandbox."""
+    space, found = {"__name__": "__main__"}, set()
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                exec(compile(cell.source, cell.id, "exec"), space)
+            except Exception:
+                assert labs.mark(cell), f"a cell that is given fails: {cell.source}"
+                found.add(labs.mark(cell)["grade_id"])
+    for folder in (thing for thing in space.values() if isinstance(thing, TemporaryDirectory)):
+        folder.cleanup()
+    return found
+
+
+def tests_of(notebook):
+    return {labs.mark(cell)["grade_id"] for cell in graded(notebook) if cell.cell_type == "code"}
+
+
 def test_nothing_is_earned_until_something_is_solved(source):
-    scores = labs.grade(labs.release(source), source)
-    assert [s.points for s in scores if s.points is not None] == [0] * len([s for s in scores if s.points is not None])
+    assert tests_of(source) <= failed(labs._merged(labs.release(source), source))
+
+
+def without_words(code):
+    """What code does: its tree without docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def test_every_lab_has_variants():
+    assert set(LABS) == set(SOURCES)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("lab", LABS)
+def test_a_variant_is_earned_by_its_own_solution_and_by_no_other(lab, seed):
+    """MPKIT_LAB_VARIANTS=20 tries the first twenty variants of each lab."""
+    source = nbformat.read(SOURCES[lab], as_version=4)
+    own, other = varied(source, seed), varied(source, seed - 1)
+    assert own == varied(source, seed), "a number gives the same variant each time"
+    assert failed(own) == set()
+    if seed == 1:
+        assert tests_of(own) <= failed(labs._merged(labs.release(own), own))
+    answers, theirs = labs._solutions(own), labs._solutions(other)
+    differ = {name for name in answers if without_words(answers[name]) != without_words(theirs[name])}
+    if seed == 1:
+        assert differ, "the first variant asks nothing new"
+    lost = {name.rsplit("_", 1)[0] for name in failed(labs._merged(other, own))}
+    assert {name.removesuffix("_answer") for name in differ} - lost == set()
+
+
+def test_a_variant_of_a_source_that_changed_is_refused():
+    source = nbformat.read(SOURCES["lab01"], as_version=4)
+    for cell in source.cells:
+        cell.source = cell.source.replace("65520", "65 520")
+    with pytest.raises(ValueError, match=r"lab01, q3: the source lacks '65520', which variants.py replaces"):
+        varied(source, 1)
+    with pytest.raises(ValueError, match="whole number from 0, got -1"):
+        varied(source, -1)
+
+
+def test_a_variant_is_released_with_its_solutions_aside_and_graded_as_that_variant(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(labs, "sources", lambda: [SOURCES["lab04"]])
+    monkeypatch.setattr("sys.argv", ["labs.py", "release", "--variant", "3", "--to", str(tmp_path / "out")])
+    home, name = labs.HERE, SOURCES["lab04"].name
+    monkeypatch.setattr(labs, "HERE", tmp_path)
+    assert labs.main() == 0
+    monkeypatch.setattr(labs, "HERE", home)
+    released = nbformat.read(tmp_path / "out" / name, as_version=4)
+    assert released == labs.release(nbformat.read(tmp_path / "variant-3" / name, as_version=4))
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", ["labs.py", "grade", str(tmp_path / "variant-3" / name)])
+    assert labs.main() == 0
+    assert "lab04_boost: 22 of 22 points" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["labs.py", "grade", "--variant", "4", str(tmp_path / "out" / name)])
+    assert labs.main() == 1
+    assert "it is variant 3, and variant 4 was given out" in capsys.readouterr().err
+    released.metadata["mpkit_variant"] = "3"
+    with pytest.raises(ValueError, match="the file says '3'"):
+        labs.variant_of(released)
 
 
 # answer cell -> (what a student writes wrong, by replacing text of the solution; the cells that must then fail)
 WRONG = {
     "lab01": {
-        "q1": (("fraction * 2.0**-24", "fraction * 2.0**-25"), {"hidden"}),  # subnormals have exponent -14, not -15
+        "q1": (
+            ("fraction * 2.0 ** (1 - bias)", "fraction * 2.0**-bias"),
+            {"hidden"},
+        ),  # subnormals have exponent -14, not -15
         # truncated, not rounded: every test of q3, and none of q4 and q5, which use it
-        "q3": (("rounded = round(x / gap) * gap", "rounded = int(x / gap) * gap"), {"visible", "hidden", "hidden2"}),
+        "q3": (("nearest = round(x / gap) * gap", "nearest = int(x / gap) * gap"), {"visible", "hidden", "hidden2"}),
         "q2": (("2 ** (exponent_bits - 1) - 1", "2 ** (exponent_bits - 1)"), {"visible", "hidden"}),  # bias off by one
     },
     "lab02": {
-        "q2": (("max(1.0, scale / factor)", "scale / factor"), {"hidden", "hidden2"}),  # no floor
+        "q2": (("max(floor, scale / factor)", "scale / factor"), {"hidden", "hidden2"}),  # no floor
         "q3": (("        return False\n", "        pass\n"), {"hidden"}),  # checks, and updates all the same
         "q1": (("gradient[gradient != 0]", "gradient.flatten()"), {"visible", "hidden"}),  # zeros counted as lost
+        "q5": (("int(factor), int(window)", "8, 50"), {"hidden", "hidden2"}),  # two good numbers, and no search
     },
     "lab03": {
         "q1": (("nn.BatchNorm1d | nn.LayerNorm)", "nn.BatchNorm1d)"), {"hidden"}),  # forgets the layer norm
@@ -126,7 +217,7 @@ WRONG = {
             ("fl(fl(fl(x) @ fl(weight).T) + fl(bias))", "fl(fl(x) @ fl(weight).T + fl(bias))"),
             {"visible", "hidden"},
         ),
-        "q5": (("15 - (top + 1)", "14 - (top + 1)"), {"hidden"}),  # one power too small
+        "q5": (("room - (top + 1)", "room - top - 2"), {"hidden"}),  # one power too small
         "q6": ((".astype(int).max()", ".astype(int).min()"), {"hidden2"}),  # the smallest window, not the largest
     },
     "lab04": {
@@ -166,6 +257,18 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
     scores = labs.grade(submission, source)
     assert {s.grade_id for s in scores if s.points == 0} == expected
     assert all(s.note for s in scores if s.points == 0)
+
+
+@pytest.mark.parametrize(
+    "share",
+    ["(groups - 1) * (p / (1 - p))", "(groups - 1) / (1 / p - 1) if p else 0", "(groups - 1) * p / (1 - p) + 1e-9"],
+)
+def test_the_freeze_sequence_does_not_hinge_on_a_last_bit(share):
+    notebook = nbformat.read(SOURCES["lab04"], as_version=4)
+    cell = next(c for c in notebook.cells if labs.mark(c).get("grade_id") == "lab04_q3_answer")
+    assert "p * (groups - 1) / (1 - p)" in cell.source
+    cell.source = cell.source.replace("p * (groups - 1) / (1 - p)", share)
+    assert failed(notebook) == set()
 
 
 def tiny(*answers, setup="limit = 3"):

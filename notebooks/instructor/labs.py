@@ -3,8 +3,11 @@
 The sources beside this file carry nbgrader's cell metadata (schema 3), so nbgrader can run a course with them as they
 are. This script does the two steps that a small course needs, with nbformat alone; answers run in `sandbox.py`:
 
-    release [--to FOLDER]          what students get, into notebooks/labs: no solutions, no hidden tests, no outputs
-    grade SUBMISSION [...] [--csv] points per question; the tests are taken from the source, never from the submission
+    release [--variant N] [--to FOLDER]          what students get: no solutions, no hidden tests, no outputs
+    grade SUBMISSION [...] [--variant N] [--csv] points per question, by the tests of the source, never the submission's
+
+A release goes to notebooks/labs. That of a variant (`variants.py`: other formats, numbers, traces, faults) goes to
+notebooks/labs/variant-N, and its solutions go to notebooks/instructor/variant-N.
 """
 
 from __future__ import annotations
@@ -40,6 +43,16 @@ class Score:
 def sources() -> list[Path]:
     """The instructor's labs."""
     return sorted(HERE.glob("lab[0-9][0-9]_*.ipynb"))
+
+
+def source(path: Path, variant: int = 0) -> Any:
+    """The instructor's notebook of one lab, as it stands or in a variant."""
+    notebook = nbformat.read(path, as_version=4)
+    if not variant:
+        return notebook
+    from variants import varied  # here: grading without variants needs nbformat alone
+
+    return varied(notebook, variant)
 
 
 def mark(cell: Any) -> dict[str, Any]:
@@ -164,30 +177,58 @@ def source_of(submission: Path) -> Path:
     return found[0]
 
 
+def variant_of(submission: Any, given_out: int | None = None) -> int:
+    """The variant that a submission was released as; ValueError if another one was given out."""
+    number = submission.metadata.get("mpkit_variant", 0)
+    if type(number) is not int or number < 0:
+        raise ValueError(f"a variant is a whole number from 0, and the file says {number!r}")
+    if given_out not in (None, number):
+        raise ValueError(f"it is variant {number}, and variant {given_out} was given out")
+    return number
+
+
+def write_releases(variant: int, to: Path) -> None:
+    """What students get of every lab; of a variant also its sources with solutions, beside this file."""
+    solved = HERE / f"variant-{variant}"
+    for folder in (to, solved) if variant else (to,):
+        folder.mkdir(parents=True, exist_ok=True)
+    for path in sources():
+        notebook = source(path, variant)
+        nbformat.write(release(notebook), to / path.name)
+        if variant:
+            nbformat.write(notebook, solved / path.name)
+        print(f"released {to.name}/{path.name}")
+    if variant:
+        print(f"solutions are in {solved.parent.name}/{solved.name}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     to_release = commands.add_parser("release", help="write the student versions")
-    to_release.add_argument(
-        "--to", type=Path, default=HERE.parent / "labs", help="folder for them (default: %(default)s)"
-    )
+    to_release.add_argument("--variant", type=int, default=0, help="its number; 0 is the labs as they stand")
+    to_release.add_argument("--to", type=Path, help="folder for them (default: notebooks/labs, or variant-N in it)")
     to_grade = commands.add_parser("grade", help="points of submissions")
     to_grade.add_argument("submissions", nargs="+", type=Path)
+    to_grade.add_argument(
+        "--variant", type=int, help="refuse submissions of another one (default: grade each as it says)"
+    )
     to_grade.add_argument("--csv", action="store_true", help="one line per graded cell, for a spreadsheet")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.command == "release":
-        options.to.mkdir(parents=True, exist_ok=True)
-        for path in sources():
-            nbformat.write(release(nbformat.read(path, as_version=4)), options.to / path.name)
-            print(f"released {options.to.name}/{path.name}")
+        usual = HERE.parent / "labs"
+        write_releases(
+            options.variant, options.to or (usual / f"variant-{options.variant}" if options.variant else usual)
+        )
         return 0
     if options.csv:
         csv.writer(sys.stdout).writerow(["submission", "cell", "points", "possible", "note"])
     ungraded = 0
     for path in options.submissions:
         try:
-            scores = grade(nbformat.read(path, as_version=4), nbformat.read(source_of(path), as_version=4))
+            submission = nbformat.read(path, as_version=4)
+            scores = grade(submission, source(source_of(path), variant_of(submission, options.variant)))
         except Exception as error:  # one bad file must not cost the others their points
             print(f"{path.name} was not graded: {error}".splitlines()[0], file=sys.stderr, flush=True)
             ungraded += 1
