@@ -255,6 +255,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mpkit-mutants-") as scratch:
         copy = copied(options.root.resolve(), Path(scratch).resolve())
         every = all_mutants(copy, options.only)
+        for name in set(EQUIVALENT) - {m.name for m in every} if set(options.only) == set(OWN) else ():
+            print(f"the line of an equivalent mutant has changed, look again: {name}")
         sample = drawn(every, options)
         before = json.loads(options.write.read_text()) if options.resume else {}
         sample = sample[before.get("drawn", 0) :]
