@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ASKED = ["-q", "-p", "no:cacheprovider", "--capture=sys", "-m", "not slow and not gpu and not browser"]
 MEMORY = 12 * 2**30  # bytes that a mutant may ask for
 ELSEWHERE = 99  # exit status of a fork that found no function to change
+OVERHEAD = 0.02  # seconds that pytest takes for a test, on a busy machine
 SHORT = 0.3  # seconds of a test that runs before longer ones, whatever their files
 
 
@@ -106,7 +107,7 @@ class Known:
             reaching = {i for lines in part["lines"].values() for tests in lines.values() for i in tests}
             processes = any(others for _, _, others in part["tests"])
             for i, (name, own, others) in enumerate(part["tests"]):
-                self.seconds[name] = own + others
+                self.seconds[name] = own + others + OVERHEAD
                 if i not in reaching:
                     self.blind.add(name)
                 elif processes or "compile" in name:
@@ -135,8 +136,12 @@ class Known:
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
         """The tests to run: short ones of its own files first; those apart where no other reaches the line."""
         reach, seconds = self.reach(mutant), self.seconds
+        reach = {t for t in reach if t not in self.apart or t.startswith(own)}
         apart = self.blind | (set() if reach else {t for t in self.apart if t.startswith(own)})
-        first = sorted(reach, key=lambda t: (not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]))
+        first = sorted(
+            reach,
+            key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]),
+        )
         taken, total = [], 0.0
         for test in [*first, *sorted(apart, key=lambda t: seconds[t])]:
             if not taken or total + seconds[test] <= budget:
@@ -300,7 +305,7 @@ class Server(Seeded):
 
     def verdict(self, job: Job) -> str:
         with written(self.copy, job.mutant) as source:
-            ended = forked(lambda: self.run(job, source), 10 + 4 * job.seconds)
+            ended = forked(lambda: self.run(job, source), 20 + 4 * job.seconds)
         return "elsewhere" if ended == ELSEWHERE else verdict(ended)
 
     def run(self, job: Job, source: bytes) -> int:
