@@ -14,7 +14,7 @@ import torch
 from sentences import NARROW, power, read, ridden, swept, zeroed
 
 from mpkit.data import data_dir, digits
-from mpkit.explorers.evidence import NaiveRuleExplorer, RunExplorer, SweepExplorer, WhatIfExplorer
+from mpkit.explorers.evidence import GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
 from mpkit.explorers.own_experiment import OwnExperimentExplorer
 from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
 from mpkit.explorers.scaling import LiveExplorer
@@ -73,7 +73,7 @@ def test_what_if_and_its_grid(run):
         want = [(~good).sum(), len(tops), z["overflow"].sum(), np.log2(tops / scale)[rows][good[rows]].mean()]
         assert [float(v) for v in told] == pytest.approx([*want, 100 * lost], abs=0.051), m.state()
         assert float(told[4]) == pytest.approx(100 * lost, abs=0.0051)
-    for m in swept(SweepExplorer(run=run), samples=3, run=(), window=(5, 500)):
+    for m in swept(GridExplorer(run=run), samples=3, run=(), window=(5, 500)):
         lost = {}
         for factor in m.factors:
             for window in m.windows:
