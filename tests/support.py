@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,13 @@ GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
 def in_processes(worker: Callable[..., None], *args: Any, count: int = 2) -> None:
     """Run `worker(rank, *args)` in `count` processes, forks of one that imports torch and the library once."""
     multiprocessing.set_forkserver_preload(["torch.nn.parallel", "mpkit.casting", "mpkit.boost", "pytest"])
-    torch.multiprocessing.start_processes(worker, args=args, nprocs=count, start_method="forkserver")
+    started = torch.multiprocessing.start_processes(worker, args, count, join=False, start_method="forkserver")
+    end = time.monotonic() + 240  # s; the groups give up long before, so that only a hanging process is ended
+    while not started.join(5):
+        if time.monotonic() > end:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"{worker.__name__} did not end in {count} processes")
 
 
 def golden_files(folder: str) -> list[Path]:

@@ -1,12 +1,10 @@
 """Boost over several processes: AdaSum and DimReduce over gloo, against one process and against time.
 
-The tests start this file as a script: one process imports torch and forks the ranks, each of which runs a scenario
-and leaves what it saw in a file.
+Each rank is a process that runs a scenario and leaves what it saw in a file.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import in_processes
 from torch import Tensor, nn
 
 from mpkit.boost.adasum import AdaSum, adasum
@@ -84,7 +83,7 @@ def silent_peer(rank: int, world: int) -> str:
 
     def stay_silent() -> None:
         end = time.monotonic() + 10 * TIMEOUT
-        while not (Path(sys.argv[3]) / "0.pt").exists() and time.monotonic() < end:
+        while not Path("0.pt").exists() and time.monotonic() < end:
             time.sleep(0.1)
 
     return _without_last(rank, world, stay_silent)
@@ -141,8 +140,11 @@ def _descend(rank: int, world: int, rows: slice) -> list[Tensor]:
 SCENARIOS = {f.__name__: f for f in (merge, train, refused, dead_peer, silent_peer, reduce_dimensions)}
 
 
-def rank_main(scenario: str, rank: int, world: int, folder: Path) -> None:
+def rank_main(rank: int, scenario: str, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.chdir(folder)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
     dist.barrier()  # all are connected before one of them may end
@@ -152,12 +154,7 @@ def rank_main(scenario: str, rank: int, world: int, folder: Path) -> None:
 
 def launch(scenario: str, world: int, folder: Path) -> list[dict[str, Any]]:
     """Run scenarios (joined by +) on `world` ranks and -> what each rank that lived left, by scenario."""
-    command = [sys.executable, __file__, scenario, str(world), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # ranks talk inside this machine, whatever its name resolves to
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
+    in_processes(rank_main, scenario, world, folder, count=world)
     files = [folder / f"{rank}.pt" for rank in range(world)]
     return [torch.load(file, weights_only=True) for file in files if file.exists()]
 
@@ -249,13 +246,3 @@ def test_the_documented_example_runs_under_torchrun() -> None:
     assert lines[-1] == "all ranks hold the same weights: True"
     first, *_, last = (float(line.split()[-1]) for line in lines[1:-1])
     assert last < 0.7 * first
-
-
-if __name__ == "__main__":
-    scenario, world, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(scenario, r, world, folder)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
