@@ -99,7 +99,7 @@ class Known:
 
     def __init__(self, parts: Collection[dict[str, Any]]) -> None:
         self.seconds: dict[str, float] = {}
-        self.blind: set[str] = set()  # tests that reach no line here: they ask for signatures, or start a process
+        self.blind: set[str] = set()  # tests that reach no line: they ask for signatures
         self.apart: set[str] = set()  # tests of files that start processes, and what torch compiles: unseen, in part
         self.lines: dict[str, dict[int, set[str]]] = {}
         self.imported: dict[str, set[int]] = {}
@@ -108,10 +108,10 @@ class Known:
             processes = any(others for _, _, others in part["tests"])
             for i, (name, own, others) in enumerate(part["tests"]):
                 self.seconds[name] = own + others + OVERHEAD
-                if i not in reaching:
-                    self.blind.add(name)
-                elif processes or "compile" in name:
+                if processes or "compile" in name:
                     self.apart.add(name)
+                elif i not in reaching:
+                    self.blind.add(name)
             for file, lines in part["lines"].items():
                 held = self.lines.setdefault(file, {})
                 for line, tests in lines.items():
@@ -137,7 +137,8 @@ class Known:
         """The tests to run: short ones of its own files first; those apart where no other reaches the line."""
         reach, seconds = self.reach(mutant), self.seconds
         reach = {t for t in reach if t not in self.apart or t.startswith(own)}
-        apart = self.blind | (set() if reach else {t for t in self.apart if t.startswith(own)})
+        seen = reach and mutant.place.inside  # a constant of a module is read by tests that reach no line of it
+        apart = self.blind | (set() if seen else {t for t in self.apart - reach if t.startswith(own)})
         first = sorted(
             reach,
             key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]),
