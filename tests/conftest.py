@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import random
 from importlib.util import find_spec
 
 import pytest
@@ -34,6 +35,10 @@ for name in ("hypothesis", "ml_dtypes"):
     stand_in(name)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in the random order of this seed")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     kernels = offered()  # for the notebooks; the workers of xdist inherit it
     os.environ.update(kernels)
@@ -53,11 +58,25 @@ def own_kernels(monkeypatch):
     monkeypatch.delenv("JUPYTER_PATH", raising=False)
 
 
-def pytest_report_header() -> str | None:
-    return "tests of notebooks and widgets are left out: jupyterlab is not installed" if collect_ignore_glob else None
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    left_out = ["tests of notebooks and widgets are left out: jupyterlab is not installed"]
+    seed = config.getoption("shuffle", None)  # None too where this file is found too late to have options
+    return left_out * bool(collect_ignore_glob) + [f"random order of --shuffle {seed}"] * (seed is not None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """All tests mixed, but the cells of a notebook one after the other."""
+    blocks: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        blocks.setdefault(str(item.path) if item.path.suffix == ".ipynb" else item.nodeid, []).append(item)
+    order = list(blocks.values())
+    random.Random(seed).shuffle(order)
+    return [item for block in order for item in block]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("shuffle", None)) is not None:
+        items[:] = shuffled(items, seed)
     for item in items:
         if is_missing(getattr(getattr(item, "module", None), "ml_dtypes", None)) and "gpu" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason="ml_dtypes is not installed"))
