@@ -80,29 +80,36 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
       window.__pending.delete(msg.parent_header.msg_id);
   }); }"""
 
-# Milliseconds from the last key until the cell looks different from `before`; null once the kernel has had nothing to
-# do for `patience` ms.
-WATCH = """([index, before, patience, timeout]) => new Promise((done) => {
+# Whether the kernel, or a view of the cell, has something under way.
+AT_WORK = """window.__atWork = (index) => window.__pending.size > 0
+  || !!document.querySelectorAll('.jp-Cell')[index].querySelector('.mpk[aria-busy=true]');"""
+LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
+
+# Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
+# `patience` ms.
+WATCH = """([index, before, patience, timeout, looks]) => new Promise((done) => {
   const start = performance.now();
-  let busy = start;
+  let busy = start, calm = 0;
   const look = () => {
     const now = performance.now();
-    if (window.__pending.size) busy = now;
+    calm += 1;
+    if (window.__atWork(index)) { busy = now; calm = 0; }
     if (window.__sight(index) !== before) done(now - window.__pressed);
-    else if (now - busy > patience || now - start > timeout) done(null);
+    else if ((now - busy > patience && calm > looks) || now - start > timeout) done(null);
     else requestAnimationFrame(look);
   };
   look();
 })"""
 
-# What the cell shows when the kernel has had nothing to do, and the picture has been the same, for `quiet` ms.
-SETTLED = """([index, quiet, timeout]) => new Promise((done) => {
+# What the cell shows when nothing has been under way, and the picture has been the same, for `quiet` ms.
+SETTLED = """([index, quiet, timeout, looks]) => new Promise((done) => {
   const start = performance.now();
-  let last = window.__sight(index), since = start;
+  let last = window.__sight(index), since = start, calm = 0;
   const look = () => {
     const now = performance.now(), seen = window.__sight(index);
-    if (seen !== last || window.__pending.size) { last = seen; since = now; }
-    if (now - since > quiet || now - start > timeout) done(seen);
+    calm += 1;
+    if (seen !== last || window.__atWork(index)) { last = seen; since = now; calm = 0; }
+    if ((now - since > quiet && calm > looks) || now - start > timeout) done(seen);
     else requestAnimationFrame(look);
   };
   look();
@@ -231,7 +238,7 @@ class Tab:
         self.page = context.new_page()
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
-        self.page.add_init_script(SIGHT)
+        self.page.add_init_script(SIGHT + AT_WORK)
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
 
@@ -298,11 +305,11 @@ class Page:
 
     def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
         """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
-        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, 60_000])
+        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, 60_000, LOOKS])
 
     def settled(self, cell: int, quiet: float = 0.1) -> str:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
-        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, 60_000])
+        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, 60_000, LOOKS])
 
     def close(self) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""

@@ -128,13 +128,14 @@ class Explorer(HasTraits):
 
         Views are told at most every `redraw_every` seconds, and at the end. Raises ValueError if work is going on.
         """
-        if self._worker is not None and self._worker.is_alive():
-            raise ValueError("it is still at work; press Stop first")
-        self._stop.clear()
-        self.message = ""  # why an earlier press was refused no longer holds
-        self.busy, self.progress = True, 0.0
-        self._worker = threading.Thread(target=self._run, args=(work, redraw_every), daemon=True)
-        self._worker.start()
+        with self.lock:
+            if self.busy:  # a thread that has told its end may still be drawing: it is no reason to refuse
+                raise ValueError("it is still at work; press Stop first")
+            stop = self._stop = threading.Event()
+            self.message = ""  # why an earlier press was refused no longer holds
+            self.busy, self.progress = True, 0.0
+            self._worker = threading.Thread(target=self._run, args=(work, redraw_every, stop), daemon=True)
+            self._worker.start()
 
     def stop(self) -> None:
         """End the background work after its current step."""
@@ -148,7 +149,7 @@ class Explorer(HasTraits):
         if self._worker.is_alive():
             raise TimeoutError(f"the background work has not ended within {timeout} s")
 
-    def _run(self, work: Callable[[], Iterator[float]], redraw_every: float) -> None:
+    def _run(self, work: Callable[[], Iterator[float]], redraw_every: float, stop: threading.Event) -> None:
         last = 0.0
         try:
             for share in work():
@@ -156,7 +157,7 @@ class Explorer(HasTraits):
                     self.progress = share
                     self.touch()
                     last = time.monotonic()
-                if self._stop.is_set():
+                if stop.is_set():
                     break
             else:
                 self.progress = 1.0

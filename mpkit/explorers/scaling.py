@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -284,16 +285,29 @@ class SteeredScaler(LossScaler):
     def __init__(self, policy: Callable[[], ScalePolicy]) -> None:
         self._policy = policy
         self._state: ScaleState = initial(policy())
+        self._lock, self._factor = threading.Lock(), 1.0
         self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
 
     def adjust(self, grads_finite: Tensor) -> bool:
-        """One step of the policy as it is now."""
+        """One step of the policy as it is now, and of what was asked for by hand."""
+        with self._lock:
+            factor, self._factor = self._factor, 1.0
         self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
+        if factor != 1:
+            self.put(min(2.0**100, max(2.0**-40, self._state.scale * factor)))
         self.scale_value.fill_(self._state.scale)
         return True
 
+    def kick(self, factor: float) -> None:
+        """Multiply the scale when the running step is over: its gradients must be divided by what multiplied the loss.
+
+        From any thread; kicks within a step multiply.
+        """
+        with self._lock:
+            self._factor *= factor
+
     def put(self, scale: float) -> None:
-        """Set the scale by hand; the count of finite steps starts again."""
+        """Set the scale between two steps; the count of finite steps starts again."""
         self._state = self._state._replace(scale=scale, decided=scale, good=0)
         self.scale_value.fill_(scale)
 
@@ -325,18 +339,17 @@ class LiveExplorer(Explorer):
         self.start(self._training)
 
     def kick_up(self) -> None:
-        """Multiply the scale by 2^10 at once."""
+        """Multiply the scale by 2^10 from the next step on."""
         self._kick(2.0**10)
 
     def kick_down(self) -> None:
-        """Divide the scale by 2^10 at once."""
+        """Divide the scale by 2^10 from the next step on."""
         self._kick(2.0**-10)
 
     def _kick(self, factor: float) -> None:
         if not self.busy:
             raise ValueError("press Train first: this moves the scale of a training that is running")
-        scale = float(self._scaler.scale_value) * factor
-        self._scaler.put(min(2.0**100, max(2.0**-40, scale)))
+        self._scaler.kick(factor)
         self.touch()
 
     def _training(self) -> Iterator[float]:

@@ -90,7 +90,8 @@ def computed_in(dtype: str, device: torch.device) -> torch.dtype | FloatFormat:
 def training(
     level: str, scaler: LossScaler, *, dtype: str = "float16", steps: int = STEPS, seed: int = 0
 ) -> Iterator[Run]:
-    """Train on the digits and yield the same `Run` after every step; the accuracy is there after the last.
+    """Train on the digits and yield the `Run` so far after every step, a new one: whoever holds it may read it while
+    the training goes on. The accuracy is there after the last.
 
     Source:  the network, the scaler and the order of the step are those of the MindSpore tutorial
              "automatic mixed precision"; the images are the 1,797 digits in `data/`.
@@ -108,13 +109,11 @@ def training(
         if batch is None:  # a new epoch, shuffled anew
             batches = iter(torch.randperm(len(images), generator=order).split(BATCH))
             batch = next(batches)
-        run.scales.append(float(scaler.scale_value))
+        scale = float(scaler.scale_value)
         loss, finite = train_step(network, optimizer, scaler, images[batch], labels[batch])
-        run.losses.append(float(loss))
-        if not finite:
-            run.skipped.append(number)
-        if number == steps - 1:
-            run.accuracy = accuracy(network)
+        losses, scales = [*run.losses, float(loss)], [*run.scales, scale]
+        right = accuracy(network) if number == steps - 1 else None
+        run = Run(level, dtype, losses, scales, run.skipped if finite else [*run.skipped, number], right)
         yield run
 
 
@@ -153,7 +152,7 @@ class StartExplorer(Explorer):
     def __init__(self, **params: object) -> None:
         self.run: Run | None = None
         self.before: Run | None = None
-        self.recorded = recorded_run()
+        self.recorded, self.steps = recorded_run(), STEPS
         super().__init__(**params)
 
     def scaler(self) -> DynamicLossScaler:
@@ -175,8 +174,9 @@ class StartExplorer(Explorer):
         with self.lock:
             settings = (self.level, self.scaler(), self.dtype)
             self.before, self.run = self.run, None
-        for self.run in training(settings[0], settings[1], dtype=settings[2]):
-            yield len(self.run.losses) / STEPS
+        steps = self.steps
+        for self.run in training(settings[0], settings[1], dtype=settings[2], steps=steps):
+            yield len(self.run.losses) / steps
 
     def summary(self) -> str:
         settings = (

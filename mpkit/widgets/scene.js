@@ -264,10 +264,12 @@ function render({ model, el }) {
 	// One question is under way at a time (ipywidgets loses those that overtake), others wait in order. A newer one takes the
 	// place of the last if it has the same `id`: a parameter's name, a stroke; NaN, a press, equals nothing.
 	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
+	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // what is on screen may be of another setting
 	function queue(question) {
 		if (waiting.at(-1)?.id === question.id) waiting.pop();
 		waiting.push(question);
 		if (!away) next();
+		mark();
 	}
 	function next() {
 		away = waiting.shift();
@@ -277,6 +279,7 @@ function render({ model, el }) {
 		}
 		for (const h of handles.values()) h.sent = false;
 		if (local) answered(); else show(pos);
+		mark();
 	}
 	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
@@ -306,6 +309,7 @@ function render({ model, el }) {
 		owed = { what, id };
 		clearTimeout(rest);
 		rest = setTimeout(settle, 60);
+		mark();
 	}
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
@@ -393,7 +397,8 @@ function render({ model, el }) {
 	}
 	function tell(wait = 120) {
 		clearTimeout(timer);
-		timer = setTimeout(() => { if (model.get("index") !== index) tellKernel("index", index); }, wait);
+		timer = setTimeout(() => { timer = 0; if (model.get("index") !== index) tellKernel("index", index); mark(); }, wait);
+		mark();
 	}
 	function pause() { if (!frame) return; cancelAnimationFrame(frame); frame = 0; button.textContent = "Play"; show(index); tell(0); }
 	function play() {
