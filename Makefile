@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check gpu fuzz mutants compat portable bench notebooks labs fork clean
+.PHONY: lab test check gpu soak fuzz mutants compat portable bench notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it
@@ -28,6 +28,9 @@ mutants:  ## change one operator or constant at a time: do the tests notice? mak
 
 gpu:  ## on a machine with a GPU: its tests and benchmarks, one table, one file; make gpu PYTHON=python3 ARGS=--quick
 	$(FOUND) $(PYTHON) tests/gpu.py $(ARGS)
+
+soak:  ## kernels beside each other, pressed at random; make soak ARGS="--kernels 40 --minutes 10"
+	$(RUN) python tests/soak.py $(ARGS)
 
 fuzz:  ## thirty times as many drawn lives, other ones each time: ten minutes; a failure prints how to repeat it
 	$(RUN) python -m pytest -q -m hypothesis --hypothesis-profile=deep --hypothesis-show-statistics $(or $(ARGS),tests)

@@ -238,7 +238,7 @@ class Tab:
         self.page = context.new_page()
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
-        self.page.add_init_script(SIGHT + AT_WORK)
+        self.page.add_init_script(f"{SIGHT};\n{AT_WORK}")
         self.page.route("**/*", self._route)
         self.page.goto(lab.url(notebook), wait_until="domcontentloaded")
 

@@ -700,10 +700,14 @@ def test_a_value_that_was_sent_ahead_is_drawn_without_the_kernel(show, name, mov
     while not view.ahead.get("whole"):
         have += ahead_of(view, moved, have=have)["values"]
         tab.evaluate("(given) => models[0].put('ahead', given)", plain(view.ahead))
-    tab.wait_for_timeout(100)  # it unpacks them
+    tab.wait_for_timeout(500)  # it unpacks them
     before = tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length")
+    tab.evaluate(
+        "window.soon = setTimeout; window.setTimeout = (f, ms) => soon(f, 30 * ms)"
+    )  # a busy machine looks later
     there.press(keys)
     assert tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length") == before
+    assert tab.evaluate("document.querySelector('.mpk').ariaBusy") == "true"  # what it shows is not what the kernel has
     drawn = tab.inner_html(".mpk-stage")
     tab.wait_for_function("models[0].sent.some(([k]) => k === 'ask')", polling=20)  # where it rests, once
     view.ask(asked(tab)[-1])
