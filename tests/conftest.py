@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from forked_kernels import offered
+from support import SECOND_TRY
 from without_packages import is_missing, stand_in
 
 collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
@@ -89,6 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what torch and ten thousand tests consist of stays; a collection need not look at it each time
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Name every browser test that failed once, or a flaw that comes and goes would hide behind its second try."""
+    reports = [
+        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
+    ]
+    tries = [text for report in reports for name, text in report.user_properties if name == SECOND_TRY]
+    if tries:
+        terminalreporter.section("browser tests that failed once", sep="-", yellow=True)
+        terminalreporter.write_line("\n".join(sorted(set(tries))))
 
 
 @pytest.fixture(scope="session")
