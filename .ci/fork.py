@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("pyproject.toml", "CITATION.cff", "README.md", "notebooks/README.md")
+FILES = (
+    "pyproject.toml",
+    "CITATION.cff",
+    "README.md",
+    "notebooks/README.md",
+    *(f"notebooks/{f}/lab07_gpu.ipynb" for f in ("labs", "instructor")),
+)
 PREFIXES = r"github\.com/|colab\.research\.google\.com/github/|mybinder\.org/v2/gh/"
 
 

@@ -134,8 +134,8 @@ def fork():
 
 
 def test_one_command_points_every_address_to_a_fork_and_back(fork, tmp_path):
-    (tmp_path / "notebooks").mkdir()
     for name in fork.FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
     before = [(tmp_path / name).read_text("utf-8") for name in fork.FILES]
     owner, repo = fork.address(ROOT)

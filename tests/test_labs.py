@@ -28,7 +28,7 @@ def graded(notebook):
 
 
 def test_the_labs_are_there():
-    assert set(SOURCES) >= {"lab01", "lab02", "lab03", "lab04", "lab05", "lab06"}
+    assert set(SOURCES) >= {"lab01", "lab02", "lab03", "lab04", "lab05", "lab06", "lab07"}
     assert set(SOURCES) == set(WRONG)
 
 
@@ -238,6 +238,11 @@ WRONG = {
         "q1": (("(n - 1))", "n)"), {"visible", "hidden"}),  # the spread of a population, not of a sample
         "q2": (("middle - half > 0", "middle - half >= 0"), {"hidden"}),  # an end at 0 called better
         "q5": (('"dtype": "bf16"}', '"dtype": "bf16", "lr": 0.2}'), {"hidden"}),  # two changes at once
+    },
+    "lab07": {
+        "q1": (("        synchronize()\n", ""), {"visible", "hidden"}),  # the clock is read before the work is done
+        "q2": (("    scaler.unscale_(optimizer)\n", ""), {"hidden"}),  # clips the scaled gradients
+        "q3": ((" if place not in own", ""), {"visible", "hidden"}),  # counts the weights
     },
 }
 

@@ -342,6 +342,16 @@ def project(draw: Random) -> Texts:
     }
 
 
+def gpu(draw: Random) -> Texts:
+    """Lab 07: the norm that a step is clipped to, the first scale, the times of the pretended device."""
+    norm, start, slow = draw.choice((0.02, 0.03, 0.08)), draw.choice((6, 8, 12)), draw.choice((3, 4, 5))
+    return {
+        "q1": {"[9.0, 2.0, 2.0, 2.0]": f"[9.0, {slow}.0, {slow}.0, {slow}.0]", "3) == 2.0": f"3) == {slow}.0"},
+        "q2": {"0.05": str(norm)},
+        "q4": {"2¹⁰": _raised(start), "2.0**10": f"2.0**{start}"},
+    }
+
+
 LABS: dict[str, Callable[[Random], Texts]] = {
     "lab01": formats,
     "lab02": loss_scaling,
@@ -349,4 +359,5 @@ LABS: dict[str, Callable[[Random], Texts]] = {
     "lab04": boost,
     "lab05": scales,
     "lab06": project,
+    "lab07": gpu,
 }
