@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
 from mpkit.casting.targets import (
+    MARK,
     Emulated,
     Target,
     converted,
@@ -74,11 +75,14 @@ class Handler:
         computes:   what the operation computes in; None: as its inputs decide.
         round_trip: stands where `run` casts its input to a native `computes` and its result back to float32: the same
                     with the result left in `computes`, for a neighbour that would cast it down again.
+        around:     stands where `run` does nothing but cast all float inputs to the first of these native dtypes and
+                    all float results to the second (None: no cast).
     """
 
     run: Run
     computes: Target | None = None
     round_trip: Run | None = None
+    around: tuple[torch.dtype | None, torch.dtype | None] | None = None
 
 
 @Handler
@@ -129,12 +133,16 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         if type(low) is Emulated and not float_tensors((args, kwargs)):
             return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
-            return _finished(mode, func(*mode.cast_all(args, low)), low, result)
+            out = func(*mode.cast_all(args, low))
+            if result is None and type(low) is not Emulated:
+                return out
+            return _finished(mode, out, low, result)
         out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
         # `out=` gets the finished values: a kernel would write them before they are rounded or cast back
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
-    return Handler(handle, low, _left(computed_in, low, result))
+    around = None if isinstance(low, Emulated) or isinstance(result, Emulated) else (low, result)
+    return Handler(handle, low, _left(computed_in, low, result), around)
 
 
 def _left(factory: Callable[..., Handler], *precisions: Target | None) -> Run | None:
@@ -295,33 +303,34 @@ def norm_with_statistics(low: Target, result: Target | None) -> Handler:
     return Handler(handle, low)
 
 
-def norm_of_low_input(low: Target) -> Handler:
-    """A protected norm: the kernel takes its input as it comes, computes in float32, rounds once to `low`.
+def layer_norm_of_low_input(low: Target) -> Handler:
+    """A protected layer norm: the kernel takes its input as it comes, computes in float32, rounds once to `low`.
 
-    Batch and instance norm use their float32 parameters and statistics as they are. Layer norm rounds gamma and beta to
-    the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
+    It rounds gamma and beta to the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
     """
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if func.__name__ == "layer_norm":
-            given = precision(args[0])
-            args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
+        given = precision(args[0])
+        args, kwargs = (args[0], *mode.cast_all(args[1:], given)), mode.cast_all(kwargs, given)
         return mode.cast_all(func(*args, **kwargs), low)
 
     return Handler(handle, torch.float32)
 
 
-def gathered(low: Target, result: Target | None) -> Handler:
-    """Rows of a table, cast after they were picked: the same values, without a cast of the whole table.
+def delivered_in(low: Target, result: Target | None = None, computes: Target | None = None) -> Handler:
+    """Called as it is, with its result rounded to `low`, then cast to `result`.
 
-    The gradient of a row that was picked several times is so added up in float32; `max_norm` finds the table itself.
+    A protected batch norm uses its float32 parameters and statistics on the input as it comes. The rows that an
+    embedding picks have the same values as those of a cast table; the gradient of a row that was picked several times
+    is so added up in float32, and `max_norm` finds the table itself.
     """
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         out = mode.cast_all(func(*args, **kwargs), low)
         return out if result is None else mode.cast_all(out, result)
 
-    return Handler(handle, low)
+    around = (None, low) if isinstance(low, torch.dtype) and result is None else None
+    return Handler(handle, computes or low, around=around)
 
 
 def summed_rows(low: Target, result: Target | None) -> Handler:
@@ -352,7 +361,9 @@ def looks_inside(inner: ops.Function) -> Handler:
 @Handler
 def unflattened(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """`x.unflatten`, which the compiler can follow only as a function."""
-    return follows.run(mode, torch.unflatten, args, kwargs)
+    if hasattr(args[0], MARK):
+        return follows.run(mode, torch.unflatten, args, kwargs)
+    return torch.unflatten(*args, **kwargs)
 
 
 @Handler

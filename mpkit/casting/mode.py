@@ -15,23 +15,37 @@ from typing import Any
 import torch
 import torch.fx._symbolic_trace as fx_tracing
 from torch import Tensor, nn
-from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _is_torch_function_mode_enabled,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
+from torch.compiler import is_compiling
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from mpkit.casting.entrances import know_methods, warn_if_passed_by
 from mpkit.casting.handlers import Book, Caster, Handler
+from mpkit.casting.leaves import LEAVES, leaf_of
 from mpkit.casting.neighbours import in_sequence, round_trip
 from mpkit.casting.operations import Function
 from mpkit.casting.rules import CASTING, PLAIN, Rule, for_overload
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
-from mpkit.casting.sparse import is_dense
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target, converted, map_tensors, taken_again
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
+_F32, _STRIDED, _OWN_KINDS = torch.float32, torch.strided, frozenset((Tensor, nn.Parameter))
+# torch reads the arguments of these faster than those of `x.to(dtype)`
+_TO: dict[Target, Callable[[Tensor], Tensor]] = {
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float16: Tensor.half,
+    torch.float32: Tensor.float,
+}
 
 
 class CastMode(TorchFunctionMode):
@@ -42,7 +56,8 @@ class CastMode(TorchFunctionMode):
         self.rule: Rule = PLAIN
         # the cast of a parameter, and of which state of which parameter: an id is given again when its owner dies, and
         # `x.data = other` changes no version
-        self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], int, int]] = {}
+        self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], tuple[int, int]]] = {}
+        self.used: set[int] = set()  # ids of parameters that were cast once; one that is given again costs a look
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
 
@@ -57,38 +72,45 @@ class CastMode(TorchFunctionMode):
             for ledger in self.ledgers:
                 handler = _written_down(ledger, handler)
         if handler is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         return handler.run(self, func, args, kwargs or {})
 
     def cast(self, x: Tensor, target: Target) -> Tensor:
         """A float tensor of any shape -> the same values in `target`; whatever else passes through.
 
-        The values of a parameter are cast once per forward, and again only when it changed. Each use is a step of its
-        own in the graph, so the gradients of several uses are added up in float32.
+        The first cast of a parameter in a forward is not kept, since most are used once; that of its second use is,
+        until the parameter changes. Each use is a step of its own in the graph, so the gradients of several uses are
+        added up in float32.
         """
         try:
             dtype = x.dtype
         except AttributeError:  # no tensor: torch itself will say what it needs
             return x
-        if (dtype is target and dtype is not torch.float32) or not dtype.is_floating_point:
+        if (dtype is target and dtype is not _F32) or not dtype.is_floating_point:
             return x  # only float32 tensors can stand for an emulated format
-        if type(x) is not nn.Parameter or torch.compiler.is_compiling() or x.is_inference() or not is_dense(x):
+        if dtype is target or x.layout is not _STRIDED or type(x) not in _OWN_KINDS:
             return self._cast(x, target)
-        if peek_interpreter_stack() is not None:  # in vmap or grad, what was cast outside belongs to another world
-            return self._cast(x, target)
+        to = None if self.ledgers else _TO.get(target)
+        if type(x) is Tensor or is_compiling():
+            return self._cast(x, target) if to is None else to(x)
+        if to is not None and id(x) not in self.used:
+            self.used.add(id(x))
+            return to(x)
+        return self._kept(x, target)
+
+    def _kept(self, x: Tensor, target: Target) -> Tensor:
+        if peek_interpreter_stack() is not None or x.is_inference():
+            return self._cast(x, target)  # what vmap or grad cast belongs to their world; inference counts no writes
         # an id alone is not enough: it is given again when its owner dies, so the reference is asked too
-        key = (id(x), target)
+        key, state = (id(x), target), (x._version, x.data_ptr())
         kept = self.kept.get(key)
-        if kept is not None and kept[1]() is x and kept[2] == x._version and kept[3] == x.data_ptr():
+        if kept is not None and kept[1]() is x and kept[2] == state:
             return taken_again(x, kept[0], target)
         y = self._cast(x, target)
-        if y is not x:
-            self.kept[key] = (y, weakref.ref(x), x._version, x.data_ptr())
+        self.kept[key] = (y, weakref.ref(x), state)
         return y
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
-        if type(target) is torch.dtype and x.dtype is not target and not self.ledgers and x.layout is torch.strided:
-            return x.to(target)  # the common case, kept short
         y = converted(x, target)
         if y is not x:
             for ledger in self.ledgers:
@@ -132,7 +154,7 @@ def _listens(mode: CastMode) -> bool:
 
     There user code may run all the same: a backward pass recomputes what was checkpointed.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
     return any(_get_function_stack_at(i) is mode for i in range(_len_torch_function_stack()))
 
@@ -215,11 +237,15 @@ class Forward:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         mode, rule, module = _LOCAL.mode, self.rule, self.module
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         if not compiling and sys.getrefcount(self) > _HELD_BY_ONE_MODULE and module is not None:
             module = self._called_on(sys._getframe(1))
         if rule is None:
             return self._plain(module)(*args, **kwargs)
+        if mode is not None and not (compiling or kwargs or mode.ledgers) and type(module) in LEAVES:
+            output = self._set_aside(mode, rule, module, args)
+            if output is not NotImplemented:
+                return output
         if mode is not None and (compiling or _get_current_function_mode() is mode or _listens(mode)):
             return self._run(mode, rule, module, args, kwargs)
         if not compiling and fx_tracing.is_fx_symbolic_tracing():
@@ -236,6 +262,23 @@ class Forward:
                 return self._run(mode, rule, module, args, kwargs)
         finally:
             _LOCAL.mode = outside
+
+    def _set_aside(self, mode: CastMode, rule: Rule, module: Any, args: Any) -> Any:
+        """As `_run`, for a module of torch and without its mode; NotImplemented where that must see its operations."""
+        if len(args) != 1 or self.inner is not None or mode.rule is PLAIN or type(self) is not Forward:
+            return NotImplemented
+        leaf = rule.leaves.get(type(module)) or leaf_of(rule, type(module))
+        if leaf.run is None or leaf.forward is not type(module).forward or not _is_torch_function_mode_enabled():
+            return NotImplemented
+        top = _pop_torch_function_stack()
+        try:
+            if top is not mode:
+                return NotImplemented
+            (x,) = args if rule.entry is None else mode.cast_all(args, rule.entry)
+            output = leaf.run(mode, module, x)
+            return output if self.result is None else mode.cast_all(output, self.result)
+        finally:
+            _push_on_torch_function_stack(top)
 
     def _run(
         self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -261,6 +304,7 @@ class Forward:
             mode.rule = outer
             if outer is PLAIN:
                 mode.kept.clear()
+                mode.used.clear()
 
     def delivered(self, output: Any) -> Any:
         """A result with its float tensors cast as on the way out of the module."""
@@ -332,7 +376,7 @@ def _trip(module: nn.Module) -> Handler | None:
 
 def _unwatched(mode: CastMode) -> bool:
     """Whether no ledger, compiler, hook on all modules or mode inside this one sees the single operations."""
-    watched = bool(mode.ledgers) or torch.compiler.is_compiling() or _has_any_global_hook()
+    watched = bool(mode.ledgers) or is_compiling() or _has_any_global_hook()
     return not watched and _get_current_function_mode() is mode
 
 

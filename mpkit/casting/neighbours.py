@@ -9,26 +9,14 @@ and then two gradients would be added up in 16 bits. `torch.compile` sees the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mpkit.casting.handlers import Handler
+from mpkit.casting.leaves import BY_HANDLER, arguments, by_handler
 from mpkit.casting.rules import Rule
-
-_CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
-# modules whose forward is one operation: which, and the attributes that are its arguments after the input
-_ONE_OPERATION: dict[type[nn.Module], tuple[Callable[..., Any], tuple[str, ...]]] = {
-    nn.ReLU: (torch.relu, ()),
-    nn.Linear: (F.linear, ("weight", "bias")),
-    nn.Conv1d: (F.conv1d, _CONVOLUTION),
-    nn.Conv2d: (F.conv2d, _CONVOLUTION),
-    nn.Conv3d: (F.conv3d, _CONVOLUTION),
-}
 
 
 def round_trip(module: nn.Module, rule: Rule) -> Handler | None:
@@ -36,13 +24,12 @@ def round_trip(module: nn.Module, rule: Rule) -> Handler | None:
 
     None if it is more than that, or somebody watches it by a hook.
     """
-    operation, own = _ONE_OPERATION.get(type(module)), module.__dict__
-    if operation is None or own.get("inplace") or own.get("padding_mode", "zeros") != "zeros":
+    if type(module) not in BY_HANDLER or not by_handler(module):
         return None
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if hooks or module._compiled_call_impl is not None:
         return None
-    handler = rule.handlers.get(operation[0].__name__)
+    handler = rule.handlers.get(BY_HANDLER[type(module)][0].__name__)
     return handler if handler is not None and handler.round_trip is not None else None
 
 
@@ -57,10 +44,10 @@ def in_sequence(mode: TorchFunctionMode, sequence: nn.Sequential, handlers: list
             if handler is None:
                 x = module(x)
                 continue
-            function, names = _ONE_OPERATION[type(module)]
+            kind = type(module)
             hands_over = after is not None and after.computes is handler.computes
             run = handler.round_trip if hands_over and handler.round_trip is not None else handler.run
-            x = run(mode, function, (x, *[getattr(module, name) for name in names]), {})  # type: ignore[arg-type]
+            x = run(mode, BY_HANDLER[kind][0], arguments(kind, module, x), {})  # type: ignore[arg-type]
     finally:
         if not listening:
             mode.__enter__()

@@ -15,12 +15,12 @@ from mpkit.casting import operations as ops
 from mpkit.casting.handlers import (
     Handler,
     computed_in,
+    delivered_in,
     exactly_in,
     follows,
-    gathered,
     in_place,
+    layer_norm_of_low_input,
     looks_inside,
-    norm_of_low_input,
     norm_with_statistics,
     product_then_bias,
     product_then_sum,
@@ -43,12 +43,14 @@ class Rule:
         default:  what to do for any other; None calls it as it is.
         entry:    float arguments of the module are cast to this first; None leaves them.
         recipe:   (factory, arguments) that builds this rule again: rules are pickled by recipe, never copied.
+        leaves:   what was found out about torch's own modules under this rule; see `leaves`.
     """
 
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     default: Handler | None = None
     entry: Target | None = None
     recipe: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
+    leaves: dict[type, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Callable[..., Rule], tuple[Any, ...]]:
         return self.recipe or (plain, ())
@@ -109,7 +111,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
-        (ops.spellings("embedding"), gathered(low, result)),
+        (ops.spellings("embedding"), delivered_in(low, result)),
         (ops.spellings("embedding_bag"), summed_rows(low, result)),
     )
     return Rule(handlers, computed_in(low, result), entry, (everything, (low, result, entry)))
@@ -130,7 +132,9 @@ def protected(low: Target, entry: Target | None) -> Rule:
     """A black-listed module: every operation in float32, a norm straight from its 16-bit input in one kernel."""
     inner = everything(torch.float32)
     # the float32 kernel reads 16-bit input as it is, so a cast of its own would only cost memory
-    norms = _table((ops.WITH_STATISTICS | ops.LAYER_NORM, norm_of_low_input(low)))
+    norms = _table(
+        (ops.WITH_STATISTICS, delivered_in(low, computes=torch.float32)), (ops.LAYER_NORM, layer_norm_of_low_input(low))
+    )
     return Rule({**inner.handlers, **norms}, inner.default, entry, (protected, (low, entry)))
 
 

@@ -32,7 +32,7 @@ class Emulated:
 
 Target = torch.dtype | Emulated
 
-_MARK = "_mpkit_emulated"
+MARK = "_mpkit_emulated"
 
 
 def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[torch.dtype, ...] = ()) -> Target:
@@ -82,7 +82,7 @@ def _version(x: Tensor) -> int:
 
 def precision(x: Tensor) -> Target:
     """The target `x` is in: the format it was rounded to, else its dtype."""
-    mark = getattr(x, _MARK, None)
+    mark = getattr(x, MARK, None)
     if mark is None:
         return x.dtype
     if type(mark) is Emulated:  # while compiling, where writes are traced and nobody else writes
@@ -101,7 +101,7 @@ def promoted_precision(targets: Iterable[Target]) -> torch.dtype:
 
 def marked(x: Tensor, target: Emulated) -> Tensor:
     """The same tensor, from now on known to hold values of `target`."""
-    setattr(x, _MARK, target if torch.compiler.is_compiling() else Mark(target, _version(x)))
+    setattr(x, MARK, target if torch.compiler.is_compiling() else Mark(target, _version(x)))
     return x
 
 
@@ -109,7 +109,7 @@ def marked_as_part(x: Tensor, whole: Tensor, target: Emulated) -> Tensor:
     """`x` known to hold values of `target`; if it is a view of `whole`, a write into one is seen by both."""
     if torch.compiler.is_compiling() or not _same_memory(x, whole) or precision(whole) != target:
         return marked(x, target)
-    setattr(x, _MARK, getattr(whole, _MARK))
+    setattr(x, MARK, getattr(whole, MARK))
     return x
 
 
@@ -122,8 +122,8 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def unmarked(x: Tensor) -> Tensor:
     """The same tensor, from now on a plain one."""
-    if hasattr(x, _MARK):
-        delattr(x, _MARK)
+    if hasattr(x, MARK):
+        delattr(x, MARK)
     return x
 
 
@@ -140,7 +140,7 @@ def converted(x: Tensor, target: Target) -> Tensor:
     if x.dtype is not target:
         return x.to(target)
     # a view of its own: unmarking x itself would take the format from everybody who holds it
-    return x if not hasattr(x, _MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
+    return x if not hasattr(x, MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
 
 
 def converted_by_values(x: Tensor, target: Target) -> Tensor:
@@ -188,7 +188,7 @@ def round_in_place_(x: Tensor, target: Emulated) -> Tensor:
 
 def still(x: Tensor, target: Emulated) -> Tensor:
     """`x` after values of `target` were written into it: it and its views are in `target` as before."""
-    mark = getattr(x, _MARK, None)
+    mark = getattr(x, MARK, None)
     if type(mark) is not Mark:
         return marked(x, target)
     # all views share the mark, so one write brings all of them up to date
