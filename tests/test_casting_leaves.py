@@ -195,8 +195,9 @@ def test_a_module_that_somebody_changed_runs_under_its_mode(
             if not aside:
                 patch.setattr(mode_module, "LEAVES", frozenset())
             torch.manual_seed(3)
+            x = given(kind)
             try:
-                results.append([network(given(kind)).detach()])
+                results.append([network(x).detach(), x])
             except RuntimeError as error:
                 results.append(str(error))  # type: ignore[arg-type]
     assert results[0] == results[1] if isinstance(results[0], str) else same(*results)
