@@ -90,6 +90,7 @@ class CastMode(TorchFunctionMode):
             return x  # only float32 tensors can stand for an emulated format
         if dtype is target or x.layout is not _STRIDED or type(x) not in _OWN_KINDS:
             return self._cast(x, target)
+        # an open ledger is told of every cast, and an emulated format has no conversion of torch's
         to = None if self.ledgers else _TO.get(target)
         if type(x) is Tensor or is_compiling():
             return self._cast(x, target) if to is None else to(x)
@@ -272,6 +273,7 @@ class Forward:
             return NotImplemented
         top = _pop_torch_function_stack()
         try:
+            # a mode that somebody put inside this one is to see the operations first
             if top is not mode:
                 return NotImplemented
             (x,) = args if rule.entry is None else mode.cast_all(args, rule.entry)
