@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mpkit.boost import adasum as module
 from mpkit.boost.adasum import AdaSum, adasum, adasum_coefficients, adasum_enabled, adasum_pair, halves
+from mpkit.step import distributed
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -244,7 +245,8 @@ class Wires:
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Wires:
     made = Wires(*request.param) if isinstance(request.param, tuple) else Wires(request.param)
-    monkeypatch.setattr(module, "dist", made)
+    for user in (module, distributed):
+        monkeypatch.setattr(user, "dist", made)
     return made
 
 
