@@ -42,6 +42,9 @@ compat:  ## casting on PyTorch's, torchvision's and transformers' own cases; mak
 bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 	$(RUN) python -m mpkit.bench $(ARGS)
 
+views:  ## how quick the views are in a browser, beside the first version's PNG views
+	$(RUN) python tests/measure_views.py $(or $(ARGS),--out data/benchmarks/views.json)
+
 notebooks:  ## run every notebook, store its outputs, show how the texts differ
 	$(RUN) python notebooks/execute.py $(ARGS)
 

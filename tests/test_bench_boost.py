@@ -30,6 +30,13 @@ def test_every_configuration_and_every_freeze_index_is_timed(rows: dict[str, boo
     assert "50% of 36 steps frozen" in rows["O1 tuned"].note
 
 
+def test_a_step_is_taken_apart_into_blocks() -> None:
+    setting = boost.Setting("tiny", lambda: networks.resnet18(width=2), (2, 3, 8, 8))
+    rows = boost.blocks(setting, CPU, 1)
+    assert [(row["network"], row["index"]) for row in rows] == [(n, v) for n in ("plain", "O1") for v in range(10)]
+    assert all(row[part] > 0 for row in rows for part in ("forward", "backward", "batch_norm", "update"))
+
+
 def test_a_phase_holds_one_cycle_of_the_tuned_strategy() -> None:
     level, config = configurations(2 * boost.PHASE)["O1 tuned"]
     net = networks.resnet18(width=2)

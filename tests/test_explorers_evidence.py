@@ -22,8 +22,11 @@ from mpkit.explorers.evidence import (
     NaiveRuleExplorer,
     RunExplorer,
     WhatIfExplorer,
+    case,
     load_run,
+    swept_grid,
 )
+from mpkit.plots.static import figure
 from mpkit.widgets.evidence import detective_view, grid_view, naive_rule_view, run_view, what_if_view
 from mpkit.widgets.scene import View
 
@@ -112,6 +115,44 @@ def test_the_detective_changes_its_mind_with_scale_and_format() -> None:
     assert all(row["fits"] for row in model.table())
 
 
+@pytest.mark.parametrize(
+    ("name", "exponent", "born"),
+    [
+        ("A", 24, ("out", True)),
+        ("A", 12, None),
+        ("B", 12, ("square", False)),
+        ("C", 12, ("batch", False)),
+        ("D", 12, ("entropy", False)),
+    ],
+)
+def test_the_overflow_is_found_step_by_step(name: str, exponent: int, born: Any) -> None:
+    model = DetectiveExplorer(name=name, exponent=exponent)
+    first = None if model.born is None else model.stops[model.born]
+    assert (first and (first.name, first.backward)) == born
+    order = [part for part, _ in case(name).network.named_children() if part != "flat"]
+    assert [stop.name for stop in model.stops] == ["batch", *order, "loss", "loss", *order[::-1]]
+    assert not any(stop.bad for stop in model.stops[: model.born])
+    if born and not born[1] and model.report.operation:
+        assert first.name == model.report.module
+    square = {stop.name: stop for stop in model.stops if not stop.backward}
+    if name == "B":
+        assert square["gain"].largest ** 2 > 65504
+
+
+def test_the_way_shows_what_was_reached_and_nothing_else() -> None:
+    view = detective_view(name="B", exponent=12)
+
+    def words(step: int) -> list[str]:
+        axes = figure(view.spec | {"kept": view.kept}, step - 1).axes[0]
+        return [text.get_text() for text in axes.texts]
+
+    assert "born here" not in words(4)
+    assert "born here" in words(5)
+    assert sum("inf or NaN" in text for text in words(5)) == 1
+    assert sum("inf or NaN" in text for text in words(15)) > 3
+    assert "Step 5 of 15, square, is the first" in view.summary()
+
+
 @pytest.mark.parametrize("run", TRACES)
 def test_a_recorded_run_is_shown_at_its_own_scale(run: str) -> None:
     model = RunExplorer(run=run, step=17)
@@ -145,6 +186,22 @@ def test_a_ceiling_drawn_by_hand_is_ridden_by_every_policy_and_can_be_undone() -
     np.testing.assert_array_equal(model.scale[:100], untouched)
     view.press("Reset")
     assert look(view) == first
+
+
+def test_every_pair_is_tried_under_the_ceiling_and_can_be_taken() -> None:
+    view = what_if_view(init=24, run="gpt_sums")
+    model = view.explorer
+    assert isinstance(model, WhatIfExplorer)
+    np.testing.assert_allclose(model.grid, swept_grid("gpt_sums", 24), rtol=1e-6)  # as `sweep` has it
+    view.ask({"draw": {str(i): 12.0 + (i % 40 > 20) for i in range(400)}})
+    assert model.grid.min() == model.grid[model.factors.index(model.rides[0]), model.windows.index(model.rides[1])]
+    view.press("Take the best pair")
+    assert (model.factor, model.window) == model.rides
+    np.testing.assert_array_equal(model.scale, model.best_scale)
+    assert model.row["lost"] == pytest.approx(model.grid.min())
+    view.ask({"pair": 3})
+    assert (model.factor, model.window) == (1.25, 50)
+    assert model.row["lost"] == pytest.approx(model.grid[0, 3])
 
 
 def test_the_drawn_figures_are_those_of_the_replay_where_nothing_differs() -> None:

@@ -60,6 +60,21 @@ OVERLAPS = f"""() => {{ {INSIDE}
       if (wide > 3 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 5) found.push(s + ' | ' + t);
     }}
     return found; }}); }}"""
+OUTSIDE = f"""() => {{ {INSIDE}
+  return [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {{
+    const page = stage.querySelector('svg').getBoundingClientRect();
+    return words(stage).filter((e) => {{ const a = e.getBoundingClientRect();
+      return Math.max(page.left - a.left, a.right - page.right, page.top - a.top, a.bottom - page.bottom) > 1; }})
+      .map((e) => e.textContent); }}); }}"""
+COVERED = f"""() => {{ {INSIDE}
+  return [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {{
+    const balls = [...stage.querySelectorAll('.handle circle:not(.plain), path.glyph')]
+      .filter((e) => e.getClientRects().length && (e.getAttribute('d') ?? 'M').split('M').length === 2)
+      .map((e) => [e, e.getBoundingClientRect()]);
+    return words(stage).flatMap((e) => {{ const a = e.getBoundingClientRect();
+      return balls.filter(([ball, b]) => ball.parentNode !== e.parentNode
+        && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 3
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4).map(() => e.textContent); }}); }}); }}"""
 SOURCE = (HERE / "scene.js").read_text()
 
 
@@ -165,6 +180,9 @@ def test_page_and_stored_picture_show_the_same(show, name):
         drawn = figure(view.spec | {"kept": view.kept}, index)
         drawn.canvas.draw()
         seen = tab.evaluate(WORDS)
+        for text in (t for a in drawn.axes for t in a.findobj(match=_is_text) if t.get_visible() and t.get_text()):
+            box = text.get_window_extent()
+            assert max(-box.x0, box.x1 - drawn.bbox.width) < 3, f"{text.get_text()} leaves the stored picture"
         legends = tab.evaluate("[...document.querySelectorAll('.mpk-legend span')].map((e) => e.textContent)")
         words = [
             t.get_text() for a in drawn.axes for t in a.findobj(match=_is_text) if t.get_visible() and t.get_text()
@@ -178,10 +196,15 @@ def test_page_and_stored_picture_show_the_same(show, name):
         shapes = [p for a in drawn.axes for p in a.patches if isinstance(p, Rectangle | FancyBboxPatch)]
         boxes = [_extent(shape, drawn) for shape in shapes]
         assert np.allclose(_hull(tab.evaluate(BOXES)), _hull(boxes), atol=2)
-    assert overlaps(tab) == []
     assert tab.locator(".mpk-stage").bounding_box()["y"] < 60
     rows = 4 if name.startswith("experiment") else 2  # an experiment has more to choose
     assert tab.locator(".mpk-form").bounding_box()["height"] <= 27 * rows
+    for wide in (view.spec["width"] + 16, 816):  # and as narrow as the output of a cell in a window of 900 pixels
+        tab.set_viewport_size({"width": wide, "height": 900})
+        tab.wait_for_function(f"document.querySelector('.mpk-stage svg').clientWidth <= {wide}", polling=20)
+        assert overlaps(tab) == []
+        assert tab.evaluate(OUTSIDE) == [], "words that leave the picture"
+        assert tab.evaluate(COVERED) == [], "words under a ball"
 
 
 def _is_text(artist):
@@ -342,6 +365,48 @@ def test_a_vector_is_dragged_by_its_tip_and_moved_by_keys(show):
     answer(tab)
     moved = asked(tab)[-1]["drag_b"][1]
     assert np.allclose(np.subtract(moved, dragged), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "handle", "by"),
+    [("scaling.dynamics", "init_exponent", (0, 40)), ("training.underflow", "exponent", (60, 0))],
+)
+def test_a_finger_drags_a_handle_both_ways(show, name, handle, by):
+    """A vertical drag must not scroll the page instead."""
+    tab = show(VIEWS[name]())
+    finger, grip = tab.context.new_cdp_session(tab), tab.locator(f"[data-name={handle}]")
+    before, box = float(grip.get_attribute("aria-valuenow")), grip.locator("circle").bounding_box()
+    for kind, share in (
+        ("touchStart", 0),
+        ("touchMove", 0.3),
+        ("touchMove", 0.6),
+        ("touchMove", 1),
+        ("touchEnd", None),
+    ):
+        points = [] if share is None else [{"x": box["x"] + 7 + share * by[0], "y": box["y"] + 7 + share * by[1]}]
+        finger.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        if kind == "touchMove":
+            slow(tab)
+    assert abs(float(grip.get_attribute("aria-valuenow")) - before) >= 3
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_handle_is_moved_by_keys_and_its_value_can_be_typed(show, name):
+    view = made(name)
+    tab = show(view)
+    slow(tab)
+    handles = tab.locator(".handle")
+    for i in range(handles.count()):
+        handle = handles.nth(i)
+        told = lambda handle=handle: [handle.get_attribute(f"aria-value{kind}") for kind in ("now", "text")]  # noqa: E731
+        before = told()
+        top = float(handle.get_attribute("aria-valuenow")) >= float(handle.get_attribute("aria-valuemax"))
+        handle.press("ArrowDown" if top else "ArrowUp")
+        assert told() != before
+    steps = view.spec.get("index", {}).get("name")
+    typed = {c["name"] for c in view.controls if c["kind"] in ("range", "text")} | {steps}
+    marks = [m for panel in view.spec["panels"] for m in panel["marks"] if m["type"] == "handle"]
+    assert {m["name"] for m in marks if not m.get("gesture")} <= typed
 
 
 def test_the_arrows_of_a_number_box_go_as_far_as_those_of_its_slider(show):

@@ -55,6 +55,7 @@ class Contender:
 
     step: Callable[[], object]
     optimizer: Optimizer
+    network: nn.Module
     indices: tuple[int, ...] = ()
 
     def follow(self, indices: Sequence[int]) -> None:
@@ -127,7 +128,7 @@ def _contender(setting: Setting, device: torch.device, boost: AutoBoost) -> Cont
         cell = BoostTrainOneStepWithLossScaleCell(loss, optimizer, torch.tensor(1024.0, device=device), boost=boost)
     else:
         cell = BoostTrainOneStepCell(loss, optimizer, boost=boost)
-    return Contender(lambda: cell(x, y), optimizer, tuple(getattr(optimizer, "strategy", ())))
+    return Contender(lambda: cell(x, y), optimizer, net, tuple(getattr(optimizer, "strategy", ())))
 
 
 def _index_times(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, Pair]:
@@ -144,6 +145,85 @@ def _index_times(contenders: Mapping[str, Contender], device: torch.device, roun
             for v in range(GROUPS):
                 times[f"{name} index {v}"].append(_seconds(one.step, 1, device))
     return {name: (base, own) for name, own in times.items()}
+
+
+def blocks(setting: Setting, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """Where the time of a step goes, for each network of `INDEXED` and freeze index: medians in seconds.
+
+    `batch_norm` is what the BatchNorms take forward and back, `forward` and `backward` are the rest of the two passes,
+    `update` is the optimizer. Measured step by step in turn, with hooks at the modules, so a little above a plain step.
+    """
+    contenders = _contenders(setting, device, PHASE)
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        for contender, name in INDEXED.items():
+            one = contenders[contender]
+            one.step()
+            one.follow(range(GROUPS))
+            for v in range(GROUPS):
+                found.setdefault((name, v), []).append(_split(one, device))
+    return [
+        {"network": name, "index": v} | {part: statistics.median(r[part] for r in rows) for part in rows[0]}
+        for (name, v), rows in found.items()
+    ]
+
+
+def _split(one: Contender, device: torch.device) -> dict[str, float]:
+    """One step of a contender, taken apart: seconds of each part."""
+    spent = dict.fromkeys(("forward", "backward", "batch_norm", "update"), 0.0)
+    started: dict[Any, float] = {}
+
+    def start(key: Any) -> Callable[..., None]:
+        return lambda *_: started.__setitem__(key, _now(device))
+
+    def stop(key: Any, part: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if key in started:
+                spent[part] += _now(device) - started.pop(key)
+
+        return hook
+
+    net = one.network
+    handles = [net.register_forward_pre_hook(start("net")), net.register_forward_hook(stop("net", "forward"))]
+    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
+        handles += [
+            norm.register_forward_pre_hook(start((norm, 0))),
+            norm.register_forward_hook(stop((norm, 0), "norm_forward")),
+            norm.register_full_backward_pre_hook(start((norm, 1))),
+            norm.register_full_backward_hook(stop((norm, 1), "batch_norm")),
+        ]
+    spent["norm_forward"] = 0.0
+    optimizer = one.optimizer
+    original = optimizer.step
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        begun = _now(device)
+        result = original(*args, **kwargs)
+        spent["update"] += _now(device) - begun
+        return result
+
+    optimizer.step = update  # type: ignore[method-assign]
+    begun = _now(device)
+    try:
+        one.step()
+        whole = _now(device) - begun
+    finally:
+        del optimizer.step
+        for handle in handles:
+            handle.remove()
+    norm_forward = spent.pop("norm_forward")
+    spent["backward"] = whole - spent["forward"] - spent["update"] - spent["batch_norm"]
+    spent["forward"] -= norm_forward
+    spent["batch_norm"] += norm_forward
+    return spent
+
+
+def _now(device: torch.device) -> float:
+    """Wall time on a GPU, elsewhere CPU time of the process."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
 
 
 def _row(setting: Setting, name: str, base: list[float], own: list[float], device: torch.device) -> Row:
@@ -179,16 +259,10 @@ def _note(name: str, indices: Sequence[int], alone: Mapping[str, Pair]) -> str:
 
 def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
     """Time of one of `steps` steps: wall time on a GPU; elsewhere CPU time, which other programs disturb less."""
-    cuda = device.type == "cuda"
-    clock = time.perf_counter if cuda else time.process_time
-    if cuda:
-        torch.cuda.synchronize(device)
-    start = clock()
+    start = _now(device)
     for _ in range(steps):
         step()
-    if cuda:
-        torch.cuda.synchronize(device)
-    return (clock() - start) / steps
+    return (_now(device) - start) / steps
 
 
 def main() -> None:
@@ -196,11 +270,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every part")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of every configuration")
     parser.add_argument("--folder", type=Path, help="keep every training there, and go on with it after a break")
+    parser.add_argument("--blocks", action="store_true", help="only measure where a step's time goes, into the file")
     parser.add_argument("--note", default="", help="what a reader must know of the machine, for the file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = default_device()
     start = time.perf_counter()
+    if options.blocks:
+        found_blocks = blocks(settings(device, False)[0], device, 5)
+        store = json.loads(options.out.read_text())
+        store["blocks"] = {"meta": _made(device, options.note), "rows": found_blocks}
+        options.out.write_text(json.dumps(store, indent=1) + "\n")
+        return
     rows = run(quick=False, device=device)
     print(*(f"{r.contender:28} {r.ratio:.3f} {r.quartiles} {r.note}" for r in rows), sep="\n", flush=True)
     found: list[dict[str, Any]] = []
@@ -218,12 +299,16 @@ def main() -> None:
 
 
 def _store(path: Path, rows: Sequence[Row], found: Sequence[dict[str, Any]], device: torch.device, note: str) -> None:
-    made = {"made_by": "python -m mpkit.bench.boost", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
-    meta = {**made, **describe(device), "note": note or "CPU time of the process, not measured on a GPU"}
-    if device.type == "cuda":
-        meta["note"] = note
-    store = {"meta": meta, "speed": [r.as_dict() for r in rows], "accuracy": list(found)}
+    store = {"meta": _made(device, note), "speed": [r.as_dict() for r in rows], "accuracy": list(found)}
+    if path.exists() and (blocks_before := json.loads(path.read_text()).get("blocks")):
+        store["blocks"] = blocks_before
     write_whole(path, lambda file: file.write((json.dumps(store, indent=1) + "\n").encode()))
+
+
+def _made(device: torch.device, note: str) -> dict[str, str]:
+    made = {"made_by": "python -m mpkit.bench.boost", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    unless = "" if device.type == "cuda" else "CPU time of the process, not measured on a GPU"
+    return {**made, **describe(device), "note": note or unless}
 
 
 if __name__ == "__main__":

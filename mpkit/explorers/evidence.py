@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from traitlets import Enum, Float, Int, Unicode
 
+from mpkit.casting import auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.diagnose.report import power
 from mpkit.explorers.base import Explorer
 from mpkit.formats import BF16, FP16
-from mpkit.policies import ScalePolicy, naive_loss_ratio
+from mpkit.policies import ScalePolicy, naive_loss_ratio, stack
 from mpkit.record import Recorder, Trace
 from mpkit.replay import ceilings, flushed, replay, simulate, sweep, swept
 
@@ -116,6 +118,42 @@ def ranges(name: str) -> tuple[tuple[str, ...], np.ndarray, tuple[str, ...], np.
     return (trace.activations.names, _extremes(trace.activations), trace.gradients.names, _extremes(trace.gradients))
 
 
+@dataclass(frozen=True)
+class Stop:
+    """What passes one part of a network: values of `dtype`, the largest finite magnitude, how many are not finite."""
+
+    name: str
+    backward: bool
+    dtype: str
+    largest: float
+    bad: int
+    count: int
+
+
+@lru_cache(maxsize=64)
+def walked(name: str, exponent: int, dtype: str) -> tuple[Stop, ...]:
+    """The case's batch through its network at O2 and back from a loss scale of 2**exponent, part by part."""
+    found = case(name)
+    network = auto_mixed_precision(copy.deepcopy(found.network), "O2", DTYPES[dtype])
+    heard: dict[str, Tensor] = {"batch": found.batch[0]}
+    for part, module in network.named_children():
+        if not isinstance(module, nn.Flatten):
+            module.register_forward_hook(lambda _m, _x, output, part=part: heard.__setitem__(part, output))
+    heard["loss"] = F.cross_entropy(network(found.batch[0]), found.batch[1])
+    flowing = list(heard)[:0:-1]
+    seed = torch.tensor(2.0**exponent)
+    gradients = torch.autograd.grad(heard["loss"], [heard[part] for part in flowing], seed)
+    forward = [_stop(part, False, values) for part, values in heard.items()]
+    return (*forward, *(_stop(part, True, values) for part, values in zip(flowing, gradients)))
+
+
+def _stop(name: str, backward: bool, values: Tensor) -> Stop:
+    finite = values.detach().float()[values.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    kind = str(values.dtype).removeprefix("torch.")
+    return Stop(name, backward, kind, largest, values.numel() - finite.numel(), values.numel())
+
+
 def _extremes(part: Any) -> np.ndarray:
     counts = part.counts[0] > 0
     low = np.exp2(np.where(counts.any(axis=1), part.exponents[counts.argmax(axis=1)], -126).astype(float))
@@ -123,12 +161,17 @@ def _extremes(part: Any) -> np.ndarray:
 
 
 class DetectiveExplorer(Explorer):
-    """One of four broken trainings, asked about at a loss scale and in a format of the reader's choice."""
+    """One of four broken trainings, asked about at a loss scale and in a format of the reader's choice.
 
-    controls = ("name", "exponent", "dtype")
+    After `compute`: `report`, `bars`, the `stops` of the batch on its way forward and back, of which `step` are shown,
+    and `born`, the number of the first with a value that is not finite, or None.
+    """
+
+    controls = ("name", "exponent", "dtype", "step")
     name = Enum(CASES, "A").tag(label="training")
     exponent = Int(24, min=-8, max=30).tag(label="loss scale 2^", costly=True)
     dtype = Enum(tuple(DTYPES), "float16").tag(label="format")
+    step = Int(20, min=1, max=20).tag(label="step")
 
     def compute(self) -> None:
         """The report, and bars (label, smallest, largest, is gradient) in the order of the network."""
@@ -140,13 +183,20 @@ class DetectiveExplorer(Explorer):
             (n, row[1] * scale, row[0] * scale, True) for n, row in zip(parameters, gradients) if n.endswith("weight")
         ]
         self.fmt = FORMATS[self.dtype]
+        self.stops = walked(self.name, self.exponent, self.dtype)
+        self.born = next((i for i, stop in enumerate(self.stops) if stop.bad), None)
 
     def summary(self) -> str:
         r = self.report
         where = f" Born in {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
         where = where or (f" It sits in {r.module}." if r.module else "")
         works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
-        return f"Training {self.name} at scale 2^{self.exponent} in {self.dtype}: {r.verdict}.{where} {works}."
+        walk = f"All {len(self.stops)} steps forward and back are finite."
+        if self.born is not None:
+            stop = self.stops[self.born]
+            what = f"gradient of {stop.name}" if stop.backward else stop.name
+            walk = f"Step {self.born + 1} of {len(self.stops)}, {what}, is the first with a value that is not finite."
+        return f"Training {self.name} at scale 2^{self.exponent} in {self.dtype}: {r.verdict}.{where} {works}. {walk}"
 
     def table(self) -> list[dict[str, Any]]:
         return [
@@ -229,13 +279,15 @@ WINDOWS = (5, 10, 20, 50, 100, 200, 500)
 class WhatIfExplorer(Explorer):
     """A recorded run replayed with another start, factor and window, under its own ceiling or one drawn by hand.
 
-    After `compute`: `tops` and `scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), and `rides`,
-    the factor and window that lose least under a drawn ceiling.
+    After `compute`: `tops` and `scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), `grid`
+    (factors, windows) with the share of the training signal that each pair loses under this ceiling, `rides`, the pair
+    that loses least, and `best_scale` (steps,), its scale.
     """
 
     controls = ("run", "init", "factor", "window")
-    actions = {"Undo what was drawn": "undraw"}
-    gestures = ("draw",)
+    actions = {"Take the best pair": "take", "Undo what was drawn": "undraw"}
+    gestures = ("draw", "pair")
+    factors, windows = FACTORS, WINDOWS
     run = Unicode("mlp_digits").tag(label="recorded run, or path")
     init = Int(16, min=0, max=32).tag(label="start at 2^")
     factor = Float(2.0, min=1.1, max=8.0).tag(label="scale_factor", step=0.1)
@@ -244,6 +296,7 @@ class WhatIfExplorer(Explorer):
     def __init__(self, **params: object) -> None:
         self.drawn: dict[int, float] = {}
         self._drawn_on = ""
+        self._ridden_on: Any = None
         super().__init__(**params)
 
     def compute(self) -> None:
@@ -256,30 +309,48 @@ class WhatIfExplorer(Explorer):
         policy = swept(2.0**self.init, self.factor, self.window)
         if self.drawn:
             self.row = self._under_drawn(policy)
-            losses = {(f, w): self._under_drawn(swept(2.0**self.init, f, w))["lost"] for f in FACTORS for w in WINDOWS}
-            self.rides = min(losses, key=lambda pair: losses[pair])
         else:
             self.row = replay(trace, policy, fmt=FP16, scales=True, compiled=False).iloc[0]
         self.scale = np.asarray(self.row["scale"])
         self.skipped = np.flatnonzero(~(self.scale <= self.tops))
         self.recorded = int(trace.overflow.sum())
+        if (key := (self.run, self.init, tuple(self.drawn.items()))) != self._ridden_on:
+            self._ride()
+            self._ridden_on = key
+
+    def _ride(self) -> None:
+        """Every pair under the ceiling as it is now, at once."""
+        pairs = [(f, w) for f in FACTORS for w in WINDOWS]
+        scales, lost = self._lost([swept(2.0**self.init, f, w) for f, w in pairs])
+        self.grid = lost.reshape(len(FACTORS), len(WINDOWS))
+        self.rides = pairs[int(lost.argmin())]
+        self.best_scale = scales[:, int(lost.argmin())]
+
+    def _lost(self, policies: list[ScalePolicy]) -> tuple[np.ndarray, np.ndarray]:
+        """(scales (steps, policies), share of the training signal lost by each to skipped steps and to zeros)."""
+        scales = simulate(self.tops, stack(policies)).sampled
+        good, rows = scales <= self.tops[:, None], self.trace.rows
+        kept = good[rows]
+        zeros = np.where(kept, flushed(self.trace, scales[rows], FP16), 0.0).sum(0) / np.maximum(kept.sum(0), 1)
+        return scales, 1 - good.mean(0) * (1 - zeros)
 
     def _under_drawn(self, policy: ScalePolicy) -> dict[str, Any]:
         """The figures of `replay` under the ceiling as it is drawn."""
-        scale = simulate(self.tops, policy).sampled
-        good = scale[:, 0] <= self.tops
-        lost = flushed(self.trace, scale, FP16)[good, 0]
-        room = np.log2(self.tops[good] / scale[good, 0])
-        zeros = float(np.nanmean(lost)) if good.any() else 0.0
-        figures = {"headroom": float(room.mean()) if good.any() else math.nan, "flushed": zeros}
-        missed = int((~good).sum())
-        return {
-            **figures,
-            "scale": scale[:, 0],
-            "skipped": missed,
-            "collapsed": False,
-            "lost": 1 - good.mean() * (1 - zeros),
-        }
+        scales, lost = self._lost([policy])
+        scale, good = scales[:, 0], scales[:, 0] <= self.tops
+        room = np.log2(self.tops[good] / scale[good])
+        zeros = 1 - (1 - lost[0]) / good.mean() if good.any() else 0.0
+        figures = {"headroom": float(room.mean()) if good.any() else math.nan, "flushed": float(zeros)}
+        return {**figures, "scale": scale, "skipped": int((~good).sum()), "collapsed": False, "lost": float(lost[0])}
+
+    def take(self) -> None:
+        """Set the pair that loses least under this ceiling."""
+        self.set(factor=self.rides[0], window=self.rides[1])
+
+    def pair(self, number: int) -> None:
+        """Set a pair by its number in `grid`, row by row from the top left."""
+        row, column = divmod(int(number), len(WINDOWS))
+        self.set(factor=FACTORS[row], window=WINDOWS[column])
 
     def draw(self, stroke: Mapping[str, float]) -> None:
         """Take over a ceiling drawn by hand: step -> exponent."""

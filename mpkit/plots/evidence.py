@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.plots.formats import regions
-from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two
+from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two, space
 
 if TYPE_CHECKING:
     from mpkit.explorers.evidence import (  # upward: the types of its arguments
@@ -30,13 +30,16 @@ def fitted(*series: Any, room: int = 2) -> tuple[int, int]:
 
 
 def detective_scene(data: DetectiveExplorer) -> Scene:
-    """Per module the range of its outputs, per weight the range of its scaled gradient, inside the format."""
+    """Above, the batch's way through the network and back; below, the ranges of its values inside the format."""
     low, high, fmt = -44, 44, data.fmt
     labels = [f"gradient of {n} × scale" if g else f"output of {n}" for n, _, _, g in data.bars]
-    scene = Scene(height=110 + 34 * len(labels), width=900)
+    tall = 110 + 32 * len(labels)
+    scene = Scene(height=220 + tall, width=960, rows=(220, tall))
+    scene.play("step", "step", len(data.stops), every=700, first=1)
+    _way(scene, data)
     x = log2("magnitude, as computed in float32", low, high, 8)
     y = names(labels, down=True) | {"hi": -1.2}
-    panel = scene.panel(title=f"training {data.name}, {data.dtype}: {data.report.verdict.replace('_', ' ')}", x=x, y=y)
+    panel = scene.panel(1, title="ranges of the values, as computed in float32", x=x, y=y)
     least = float(np.log2(fmt.min_subnormal))
     regions(panel, "x", least - 1, fmt.min_exponent, fmt.max_exponent + 1)
     for row, (name, small, large, gradient) in enumerate(data.bars):
@@ -56,6 +59,33 @@ def detective_scene(data: DetectiveExplorer) -> Scene:
         grip = {"base": top - data.exponent, "cross": row, "note": f"scale {power_of_two(data.exponent)}"}
         panel.handle("x", "exponent", data.exponent, -8, 30, "loss scale, 2 to the", **grip)
     return scene
+
+
+def _way(scene: Scene, data: DetectiveExplorer) -> None:
+    """Forward along the upper row, back along the lower one; each part shows what passed it once it is reached."""
+    last, parts = len(data.stops) - 1, [stop.name for stop in data.stops if not stop.backward]
+    wide = len(parts)
+    title = f"training {data.name}, {data.dtype}: {data.report.verdict.replace('_', ' ')}"
+    panel = scene.panel(title=title, x=space(-0.75, wide), y=space(-0.1, 2.1), bare=True, pad=[28, 6, 6, 6])
+    for y, name in ((1.6, "forward"), (0.45, "gradients\n× scale")):
+        panel.text(name, -0.72, y, anchor="start", color="muted")
+    for i, stop in enumerate(data.stops):
+        x, y = parts.index(stop.name), 0.05 if stop.backward else 1.2
+        box = ([x + 0.04], [y], [x + 0.86], [y + 0.8])
+        panel.boxes(*box, fill="paper", edge="muted", width=1.2, radius=4)
+        role = "overflow" if stop.bad else "normal"
+        panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, radius=4, only=(i, last))
+        panel.boxes(*box, edge="own", width=4, radius=4, only=(i, i))
+        panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
+        seen = f"{stop.bad} of {stop.count}\ninf or NaN" if stop.bad else f"{stop.dtype}\nup to {stop.largest:.3g}"
+        panel.text(seen, x + 0.45, y + 0.28, size=11, color="overflow" if stop.bad else "ink", only=(i, last))
+        if i == data.born:
+            panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
+        if i == len(parts) - 1:
+            panel.add("arrows", x0=[x + 0.45], y0=[y], x1=[x + 0.45], y1=[0.86])
+        elif i < last:
+            ends = (x + 0.04, x - 0.14) if stop.backward else (x + 0.86, x + 1.03)
+            panel.add("arrows", x0=ends[:1], y0=[y + 0.4], x1=ends[1:], y1=[y + 0.4])
 
 
 def _scale_line(panel: Panel, scale: Any, skipped: Any, low: int, high: int, **look: Any) -> None:
@@ -109,15 +139,25 @@ def run_scene(data: RunExplorer) -> Scene:
 
 
 def what_if_scene(data: WhatIfExplorer) -> Scene:
-    """The replayed scale, the recorded one, and the ceiling that both had to stay below."""
-    scene = Scene(height=400, width=900)
+    """The replayed scale under its ceiling, recorded or drawn; beside it what every pair loses under that ceiling."""
+    scene = Scene(height=400, width=1000, cols=(1.75, 1))
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
+    if (data.factor, data.window) != data.rides:
+        best = exponents(data.best_scale, panel.given["y"]["lo"], panel.given["y"]["hi"])
+        panel.line(best, color="normal", dash="-.", width=1.6, step="post", label="the pair that loses least")
     y = panel.given["y"]
     pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4}
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
     panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=0, note="start")
     grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}"}
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
+    texts = [f"{100 * v:.0f}" if v >= 0.1 else f"{100 * v:.1f}" for v in data.grid.flat]
+    look: dict[str, Any] = {"pick": "pair", "keys": list(range(data.grid.size)), "size": 11}
+    title = "lost with each pair, %"
+    pairs = heat_map(scene, data.grid, texts, data.factors, data.windows, title, col=1, **look)
+    framed(pairs, (data.factors.index(data.rides[0]), data.windows.index(data.rides[1])), "normal", "loses least")
+    if data.factor in data.factors and data.window in data.windows:
+        framed(pairs, (data.factors.index(data.factor), data.windows.index(data.window)), "own", "chosen")
     return scene
 
 
@@ -132,9 +172,12 @@ def _draw_run(scene: Scene, col: int, run: Any, title: str) -> tuple[Panel, int]
     return panel, low
 
 
-def heat_map(scene: Scene, grid: Any, texts: list[str], rows: Any, cols: Any, title: str, **look: Any) -> Panel:
-    """A table of factors x windows; the darker, the larger."""
+def heat_map(
+    scene: Scene, grid: Any, texts: list[str], rows: Any, cols: Any, title: str, *, col: int = 0, **look: Any
+) -> Panel:
+    """A table of factors x windows in column `col`; the darker, the larger."""
     panel = scene.panel(
+        col=col,
         title=title,
         x=names([str(c) for c in cols], "scale_window, finite steps"),
         y=names([f"{r:g}" for r in rows], "scale_factor", down=True),

@@ -121,7 +121,7 @@ def _axes(axes: Any, p: dict[str, Any], index: int) -> None:
     moved = index if p["x"].get("follow") else 0
     axes.set(xlim=(p["x"]["lo"] + moved, p["x"]["hi"] + moved), ylim=(p["y"]["lo"], p["y"]["hi"]), facecolor="none")
     if p.get("title"):
-        axes.set_title(p["title"], loc="left", fontsize=10, fontweight="bold")
+        axes.set_title(p["title"], loc="left", fontsize=10 / 13 * p.get("title_size", 13), fontweight="bold")
     axes.set_axisbelow(True)
     if p.get("bare"):
         return axes.set_axis_off()
@@ -135,6 +135,8 @@ def _axes(axes: Any, p: dict[str, Any], index: int) -> None:
         if axis.get("hidden"):
             continue
         getattr(axes, f"set_{which}label")(axis.get("label", ""), fontsize=9)
+        if which == "y":  # at the left edge of the panel, as in the page
+            axes.yaxis.set_label_coords((18 - p["pad"][3]) / axes.get_window_extent().width, 0.5)
         if not axis.get("bare"):
             axes.grid(axis=which, color=ROLES["grid"][0], lw=0.6)
         if axis.get("slant"):

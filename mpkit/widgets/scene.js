@@ -211,7 +211,7 @@ function arrange(spec, kept, width, ids, before) {
 
 function axes(g, moved, p) {
 	const { left, right, top, bottom } = p;
-	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: 13, weight: 600 });
+	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: p.title_size ?? 13, weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;

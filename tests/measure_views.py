@@ -1,0 +1,223 @@
+"""How quick the views are in a real JupyterLab: `python tests/measure_views.py --out data/benchmarks/views.json`.
+
+One browser, one JupyterLab; with `--old COMMIT`, a commit whose views were PNG pictures behind ipywidgets, the same is
+measured of both, in turn, from a copy of that commit in a temporary folder. Medians; needs Chromium and git.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import tarfile
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from browser import CHROMIUM, QUIET, Lab, Page
+from playwright.sync_api import sync_playwright
+from support import ROOT
+
+OLD = "03d345f"
+"""The last commit in which lesson 05 was a PNG."""
+TEN = (
+    *("scaling.dynamics", "scaling.sweep", "formats.bits", "formats.ranges", "rounding.modes", "training.underflow"),
+    *("training.step", "boost.freeze", "evidence.what_if", "evidence.run"),
+)
+ANIMATED = (
+    *("scaling.dynamics", "scaling.zoo", "training.underflow", "training.step", "boost.freeze", "evidence.run"),
+    *("evidence.detective", "dim_reduce.dim_reduce", "experiment.own_experiment"),
+    *("formats.gradients", "group_scale.group_scale", "optimizers.schedules", "rounding.updates"),
+)
+FRAMES = """([cell, wait]) => new Promise((done) => {
+  const area = document.querySelectorAll('.jp-Cell')[cell].querySelector('.jp-OutputArea');
+  let changed = false, offered = 0, drawn = 0;
+  const watch = new MutationObserver(() => { changed = true; });
+  watch.observe(area, {subtree: true, attributes: true, childList: true, characterData: true});
+  const start = performance.now();
+  const look = (now) => { offered++; drawn += changed; changed = false;
+    if (now - start < wait) return requestAnimationFrame(look);
+    watch.disconnect();
+    done([drawn, offered, now - start]); };
+  requestAnimationFrame(look); })"""
+TOP = """(cell) => { const output = document.querySelectorAll('.jp-Cell')[cell];
+  const picture = output.querySelector('.jp-OutputArea :is(.mpk-stage, img)');
+  return picture.getBoundingClientRect().top - output.querySelector('.jp-OutputArea').getBoundingClientRect().top; }"""
+
+
+class Wire:
+    """Bytes on the kernel's socket."""
+
+    def __init__(self, page: Any) -> None:
+        self.bytes = 0
+        page.on("websocket", lambda socket: [socket.on(kind, self._count) for kind in ("framesent", "framereceived")])
+
+    def _count(self, payload: Any) -> None:
+        self.bytes += len(payload)
+
+
+def notebook(lab: Lab, name: str, views: tuple[str, ...], source: Path | None) -> str:
+    """Write a notebook with these views, of this library or of the sources in a folder."""
+    start = (
+        "import sys"
+        if source is None
+        else (
+            "import sys\nfor name in [n for n in sys.modules if n.split('.')[0] == 'mpkit']: del sys.modules[name]\n"
+            f"sys.path.insert(0, {str(source)!r})"
+        )
+    )
+    cells = [
+        start,
+        *(f"from mpkit.widgets.{v.split('.')[0]} import {v.split('.')[1]}_view as view\nview()" for v in views),
+    ]
+    cells = [
+        {"id": f"c{i}", "cell_type": "code", "metadata": {}, "outputs": [], "source": text, "execution_count": None}
+        for i, text in enumerate(cells)
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    text = json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
+    (lab.root / "notebooks" / name).write_text(text)
+    return name
+
+
+def presses(page: Page, wire: Wire, cell: int, control: Any, times: int) -> tuple[float, float]:
+    """(milliseconds from an arrow key until the picture differs, bytes on the wire), medians."""
+    delays, weights = [], []
+    for i in range(times):
+        before, sent = page.settled(cell, quiet=0.3), wire.bytes
+        control.press("ArrowRight" if i % 2 else "ArrowLeft")
+        shown = page.changed(cell, before, 2.0)
+        page.settled(cell, quiet=0.3)
+        if shown is not None:
+            delays.append(shown)
+            weights.append(wire.bytes - sent)
+    return (statistics.median(delays), statistics.median(weights)) if delays else (float("nan"), float("nan"))
+
+
+def play(page: Page, wire: Wire, cell: int, seconds: float = 3.0) -> dict[str, float]:
+    """Frames a second that differ from the one before, those offered, and kB a second, after Play is pressed."""
+    area = page.page.locator(".jp-Cell").nth(cell)
+    button = area.get_by_role("button", name="Play")
+    if not button.count():
+        button = area.locator("button").filter(has=page.page.locator(".fa-play")).first
+    page.page.evaluate("document.activeElement.blur()")
+    first = area.locator("input[type=range], .noUi-handle").last
+    first.press("Home")
+    page.settled(cell, quiet=0.3)
+    button.click()
+    sent = wire.bytes
+    drawn, offered, took = page.page.evaluate(FRAMES, [cell, 1000 * seconds])
+    result = {"frames_per_second": 1000 * drawn / took, "offered": 1000 * offered / took}
+    result["kB_per_second"] = (wire.bytes - sent) / took
+    pause = area.get_by_role("button", name="Pause")
+    if pause.count():
+        pause.click()
+    page.settled(cell, quiet=0.3)
+    return result
+
+
+def dynamics(lab: Lab, context: Any, wire: Wire, source: Path | None, times: int) -> dict[str, float]:
+    """Lesson 05: a parameter, the step, play, the picture's place."""
+    page = Page(lab, context, notebook(lab, "dynamics.ipynb", ("scaling.dynamics",), source))
+    try:
+        page.run_all()
+        area = page.page.locator(".jp-Cell").nth(1)
+        if source is None:
+            window, run = area.locator("[data-name=scale_window]"), area.locator("[data-name=init_exponent]")
+            step = area.locator(".mpk-player input[type=range]")
+        else:
+            named = lambda text: area.locator(".widget-slider").filter(has_text=text).locator(".noUi-handle").first  # noqa: E731
+            window, run, step = named("scale_window"), named("initial scale"), named("step shown")
+        window.scroll_into_view_if_needed()
+        found: dict[str, float] = {"picture_offset_px": page.page.evaluate(TOP, 1)}
+        for name, control in (("window", window), ("start", run), ("step", step)):
+            delay, weight = presses(page, wire, 1, control, times)
+            found |= {f"{name}_ms": delay, f"{name}_bytes": weight}
+        return found | play(page, wire, 1)
+    finally:
+        page.close()
+
+
+def ten(lab: Lab, context: Any, source: Path | None) -> float:
+    """Seconds until a page with ten views has run and is drawn."""
+    page = Page(lab, context, notebook(lab, "ten.ipynb", TEN, source))
+    try:
+        start = time.perf_counter()
+        page.run_all()
+        return time.perf_counter() - start
+    finally:
+        page.close()
+
+
+def checked_out(commit: str, folder: Path) -> Path:
+    """The sources of a commit."""
+    data = subprocess.run(["git", "archive", commit, "mpkit", "data"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--old", default=OLD, help="commit with PNG views; empty: none is measured")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", type=int, default=8, help="keys pressed for every control and round")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
+        scratch = Path(folder)
+        kinds: dict[str, Path | None] = {"scene": None}
+        if options.old:
+            kinds["png"] = checked_out(options.old, scratch / "old")
+        lab = Lab(scratch / "lab")
+        context = tool.chromium.launch_persistent_context(
+            scratch / "profile", executable_path=CHROMIUM, args=QUIET, viewport={"width": 1280, "height": 1600}
+        )
+        try:
+            Page(lab, context, "00_start_here.ipynb").close()  # the page of Jupyter is loaded before anything is timed
+            assert lab.tab is not None
+            wire = Wire(lab.tab.page)
+            runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+            for _ in range(options.rounds):
+                for kind, source in kinds.items():
+                    row = dynamics(lab, context, wire, source, options.times)
+                    runs[kind].append(row | {"ten_views_s": ten(lab, context, source)})
+                    print(kind, rounded(runs[kind][-1]), flush=True)
+            moving = {}
+            for view in ANIMATED:
+                page = Page(lab, context, notebook(lab, "moving.ipynb", (view,), None))
+                try:
+                    page.run_all()
+                    moving[view] = play(page, wire, 1) | {"picture_offset_px": page.page.evaluate(TOP, 1)}
+                finally:
+                    page.close()
+                print(view, rounded(moving[view]), flush=True)
+        finally:
+            context.close()
+            lab.close()
+    load = f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"
+    meta = {"made_by": "python tests/measure_views.py", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    meta |= {"load_at_the_end": load, "rounds": options.rounds, "old": options.old}
+    lesson = {kind: median_of(rows) for kind, rows in runs.items()}
+    options.out.write_text(
+        json.dumps(rounded({"meta": meta, "lesson_05": lesson, "animated": moving}), indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
