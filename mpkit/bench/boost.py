@@ -183,15 +183,7 @@ def _split(one: Contender, device: torch.device) -> dict[str, float]:
 
         return hook
 
-    net = one.network
-    handles = [net.register_forward_pre_hook(start("net")), net.register_forward_hook(stop("net", "forward"))]
-    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
-        handles += [
-            norm.register_forward_pre_hook(start((norm, 0))),
-            norm.register_forward_hook(stop((norm, 0), "norm_forward")),
-            norm.register_full_backward_pre_hook(start((norm, 1))),
-            norm.register_full_backward_hook(stop((norm, 1), "batch_norm")),
-        ]
+    handles = _listening(one.network, start, stop)
     spent["norm_forward"] = 0.0
     optimizer = one.optimizer
     original = optimizer.step
@@ -216,6 +208,19 @@ def _split(one: Contender, device: torch.device) -> dict[str, float]:
     spent["forward"] -= norm_forward
     spent["batch_norm"] += norm_forward
     return spent
+
+
+def _listening(net: nn.Module, start: Callable[..., Any], stop: Callable[..., Any]) -> list[Any]:
+    """Hooks around the network and both passes of each BatchNorm."""
+    handles = [net.register_forward_pre_hook(start("net")), net.register_forward_hook(stop("net", "forward"))]
+    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
+        handles += [
+            norm.register_forward_pre_hook(start((norm, 0))),
+            norm.register_forward_hook(stop((norm, 0), "norm_forward")),
+            norm.register_full_backward_pre_hook(start((norm, 1))),
+            norm.register_full_backward_hook(stop((norm, 1), "batch_norm")),
+        ]
+    return handles
 
 
 def _now(device: torch.device) -> float:
