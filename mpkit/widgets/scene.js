@@ -261,10 +261,10 @@ function render({ model, el }) {
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	const tellKernel = (name, v) => { model.set(name, v); model.save_changes(); };
-	// One question is under way at a time (ipywidgets loses those that overtake), others wait in order. A newer one takes the
-	// place of the last if it has the same `id`: a parameter's name, a stroke; NaN, a press, equals nothing.
+	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
+	// has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
 	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
-	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // what is on screen may be of another setting
+	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be of another setting
 	function queue(question) {
 		if (waiting.at(-1)?.id === question.id) waiting.pop();
 		waiting.push(question);
@@ -274,7 +274,7 @@ function render({ model, el }) {
 	function next() {
 		away = waiting.shift();
 		if (away) {
-			if (spec.index) model.set("index", index); // goes along: or a Reset would not know of it
+			if (spec.index) model.set("index", index); // or a Reset would not know of it
 			return model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) });
 		}
 		for (const h of handles.values()) h.sent = false;
@@ -298,7 +298,7 @@ function render({ model, el }) {
 		if (given.name === near) want(near);
 	}
 	function choose(name, place, what, id = name) { // the kernel hears where it rests
-		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // or the pictures are of another setting
+		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // else the pictures are of another
 		const key = +(+place).toPrecision(9), found = alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
 		if (!found) return ask(what, id);
 		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
