@@ -58,7 +58,7 @@ const reached = (m, i) => {
 	return m.since ? m.since.filter((from) => from <= i).length : Math.min(n, i + 1);
 };
 
-// Bars of several rows: which one is shown.
+// The row of bars that is shown.
 const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
 // The outline of a line; values that are not finite leave a gap.
@@ -283,7 +283,7 @@ function render({ model, el }) {
 	}
 	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
-	// ---- pictures of other values: wished for when the reader comes near a handle, so that a drag asks nothing
+	// ---- pictures of other values: wished for near a handle, so that a drag asks nothing
 	const ready = (name) => { const { tokens } = model.get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
 	function want(name) {
 		const { tokens, busy } = model.get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
@@ -494,7 +494,7 @@ function render({ model, el }) {
 		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
 	});
 	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; settle(); draw(); } });
-	on(over, "pointerleave", () => unhover());
+	on(over, "pointerleave", unhover);
 
 	// ---- reading values: by pointer or arrow keys
 	function hover(p, x, y) {
