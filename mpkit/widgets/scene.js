@@ -264,7 +264,7 @@ function render({ model, el }) {
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
 	// has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
 	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
-	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be of another setting
+	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be older
 	function queue(question) {
 		if (waiting.at(-1)?.id === question.id) waiting.pop();
 		waiting.push(question);
