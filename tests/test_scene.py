@@ -154,6 +154,22 @@ def test_a_change_costs_at_most_25_kb(name):
 
 
 @pytest.mark.parametrize("name", VIEWS)
+def test_reset_shows_the_opening_picture_from_any_choice_and_step(name):
+    view = VIEWS[name]()
+    if "stop" in {c["name"] for c in view.controls}:
+        return  # a training has its own test: a reset does not undo its steps
+    first, opened = plain(view.spec | {"kept": view.kept}), view.index
+    for control in view.controls:
+        others = [v for _, v in control["options"]] if control["kind"] == "choice" else control.get("grid", [])
+        if others:
+            view.ask({control["name"]: others[-1]})
+            view.index = view.spec.get("index", {"count": 1})["count"] // 3
+            view.press("Reset")
+            assert plain(view.spec | {"kept": view.kept}) == first, control["name"]
+            assert view.index == opened or not view._step
+
+
+@pytest.mark.parametrize("name", VIEWS)
 def test_no_stored_view_is_blank(name):
     """A view of a training that nobody has started yet shows one that was recorded."""
     view = made(name)

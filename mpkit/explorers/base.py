@@ -133,7 +133,7 @@ class Explorer(HasTraits):
                 raise ValueError("it is still at work; press Stop first")
             stop = self._stop = threading.Event()
             self.message = ""  # why an earlier press was refused no longer holds
-            self.busy, self.progress = True, 0.0
+            self.progress, self.busy = 0.0, True
             self._worker = threading.Thread(target=self._run, args=(work, redraw_every, stop), daemon=True)
             self._worker.start()
 

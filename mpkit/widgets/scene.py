@@ -69,7 +69,7 @@ class View(_Widget):
         self._step = play["name"] if play.get("name") in explorer.controls else None
         self._first = play.get("first", 0)
         super().__init__(controls=self._form())
-        explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy", "progress"])
+        explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy"])  # told when all is computed
         if hasattr(self, "on_msg"):
             self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
