@@ -329,7 +329,7 @@ def dtype_name(dtype: torch.dtype | FloatFormat) -> str:
     """What a precision is called in a table: "float16" for torch.float16, a format's own name.
 
     >>> dtype_name(torch.float16), dtype_name(E5M2)
-    ('float16', 'E5M2')
+    ('float16', 'e5m2')
     """
     check_kind("dtype", dtype, (torch.dtype, FloatFormat), "a torch.dtype or a FloatFormat")
     return dtype.name if isinstance(dtype, FloatFormat) else str(dtype).removeprefix("torch.")

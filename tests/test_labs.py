@@ -124,12 +124,12 @@ def failed(notebook):
     return found
 
 
-def tests_of(notebook):
+def graded_tests(notebook):
     return {labs.mark(cell)["grade_id"] for cell in graded(notebook) if cell.cell_type == "code"}
 
 
 def test_nothing_is_earned_until_something_is_solved(source):
-    assert tests_of(source) <= failed(labs._merged(labs.release(source), source))
+    assert graded_tests(source) <= failed(labs._merged(labs.release(source), source))
 
 
 def without_words(code):
@@ -154,7 +154,7 @@ def test_a_variant_is_earned_by_its_own_solution_and_by_no_other(lab, seed):
     assert own == varied(source, seed), "a number gives the same variant each time"
     assert failed(own) == set()
     if seed == 1:
-        assert tests_of(own) <= failed(labs._merged(labs.release(own), own))
+        assert graded_tests(own) <= failed(labs._merged(labs.release(own), own))
     answers, theirs = labs._solutions(own), labs._solutions(other)
     differ = {name for name in answers if without_words(answers[name]) != without_words(theirs[name])}
     if seed == 1:
