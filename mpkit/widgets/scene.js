@@ -397,7 +397,7 @@ function render({ model, el }) {
 	}
 	function tell(wait = 120) {
 		clearTimeout(timer);
-		timer = setTimeout(() => { timer = 0; if (model.get("index") !== index) tellKernel("index", index); mark(); }, wait);
+		timer = setTimeout(() => { timer = 0; if (model.get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
 		mark();
 	}
 	function pause() { if (!frame) return; cancelAnimationFrame(frame); frame = 0; button.textContent = "Play"; show(index); tell(0); }

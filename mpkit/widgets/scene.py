@@ -162,6 +162,10 @@ class View(_Widget):
                 values.append(place)
         self.ahead = {**told, "values": values, "whole": not left, "data": ahead.packed(shown, trees)}
 
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""
+        cast(Any, super()).set_state({name: value for name, value in sync_data.items() if name != "index"})
+
     def _heard(self, _: Any, question: dict[str, Any], __: Any) -> None:
         """One question of the page, with the step that it shows; whatever comes of it, the page may ask the next."""
         try:
@@ -180,6 +184,8 @@ class View(_Widget):
                     self.redraw()
                 elif name == "reset":
                     explorer.reset()
+                    if self._step is None and "index" in self.spec:
+                        self.index = self.spec["index"]["count"] - 1  # as it opened
                 elif name in explorer.controls:
                     try:
                         self._do(explorer, name, value)
