@@ -1,4 +1,4 @@
-"""Gradient freezing: on some steps only a suffix of the layers is trained, and the backward pass stops early."""
+"""Gradient freezing: on some steps only the last layers train, and the backward pass stops early."""
 
 from mpkit.boost.grad_freeze.cell import FreezeTrainCell, freeze_cell, reduce_
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt, split_learning_rates
