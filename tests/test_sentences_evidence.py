@@ -14,7 +14,7 @@ import torch
 from sentences import NARROW, power, read, ridden, swept, zeroed
 
 from mpkit.data import data_dir, digits
-from mpkit.explorers.evidence import GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
+from mpkit.explorers.evidence import DetectiveExplorer, GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
 from mpkit.explorers.own_experiment import OwnExperimentExplorer
 from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
 from mpkit.explorers.scaling import LiveExplorer
@@ -89,6 +89,85 @@ def test_what_if_and_its_grid(run):
         least = min(share for share, _ in lost.values())
         assert float(best) == pytest.approx(least, abs=0.0051)
         assert lost[float(factor), int(window)][0] == pytest.approx(least, abs=1e-6)
+
+
+def detective(case, cast, scale):
+    """Name -> values of all that a training of lesson 14 computes at O2, each rounded to 16 bits; weights come last."""
+    x, labels = (t[:32] for t in digits("train"))
+    x = x.flatten(1).clone()
+    if case == "C":
+        x[7, 14 * 28 + 14] = math.nan
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(784, 32), torch.nn.Linear(32, 10)]
+    (w1, b1), (w2, b2) = ((cast(p.weight.detach()), cast(p.bias.detach())) for p in layers)
+    steps = {"relu": (torch.relu, lambda x: (x > 0).float())}  # function and slope
+    if case == "B":
+        steps["gain"] = lambda x: x * 400, lambda x: torch.full_like(x, 400)
+        steps["square"] = lambda x: x * x, lambda x: 2 * x
+        steps["shrink"] = lambda x: x * 1e-5, lambda x: torch.full_like(x, 1e-5)
+    if case == "D":
+        steps["entropy"] = torch.log, lambda x: 1 / x
+    met, into = {"batch": x, "hidden": cast(cast(x) @ w1.T + b1)}, []
+    for name, (function, _) in steps.items():
+        into.append([*met.values()][-1])
+        met[name] = cast(function(into[-1]))
+    last = met[name]
+    met["out"] = cast(last @ w2.T + b2)
+    met["loss"] = torch.nn.functional.cross_entropy(met["out"], labels)
+    chance = met["out"].softmax(1) - torch.nn.functional.one_hot(labels, 10)
+    met["gradient of loss"] = torch.tensor(scale)
+    back = met["gradient of out"] = cast(chance / 32 * scale)
+    flow = cast(back @ w2)
+    for name in reversed(steps):
+        met[f"gradient of {name}"] = flow
+        flow = cast(flow * cast(steps[name][1](into.pop())))
+    met["gradient of hidden"] = flow
+    tops = {"out.weight": back.T @ last, "out.bias": back.sum(0), "hidden.weight": flow.T @ cast(x)}
+    return met | {name: cast(values) for name, values in {**tops, "hidden.bias": flow.sum(0)}.items()}
+
+
+BIRTHS = {
+    "square": "square, forward pass, operation pow",
+    "entropy": "entropy, forward pass, operation log",
+    "gradient of out": "(network), backward pass, operation cast to float16",
+    "out.bias": "out, backward pass, operation sum",
+}
+
+
+@pytest.mark.parametrize("name", "ABCD")
+def test_the_detective(name):
+    for kind in (torch.float16, torch.bfloat16):
+
+        def low(x, kind=kind):
+            return x.to(kind).float()
+
+        def bad(cast, exponent):
+            return [
+                part for part, values in detective(name, cast, 2.0**exponent).items() if not values.isfinite().all()
+            ]
+
+        dtype = str(kind).removeprefix("torch.")
+        every = [*range(-8, 18, 5), *range(18, 31)] if (name, dtype) == ("A", "float16") else range(-8, 31, 6)
+        ill = bad(lambda x: x, 0)
+        works = next((k for k in range(127, -41, -1) if not ill and not bad(low, k)), None)
+        best = "No scale works" if works is None else f"The largest scale that works is 2^{works} = {2.0**works:.10g}"
+        parts = [part for part in detective(name, low, 1.0) if "." not in part]
+        for m in swept(DetectiveExplorer(name=name, dtype=dtype), name=(), dtype=(), exponent=every):
+            gone = bad(low, m.exponent)
+            first = gone[0] if gone else ""
+            verdict, where = "healthy", f" Born in {BIRTHS.get(first)}."
+            if first == "batch":
+                verdict, where = "bad_data", " It sits in batch[0]."
+            elif first:
+                backward = "gradient" in first or "." in first
+                verdict = "model_non_finite" if ill else "scale_too_high" if backward else "forward_overflow"
+            weight = "; the gradient of a weight is not" * bool(first)
+            walk = f"All {len(parts)} steps forward and back are finite{weight}."
+            if first in parts:
+                at = f"Step {parts.index(first) + 1} of {len(parts)}, {first}"
+                walk = f"{at}, is the first with a value that is not finite."
+            said = f"{verdict}.{where * bool(first)} {best}. {walk}"
+            assert m.summary() == f"Training {name} at scale 2^{m.exponent} in {dtype}: {said}"
 
 
 def test_the_loss_rule():

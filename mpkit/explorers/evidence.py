@@ -191,7 +191,8 @@ class DetectiveExplorer(Explorer):
         where = f" Born in {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
         where = where or (f" It sits in {r.module}." if r.module else "")
         works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
-        walk = f"All {len(self.stops)} steps forward and back are finite."
+        weight = "" if r.verdict == "healthy" else "; the gradient of a weight is not"
+        walk = f"All {len(self.stops)} steps forward and back are finite{weight}."
         if self.born is not None:
             stop = self.stops[self.born]
             what = f"gradient of {stop.name}" if stop.backward else stop.name
