@@ -11,14 +11,17 @@ from scenes import look
 
 from mpkit.check import verdict
 from mpkit.explorers.boost import (
+    CYCLE,
     FREEZE_STEPS,
     LAYERS,
     NETWORKS,
+    PARTS,
     BoostExplorer,
     CentralizeExplorer,
     FreezeExplorer,
     LessBNExplorer,
     blocks_reached,
+    first_steps,
     measured,
     relative_time,
 )
@@ -32,6 +35,7 @@ SWEEPS: dict[Any, dict[str, list[Any]]] = {
         "full_step_fraction": [0.0, 1.0, 0.7],
         "freeze_type": [0, 1],
         "compare": ["O1 tuned", "none"],
+        "beside": ["freezing", "none"],
         "less_bn": [True, False],
         "grad_freeze": [True, False],
         "adasum": [True, False],
@@ -68,6 +72,7 @@ def test_every_control_over_its_range_draws_and_reset_restores(make: Any) -> Non
     [
         (boost_view, {"mode": "tuned"}),
         (boost_view, {"compare": "freezing"}),
+        (boost_view, {"beside": "O1"}),
         (freeze_view, {"step": 50}),
         (freeze_view, {"seed": 1}),
         (less_bn_view, {"network": "ResNet-50"}),
@@ -152,6 +157,27 @@ def test_the_step_is_the_measured_one_and_mixes_over_the_indices() -> None:
     half = BoostExplorer(mode="manual", level="O0", grad_freeze=True, full_step_fraction=0.0, freeze_type=0)
     every = sum(relative_time(f"plain index {v}") for v in range(1, 10)) / 9
     assert half.this.step == pytest.approx(every)
+
+
+def test_two_configurations_are_taken_apart_step_by_step() -> None:
+    view = boost_view()
+    for name in ("O1", "O1 tuned", "O1 tuned"):
+        view.ask({"compare_with": name})
+    model = view.explorer
+    assert isinstance(model, BoostExplorer)
+    assert (model.beside, model.compare) == ("O1", "O1 tuned")
+    o1, tuned = model.rows
+    assert tuned.indices == (*[0] * 9, *range(1, 10))
+    for row in (o1, tuned):
+        took = [relative_time(f"O1 index {v}") for v in row.indices]
+        assert row.parts.sum(1) == pytest.approx(took)
+        assert row.total == pytest.approx(sum(took))
+    none = first_steps("none")
+    norms = PARTS.index("batch_norm")
+    assert o1.parts[0, norms] < 0.8 * none.parts[0, norms]  # 11 of 20 BatchNorms are gone
+    backward = PARTS.index("backward")
+    assert tuned.parts[17, backward] < 0.2 * tuned.parts[0, backward]  # nine of ten groups stand still
+    assert f"{CYCLE} steps of O1 tuned take the time of {tuned.total:.1f} without boost" in view.summary()
 
 
 def test_accuracy_is_only_stated_where_it_was_measured() -> None:

@@ -70,6 +70,19 @@ def test_more_seeds_run_only_what_is_missing():
         assert before.items() <= after.items()
 
 
+def test_a_click_on_a_row_chooses_its_cell_or_leaves_it_out():
+    view = own_experiment_view()
+    first = look(view)
+    view.ask({"choose": 3})
+    assert [row.name for row in view.explorer.rows] == [name for name in CELLS if name != "bf16 O2"]
+    assert look(view) != first
+    view.ask({"choose": 0})
+    assert "choose float32" in view.sentence[1]
+    view.ask({"choose": 3})
+    assert look(view) == first
+    assert [c["name"] for c in view.controls if c["name"].startswith("cell")] == []
+
+
 def test_float32_and_one_other_cell_are_needed():
     model = OwnExperimentExplorer()
     with pytest.raises(ValueError, match="choose float32"):

@@ -9,6 +9,7 @@ from functools import cache
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +52,44 @@ def accuracy(configuration: str) -> dict[str, Any] | None:
     """The accuracy row of a measured configuration on the digits, None when it was not trained."""
     rows = (row for row in measured()["accuracy"] if row["data"].startswith("digits"))
     return next((row for row in rows if row["configuration"] == configuration), None)
+
+
+PARTS = ("forward", "batch_norm", "backward", "update")
+CYCLE = 18
+"""Steps that are shown one by one: a whole cycle of the tuned strategy."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The first steps of a measured configuration: freeze index of each, and `parts` (steps, 4) of their time.
+
+    The unit is the measured step without boost; the shares of the parts were measured on their own, with hooks.
+    """
+
+    name: str
+    indices: tuple[int, ...]
+    parts: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """Their time in steps without boost."""
+        return float(self.parts.sum())
+
+
+@cache
+def first_steps(name: str) -> Steps:
+    """What the first steps of one of `COMPARED` spend their time on."""
+    boost = preset(name)
+    network, indices = "O1" if "less_bn" in boost.active else "plain", [0] * CYCLE
+    if "grad_freeze" in boost.active:
+        args = 10, boost.hyper["freeze_type"], boost.hyper["freeze_p"], CYCLE
+        indices = GradientFreeze(*args).generate_freeze_index_sequence(*args)
+    split = {row["index"]: row for row in measured()["blocks"]["rows"] if row["network"] == network}
+    rows = []
+    for index in indices:
+        seconds = np.array([split[index][part] for part in PARTS])
+        rows.append(relative_time(f"{network} index {index}") * seconds / seconds.sum())
+    return Steps(name, tuple(indices), np.array(rows))
 
 
 @dataclass(frozen=True)
@@ -142,7 +181,7 @@ class BoostExplorer(Explorer):
 
     gestures = ("compare_with",)
     promised: Mapping[str, float] = {"O1": 1.2, "O2": 1.3}  # what the original's documents say
-    controls = ("level", "mode", *SWITCHES, "full_step_fraction", "freeze_type", "compare")
+    controls = ("level", "mode", *SWITCHES, "full_step_fraction", "freeze_type", "compare", "beside")
     level = Enum(tuple(LEVELS), "O1").tag(label="boost_level")
     mode = Enum(MODES, "auto").tag(label="mode")
     less_bn = Bool(False).tag(label="less_bn (read in mode manual)")
@@ -152,6 +191,7 @@ class BoostExplorer(Explorer):
     full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
     freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
     compare = Enum(COMPARED, "none").tag(label="compare with")
+    beside = Enum(COMPARED, "none").tag(label="and its steps with")
 
     def compute(self) -> None:
         """Both configurations, resolved."""
@@ -162,6 +202,7 @@ class BoostExplorer(Explorer):
         self.this = effect(self.boost, trained, "O2" if (self.level, trained) == ("O2", "O1") else "")
         self.other = effect(preset(self.compare), self.compare)
         self.stages = _stages()
+        self.rows = [first_steps(self.beside), first_steps(self.compare)]
         rows = ((name, accuracy(name)) for name in COMPARED)
         self.field = [(n, 1 / relative_time(n), tuple(row["accuracy_percent"])) for n, row in rows if row]
 
@@ -170,8 +211,9 @@ class BoostExplorer(Explorer):
         return (*(SWITCHES if self.mode != "manual" else ()), *frozen)
 
     def compare_with(self, name: str) -> None:
-        """Compare with another of the measured configurations."""
-        self.set(compare=name)
+        """Compare with another of the measured configurations, and its steps with those of the one before."""
+        if name != self.compare:
+            self.set(beside=self.compare, compare=name)
 
     def _follow_mode(self) -> None:
         """A new mode brings its own freezing: the controls show it, unless they were moved in the same change."""
@@ -218,7 +260,13 @@ class BoostExplorer(Explorer):
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
         if ticked:
             text += f" Read in mode manual only: {', '.join(ticked)}."
-        return text + "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
+        text += "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
+        told = (
+            f"{CYCLE} steps of {r.name} take the time of {r.total:.1f} without boost, and BatchNorms take "
+            f"{r.parts[0, 1] / r.parts[0].sum():.0%} of a full one"
+            for r in self.rows
+        )
+        return f"{text} {'; '.join(dict.fromkeys(told))}."
 
     def _accuracy_text(self) -> str:
         row = accuracy(self.this.trained) if self.this.trained else None

@@ -88,15 +88,19 @@ class OwnExperimentExplorer(Explorer):
 
     controls = ("network", *(f"cell_{i}" for i in range(len(CELLS))), "recorded_seeds", "seeds")
     controls = (*controls, "one", "other", "seed", "step")
+    gestures = ("choose",)
+    labels = tuple(CELLS)
     actions = {"Run": "run", "Stop": "stop", "Show recorded runs": "show_recorded"}
-    network = Enum(list(NETWORKS), "perceptron").tag(label="network of your runs")
-    cell_0, cell_1, cell_2, cell_3, cell_4, cell_5, cell_6, cell_7 = (Bool(True).tag(label=name) for name in CELLS)
-    recorded_seeds = Int(10, min=1, max=10).tag(label="seeds of the recorded runs", unit="runs a cell")
-    seeds = Int(5, min=1, max=10).tag(label="seeds of your runs", unit="runs a cell")
-    one = Enum(list(CELLS), "float32").tag(label="compare the run of")
-    other = Enum(list(CELLS), "fp16 O2, scaled").tag(label="with the run of")
-    seed = Int(0, min=0, max=9).tag(label="from seed", unit="number")
-    step = Int(1, min=1, max=144).tag(label="step", unit="number")
+    network = Enum(list(NETWORKS), "perceptron").tag(label="network")
+    cell_0, cell_1, cell_2, cell_3, cell_4, cell_5, cell_6, cell_7 = (
+        Bool(True).tag(label=name, hidden=True) for name in CELLS
+    )
+    recorded_seeds = Int(10, min=1, max=10).tag(label="recorded seeds")
+    seeds = Int(5, min=1, max=10).tag(label="your seeds")
+    one = Enum(list(CELLS), "float32").tag(label="compare")
+    other = Enum(list(CELLS), "fp16 O2, scaled").tag(label="with")
+    seed = Int(0, min=0, max=9).tag(label="seed")
+    step = Int(1, min=1, max=144).tag(label="step")
 
     def __init__(self, run: Any = None, **params: object) -> None:
         self._own_run = run
@@ -110,6 +114,11 @@ class OwnExperimentExplorer(Explorer):
         """The cells that are ticked."""
         return {name: cell for i, (name, cell) in enumerate(CELLS.items()) if getattr(self, f"cell_{i}")}
 
+    def choose(self, number: int) -> None:
+        """Choose a cell, or leave it out; the last of its kind stays."""
+        name = f"cell_{int(number)}"
+        self.set(**{name: not getattr(self, name)})
+
     def compute(self) -> None:
         if "float32" not in self.chosen or len(self.chosen) < 2:
             raise ValueError("choose float32, with which the others are compared, and at least one other cell")
@@ -121,7 +130,7 @@ class OwnExperimentExplorer(Explorer):
         return self.results or recorded_seeds(self.recorded_seeds)
 
     def idle(self) -> tuple[str, ...]:
-        return () if self.results is None else ("recorded_seeds",)
+        return ("show_recorded",) if self.results is None else ("recorded_seeds",)
 
     def _read(self) -> None:
         """The rows and the two losses on screen, from the results at hand."""

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def boost_scene(data: BoostExplorer) -> Scene:
-    """Left: speed-up and accuracy of every measured configuration. Right: how often each stage stands still."""
-    scene = Scene(height=430, width=980, cols=(1.25, 1))
+    """Speed-up and accuracy of every measured configuration; how often each stage stands still; below, two of them
+    step by step.
+    """
+    scene = Scene(height=590, width=980, rows=(410, 180), cols=(1.25, 1))
     every = [v for _, _, runs in data.field for v in runs]
     low, high = np.floor(min(every)) - 0.5, np.ceil(max(every)) + 0.5
     right = max(1.4, data.this.speedup + 0.1)
@@ -53,7 +55,39 @@ def boost_scene(data: BoostExplorer) -> Scene:
     panel.rule("x", data.this.speedup, "own", width=1.8)
     panel.text(f"this: {data.this.speedup:.2f}", data.this.speedup, high, color="own", valign="top", dx=36, halo=True)
     _frozen_stages(scene, data)
+    _steps(scene, data)
     return scene
+
+
+BLOCKS = {  # role, hatch and name of each part of a step
+    "forward": ("zero/0.6", False, "forward"),
+    "batch_norm": ("subnormal/0.9", True, "batch norm"),
+    "backward": ("reference/0.55", False, "backward"),
+    "update": ("normal/0.8", False, "update"),
+}
+
+
+def _steps(scene: Scene, data: BoostExplorer) -> None:
+    """The first steps of two configurations: each begins where one without boost would; a frame is what it lacks."""
+    count = len(data.rows[0].indices)
+    x = linear("step, as wide as one without boost", 0, count + 2.6)
+    x |= {"ticks": [[v, str(v)] for v in range(0, count + 1, 3)]}
+    y = names([row.name for row in data.rows], down=True)
+    panel = scene.panel(1, 0, colspan=2, title="two of them, step by step: click two squares above", x=x, y=y)
+    starts = np.tile(np.arange(count), 2)
+    rows = np.repeat([0, 1], count)
+    done = np.zeros(2 * count)
+    parts = np.concatenate([row.parts for row in data.rows])
+    for k, (fill, hatch, name) in enumerate(BLOCKS.values()):
+        ends = (starts + done, rows - 0.32, starts + done + parts[:, k], rows + 0.32)
+        panel.boxes(*ends, fill=fill, edge="paper", width=1, hatch=hatch or None, label=name)
+        done += parts[:, k]
+    gone = np.flatnonzero(done < 0.985)
+    if len(gone):
+        ends = ((starts + done)[gone], rows[gone] - 0.32, starts[gone] + 1, rows[gone] + 0.32)
+        panel.boxes(*ends, edge="overflow", dash="3 2", width=1, label="removed")
+    for k, row in enumerate(data.rows):
+        panel.text(f"{count} take {row.total:.1f}", count + 0.15, k, anchor="start", weight="bold")
 
 
 def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:

@@ -126,18 +126,23 @@ def _runs(results: Any, label: str, name: str) -> list[np.ndarray]:
 
 
 def own_experiment_scene(data: Any) -> Scene:
-    """Left: accuracy of every chosen cell as its runs arrive. Right: two of its runs, step by step."""
+    """Left: accuracy of every chosen cell as its runs arrive; a click on a row chooses it or leaves it out. Right: two
+    of the runs, step by step.
+    """
     scene = Scene(height=420, width=900, cols=(1.25, 1))
     steps = max((len(run) for run in data.losses), default=0)
     if steps:
         scene.play("step", "step", steps, every=80, first=1)
     shown = [v for row in data.rows for v in (*row.values, *row.interval)]
-    x, y = (
-        axis("accuracy on the test digits, percent", shown),
-        names([row.name for row in data.rows], down=True, bare=False),
-    )
-    left = scene.panel(title=data.title, x=x, y=y, pad=_beside([row.name for row in data.rows]))
-    intervals(left, [row.values for row in data.rows], [row.interval for row in data.rows])
+    rows = {row.name: row for row in data.rows}
+    told = [f"{'☑' if name in rows else '☐'} {name}" for name in data.labels]
+    x, y = axis("accuracy on the test digits, percent", shown), names(told, down=True, bare=False)
+    left = scene.panel(title=data.title, x=x, y=y, pad=_beside(told))
+    every, none = np.arange(len(told)), (np.nan,) * 3
+    ends = [x["lo"]], every - 0.45, [x["hi"]], every + 0.45
+    left.boxes(*ends, pick="choose", keys=every.tolist(), names=told, quiet=True)
+    found = [rows.get(name) for name in data.labels]
+    intervals(left, [row.values if row else () for row in found], [row.interval if row else none for row in found])
     if data.rows and math.isfinite(data.rows[0].interval[1]):
         left.rule("x", data.rows[0].interval[1], "reference", dash=":")
     top = max((float(np.nanmax(run)) for run in data.losses if len(run)), default=2.5)
