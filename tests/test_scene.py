@@ -218,8 +218,7 @@ def test_page_and_stored_picture_show_the_same(show, name):
         boxes = [_extent(shape, drawn) for shape in shapes]
         assert np.allclose(_hull(tab.evaluate(BOXES)), _hull(boxes), atol=2)
     assert tab.locator(".mpk-stage").bounding_box()["y"] < 60
-    rows = 4 if name.startswith("experiment") else 2  # an experiment has more to choose
-    assert tab.locator(".mpk-form").bounding_box()["height"] <= 27 * rows
+    assert tab.locator(".mpk-form").bounding_box()["height"] <= 54  # two rows
     for wide in (view.spec["width"] + 16, 816):  # and as narrow as the output of a cell in a window of 900 pixels
         tab.set_viewport_size({"width": wide, "height": 900})
         tab.wait_for_function(f"document.querySelector('.mpk-stage svg').clientWidth <= {wide}", polling=20)
