@@ -35,7 +35,7 @@ SWEEPS: dict[Any, dict[str, list[Any]]] = {
         "full_step_fraction": [0.0, 1.0, 0.7],
         "freeze_type": [0, 1],
         "compare": ["O1 tuned", "none"],
-        "beside": ["freezing", "none"],
+        "beside": ["freezing", "O1"],
         "less_bn": [True, False],
         "grad_freeze": [True, False],
         "adasum": [True, False],
@@ -72,7 +72,7 @@ def test_every_control_over_its_range_draws_and_reset_restores(make: Any) -> Non
     [
         (boost_view, {"mode": "tuned"}),
         (boost_view, {"compare": "freezing"}),
-        (boost_view, {"beside": "O1"}),
+        (boost_view, {"beside": "freezing"}),
         (freeze_view, {"step": 50}),
         (freeze_view, {"seed": 1}),
         (less_bn_view, {"network": "ResNet-50"}),

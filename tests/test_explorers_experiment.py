@@ -118,3 +118,18 @@ def test_the_view_draws_every_state():
     assert len(view.explorer.losses[1]) == 0
     assert np.isfinite(view.explorer.rows[0].interval[1])
     assert look(view)
+
+
+def test_a_view_answers_while_neither_of_the_two_runs_is_there():
+    """The first run that arrives may be of a third cell: then there is no step to show."""
+    view = own_experiment_view(run=fake, **only("float32", "fp16 O2", seeds=1))
+    view.ask({"one": "freezing"})
+    view.ask({"other": "centralized"})
+    view.explorer.run()
+    view.explorer.wait(60)
+    assert "index" not in view.spec
+    assert not view.state["busy"]
+    view.ask({"table": True})
+    assert [row["runs"] for row in view.rows] == [1, 1]
+    view.ask({"reset": True})
+    assert view.spec["index"]["count"] == 3

@@ -429,6 +429,17 @@ def test_every_handle_is_moved_by_keys_and_its_value_can_be_typed(show, name):
     assert {m["name"] for m in marks if not m.get("gesture")} <= typed
 
 
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_what_was_removed_slides_out_once(show, motion):
+    view = VIEWS["boost.boost"]()
+    tab = show(view, motion=motion)
+    moves = "[...document.querySelectorAll('.leaves')].map((e) => getComputedStyle(e).animationName)"
+    view.ask({"compare_with": "O1 tuned"})
+    for fresh in (True, False):  # drawn again, for whatever reason, nothing leaves again
+        tab.evaluate("(given) => models[0].put('spec', given)", plain(view.spec))
+        assert set(tab.evaluate(moves)) == ({"mpk-leave" if motion == "no-preference" else "none"} if fresh else set())
+
+
 def test_the_arrows_of_a_number_box_go_as_far_as_those_of_its_slider(show):
     tab = show(VIEWS["boost.freeze"]())
     box = tab.locator("[data-box=full_step_fraction]")

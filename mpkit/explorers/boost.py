@@ -184,14 +184,14 @@ class BoostExplorer(Explorer):
     controls = ("level", "mode", *SWITCHES, "full_step_fraction", "freeze_type", "compare", "beside")
     level = Enum(tuple(LEVELS), "O1").tag(label="boost_level")
     mode = Enum(MODES, "auto").tag(label="mode")
-    less_bn = Bool(False).tag(label="less_bn (read in mode manual)")
-    grad_freeze = Bool(False).tag(label="grad_freeze (read in mode manual)")
-    adasum = Bool(False).tag(label="adasum (read in mode manual)")
-    grad_accumulation = Bool(False).tag(label="grad_accumulation (read in mode manual)")
+    less_bn = Bool(False).tag(label="less_bn")
+    grad_freeze = Bool(False).tag(label="grad_freeze")
+    adasum = Bool(False).tag(label="adasum")
+    grad_accumulation = Bool(False).tag(label="grad_accumulation")
     full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
     freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
     compare = Enum(COMPARED, "none").tag(label="compare with")
-    beside = Enum(COMPARED, "none").tag(label="and its steps with")
+    beside = Enum(COMPARED, "O1").tag(label="its steps with")
 
     def compute(self) -> None:
         """Both configurations, resolved."""
@@ -202,7 +202,7 @@ class BoostExplorer(Explorer):
         self.this = effect(self.boost, trained, "O2" if (self.level, trained) == ("O2", "O1") else "")
         self.other = effect(preset(self.compare), self.compare)
         self.stages = _stages()
-        self.rows = [first_steps(self.beside), first_steps(self.compare)]
+        self.rows = [first_steps(name) for name in sorted((self.compare, self.beside), key=COMPARED.index)]
         rows = ((name, accuracy(name)) for name in COMPARED)
         self.field = [(n, 1 / relative_time(n), tuple(row["accuracy_percent"])) for n, row in rows if row]
 

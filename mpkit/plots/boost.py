@@ -26,20 +26,36 @@ def boost_scene(data: BoostExplorer) -> Scene:
     scene = Scene(height=590, width=980, rows=(410, 180), cols=(1.25, 1))
     every = [v for _, _, runs in data.field for v in runs]
     low, high = np.floor(min(every)) - 0.5, np.ceil(max(every)) + 0.5
-    right = max(1.4, data.this.speedup + 0.1)
-    x = linear("speed-up against no boost", 0.96, right, 5)
+    this = data.this.speedup
+    x = linear("speed-up against no boost", 0.96, max(1.4, this + 0.1), 5)
     panel = scene.panel(title="speed against accuracy", x=x, y=linear("accuracy on the digits, %", low, high, 6))
     for name, promise in data.promised.items():
+        side = -9 if 0 < this - promise < 0.03 else 9  # away from the line of this configuration
         panel.rule("x", promise, "muted", dash="--")
-        panel.text(f"{name} promised {promise:.2f}", promise, low, color="muted", rotate=90, dx=-9, dy=-64, halo=True)
-    at = {name: (speed, float(np.mean(runs))) for name, speed, runs in data.field}
-    for name, speed, runs in data.field:
-        mean, spread = float(np.mean(runs)), float(np.std(runs, ddof=1))
+        text = f"{name} promised {promise:.2f}"
+        panel.text(text, promise, low, color="muted", rotate=90, dx=side, dy=-64, halo=True)
+    _configurations(panel, data)
+    panel.rule("x", this, "own", width=1.8)
+    panel.text(f"this: {this:.2f}", this, high, color="own", valign="top", dx=36, halo=True)
+    _frozen_stages(scene, data)
+    _steps(scene, data)
+    return scene
+
+
+def _configurations(panel: Panel, data: BoostExplorer) -> None:
+    """Every measured one with its seeds, and its name on the side with more room; arrows lead to the tuned one."""
+    field = sorted(data.field, key=lambda one: one[1])
+    speeds = [speed for _, speed, _ in field]
+    at = {name: (speed, float(np.mean(runs))) for name, speed, runs in field}
+    for k, (name, speed, runs) in enumerate(field):
+        mean, spread = at[name][1], float(np.std(runs, ddof=1))
         color = "zero" if name == data.compare else "reference"
         panel.points(runs, [speed] * len(runs), "muted", size=2.5, label="one seed")
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, label="± one standard deviation")
         panel.points([mean], [speed], color, glyph="s", size=5.5, quiet=True)
-        panel.text(name, speed, mean, anchor="start", dx=8, dy=14, halo=True, color=color)
+        before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
+        anchor, dx = ("end", -8) if before else ("start", 8)
+        panel.text(name, speed, mean, anchor=anchor, dx=dx, dy=14, halo=True, color=color)
         panel.boxes(
             *([speed - 0.012], [mean - 0.4], [speed + 0.012], [mean + 0.4]),
             pick="compare_with",
@@ -47,16 +63,10 @@ def boost_scene(data: BoostExplorer) -> Scene:
             names=[f"compare with {name}"],
             quiet=True,
         )
-    steps = [at[name] for name in ("none", "O1", "O1 tuned")]
-    for (x0, y0), (x1, y1) in pairwise(steps):
+    for (x0, y0), (x1, y1) in pairwise(at[name] for name in ("none", "O1", "O1 tuned")):
         ends = np.array([[x0, x1], [y0, y1]])
         away = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * np.array([0.12, 0.88])
         panel.add("arrows", x0=away[0, :1], y0=away[1, :1], x1=away[0, 1:], y1=away[1, 1:], width=1.6)
-    panel.rule("x", data.this.speedup, "own", width=1.8)
-    panel.text(f"this: {data.this.speedup:.2f}", data.this.speedup, high, color="own", valign="top", dx=36, halo=True)
-    _frozen_stages(scene, data)
-    _steps(scene, data)
-    return scene
 
 
 BLOCKS = {  # role, hatch and name of each part of a step
@@ -85,7 +95,8 @@ def _steps(scene: Scene, data: BoostExplorer) -> None:
     gone = np.flatnonzero(done < 0.985)
     if len(gone):
         ends = ((starts + done)[gone], rows[gone] - 0.32, starts[gone] + 1, rows[gone] + 0.32)
-        panel.boxes(*ends, edge="overflow", dash="3 2", width=1, label="removed")
+        which = " and ".join(row.name for row in data.rows)
+        panel.boxes(*ends, edge="overflow", dash="3 2", width=1, label="removed", leaves=which)
     for k, row in enumerate(data.rows):
         panel.text(f"{count} take {row.total:.1f}", count + 0.15, k, anchor="start", weight="bold")
 

@@ -150,7 +150,10 @@ class Panel:
             self.marks[-1]["fields"] = [pack(v) for v in values]
 
     def boxes(self, x0: Any, y0: Any, x1: Any, y1: Any, **look: object) -> None:
-        """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key."""
+        """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key.
+
+        What stood in them slides out when the text `leaves` is a new one.
+        """
         self.add("boxes", x0=x0, y0=y0, x1=x1, y1=y1, **look)
 
     def bars(self, values: Any, at: Any = None, **look: object) -> None:

@@ -41,7 +41,6 @@ const paint = (c) => {
 	return share ? `color-mix(in srgb, ${base} ${100 * share}%, var(--mk-paper))` : base;
 };
 const DASH = { "--": "7 4", ":": "1.5 3", "-.": "7 3 1.5 3" };
-const dash = (d) => DASH[d] ?? d;
 const GLYPH = {
 	o: (r) => `m${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`,
 	x: (r) => `m${-r} ${-r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
@@ -87,7 +86,7 @@ function glyphs(p, m, to, every = 1) {
 }
 
 const path = (g, m, kind, given = {}) => {
-	const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": dash(m.dash), ...given });
+	const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": DASH[m.dash] ?? m.dash, ...given });
 	if (kind !== "line") node.style.fill = paint(at(m.fill ?? m.color, 0));
 	if (kind !== "band") node.style.stroke = paint(at(m.color ?? "none", 0));
 	return node;
@@ -123,12 +122,13 @@ const DRAW = {
 	},
 	boxes(g, p, m, act) {
 		const n = length(m), groups = new Map(), alone = m.radius || m.pick;
+		const kind = m.leaves && act.left !== (act.left = m.leaves) ? "box leaves" : "box";
 		const outline = (k) => { const [a, b, c, e] = [p.X(at(m.x0, k)), p.Y(at(m.y0, k)), p.X(at(m.x1, k)), p.Y(at(m.y1, k))].map(px); return `M${a} ${b}H${c}V${e}H${a}z`; };
 		for (let k = 0; k < n; k++) {
 			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
 			if (!groups.has(key)) {
 				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
-				groups.set(key, { box: path(g, look, "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
+				groups.set(key, { box: path(g, look, kind), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
 			}
 			groups.get(key).items.push(k);
 			if (m.pick && p.real) act.pick(m, k, outline(k));
@@ -440,8 +440,8 @@ function render({ model, el }) {
 		const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
 		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top, p.top, p.bottom);
 		h.value = v;
-		const root = m.stem ? (across ? { x1: p.X(own(0)), x2: x, y1: y, y2: y } : { x1: x, x2: x, y1: p.Y(own(0)), y2: y }) : { x1: x, x2: x, y1: y, y2: y };
-		for (const line of [reach, bar]) set(line, free ? root : across ? { x1: x, x2: x, y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right, y1: y, y2: y });
+		const ends = free ? m.stem && (across ? { x1: p.X(own(0)) } : { y1: p.Y(own(0)) }) : across ? { y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right };
+		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
 		set(grip, { cx: px(x), cy: px(y) });
 		note.textContent = m.note ?? "";
 		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y - 6, "text-anchor": "end" });
@@ -494,7 +494,6 @@ function render({ model, el }) {
 		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
 	});
 	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; settle(); draw(); } });
-	on(over, "pointerleave", unhover);
 
 	// ---- reading values: by pointer or arrow keys
 	function hover(p, x, y) {
@@ -518,7 +517,7 @@ function render({ model, el }) {
 		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
 		status.textContent = tip.innerText.replaceAll("\n", ", ");
 	});
-	on(over, "blur", unhover);
+	on(over, "blur pointerleave", unhover);
 
 	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
 	function drawForm() {

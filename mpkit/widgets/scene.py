@@ -85,10 +85,9 @@ class View(_Widget):
             if key != self._drawn or self._step is None:
                 self._drawn, spec = key, self.scene(self.explorer).spec()
                 self.kept, self.spec = spec.pop("kept"), spec
-            if self._step:
-                self.index = min(state[self._step] - self._first, self.spec["index"]["count"] - 1)
-            elif "index" in self.spec:
-                self.index = min(self.index or 10**9, self.spec["index"]["count"] - 1)
+            if "index" in self.spec:  # a step is shown, of an explorer's control or of the page alone
+                wanted = state[self._step] - self._first if self._step else self.index or math.inf
+                self.index = min(wanted, self.spec["index"]["count"] - 1)
             extra = {"busy": self.explorer.busy, "progress": self.explorer.progress, "idle": list(self.explorer.idle())}
             extra["tokens"] = {name: self._token(self.explorer, name) for name in ("", *self.explorer.ahead)}
             words = {k: str(v) if hasattr(self.explorer.traits()[k], "values") else v for k, v in state.items()}
