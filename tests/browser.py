@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from forked_kernels import offered
-from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
-from support import ROOT, SECOND_TRY
+from support import ROOT
 
 # labs have no views; what they print is tested without a browser
 NOTEBOOKS = sorted(p.name for p in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -354,20 +353,10 @@ def by_name(cell, name):
     return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
 
 
-def visit(lab: Lab, context: Any, notebook: str, record: Callable[[str, object], None], following: str = "") -> None:
+def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
     """Open a notebook, run it, use every control, and assert that all of it works; the kernel of the one that follows
     starts meanwhile.
-
-    A failure counts when it comes twice; the first one is recorded, and the summary of the test run names it.
     """
-    try:
-        _visit(lab, context, notebook, following)
-    except (AssertionError, PlaywrightError) as first:
-        record(SECOND_TRY, f"{notebook}: {(str(first) or repr(first)).splitlines()[0]}")
-        _visit(lab, context, notebook)
-
-
-def _visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
     page = Page(lab, context, notebook)
     try:
         page.run_all()

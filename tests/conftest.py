@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from forked_kernels import offered
-from support import SECOND_TRY
 from without_packages import is_missing, stand_in
 
 collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
@@ -17,8 +16,9 @@ collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the sam
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
 JUPYTER_SIDE = (
     *("browser", "test_browser*", "test_check", "test_drawing", "test_environment", "test_explorers_*"),
-    *("test_forked_kernels", "test_labs", "test_net", "test_notebooks", "test_other_machines", "test_sandbox"),
-    *("test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*", "test_wrong_input"),
+    *("test_forked_kernels", "test_labs", "test_net", "test_notebooks", "test_other_machines", "test_pressed*"),
+    *("test_sandbox", "test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*"),
+    "test_wrong_input",
 )
 collect_ignore_glob = [] if find_spec("jupyterlab") else [f"{name}.py" for name in JUPYTER_SIDE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
@@ -92,15 +92,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what torch and ten thousand tests consist of stays; a collection need not look at it each time
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Name every browser test that failed once, or a flaw that comes and goes would hide behind its second try."""
-    reports = [
-        report for group in terminalreporter.stats.values() for report in group if hasattr(report, "user_properties")
-    ]
-    tries = [text for report in reports for name, text in report.user_properties if name == SECOND_TRY]
-    if tries:
-        terminalreporter.section("browser tests that failed once", sep="-", yellow=True)
-        terminalreporter.write_line("\n".join(sorted(set(tries))))
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    """(manager, client) of a kernel in an empty folder, with ONLY_HERE in its environment."""
+    from jupyter_client.manager import start_new_kernel
+
+    if not (folders := offered()):
+        pytest.skip("processes cannot be forked here")
+    monkeypatch.setenv("JUPYTER_PATH", folders["JUPYTER_PATH"])
+    monkeypatch.setenv("ONLY_HERE", "seen")
+    manager, client = start_new_kernel(startup_timeout=60, cwd=str(tmp_path))
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SECOND_TRY = "needed a second try"  # what a browser test records when it failed once
 GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
 
 
@@ -92,3 +91,23 @@ def again(thing: Any, how: str, fresh: Callable[[], Any]) -> Any:
     buffer.seek(0)
     other.load_state_dict(torch.load(buffer, weights_only=True))
     return other
+
+
+def answer(client: Any, code: str) -> str:
+    """What a kernel prints, returns, or the name of what it raises, when it runs `code`."""
+    found = []
+    client.execute_interactive(
+        code,
+        allow_stdin=False,
+        timeout=120,
+        output_hook=lambda m: (
+            found.append(m["content"]) if m["msg_type"] in ("stream", "execute_result", "error") else 0
+        ),
+    )
+    return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
+
+
+def printed(client: Any, text: str) -> None:
+    """Return when the code that a kernel runs has printed `text`."""
+    while text not in str(client.get_iopub_msg(timeout=120)["content"].get("text")):
+        pass

@@ -10,5 +10,5 @@ OWN = NOTEBOOKS[1::2]
 
 
 @pytest.mark.parametrize(("notebook", "following"), list(zip(OWN, [*OWN[1:], ""])), ids=OWN)
-def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, following, record_property):
-    visit(lab, context, notebook, record_property, following)
+def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, following):
+    visit(lab, context, notebook, following)

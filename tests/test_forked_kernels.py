@@ -7,33 +7,9 @@ import time
 
 import pytest
 from forked_kernels import FOLDER, alive, offered
-from jupyter_client.manager import start_new_kernel
-from support import ROOT
+from support import ROOT, answer, printed
 
 pytestmark = pytest.mark.skipif(not offered(), reason="processes cannot be forked here")
-
-
-@pytest.fixture
-def kernel(monkeypatch, tmp_path):
-    monkeypatch.setenv("JUPYTER_PATH", offered()["JUPYTER_PATH"])
-    monkeypatch.setenv("ONLY_HERE", "seen")
-    manager, client = start_new_kernel(startup_timeout=60, cwd=str(tmp_path))
-    yield manager, client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
-
-
-def answer(client, code):
-    found = []
-    client.execute_interactive(
-        code,
-        allow_stdin=False,
-        timeout=30,
-        output_hook=lambda m: (
-            found.append(m["content"]) if m["msg_type"] in ("stream", "execute_result", "error") else 0
-        ),
-    )
-    return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
 
 
 def test_it_is_a_fresh_process_in_the_folder_and_environment_of_its_asker(kernel, tmp_path):
@@ -51,8 +27,8 @@ def test_it_is_a_fresh_process_in_the_folder_and_environment_of_its_asker(kernel
 def test_it_can_be_interrupted_and_ends_with_its_asker(kernel):
     manager, client = kernel
     process = int(answer(client, "import os; os.getpid()"))
-    client.execute("import time; time.sleep(60)")
-    time.sleep(0.5)
+    client.execute("import time; print('begun', flush=True); time.sleep(600)")
+    printed(client, "begun")
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=30)["content"]["ename"] == "KeyboardInterrupt"
     manager.provisioner.process.kill()

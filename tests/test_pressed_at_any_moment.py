@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from support import answer, printed
 
+import mpkit
 from mpkit.explorers.scaling import LiveExplorer, SteeredScaler
 from mpkit.explorers.start import StartExplorer, train_step
 from mpkit.policies import ScalePolicy
-from mpkit.widgets.scaling import live_view
+from mpkit.widgets.formats import bits_view
+from mpkit.widgets.scaling import dynamics_view, live_view
 from mpkit.widgets.start import start_view
 
+HOME = str(Path(mpkit.__file__).parent)
 MAKERS = {"start": start_view, "live": live_view}
 
 
@@ -162,3 +169,85 @@ def test_a_training_that_fails_can_be_started_again(monkeypatch):
     live.wait(60)
     assert live.message == ""
     assert len(live.run.losses) == 2
+
+
+# --- the kernel is interrupted, or started again
+
+
+def lines_of(call, at=0):
+    """Run `call` and count its lines in mpkit; before line number `at` comes an interrupt, as Ctrl-C brings it."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(HOME):
+            return None
+        count += event == "line"
+        if event == "line" and count == at:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values"),
+    [(bits_view, "number", ("3", "7")), (dynamics_view, "scale_window", (60, 90)), (dynamics_view, "step", (90, 60))],
+    ids=["number", "window", "step"],
+)
+def test_an_interrupt_at_any_line_leaves_parameters_results_and_picture_of_one_moment(make, name, values):
+    view, calm = make(), make()
+    count = lines_of(lambda: calm.ask({name: values[0]}))
+    for at in random.Random(0).sample(range(1, count), min(40, count - 1)):
+        with contextlib.suppress(KeyboardInterrupt):
+            lines_of(lambda: view.ask({name: values[0]}), at)
+        with view.explorer.lock:
+            calm.explorer.set(**view.explorer.state())
+        assert view.explorer.summary() == calm.explorer.summary()
+        view.ask({name: values[1]})
+        calm.ask({name: values[1]})
+        assert (view.spec, view.kept, view.sentence) == (calm.spec, calm.kept, calm.sentence)
+
+
+SET_UP = """
+import time
+from mpkit.widgets.scaling import live_view
+view = live_view()
+explorer = view.explorer
+explorer.steps = 10**6
+"""
+TRAIN = """
+view.press("Train")
+while explorer.run is None or len(explorer.run.losses) < 3:
+    time.sleep(0.01)
+print("it trains", flush=True)
+"""
+
+
+def test_an_interrupted_cell_leaves_the_training_steerable_and_a_restart_ends_it(kernel):
+    manager, client = kernel
+    assert answer(client, SET_UP) == ""
+    client.execute(TRAIN + "time.sleep(600)")
+    printed(client, "it trains")
+    manager.interrupt_kernel()
+    assert client.get_shell_msg(timeout=120)["content"]["ename"] == "KeyboardInterrupt"
+    assert answer(client, "view.ask({'scale_factor': 5}); print(explorer.busy, view.sentence[0])").startswith(
+        "True Set to factor 5"
+    )
+    losses = answer(client, "explorer.run.losses[:3]")
+    stopped = "view.press('Stop'); explorer.wait(120); print(explorer.busy, explorer.message)"
+    assert answer(client, stopped) == "False"
+    assert answer(client, "explorer.run = None" + TRAIN) == "it trains"  # pressed again, it begins anew
+    assert answer(client, "explorer.run.losses[:3]") == losses
+
+    manager.restart_kernel()  # while that training runs
+    client.wait_for_ready(timeout=120)
+    assert answer(client, "view") == "NameError"
+    assert answer(client, SET_UP + TRAIN) == "it trains"
+    assert answer(client, "explorer.run.losses[:3]") == losses
+    assert answer(client, stopped) == "False"

@@ -180,6 +180,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception]]] = [
     (lambda: s.WarmUpLR(0, 3), TypeError),
     (lambda: s.WarmUpLR(-0.1, 3), ValueError),
     (lambda: s.WarmUpLR(0.1, 0), ValueError),
+    (lambda: s.WarmUpLR(0.1, 2**63), ValueError),
     (lambda: s.warmup_lr(0.1, 9, 3, 1.0), TypeError),
     (lambda: s.piecewise_constant_lr([2, 1], [0.1, 0.2]), ValueError),
     (lambda: s.piecewise_constant_lr([2], [0.1, 0.2]), ValueError),
@@ -207,6 +208,7 @@ def test_what_the_reference_accepts_is_accepted():
     assert s.warmup_lr(0.0, 4, 2, 1) == [0.0] * 4
     assert s.polynomial_decay_lr(0.1, 0.0, 2, 1, 2, 1.0) == [0.1, 0.05]
     s.WarmUpLR(0.0, 3)
+    s.WarmUpLR(0.1, 2**63 - 1)
     s.CosineDecayLR(0.0, 0.1, 3)
     s.PolynomialDecayLR(0.1, 0.0, 3, 0.5)
     s.ExponentialDecayLR(0.1, 7.0, 3)  # a rate above 1 grows

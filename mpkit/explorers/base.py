@@ -99,6 +99,9 @@ class Explorer(HasTraits):
                 self._restore()
                 self.message = self._reason(error, params)
                 raise ValueError(self.message) from None
+            except BaseException:
+                self._interrupted()
+                raise
             finally:
                 self._quiet = False
 
@@ -174,13 +177,12 @@ class Explorer(HasTraits):
             try:
                 self._recompute()
             except (ValueError, TypeError) as error:
-                self._quiet = True
-                try:
-                    self._restore()
-                finally:
-                    self._quiet = False
+                self._restore()
                 self.message = str(error)
                 raise ValueError(self.message) from None
+            except BaseException:
+                self._interrupted()
+                raise
 
     def _recompute(self) -> None:
         self.compute()
@@ -189,9 +191,18 @@ class Explorer(HasTraits):
         self.revision += 1
 
     def _restore(self) -> None:
-        for name, value in self._good.items():
-            setattr(self, name, value)
+        quiet, self._quiet = self._quiet, True
+        try:
+            for name, value in self._good.items():
+                setattr(self, name, value)
+        finally:
+            self._quiet = quiet
         self.compute()
+
+    def _interrupted(self) -> None:
+        """The reader has interrupted the kernel: parameters and results fit each other again, and views draw them."""
+        self._restore()
+        self.revision += 1
 
     def _reason(self, error: Exception, params: Mapping[str, Any]) -> str:
         """traitlets speaks of traits and instances; the reader sees sliders."""

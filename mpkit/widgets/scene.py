@@ -83,8 +83,9 @@ class View(_Widget):
             state = self.explorer.state()
             key = [v for k, v in state.items() if k != self._step], self.explorer.changes
             if key != self._drawn or self._step is None:
-                self._drawn, spec = key, self.scene(self.explorer).spec()
+                self._drawn, spec = None, self.scene(self.explorer).spec()
                 self.kept, self.spec = spec.pop("kept"), spec
+                self._drawn = key  # now, not before: an interrupt between the two would leave the picture old
             if "index" in self.spec:  # a step is shown, of an explorer's control or of the page alone
                 wanted = state[self._step] - self._first if self._step else self.index or math.inf
                 self.index = min(wanted, self.spec["index"]["count"] - 1)
