@@ -54,14 +54,16 @@ OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) 
     .map((e) => e.getAttribute('alt') || e.getAttribute('aria-label') || ''),
 })).filter((cell) => cell.controls.length || cell.pictures.length)"""
 
-# Everything a reader sees of a cell's view (pictures, status line, table), as one short hash; when a key went down.
+# Everything a reader sees of a cell's view (pictures, status line, table, the bar of what is done), as one short hash;
+# when a key went down.
 SIGHT = """addEventListener('keydown', (event) => { window.__pressed = event.timeStamp; }, true);
 window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
   const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
-  const text = [all('img', (e) => e.src), drawn, words('[role=status]'), words('table')].join('#');
+  const bar = all('progress', (e) => e.style.visibility + e.value);
+  const text = [all('img', (e) => e.src), drawn, bar, words('[role=status]'), words('table')].join('#');
   let hash = 2166136261;
   for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
   return text.length + ':' + (hash >>> 0);
@@ -81,9 +83,9 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
       window.__pending.delete(msg.parent_header.msg_id);
   }); }"""
 
-# Whether the kernel, or a view of the cell, has something under way.
-AT_WORK = """window.__atWork = (index) => window.__pending.size > 0
-  || !!document.querySelectorAll('.jp-Cell')[index].querySelector('.mpk[aria-busy=true]');"""
+# Whether the kernel, a view of the cell, or what one of its buttons started is under way.
+AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
+  .querySelector('.mpk[aria-busy=true], .mpk progress[style*="visible"]');"""
 LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
 
 # Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
@@ -403,7 +405,7 @@ def use(page, cell):
             poke(page, index, sliders[-1])  # so that there is something to undo
             page.settled(index)
         starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
-        delay = poke(page, index, control, patience=3 if starts else 0.25)  # the kernel is done before the work is
+        delay = poke(page, index, control, patience=3 if starts else 0.25)
         if delay is None and not page.explains(index):
             dead.append(control["name"] or control["kind"])
         elif control["kind"] == "slider" and delay is not None:
