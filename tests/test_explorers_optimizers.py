@@ -22,9 +22,14 @@ from mpkit.explorers.optimizers import (
 from mpkit.formats import BF16, FP16, FP32
 from mpkit.optimizers import Adam
 from mpkit.schedules import CosineDecayLR, WarmUpLR
-from mpkit.widgets.optimizers import adam_state_view, loss_scale_view, schedules_view
+from mpkit.widgets.optimizers import adam_state_view, decay_view, loss_scale_view, schedules_view
 
-VIEWS = {"schedules": schedules_view, "adam_state": adam_state_view, "loss_scale": loss_scale_view}
+VIEWS = {
+    "schedules": schedules_view,
+    "adam_state": adam_state_view,
+    "loss_scale": loss_scale_view,
+    "decay": decay_view,
+}
 
 
 @pytest.fixture(params=VIEWS)

@@ -19,7 +19,7 @@ from mpkit.explorers.boost import CentralizeExplorer, FreezeExplorer, LessBNExpl
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
 from mpkit.explorers.formats import BitsExplorer, GradientsExplorer, RangesExplorer
 from mpkit.explorers.formats import recorded as digits_trace
-from mpkit.explorers.optimizers import AdamStateExplorer, LossScaleExplorer, SchedulesExplorer
+from mpkit.explorers.optimizers import PLACES, AdamStateExplorer, DecayExplorer, LossScaleExplorer, SchedulesExplorer
 from mpkit.explorers.rounding import ModesExplorer, UpdatesExplorer
 from mpkit.explorers.scaling import DynamicsExplorer, recorded
 from mpkit.explorers.start import StartExplorer
@@ -226,6 +226,30 @@ def test_schedules():
         for i, (got, right) in enumerate(zip(told, want)):
             if i != 1 or not m.is_stair:
                 assert got == pytest.approx(right, rel=6e-3, abs=1e-8), (i, m.state())
+
+
+def test_weight_decay():
+    """Each optimizer's formula in float64, one weight."""
+    for m in (one for place in PLACES for one in swept(DecayExplorer(place=place), place=())):
+        named = "gamma" in m.parameter or "beta" in m.parameter
+        told = read(r": (.+)\. With .* becomes (\S+) in SGD, (\S+) in Adam, (\S+) in AdamWeightDecay after (\d+) st", m)
+        reached = m.place == "in a group" or (m.place == "no groups" and not named)
+        trained = m.place != PLACES[3]
+        said = "weight decay reaches it" if reached else "weight decay does not reach it"
+        assert told[0] == (said if trained else "it is not trained")
+        rate, decay, w, adam, apart = m.learning_rate, m.weight_decay * reached, [1.0] * 3, [0.0, 0.0], [0.0, 0.0]
+        for i in range(1, 1 + m.step * trained):
+            g = m.size * (-1) ** i
+            full = g + decay * w[1]
+            adam = [0.9 * adam[0] + 0.1 * full, 0.999 * adam[1] + 0.001 * full**2]
+            apart = [0.9 * apart[0] + 0.1 * g, 0.999 * apart[1] + 0.001 * g**2]
+            size = math.sqrt(1 - 0.999**i) / (1 - 0.9**i)
+            w = [
+                w[0] - rate * (g + decay * w[0]),
+                w[1] - rate * size * adam[0] / (math.sqrt(adam[1]) + 1e-8),
+                w[2] - rate * (apart[0] / (math.sqrt(apart[1]) + 1e-6) + decay * w[2]),
+            ]
+        assert [float(v) for v in told[1:]] == pytest.approx([*w, m.step], abs=0.0051), m.state()
 
 
 def test_the_rest():

@@ -17,6 +17,8 @@ from mpkit.explorers.evidence import NaiveRuleExplorer as NaiveRule
 from mpkit.explorers.evidence import RunExplorer as Recorded
 from mpkit.explorers.evidence import WhatIfExplorer as WhatIf
 from mpkit.explorers.group_scale import GroupScaleExplorer as Group
+from mpkit.explorers.optimizers import PLACES
+from mpkit.explorers.optimizers import DecayExplorer as Decay
 from mpkit.explorers.optimizers import SchedulesExplorer as Schedules
 from mpkit.explorers.own_experiment import OwnExperimentExplorer as Own
 from mpkit.explorers.recipes import AmaxExplorer as Amax
@@ -200,6 +202,28 @@ TABLE: Table = {
         ("is polynomial with power 1 a line?", Schedules, {"power": 1.0, "step": 30}, None, r"polynomial 0\.05\."),
         ("what comes after the last step?", Schedules, {"step": 199}, None, "cosine 0, polynomial 0"),
         ("does inverse ever reach 0?", Schedules, {"step": 199}, None, r"inverse 0\.0376"),
+        ("are biases decayed?", Decay, {"parameter": "fc.bias"}, None, "groups: weight decay reaches it"),
+        ("is the scale of a norm?", Decay, {"parameter": "bn.gamma"}, None, "groups: weight decay does not reach it"),
+        ("also if it is in a group?", Decay, {"parameter": "bn.gamma", "place": PLACES[1]}, None, "group: .* reaches"),
+        (
+            "how do I spare a bias?",
+            Decay,
+            {"parameter": "fc.bias", "place": PLACES[2]},
+            None,
+            r"not reach.* 1\.00 in S",
+        ),
+        (
+            "what if no group names it?",
+            Decay,
+            {"place": PLACES[3]},
+            None,
+            r"not trained.* 1\.00 in SGD, 1\.00 in Adam,",
+        ),
+        ("do small gradients slow the decay?", Decay, {"size": 1e-3}, None, r"0\.02 in Adam, 0\.88 in AdamWeightDecay"),
+        ("and large ones?", Decay, {"size": 10.0}, None, r" 1\.00 in Adam, 0\.88 in AdamWeightDecay"),
+        ("does twice the weight_decay take twice as much?", Decay, {"weight_decay": 0.2}, None, r" 0\.67 in SGD"),
+        ("does a larger rate decay faster?", Decay, {"learning_rate": 0.03}, None, r" 0\.5\d in SGD"),
+        ("is there decay at a rate of 0?", Decay, {"learning_rate": 0.0}, None, r" 1\.00 in SGD, 1\.00 in Adam, 1\.00"),
     ],
 }
 
@@ -207,7 +231,7 @@ CASES, NAMES = cases(TABLE)
 
 
 def test_there_are_ten_questions_for_every_lesson():
-    assert Counter(name[:2] for name in NAMES) == dict.fromkeys(TABLE, 10)
+    assert Counter(name[:2] for name in NAMES) == dict.fromkeys(TABLE, 10) | {"21": 20}  # on schedules, and on decay
     assert len(set(NAMES)) == len(NAMES)
 
 

@@ -1,10 +1,10 @@
-"""Learning-rate schedules side by side, Adam with a narrow state, and a static loss scale, divided out or not."""
+"""Schedules side by side, Adam with a narrow state, weight decay, and a static loss scale, divided out or not."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -191,17 +191,83 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
     }
 
 
-def decayed_weights(size: float, steps: int = 200) -> dict[str, float]:
-    """Where a weight of 1 ends when its gradients alternate, +size and -size, with weight decay 0.1 and lr 0.01."""
-    ends = {}
-    for name, make in (("SGD", SGD), ("Adam", Adam), ("AdamWeightDecay", AdamWeightDecay)):
+# --- weight decay
+
+NAMES = ("fc.weight", "fc.bias", "bn.gamma", "bn.beta")
+PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "in no group of several")
+
+
+def _handed(place: str, name: str, weight: nn.Parameter) -> list[Any]:
+    """What the optimizer is given: the parameter with its name, alone or in a group, or a group that lacks it."""
+    if place == PLACES[0]:
+        return [(name, weight)]
+    if place == PLACES[3]:
+        return [{"params": [("another.weight", nn.Parameter(torch.ones(1)))]}]
+    return [{"params": [(name, weight)]} | ({"weight_decay": 0.0} if place == PLACES[2] else {})]
+
+
+@lru_cache(maxsize=64)
+def decay_curves(
+    size: float, rate: float = 0.01, decay: float = 0.1, name: str = NAMES[0], place: str = PLACES[0], steps: int = 200
+) -> dict[str, list[float]]:
+    """A weight of 1 before each step and after the last, while its gradients alternate, -size and +size.
+
+    Args:
+        size:   of the gradients (>= 0).
+        rate:   learning rate; `decay` the weight_decay of the optimizer.
+        name:   of the parameter; `place`, one of `PLACES`, how the optimizer gets it.
+    Returns:  SGD, Adam, AdamWeightDecay -> steps + 1 values.
+    """
+    curves = {}
+    for kind in (SGD, Adam, AdamWeightDecay):
         weight = nn.Parameter(torch.ones(1))
-        optimizer = make([weight], 0.01, weight_decay=0.1)
+        optimizer = kind(_handed(place, name, weight), rate, weight_decay=decay)
+        seen = [1.0]
         for step in range(steps):
             weight.grad = torch.tensor([size if step % 2 else -size])
             optimizer.step()
-        ends[name] = float(weight.detach())
-    return ends
+            seen.append(weight.item())
+        curves[kind.__name__] = seen
+    return curves
+
+
+def decayed_weights(size: float, steps: int = 200) -> dict[str, float]:
+    """Where a weight of 1 ends when its gradients alternate, with weight decay 0.1 and learning rate 0.01."""
+    return {name: seen[-1] for name, seen in decay_curves(size, steps=steps).items()}
+
+
+class DecayExplorer(Explorer):
+    """The weight decay of three optimizers at work on one weight, by its name and by how the optimizer got it.
+
+    After `compute`: `curves`, as `decay_curves` gives them; `reach`, what the optimizer does with this parameter.
+    """
+
+    controls = ("parameter", "place", "size", "learning_rate", "weight_decay", "step")
+    parameter = Enum(NAMES, NAMES[0]).tag(label="parameter")
+    place = Enum(PLACES, PLACES[0]).tag(label="handed over")
+    size = Float(0.1, min=1e-4, max=10.0).tag(label="size of its gradients", scale="log10", step=0.25)
+    learning_rate = Float(0.01, min=0.0, max=0.03).tag(label="learning rate", step=0.001)
+    weight_decay = Float(0.1, min=0.0, max=0.5).tag(label="weight_decay", step=0.01)
+    step = Int(STEPS, min=0, max=STEPS).tag(label="marked step")
+
+    def compute(self) -> None:
+        self.curves = decay_curves(self.size, self.learning_rate, self.weight_decay, self.parameter, self.place, STEPS)
+        probe = decay_curves(0.0, 0.1, 0.5, self.parameter, self.place, 1)["SGD"][-1]  # only decay can move it
+        self.reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
+        if self.place == PLACES[3]:
+            self.reach = "it is not trained"
+
+    def summary(self) -> str:
+        ends = ", ".join(f"{seen[self.step]:.2f} in {name}" for name, seen in self.curves.items())
+        return (
+            f"{self.parameter}, {self.place}: {self.reach}. With learning rate {self.learning_rate:.3g}, weight_decay "
+            f"{self.weight_decay:.3g} and gradients of +{self.size:.3g} and -{self.size:.3g} in turn, 1 becomes {ends} "
+            f"after {self.step} steps."
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        steps = sorted({self.step, *range(0, STEPS + 1, 40)})
+        return [{"step": k, **{name: f"{seen[k]:.2f}" for name, seen in self.curves.items()}} for k in steps]
 
 
 # --- the static loss scale, multiplied and divided in two places

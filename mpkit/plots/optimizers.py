@@ -1,4 +1,4 @@
-"""Scenes of lesson 07: schedules, Adam's step over the gradient, and the loss under two loss scales."""
+"""Scenes of the lessons 07 and 21: schedules, weight decay, Adam's first step, and the loss under two loss scales."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, power
 if TYPE_CHECKING:
     from mpkit.explorers.optimizers import (  # upward: the types of its arguments
         AdamStateExplorer,
+        DecayExplorer,
         LossScaleExplorer,
         SchedulesExplorer,
     )
@@ -27,6 +28,23 @@ def schedules_scene(data: SchedulesExplorer) -> Scene:
     for (name, rates), color, dash, glyph in zip(data.curves.items(), SERIES, DASHES, GLYPHS):
         panel.line(rates, color=color, dash=dash, width=1.8, label=name, tag=True)
         panel.points(rates, color=color, glyph=glyph, show="at", size=4.5)
+    panel.rule("x", "index", "muted", dash=":")
+    panel.handle("x", "step", data.step, 0, steps - 1, "marked step")
+    return scene
+
+
+def decay_scene(data: DecayExplorer) -> Scene:
+    """The weight under three optimizers, beside what decay alone would leave of it."""
+    scene, steps = Scene(height=380), len(data.curves["SGD"])
+    scene.play("step", "step", steps, every=80)
+    x, y = linear("step", 0, steps - 1, 8), linear("weight", -0.2, 1.4, 8)
+    title, room = f"{data.parameter}, {data.place}: {data.reach}", [28, 128, 42, 60]  # for the name AdamWeightDecay
+    panel = scene.panel(title=title, x=x, y=y, pad=room)
+    alone = (1 - data.learning_rate * data.weight_decay) ** np.arange(steps)
+    panel.line(alone, color="reference", dash=":", width=2.4, label="rate x decay off at each step")
+    for (name, seen), color, dash, glyph in zip(data.curves.items(), SERIES, DASHES, GLYPHS):
+        panel.line(seen, color=color, dash=dash, width=1.8, label=name, tag=True)
+        panel.points(seen, color=color, glyph=glyph, show="at", size=4.5)
     panel.rule("x", "index", "muted", dash=":")
     panel.handle("x", "step", data.step, 0, steps - 1, "marked step")
     return scene

@@ -1,15 +1,20 @@
-"""The widgets of the lesson on optimizers and schedules."""
+"""The widgets of the lessons on optimizers and on schedules."""
 
 from __future__ import annotations
 
-from mpkit.explorers.optimizers import AdamStateExplorer, LossScaleExplorer, SchedulesExplorer
-from mpkit.plots.optimizers import adam_state_scene, loss_scale_scene, schedules_scene
+from mpkit.explorers.optimizers import AdamStateExplorer, DecayExplorer, LossScaleExplorer, SchedulesExplorer
+from mpkit.plots.optimizers import adam_state_scene, decay_scene, loss_scale_scene, schedules_scene
 from mpkit.widgets.scene import View
 
 
 def schedules_view(**params: object) -> View:
     """Five schedules side by side with a common warm-up; parameters as `SchedulesExplorer`."""
     return View(SchedulesExplorer(**params), schedules_scene)
+
+
+def decay_view(**params: object) -> View:
+    """One weight under the weight decay of three optimizers; parameters as `DecayExplorer`."""
+    return View(DecayExplorer(**params), decay_scene)
 
 
 def adam_state_view(**params: object) -> View:
