@@ -42,8 +42,8 @@ VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
     "Python 3.13, newest": ("python3.13", ()),
 }
 ELSEWHERE = (  # tests that look at files, or start browsers, installations, clusters and notebooks of their own
-    *("browser", "browser_others", "environment", "experiment_clusters", "experiment_kills", "installed", "labs"),
-    *("layers", "net", "notebooks", "other_machines"),
+    *("browser", "environment", "experiment_clusters", "experiment_kills", "installed", "labs", "layers", "net"),
+    *("notebooks", "other_machines"),
 )
 IMPORTED = (
     *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),

@@ -5,13 +5,10 @@ import json
 import pytest
 from browser import NOTEBOOKS, Page, visit
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.browser  # all in one file: a second JupyterLab with its page would cost 20 s
 
 
-OWN = NOTEBOOKS[::2]
-
-
-@pytest.mark.parametrize(("notebook", "following"), list(zip(OWN, [*OWN[1:], ""])), ids=OWN)
+@pytest.mark.parametrize(("notebook", "following"), list(zip(NOTEBOOKS, [*NOTEBOOKS[1:], ""])), ids=NOTEBOOKS)
 def test_a_notebook_runs_and_its_controls_work_by_keyboard(lab, context, notebook, following):
     visit(lab, context, notebook, following)
 
