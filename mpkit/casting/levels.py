@@ -21,7 +21,7 @@ from mpkit.casting.marking import (
     refuse_scripted,
     settle,
 )
-from mpkit.casting.mode import Forward, mark, mark_of, running, unmark
+from mpkit.casting.mode import Decorated, Forward, mark, mark_of, running, unmark
 from mpkit.casting.products import drop_scales
 from mpkit.casting.table import MINDSPORE
 from mpkit.casting.targets import target_of
@@ -81,7 +81,7 @@ def auto_mixed_precision(
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
     if not isinstance(network, nn.Module):
-        return cast(Network, Forward(None, auto_lists(low), level=amp_level, inner=network))
+        return cast(Network, Decorated(None, auto_lists(low), level=amp_level, inner=network))
     MINDSPORE[amp_level].put(network, low)
     settle(network, amp_level)
     return network

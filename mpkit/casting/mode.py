@@ -335,10 +335,6 @@ class Forward:
         self.__dict__.update(state)
         know_methods(type(self.module))
 
-    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
-        """A function decorated in the body of a class is a method, as any other."""
-        return self if owner is None else MethodType(self, owner)
-
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self._plain(self.module)
@@ -351,6 +347,16 @@ class Forward:
         if name in _OF_A_FUNCTION and "inner" in self.__dict__:
             return getattr(self._plain(self.module), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class Decorated(Forward):
+    """A function decorated at a level; in the body of a class a method, as any other function.
+
+    The mark of a module has no `__get__`: it stands in the instance, where torch 2.11 would compile that all the same.
+    """
+
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
+        return self if owner is None else MethodType(self, owner)
 
 
 def _refuse_proxies(values: tuple[Any, ...]) -> None:
