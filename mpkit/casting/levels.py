@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mpkit.casting import operations as ops
+from mpkit.casting.forward import Decorated, Forward, mark, mark_of, unmark
 from mpkit.casting.lists import BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
 from mpkit.casting.marking import (
     auto_lists,
@@ -21,7 +22,7 @@ from mpkit.casting.marking import (
     refuse_scripted,
     settle,
 )
-from mpkit.casting.mode import Decorated, Forward, mark, mark_of, running, unmark
+from mpkit.casting.mode import running
 from mpkit.casting.products import drop_scales
 from mpkit.casting.table import MINDSPORE
 from mpkit.casting.targets import target_of

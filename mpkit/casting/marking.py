@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from mpkit.casting.forward import Forward, mark, mark_of
 from mpkit.casting.lists import AUTO_MADE_OF_WIDE, AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE
-from mpkit.casting.mode import Forward, mark, mark_of
 from mpkit.casting.rules import Rule, everything, operator_lists, protected, recurrent, white_operators
 from mpkit.casting.targets import Target
 

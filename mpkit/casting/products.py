@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.arguments import check_kind
 from mpkit.casting import operations as ops
+from mpkit.casting.forward import Forward, mark, mark_of
 from mpkit.casting.handlers import Caster, Handler, looks_inside
-from mpkit.casting.mode import CastMode, Forward, mark, mark_of
+from mpkit.casting.mode import CastMode
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.casting.rules import Rule
 from mpkit.casting.targets import Emulated
