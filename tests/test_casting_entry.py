@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import inspect
 import pickle
 import threading
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import (
@@ -222,6 +224,118 @@ def test_calls_at_the_level_and_modules_on_their_own_say_nothing(put: str) -> No
         past(lambda: network.encode(X))
     part = nn.Sequential(to_float(nn.Linear(4, 4), torch.float16))  # nothing around it has a level
     silent(lambda: part(X))
+
+
+class Projection(nn.Module):
+    """Its methods and a property compute with parameters alone, and call no module."""
+
+    penalty: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(4, 4))
+        self.more = nn.ParameterList([torch.rand(4, 4)])
+        self.inner = nn.Linear(4, 4)
+        self.uncertainty = nn.Parameter(torch.zeros(2))
+        self.register_buffer("anchor", torch.rand(4, 4))
+
+    @torch.no_grad()
+    def listed(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ w.T for w in self.more])
+
+    def tied(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.inner.weight)
+
+    @property
+    def scaled(self) -> Tensor:
+        return W @ self.weight
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.T)
+
+    def penalties(self) -> Tensor:
+        away = ((self.weight - self.anchor) ** 2).sum() + self.weight.norm()
+        return away + (self.weight.T @ self.weight - torch.eye(4)).abs().sum()
+
+    def loss(self, y: Tensor) -> Tensor:
+        return torch.exp(-self.uncertainty[0]) * F.mse_loss(y, torch.zeros_like(y)) + self.penalties()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tied(self.project(x)) + self.listed(x).sum() + self.scaled
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "project": lambda n: n.project(X),
+    "tied": lambda n: n.tied(X),
+    "listed": lambda n: n.listed(X),
+    "scaled": lambda n: n.scaled,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("put", [put for put in PUT if "part" not in put])
+def test_a_method_of_parameters_alone_that_passes_the_level_by_says_so(put: str, name: str) -> None:
+    call, plain = METHODS[name], Projection()
+    want = silent(lambda: call(plain))
+    network = Projection()
+    PUT[put](network)
+    for twin in (network, copy.deepcopy(network), copy.copy(network)):
+        with pytest.warns(UserWarning, match="within") as caught:
+            got = call(twin)
+        assert torch.equal(got, want)
+        assert {one.filename for one in caught} == {__file__}
+        assert f"Projection.{name} " in str(caught[0].message)
+        assert len(caught) == 1
+    silent(lambda: call(plain))
+    with within(network):
+        low = silent(lambda: call(network))
+    assert not torch.equal(low.float(), want)
+    remove_mixed_precision(network)
+    assert torch.equal(silent(lambda: call(network)), want)
+
+
+@pytest.mark.parametrize("put", PUT)
+def test_forwards_penalties_and_losses_with_parameters_say_nothing(put: str) -> None:
+    network = Projection()
+    plain = network.penalties(), network.loss(X)
+    PUT[put](network)
+    silent(lambda: network(X[0] * W))
+    assert plain == silent(lambda: (network.penalties(), network.loss(X)))
+
+
+def test_a_network_that_was_pickled_in_another_process_says_so_too() -> None:
+    file = pickle.dumps(auto_mixed_precision(Projection(), "O1", torch.bfloat16))
+    watching, plain = Projection.project, inspect.unwrap(Projection.project)
+    assert watching is not plain
+    Projection.project = plain  # type: ignore[method-assign]
+    silent(lambda: auto_mixed_precision(Several(), "O1").forward(X))
+    with pytest.warns(UserWarning, match=r"Projection\.project"):
+        pickle.loads(file).project(X)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def project(self, x: Tensor) -> Tensor:
+        return F.relu(x @ self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_methods_that_watch_compile_and_other_instances_are_scripted() -> None:
+    network = auto_mixed_precision(Projection(), "O2", torch.bfloat16)
+    x = X[0] * W
+    torch._dynamo.reset()
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), network(x), rtol=2**-6, atol=0)
+    torch.jit.script(Scripted())
+    auto_mixed_precision(Scripted(), "O2")
+    torch.jit.script(Scripted())
 
 
 def test_within_is_for_modules_at_a_level() -> None:

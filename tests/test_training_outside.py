@@ -99,6 +99,10 @@ def test_a_network_cast_after_its_optimizer_was_used_trains_on():
 
 # --- torch.compile
 
+writes_optimizers = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="the compiler of torch 2.11 cannot write an attribute of an optimizer"
+)
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -108,7 +112,10 @@ def test_a_network_cast_after_its_optimizer_was_used_trains_on():
         lambda p: opt.Momentum(p, 0.1, 0.9, weight_decay=lambda step: 0.1 * (step + 1)),
         lambda p: opt.Adam(p, CosineDecayLR(0.0, 0.1, 4)),
         lambda p: opt.AdaFactor(p),
-        lambda p: FreezeOpt(opt.SGD([*p, one_weight()], [1.0, 0.1, 0.01, 0.001, 0.5]), [[*p], []], [0, 1, 0, 0, 1]),
+        pytest.param(
+            lambda p: FreezeOpt(opt.SGD([*p, one_weight()], [1.0, 0.1, 0.01, 0.001, 0.5]), [[*p], []], [0, 1, 0, 0, 1]),
+            marks=writes_optimizers,
+        ),
     ],
 )
 def test_a_compiled_step_follows_schedules_decay_functions_and_the_strategy(make):
@@ -127,6 +134,7 @@ def test_a_compiled_step_follows_schedules_decay_functions_and_the_strategy(make
     torch.compiler.reset()
 
 
+@writes_optimizers
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("strategy", "most"),
@@ -158,6 +166,7 @@ def test_a_compiled_freezeopt_makes_graphs_for_its_groups_and_not_for_its_steps(
     torch.compiler.reset()
 
 
+@writes_optimizers
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_cell_follows_the_schedule_and_skips():
     torch.compiler.reset()

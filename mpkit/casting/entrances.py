@@ -26,13 +26,19 @@ def know_methods(kind: type) -> None:
     if kind in _KINDS:
         return
     _KINDS.add(kind)
+    for _, _, attribute in methods(kind):
+        _METHODS.update(id(code) for code in codes(attribute))
+
+
+def methods(kind: type) -> Iterator[tuple[type, str, Any]]:
+    """(class, name, attribute) of what a class of modules and its bases define; torch's own are left out."""
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
-            for attribute in vars(base).values():
-                _METHODS.update(id(code) for code in _codes(attribute))
+            yield from ((base, name, attribute) for name, attribute in list(vars(base).items()))
 
 
-def _codes(attribute: object) -> Iterator[CodeType]:
+def codes(attribute: object) -> Iterator[CodeType]:
+    """The code of a method or property, and of the functions defined in it; nothing for any other attribute."""
     function: Any = attribute.fget if isinstance(attribute, property) else attribute
     function = inspect.unwrap(function)
     todo = [getattr(function, "__code__", None)]
@@ -54,15 +60,19 @@ def warn_if_passed_by(module: nn.Module, frame: FrameType | None, level_of: Call
             owner: Any = frame.f_locals.get("self")
             level = None if owner is module else level_of(owner)
             if level is not None and any(inner is module for inner in owner.modules()):
-                warnings.warn(_words(type(owner).__name__, frame.f_code.co_name, level), stacklevel=depth)
+                passed_by(owner, frame.f_code.co_name, level, depth, calls_modules=True)
                 return
         frame, depth = frame.f_back, depth + 1
 
 
-def _words(kind: str, method: str, level: str) -> str:
-    at = f"level {level}" if level else "a precision of its own"
-    return (
-        f"{kind}.{method} passes {at} by, since that is put on the call of the network: the modules that it calls are "
-        f"cast, what it computes itself is not. Run it inside `with within(network):` (mpkit.casting) to cast both; "
-        f"if only the modules shall be cast, put the level on them, not on the whole {kind}"
+def passed_by(owner: nn.Module, method: str, level: str, depth: int, *, calls_modules: bool) -> None:
+    """Warn that a method of `owner` computes past its level; the warning names the frame `depth` above the caller."""
+    kind, at = type(owner).__name__, f"level {level}" if level else "a precision of its own"
+    what = "computes itself is not" if calls_modules else "computes with the parameters is not cast"
+    both = "both; if only the modules shall be cast, put the level on them, not on the whole " + kind
+    warnings.warn(
+        f"{kind}.{method} passes {at} by, since that is put on the call of the network: "
+        f"{'the modules that it calls are cast, ' if calls_modules else ''}what it {what}. "
+        f"Run it inside `with within(network):` (mpkit.casting) to cast {both if calls_modules else 'it'}",
+        stacklevel=depth + 1,
     )

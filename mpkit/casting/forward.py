@@ -27,6 +27,7 @@ from mpkit.casting.rules import CASTING, PLAIN, Rule
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.steps import in_steps, takes_steps
 from mpkit.casting.targets import Target
+from mpkit.casting.watching import watch, watch_methods
 
 
 def _uncast() -> AbstractContextManager[Any]:
@@ -73,6 +74,7 @@ class Forward:
         self.inside = inside
         self.inner = inner
         know_methods(type(module))
+        self.watched = () if module is None else watch_methods(module, mark_of)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         mode, rule, module = LOCAL.mode, self.rule, self.module
@@ -175,6 +177,8 @@ class Forward:
         # a fresh process has met no class yet
         self.__dict__.update(state)
         know_methods(type(self.module))
+        # the module itself may be without its parameters still
+        watch(type(self.module), self.watched, mark_of)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
