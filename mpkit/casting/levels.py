@@ -51,7 +51,7 @@ def auto_mixed_precision(
     | auto | per operation: a list to `dtype`, a list to float32, a list to the promoted dtype | may be `dtype` |
 
     The call of the network is the way in. Its other methods, and threads that a forward starts, compute at the level
-    inside `within(network)`; outside of it they warn when they call a module of the network.
+    inside `within(network)`; outside of it they warn when they call a module, or compute with a parameter, of it.
 
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
