@@ -215,7 +215,7 @@ class Wires:
         self.wire[self.me.rank, peer].put(tensor.clone())
 
     def _get(self, peer: int, into: Tensor) -> None:
-        into.copy_(self.wire[peer, self.me.rank].get(timeout=5))
+        into.copy_(self.wire[peer, self.me.rank].get(timeout=120))
 
     def _work(self, finish: Any) -> Any:
         return SimpleNamespace(wait=lambda limit=None: (self.limits.add(limit), finish()))
