@@ -23,6 +23,8 @@ JUPYTER_SIDE = (
 collect_ignore_glob = [] if find_spec("jupyterlab") else [f"{name}.py" for name in JUPYTER_SIDE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# inductor believes what the processor says of its vector instructions: to compile a trial of each takes it 7 s
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
