@@ -134,20 +134,23 @@ class Known:
         )
 
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
-        """The tests to run: short ones of its own files first; those apart where no other reaches the line."""
+        """The tests to run: those that reach it, short ones of its own files first; then those that nobody can see.
+
+        Each kind for `budget` seconds. Unseen are its own tests in other processes, and tests that reach no line.
+        """
         reach, seconds = self.reach(mutant), self.seconds
-        reach = {t for t in reach if t not in self.apart or t.startswith(own)}
-        seen = reach and mutant.place.inside  # a constant of a module is read by tests that reach no line of it
-        apart = self.blind | (set() if seen else {t for t in self.apart - reach if t.startswith(own)})
         first = sorted(
             reach,
             key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, t.split("::")[0], seconds[t]),
         )
-        taken, total = [], 0.0
-        for test in [*first, *sorted(apart, key=lambda t: seconds[t])]:
-            if not taken or total + seconds[test] <= budget:
-                taken.append(test)
-                total += seconds[test]
+        unseen = self.blind | {t for t in self.apart if t.startswith(own)}
+        taken: list[str] = []
+        for tests in (first, sorted(unseen - reach, key=lambda t: seconds[t])):
+            total = 0.0
+            for test in tests:
+                if not taken or total + seconds[test] <= budget:
+                    taken.append(test)
+                    total += seconds[test]
         return taken
 
 

@@ -26,6 +26,7 @@ from mpkit.model.checkpoint import save_whole
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.model import _three_indexes
+from mpkit.model.randomness import random_state, ready_workers
 from mpkit.policies import preset
 from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
 from mpkit.step import Hook, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
@@ -663,6 +664,30 @@ def test_a_half_written_file_is_left_for_an_hour(tmp_path, monkeypatch):
         os.utime(part, (now - age, now - age))
     save_whole({}, tmp_path / "run.pt")
     assert sorted(p.name for p in tmp_path.glob(".run*")) == [".run.pt.3599.part", ".run.pt.3600.part"]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_checkpoint_with_and_without_a_manager(saved, tmp_path):
+    """The same train cell, in a model whose manager hears of overflows and in one of the cell alone."""
+    with_manager = model(seed=0)
+    alone = Model(model(seed=1).train_network)
+    first, second = (with_manager, alone) if saved else (alone, with_manager)
+    first.save(tmp_path / "c")
+    second.load(tmp_path / "c")
+    assert_same(second.train_network.state_dict(), first.train_network.state_dict())
+
+
+def test_workers_that_a_loader_keeps_stand_as_they_did():
+    kept = DataLoader(data(), num_workers=1, persistent_workers=True)
+    assert random_state(kept)["workers"] is False
+    kept._iterator = workers = object()
+    assert random_state(kept)["workers"] is True
+    with pytest.warns(RuntimeWarning, match="live through all epochs"):
+        ready_workers(kept, {"workers": True})
+    assert kept._iterator is workers
+    ready_workers(kept, {"workers": False})
+    assert kept._iterator is None
+    assert random_state(loader())["workers"] is False
 
 
 def test_an_interrupt_that_was_kept_is_told_once():

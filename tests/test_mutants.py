@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import mutant_runs
 import mutants
 import pytest
 from support import ROOT
@@ -45,6 +46,22 @@ def test_every_module_of_the_table_has_mutants_and_tests_of_its_own():
     held = set(mutants.EQUIVALENT) & {m.name for m in every}  # a run names those whose line has changed
     assert len(held) > len(mutants.EQUIVALENT) / 2
     assert all(len(reason) > 20 for reason in mutants.EQUIVALENT.values())
+
+
+def test_a_test_that_reaches_the_line_is_run_whatever_its_file_starts():
+    """And the module's own tests in other processes, where nobody sees what they reach, get seconds of their own."""
+
+    def part(name, others, line):
+        test = [f"tests/test_{name}.py::test_it", 1.0, others]
+        return {"file": f"tests/test_{name}.py", "tests": [test], "lines": {"mpkit/x.py": {line: [0]}}, "imported": {}}
+
+    known = mutant_runs.Known([part("seen", 0.0, 2), part("elsewhere", 3.0, 3), part("own", 3.0, 5)])
+    first, second = mutants.mutants_of("def f(a):\n    a < 1\n    a == b\n", "mpkit/x.py")[::2]
+    assert [mutant.line for mutant in (first, second)] == [2, 3]
+    own = ("tests/test_own.py",)
+    assert known.chosen(first, own, 1.5) == ["tests/test_seen.py::test_it"]
+    assert known.chosen(first, own, 5.0) == ["tests/test_seen.py::test_it", "tests/test_own.py::test_it"]
+    assert known.chosen(second, own, 5.0) == ["tests/test_elsewhere.py::test_it", "tests/test_own.py::test_it"]
 
 
 LIBRARY = """
