@@ -56,7 +56,10 @@ OUTLINE = """() => [...document.querySelectorAll('.jp-Cell')].map((cell, index) 
 
 # Everything a reader sees of a cell's view (pictures, status line, table, the bar of what is done), as one short hash;
 # when a key went down.
-SIGHT = """addEventListener('keydown', (event) => { window.__pressed = event.timeStamp; }, true);
+SIGHT = """addEventListener('keydown', (event) => {
+  window.__pressed = event.timeStamp;
+  window.__reached = event.target.dataset.control || event.target.className || event.target.tagName;
+}, true);
 window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
@@ -70,15 +73,19 @@ window.__sight = (index) => {
 }"""
 
 # What the page has asked of the kernel and not yet got done: the end of waiting, on a quick machine and on a busy one.
-PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessionContext.session;
   window.__pending = new Set();
   window.__values = [];
-  kernel.anyMessage.connect((_, {msg, direction}) => {
+  window.__sent = 0;
+  session.anyMessage.connect((_, {msg, direction}) => {
     if (direction === 'send' && msg.header.msg_type === 'comm_msg')
       for (const [name, value] of Object.entries(msg.content.data.state || msg.content.data.content || {}))
         if (['value', 'ask', 'index'].includes(name)) window.__values.push(value);
     const ahead = direction === 'send' && 'wish' in (msg.content?.data?.state || {}); // changes nothing that is seen
-    if (direction === 'send' && msg.channel === 'shell' && !ahead) window.__pending.add(msg.header.msg_id);
+    if (direction === 'send' && msg.channel === 'shell' && !ahead) {
+      window.__pending.add(msg.header.msg_id);
+      window.__sent += 1;
+    }
     if (direction === 'recv' && msg.header.msg_type === 'status' && msg.content.execution_state === 'idle')
       window.__pending.delete(msg.parent_header.msg_id);
   }); }"""
@@ -86,6 +93,7 @@ PENDING = """() => { const kernel = window.jupyterapp.shell.currentWidget.sessio
 # Whether the kernel, a view of the cell, or what one of its buttons started is under way.
 AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
   .querySelector('.mpk[aria-busy=true], .mpk progress[style*="visible"]');"""
+PATIENCE = 300_000.0  # ms for whatever is waited for: a busy machine is ten times as slow
 LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
 
 # Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
@@ -104,19 +112,21 @@ WATCH = """([index, before, patience, timeout, looks]) => new Promise((done) => 
   look();
 })"""
 
-# What the cell shows when nothing has been under way, and the picture has been the same, for `quiet` ms.
+# What the cell shows when nothing has been under way, and picture and focus have been the same, for `quiet` ms.
 SETTLED = """([index, quiet, timeout, looks]) => new Promise((done) => {
   const start = performance.now();
-  let last = window.__sight(index), since = start, calm = 0;
+  let last = window.__sight(index), held = document.activeElement, since = start, calm = 0;
   const look = () => {
-    const now = performance.now(), seen = window.__sight(index);
+    const now = performance.now(), seen = window.__sight(index), focus = document.activeElement;
     calm += 1;
-    if (seen !== last || window.__atWork(index)) { last = seen; since = now; calm = 0; }
+    if (seen !== last || focus !== held || window.__atWork(index)) { last = seen; held = focus; since = now; calm = 0; }
     if ((now - since > quiet && calm > looks) || now - start > timeout) done(seen);
     else requestAnimationFrame(look);
   };
   look();
 })"""
+
+HEARD = "() => [window.__reached, window.__sent]"
 
 CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells
   .map((c, index) => ({index, type: c.cell_type, ran: c.execution_count, tags: c.metadata.tags || [],
@@ -183,7 +193,7 @@ class Lab:
         self._wait(scratch)
 
     def _wait(self, scratch: Path) -> None:
-        for _ in range(600):
+        for _ in range(3000):
             try:
                 urllib.request.urlopen(f"{self.base}/api/status?token={self.token}", timeout=2).close()
                 return
@@ -239,6 +249,7 @@ class Tab:
     def __init__(self, lab: Lab, context: Any, notebook: str) -> None:
         self.lab, self.problems, self.outside = lab, list[str](), list[str]()
         self.page = context.new_page()
+        self.page.set_default_timeout(PATIENCE)
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"uncaught: {error}"))
         self.page.add_init_script(f"{SIGHT};\n{AT_WORK}")
@@ -267,19 +278,19 @@ class Page:
         else:
             lab.tab.page.evaluate(OPEN, f"notebooks/{notebook}")
         self.page, self.problems, self.outside = lab.tab.page, lab.tab.problems, lab.tab.outside
-        self.page.wait_for_function(READY, timeout=90_000)
+        self.page.wait_for_function(READY, timeout=PATIENCE)
         self.page.evaluate(PENDING)
 
-    def run_all(self, timeout: float = 180) -> None:
+    def run_all(self, timeout: float = PATIENCE) -> None:
         """Run every cell and wait until the kernel rests."""
         self.page.evaluate(
             "() => { window.__ran = false; window.jupyterapp.commands.execute('notebook:run-all-cells')"
             ".finally(() => { window.__ran = true; }); }"
         )
         for condition in ("() => window.__ran", READY):
-            self.page.wait_for_function(condition, timeout=timeout * 1000, polling=100)
+            self.page.wait_for_function(condition, timeout=timeout, polling=100)
         with contextlib.suppress(PlaywrightTimeout):  # counts arrive after the kernel rests; the caller names gaps
-            self.page.wait_for_function(ALL_RAN, timeout=20_000, polling=100)
+            self.page.wait_for_function(ALL_RAN, timeout=60_000, polling=100)
         self.settled(0, quiet=0.3)  # the last widgets are drawn
 
     def cells(self) -> list[dict[str, Any]]:
@@ -308,11 +319,11 @@ class Page:
 
     def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
         """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
-        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, 60_000, LOOKS])
+        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, LOOKS])
 
     def settled(self, cell: int, quiet: float = 0.1) -> str:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
-        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, 60_000, LOOKS])
+        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, LOOKS])
 
     def close(self) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
@@ -407,7 +418,7 @@ def use(page, cell):
         starts = control["kind"] == "button" and (stop or control["name"] in PLAY)
         delay = poke(page, index, control, patience=3 if starts else 0.25)
         if delay is None and not page.explains(index):
-            dead.append(control["name"] or control["kind"])
+            dead.append((control["name"] or control["kind"], control["id"], *page.page.evaluate(HEARD)))
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
         if control["name"] in PLAY and page.control(control).inner_text() == "Pause":  # it may have reached the end
@@ -419,7 +430,7 @@ def use(page, cell):
         if stop and control["kind"] == "button":
             press(page, stop, "Enter")  # whatever the button started
         page.settled(index, quiet=0.3 if starts else 0.1)
-    assert dead == [], f"controls of cell {index} that change nothing: {dead}"
+    assert dead == [], f"controls of cell {index} that change nothing, where the key arrived, questions so far: {dead}"
     if reset and not stop:
         press(page, reset, "Enter")
         assert page.settled(index) == first, f"cell {index}: the same settings show another picture"
