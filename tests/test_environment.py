@@ -34,6 +34,7 @@ def wanted_by_pip() -> dict[str, SpecifierSet]:
 def wanted_by_conda() -> dict[str, SpecifierSet]:
     lines = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     found = {}
+    lines += next(line["pip"] for line in lines if isinstance(line, dict))[:-1]  # not on conda-forge; the last is mpkit
     for line in (line for line in lines if isinstance(line, str) and line != "pip"):
         name, _, bounds = line.partition(" ")
         found[canonicalize_name(CONDA_NAMES.get(name, name))] = SpecifierSet(bounds)

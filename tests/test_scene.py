@@ -12,6 +12,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from browser import CHROMIUM, QUIET
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from scenes import page, plain, weight
@@ -435,9 +436,12 @@ def test_what_was_removed_slides_out_once(show, motion):
     tab = show(view, motion=motion)
     moves = "[...document.querySelectorAll('.leaves')].map((e) => getComputedStyle(e).animationName)"
     view.ask({"compare_with": "O1 tuned"})
-    for fresh in (True, False):  # drawn again, for whatever reason, nothing leaves again
+    drawn = []
+    for fresh in (True, False):  # drawn again, for whatever reason, nothing leaves again, and the picture is the same
         tab.evaluate("(given) => models[0].put('spec', given)", plain(view.spec))
-        assert set(tab.evaluate(moves)) == ({"mpk-leave" if motion == "no-preference" else "none"} if fresh else set())
+        assert set(tab.evaluate(moves)) == {"mpk-leave" if fresh and motion == "no-preference" else "none"}
+        drawn.append(tab.locator("svg[role=img]").first.inner_html())
+    assert drawn[0] == drawn[1]
 
 
 def test_the_arrows_of_a_number_box_go_as_far_as_those_of_its_slider(show):
@@ -637,6 +641,23 @@ def test_words_do_not_overlap(show):
 def overlaps(tab):
     """Pairs of words in one picture whose boxes overlap by more than a few pixels."""
     return tab.evaluate(OVERLAPS)
+
+
+@pytest.mark.parametrize("theme", ["true", "false"])
+def test_axe_finds_nothing_in_any_view(show, theme):
+    """All views with their tables open, a message told and work under way; what depends on a whole page is not ours."""
+    views = [made(name) for name in VIEWS]
+    tab = show(*views, theme=theme)
+    for i, view in enumerate(views):
+        tab.evaluate("([i, rows]) => models[i].put('rows', rows)", [i, plain(view.data())])
+        state = {**view.state, "busy": True, "progress": 0.5}
+        tab.evaluate("([i, state]) => models[i].put('state', state)", [i, plain(state)])
+        tab.evaluate("i => models[i].put('sentence', [models[i].state.sentence[0], 'a message'])", i)
+    tab.evaluate("document.querySelectorAll('details').forEach((more) => { more.open = true; })")
+    found = Axe().run(tab, "main", options={}).response
+    assert [(rule["id"], node["html"][:200]) for rule in found["violations"] for node in rule["nodes"]] == []
+    looked = {rule["id"]: len(rule["nodes"]) for rule in found["passes"]}
+    assert min(looked[rule] for rule in ("color-contrast", "label", "svg-img-alt", "button-name")) >= len(views)
 
 
 @pytest.mark.parametrize("theme", [0, 1])

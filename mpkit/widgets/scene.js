@@ -51,11 +51,7 @@ const GLYPH = {
 	"|": (r) => `m0 ${-r}v${2 * r}`,
 };
 // How many items are there at step `i`: item k appears at step since[k], or k.
-const reached = (m, i) => {
-	const n = length(m);
-	if (m.show !== "upto") return n;
-	return m.since ? m.since.filter((from) => from <= i).length : Math.min(n, i + 1);
-};
+const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.filter((from) => from <= i).length : Math.min(length(m), i + 1));
 
 // The row of bars that is shown.
 const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
@@ -73,6 +69,11 @@ function trace(p, m, n, ys = m.y) {
 		before = x;
 	}
 	return d;
+}
+
+function rectangle(p, x0, y0, x1, y1) {
+	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)].map(px);
+	return `M${a} ${b}H${c}V${d}H${a}z`;
 }
 
 function glyphs(p, m, to, every = 1) {
@@ -122,13 +123,13 @@ const DRAW = {
 	},
 	boxes(g, p, m, act) {
 		const n = length(m), groups = new Map(), alone = m.radius || m.pick;
-		const kind = m.leaves && act.left !== (act.left = m.leaves) ? "box leaves" : "box";
-		const outline = (k) => { const [a, b, c, e] = [p.X(at(m.x0, k)), p.Y(at(m.y0, k)), p.X(at(m.x1, k)), p.Y(at(m.y1, k))].map(px); return `M${a} ${b}H${c}V${e}H${a}z`; };
+		if (m.leaves && act.left !== (act.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
+		const outline = (k) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k));
 		for (let k = 0; k < n; k++) {
 			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
 			if (!groups.has(key)) {
 				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
-				groups.set(key, { box: path(g, look, kind), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
+				groups.set(key, { box: path(g, look, m.leaves ? "box leaves" : "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
 			}
 			groups.get(key).items.push(k);
 			if (m.pick && p.real) act.pick(m, k, outline(k));
@@ -152,8 +153,7 @@ const DRAW = {
 				const v = m.values[row + k] * (m.unit ?? 1), a = m.at[k] + shift;
 				if (!v) continue;
 				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
-				const [b, c] = m.axis === "y" ? [p.Y(a + half), p.Y(a - half)] : [p.X(a - half), p.X(a + half)], [e, f] = m.axis === "y" ? [p.X(0), p.X(v)] : [p.Y(0), p.Y(v)];
-				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? `M${px(e)} ${px(b)}H${px(f)}V${px(c)}H${px(e)}z` : `M${px(b)} ${px(e)}V${px(f)}H${px(c)}V${px(e)}z`));
+				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? rectangle(p, 0, a - half, v, a + half) : rectangle(p, a - half, 0, a + half, v)));
 			}
 			for (const role of new Set([...d.keys(), ...paths.keys()])) {
 				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "paper", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
@@ -183,7 +183,7 @@ const DRAW = {
 };
 
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
-	const lines = String(text ?? "").split("\n"), shift = { top: 0.8, middle: 0.35, bottom: -0.2 }[valign] - (valign === "top" ? 0 : (lines.length - 1) * (valign === "bottom" ? 1.2 : 0.6));
+	const lines = String(text ?? "").split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
 	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
 	node.style.fill = paint(color);
 	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
@@ -251,12 +251,12 @@ function readout(p, x, y, i) {
 
 function render({ model, el }) {
 	const root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
-	const legend = html(root, "div", { class: "mpk-legend", "aria-hidden": "true" }), stage = html(root, "div", { class: "mpk-stage" });
+	const part = (kind, given, parent = root) => html(parent, "div", { class: "mpk-" + kind, ...given });
+	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
-	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = html(stage, "div", { class: "mpk-tip", hidden: "" });
-	const player = html(root, "div", { class: "mpk-player" }), form = html(root, "div", { class: "mpk-form" });
-	const status = html(root, "div", { class: "mpk-status", role: "status" }), more = html(root, "details", { class: "mpk-table" });
-	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(more, "table"));
+	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
+	const player = part("player"), form = part("form"), status = part("status", { role: "status" }), more = html(root, "details", { class: "mpk-table" });
+	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
 	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, slider, output, typed, button, fast;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -337,6 +337,7 @@ function render({ model, el }) {
 		const width = Math.round(clamp(stage.clientWidth || spec.width, 360, 1.3 * spec.width));
 		for (const node of [picture, over]) set(node, { width, height: spec.height, viewBox: `0 0 ${width} ${spec.height}` });
 		picture.replaceChildren();
+		picture.classList.remove("fresh");
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
 		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
 		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
@@ -558,7 +559,7 @@ function render({ model, el }) {
 		table.replaceChildren();
 		for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
 			const line = html(table, "tr");
-			for (const cell of cells) html(line, k ? "td" : "th", k ? {} : { scope: "col" }, String(cell));
+			for (const cell of cells) html(line, k ? "td" : "th", k ? {} : { scope: "col" }, cell ?? "");
 		}
 	}
 	function showSentence() {
