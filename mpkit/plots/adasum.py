@@ -27,7 +27,9 @@ def pair_scene(data: PairExplorer) -> Scene:
     for name, vector in (("a", data.a), ("b", data.b)):
         tip = [float(v) for v in vector]
         plane.line([0, tip[1]], [0, tip[0]], width=4)
-        plane.text(name, tip[0], tip[1], color="own", size=14, dx=-4, dy=17, halo=True)
+        length = float(vector.norm()) or 1.0
+        beyond = {"dx": 18 * tip[0] / length, "dy": -18 * tip[1] / length}
+        plane.text(name, *tip, color="own", size=14, halo=True, **beyond)
     for rule, vector in data.results.items():
         tip = [float(v) for v in vector]
         plane.line([0, tip[1]], [0, tip[0]], label=rule, width=2.2, **LOOK[rule])

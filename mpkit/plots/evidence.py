@@ -148,7 +148,8 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     y = panel.given["y"]
     pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4}
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
-    panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=0, note="start")
+    inside = 0.02 * len(data.tops)  # or the ball would cover the axis
+    panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=inside, note="start")
     grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}"}
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
     texts = [f"{100 * v:.0f}" if v >= 0.1 else f"{100 * v:.1f}" for v in data.grid.flat]
@@ -241,7 +242,7 @@ def two_rules(
         y = exponents(np.asarray(naive)[bad], low, high)
         panel.points(y, bad, "overflow", glyph="x", size=7, label="first inf in the weights")
     name, least, most = handle
-    panel.handle("y", name, start, least, most, "start, 2 to the", cross=0, note="start")
+    panel.handle("y", name, start, least, most, "start, 2 to the", cross=0.015 * steps, note="start")
     for axis, given in more.items():
         panel.handle("y", axis, **given)
     return scene

@@ -272,7 +272,7 @@ class Scene:
         for place, m in tagged:
             y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
             ink = m["color"].partition("/")[0]
-            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=6, free=True)
+            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=11 if m.get("glyph") else 6, free=True)
 
 
 def _sample(m: dict[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _traveller(panel: Panel, data: StepExplorer, ill: list[bool], places: list[t
     panel.points(y, x, ["own", "overflow"], hue=hue, show="at", size=8, glide=True)
 
 
-def _wrapped(sentence: str, width: int = 27) -> str:
+def _wrapped(sentence: str, width: int = 24) -> str:
     return "\n".join(textwrap.wrap(sentence, width))
 
 
