@@ -131,3 +131,51 @@ def test_compiling_comes_before_any_eager_call_in_a_fresh_thread() -> None:
     thread.start()
     thread.join()
     assert torch.equal(results[0], network(x))
+
+
+class Broken(nn.Module):
+    """A part of it is compiled, or all of it with a break: a graph runs while the mode of the level is on."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.breaks = breaks
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.w = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.part(x) @ self.w)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.part(y.T + y)
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["break", "part"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_graph_that_runs_inside_a_cast_forward_is_not_cast_again(level: str, breaks: bool) -> None:
+    torch._dynamo.reset()
+    network = auto_mixed_precision(Broken(breaks), level, torch.bfloat16)
+    twin, x = copy.deepcopy(network), torch.randn(3, 4).T @ torch.randn(3, 4)
+    want = run(network, (x,), {})
+    compiled: Any = twin
+    if breaks:
+        compiled = torch.compile(twin, backend="eager")
+    else:
+        twin.part.compile(backend="eager")
+    got = run(compiled, (x,), {})
+    assert torch.equal(got[0], want[0])
+    for p, q in zip(network.parameters(), twin.parameters()):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_graphs_that_are_no_compilers_are_cast() -> None:
+    torch._dynamo.reset()
+    torch.compile(torch.nn.Identity(), backend="eager")  # from here on callers are looked at
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    want = auto_mixed_precision(copy.deepcopy(plain), "O2", torch.bfloat16)(x)
+    traced = auto_mixed_precision(torch.fx.symbolic_trace(copy.deepcopy(plain)), "O2", torch.bfloat16)
+    left = auto_mixed_precision(copy.deepcopy(plain), "O2", torch.bfloat16)
+    left[2].forward = torch.compiler.disable(left[2].forward)
+    assert torch.equal(traced(x), want)
+    assert torch.equal(left(x), want)

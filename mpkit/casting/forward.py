@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode
 from mpkit.casting.entrances import know_methods, warn_if_passed_by
 from mpkit.casting.handlers import Handler
 from mpkit.casting.leaves import LEAVES, leaf_of
-from mpkit.casting.mode import LOCAL, CastMode, current, listens, running
+from mpkit.casting.mode import LOCAL, CastMode, current, listens, new_mode, running
 from mpkit.casting.neighbours import in_sequence, round_trip
 from mpkit.casting.rules import CASTING, PLAIN, Rule
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
@@ -97,7 +97,7 @@ class Forward:
         # perhaps called by a method of the network around it, whose own operations nobody casts
         if self.inside and mode is None and module is not None and not compiling:
             warn_if_passed_by(module, sys._getframe(1), _level_of)
-        outside, mode = mode, CastMode(() if mode is None else mode.ledgers)
+        outside, mode = mode, new_mode(() if mode is None else mode.ledgers)
         LOCAL.mode = mode
         try:
             with mode:

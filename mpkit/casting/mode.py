@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch._ops import OpOverload
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from mpkit.casting import graphs
 from mpkit.casting.handlers import Book, Caster, Handler
 from mpkit.casting.operations import Function
 from mpkit.casting.rules import PLAIN, Rule, for_overload
@@ -115,6 +117,26 @@ class CastMode(TorchFunctionMode):
         return map_tensors(lambda x: self.cast(x, target), value)
 
 
+class ModeBesideGraphs(CastMode):
+    """As CastMode, where compiled graphs may run: looking who calls costs too much where none can."""
+
+    def __torch_function__(
+        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if is_compiling() or not graphs.in_graph(sys._getframe(1)):
+            return super().__torch_function__(func, types, args, kwargs)
+        rule, self.rule = self.rule, PLAIN  # an open ledger still writes it down
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.rule = rule
+
+
+def new_mode(ledgers: tuple[Book, ...]) -> CastMode:
+    """A mode for the outermost forward of a cast network."""
+    return (ModeBesideGraphs if graphs.may_run() else CastMode)(ledgers)
+
+
 def _written_down(ledger: Book, handler: Handler | None) -> Handler:
     def handle(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return ledger.run(mode, handler, func, args, kwargs)
@@ -154,7 +176,7 @@ def running(rule: Rule | None = None, *, layer: Any = None, ledger: Book | None 
     """A block whose operations compute by `rule` (None: as it is), in `layer`, and are written down by `ledger` too."""
     mode, idle = current(), LOCAL.mode
     if mode is None:
-        mode = CastMode(() if idle is None else idle.ledgers)
+        mode = new_mode(() if idle is None else idle.ledgers)
         LOCAL.mode = mode
         try:
             with mode, running(rule, layer=layer, ledger=ledger):
