@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import re
+from itertools import pairwise
 from tempfile import TemporaryDirectory
 
 import labs
@@ -12,7 +13,7 @@ import nbformat
 import pytest
 import yaml
 from support import ROOT
-from variants import LABS, varied
+from variants import LABS, Draw, varied
 
 SEEDS = range(1, 1 + int(os.environ.get("MPKIT_LAB_VARIANTS", "2")))
 SOURCES = {path.stem[:5]: path for path in labs.sources()}
@@ -143,6 +144,19 @@ def without_words(code):
 
 def test_every_lab_has_variants():
     assert set(LABS) == set(SOURCES)
+
+
+def test_neighbouring_variants_differ_in_every_choice():
+    for count in range(2, 25):
+        drawn = [Draw("lab", seed).choice(range(count)) for seed in range(10 * count)]
+        assert all(one != other for one, other in pairwise(drawn))
+        assert all(set(drawn[i : i + count]) == set(range(count)) for i in range(0, len(drawn), count))
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_neighbouring_variants_ask_for_other_numbers(lab):
+    drawn = [LABS[lab](Draw(lab, seed)) for seed in range(1, 31)]
+    assert all(one != other for one, other in pairwise(drawn))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

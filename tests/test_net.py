@@ -27,9 +27,9 @@ class Bug:
     cell: int | None = None
 
 
-LAB01, LAB02, LAB03, LAB04, LAB05, LAB06 = (
+LAB01, LAB02, LAB03, LAB04, LAB05, LAB06, LAB07 = (
     f"instructor/lab0{name}"
-    for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales", "6_project")
+    for name in ("1_formats", "2_loss_scaling", "3_casting_and_diagnosis", "4_boost", "5_scales", "6_project", "7_gpu")
 )
 BUGS = [
     Bug(
@@ -283,7 +283,15 @@ BUGS = [
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
         "08_scaler_zoo",
-        20,
+        22,
+    ),
+    Bug(
+        "an overflow that leaves the count of finite steps as it was",
+        "policies/rule.py",
+        "    good = _where(bad, -1 * p.first_growth_lag, good)\n",
+        "    good = _where(bad, state.good, good)\n",
+        "08_scaler_zoo",
+        3,
     ),
     Bug(
         "a frozen step in place of every full one",
@@ -292,6 +300,14 @@ BUGS = [
         "            opt.step() if index else None\n",
         "09_boost_levels",
         14,
+    ),
+    Bug(
+        "a sum of micro-gradients in place of their mean",
+        "boost/grad_accumulation.py",
+        "share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.max_accumulation_step",
+        "share = grad.to(torch.promote_types(grad.dtype, torch.float32))",
+        "09_boost_levels",
+        16,
     ),
     Bug(
         "a cosine with a direction that is not the shared one",
@@ -391,6 +407,15 @@ BUGS = [
         "return labels.index(name)",
         "return 0",
         LAB06,
+    ),
+    Bug(
+        "an overflow that quarters torch's scale",
+        "policies/presets.py",
+        'got {backoff_factor}")\n    return ScalePolicy(\n        init_scale=init_scale,\n'
+        "        growth_factor=growth_factor,\n        backoff_factor=backoff_factor,\n",
+        'got {backoff_factor}")\n    return ScalePolicy(\n        init_scale=init_scale,\n'
+        "        growth_factor=growth_factor,\n        backoff_factor=backoff_factor**2,\n",
+        LAB07,
     ),
 ]
 

@@ -23,6 +23,9 @@ def test_the_map_names_every_notebook_and_every_link_exists():
     listed = (ROOT / "notebooks" / "README.md").read_text()
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert f"({path.name})" in listed
+    students = next(line for line in listed.replace("\n  ", " ").splitlines() if line.startswith("* **Student.**"))
+    for path in (ROOT / "notebooks" / "labs").glob("*.ipynb"):
+        assert f"lab {path.name[3:5]}" in students
     for text, folder in ((README, ROOT), (listed, ROOT / "notebooks")):
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (folder / link).exists(), link

@@ -249,7 +249,7 @@ def test_recipes():
     for m in swept(RecipeExplorer(), samples=15):
         i, at = names.index(m.recipe), m.step // 10
         gaps = [*(end[i] - end[0]), *(losses[i] - losses[0])[:, at - 1]]
-        told = read(r"loss is (\S+) to (\S+) from .*step (\d+) (\S+) to (\S+)\. At .* by (\S+)\.$", m)
+        told = read(r"at the end by (\S+) to (\S+), at step (\d+) by (\S+) to (\S+)\. The .* by (\S+)\.$", m)
         want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), end[0].max() - end[0].min()]
         assert [float(v) for v in told] == pytest.approx(want, abs=6e-4)
 

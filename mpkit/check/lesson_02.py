@@ -40,7 +40,7 @@ QUESTIONS = {
         ((2048.0, "That is where fp16 stops; bf16 has three bits fewer."),),
     ),
     "lost": Question(
-        "The smallest update that nearest_even does not lose when added to the fp16 weight 1.0 lies just above...?",
+        "Updates are added to the fp16 weight 1.0 with nearest_even. Which is the largest update that is lost?",
         lambda: FP16.eps / 2,
         "Half an ulp of 1: {truth:.4g}. At exactly half the tie goes back to 1.0, which is even.",
         "How far is it from 1.0 to the middle between 1.0 and its upper neighbour?",
@@ -87,7 +87,7 @@ PREDICTIONS = {
 
 TASK = Task(
     "the function gets a number between 2048 and 4096, where the float16 numbers are the even integers, and returns "
-    "the float16 number that it is rounded to: the nearest one, and at a tie the one whose half is even.",
+    "the float16 number that it is rounded to: the nearest one, and at a tie the one that is a multiple of 4.",
     _nearest_even,
     "Ties went to the neighbour whose last bit is 0: this is the default rounding of IEEE 754.",
     "Divide by 2, round to an integer with ties to even, and multiply by 2. What does Python's round() do with ties?",

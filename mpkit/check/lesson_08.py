@@ -100,14 +100,14 @@ PREDICTIONS = {
         (
             (
                 "DeepSpeed, Megatron and Colossal-AI, because they wait for a second overflow each time.",
-                "They wait once. Their patience comes back with a growth of the scale only, not after every overflow.",
+                "They wait once. Their patience comes back only when the scale grows, not after every overflow.",
             ),
             (
-                "All rules the same within three steps, except one.",
+                "All rules skip nearly the same number (three steps apart at most), except one.",
                 "All halve the scale until it fits. The one that differs divides by less, and waits each time.",
             ),
             (
-                "MXNet, because it decides too late, by far.",
+                "MXNet by far, because it decides too late.",
                 "It decides one step late, which costs one step, not many.",
             ),
         ),

@@ -191,9 +191,9 @@ class RecipeExplorer(Explorer):
     def summary(self) -> str:
         low, high = self.gap.min(), self.gap.max()
         return (
-            f"{self.recipe}: at the end the loss is {low:+.3f} to {high:+.3f} from float32's with the same seed, at "
-            f"step {self.at} {self.gap_now.min():+.3f} to {self.gap_now.max():+.3f}. At the end float32's own seeds "
-            f"differ by {self.spread:.3f}."
+            f"{self.recipe}: its loss differs from that of float32 with the same seed, at the end by {low:+.3f} to "
+            f"{high:+.3f}, at step {self.at} by {self.gap_now.min():+.3f} to {self.gap_now.max():+.3f}. The seeds of "
+            f"float32 themselves differ at the end by {self.spread:.3f}."
         )
 
     def table(self) -> list[dict[str, Any]]:

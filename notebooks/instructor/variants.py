@@ -1,15 +1,17 @@
 """Variants of the labs: other formats, numbers, traces and faults, drawn from a seed.
 
 A lab without a variant is variant 0, the source as it stands. `varied(notebook, 7)` gives the source of variant 7, with
-its solutions and tests: texts of the source are replaced by those of the drawn values, all at once. What an example
-expects is computed by the library. A text that the source does not have is an error, so a changed source is noticed.
+its solutions and tests: texts of the source are replaced by those of the drawn values, all at once. Each choice falls
+on another option than in the variants before and after. What an example expects is computed by the library. A text that
+the source does not have is an error, so a changed source is noticed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import permutations, product
 from random import Random
 from typing import Any
 
@@ -28,6 +30,26 @@ Texts = dict[str, dict[str, str]]
 NUMBER = "mpkit_variant"  # the key in a notebook's metadata
 
 
+class Draw:
+    """The choices of one variant. Neighbours differ in each; n variants in a row take each of n options once."""
+
+    def __init__(self, lab: str, seed: int) -> None:
+        self.lab, self.seed, self.calls = lab, seed, 0
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        self.calls += 1
+        block, place = divmod(self.seed, len(options))
+        return options[self._order(len(options), block)[place]]
+
+    def _order(self, count: int, block: int) -> list[int]:
+        if count < 3:
+            return list(range(count))
+        order, before = (Random(f"{self.lab} {self.calls} {b}").sample(range(count), count) for b in (block, block - 1))
+        if order[0] == before[-1]:  # a swap of the first two leaves the last one, which the next block looks at
+            order[:2] = order[1::-1]
+        return order
+
+
 def varied(notebook: Any, seed: int) -> Any:
     """The source of variant `seed` of a lab's source; the number stands in its metadata.
 
@@ -41,7 +63,7 @@ def varied(notebook: Any, seed: int) -> Any:
     variant.metadata[NUMBER] = seed
     marks = [cell.metadata.get("nbgrader", {}).get("grade_id", "") for cell in variant.cells]
     lab = next(name[:5] for name in marks if name)
-    drawn = LABS[lab](Random(f"{lab} {seed}"))
+    drawn = LABS[lab](Draw(lab, seed))
     of_all = drawn.pop("", {})
     places = {where: [] for where in drawn}
     for cell, name in zip(variant.cells, marks):
@@ -70,17 +92,17 @@ def _raised(exponent: int) -> str:
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def formats(draw: Random) -> Texts:
+def formats(draw: Draw) -> Texts:
     """Lab 01: another format of 15 or 16 bits, and another loss scale in the question that is read."""
     exponent_bits, fraction_bits = draw.choice([(4, 11), (6, 9), (5, 9), (4, 10), (6, 8)])
     name, fmt = f"E{exponent_bits}M{fraction_bits}", get_format(f"e{exponent_bits}m{fraction_bits}")
     bias, bits = 2 ** (exponent_bits - 1) - 1, 1 + exponent_bits + fraction_bits
     tie = fmt.max + fmt.max * fmt.eps / (2 - fmt.eps) / 2
     patterns = [bias << fraction_bits, (1 << (bits - 1)) + ((bias + 1) << fraction_bits)]
-    patterns += [((2**exponent_bits - 1) << fraction_bits) - 1, (draw.randrange(2, bias) << fraction_bits) + 341]
+    patterns += [((2**exponent_bits - 1) << fraction_bits) - 1, (draw.choice(range(2, bias)) << fraction_bits) + 341]
     values = fmt.decode(torch.tensor(patterns)).tolist()
     pairs = ", ".join(f"({pattern:#06x}, {value!r})" for pattern, value in zip(patterns, values))
-    even = 2.0 ** draw.randrange(-2, bias - 2)
+    even = 2.0 ** draw.choice(range(-2, bias - 2))
     x = [draw.choice((0.1, 0.3, 0.7)), even * (1 + fmt.eps / 2), even * (1 + 1.5 * fmt.eps), 1.07 * fmt.max]
     x.append(fmt.min_subnormal * draw.choice((5.7, 11.2)))
     y = round_to(torch.tensor(x), fmt).tolist()
@@ -133,9 +155,10 @@ def _shares(scale: int) -> dict[str, str]:
     }
 
 
-def loss_scaling(draw: Random) -> Texts:
+def loss_scaling(draw: Draw) -> Texts:
     """Lab 02: the format that flushes, the floor of the rule, the batch with the inf, the trace."""
     floor, poison = draw.choice((2, 4, 8, 16)), draw.choice((1, 2, 4))
+    run, narrower = draw.choice([*product(("mlp_digits", "mnist_lenet"), (False, True))])
     flags = [i != poison for i in range(6)]
     texts: Texts = {
         "q2": {"but not below 1": f"but not below {floor}", "floor = 1.0": f"floor = {floor}.0"},
@@ -146,9 +169,9 @@ def loss_scaling(draw: Random) -> Texts:
             "poison=3, steps=4": f"poison={poison}, steps={poison + 1}",
             "_seen[-1] != 3": f"_seen[-1] != {poison}",
         },
-        "c21": {"mlp_digits": draw.choice(("mlp_digits", "mnist_lenet"))},
+        "c21": {"mlp_digits": run},
     }
-    if draw.random() < 0.5:
+    if narrower:
         narrow = {
             "in FP16": "in E5M2",
             "to FP16": "to E5M2 (`torch.float8_e5m2`)",
@@ -158,12 +181,12 @@ def loss_scaling(draw: Random) -> Texts:
     return texts
 
 
-def casting(draw: Random) -> Texts:
+def casting(draw: Draw) -> Texts:
     """Lab 03: the 16-bit format, which network has which fault, where it sits, the room of a scale, a rule."""
-    letters = list("ABCD")
-    draw.shuffle(letters)
+    letters = draw.choice([*permutations("ABCD")][1:])
     square, softmax, data, weights = letters
-    deeper, room, (up, down) = draw.random() < 0.5, draw.choice((12, 13, 14)), draw.choice(((2, 4), (2, 8), (4, 8)))
+    deeper, bfloat16 = draw.choice([*product((False, True), repeat=2)])
+    room, (up, down) = draw.choice((12, 13, 14)), draw.choice(((2, 4), (2, 8), (4, 8)))
     at, last = (5, 6) if deeper else (3, 4)
     texts: Texts = {
         "c11": {f'kind == "{old}"': f'kind == "{new}"' for old, new in zip("ABCD", letters)},
@@ -203,7 +226,7 @@ def casting(draw: Random) -> Texts:
             '{"1", "2"} <=': '{"1", "2", "3", "4"} <=',
             "modules 1 and 2 do": "modules 1 to 4 do",
         }
-    if draw.random() < 0.5:
+    if bfloat16:
         texts["q1"] = {"float16": "bfloat16"}
         texts["q2"] = {
             "FP16": "BF16",
@@ -217,18 +240,18 @@ def casting(draw: Random) -> Texts:
     return texts
 
 
-def boost(draw: Random) -> Texts:
+def boost(draw: Draw) -> Texts:
     """Lab 04: the loss, an example of the sequence, which workers merge first, the numbers of the claim."""
     first, second = draw.choice([((0, 2), (1, 3)), ((0, 3), (1, 2))])
     order, pairs = (*first, *second), ["e1"] * 4
     for worker in second:
         pairs[worker] = "e2"
-    p, claim = draw.choice((0.6, 0.8)), draw.choice((25, 30))
+    p, claim = draw.choice([*product((0.6, 0.8), (25, 30))])
     sequence = GradientFreeze(10, 0, p, 1000).generate_freeze_index_sequence(10, 0, p, 1000)
     saved = sum(2 * v for v in sequence) / (20 * len(sequence))
     step, speed = saved * 2 / 3, 1 / (1 - saved * 2 / 3)
-    groups, full = draw.choice([(3, 3), (3, 4), (4, 3), (4, 6)])
-    share = full / (full + groups - 1)
+    groups, full = draw.choice([(4, 5), (5, 4), (3, 6), (6, 3), (4, 3)])
+    share = full / (full + groups - 1)  # a fraction that a float holds exactly
     cycle = [*[0] * full, *range(1, groups)]
     smoothing = draw.choice((0.05, 0.1, 0.15, 0.2, 0.25))
     smoothed = {"cross-entropy": f"cross-entropy with a label smoothing of {smoothing}"}
@@ -239,9 +262,7 @@ def boost(draw: Random) -> Texts:
             "freeze_sequence(3, 0.5, 8) == [0, 0, 1, 2, 0, 0, 1, 2]": f"freeze_sequence({groups}, {share!r}, "
             f"{2 * len(cycle)}) == {cycle * 2!r}",
             '"2 full steps, then 1 and 2"': f'"{full} full steps, then 1 to {groups - 1}"',
-        }
-        if share * 64 % 1 == 0
-        else {},
+        },
         "q6": {
             "the workers 0 and 1 merge": f"the workers {first[0]} and {first[1]} merge",
             "the workers 2 and 3": f"the workers {second[0]} and {second[1]}",
@@ -261,9 +282,9 @@ def boost(draw: Random) -> Texts:
     }
 
 
-def scales(draw: Random) -> Texts:
+def scales(draw: Draw) -> Texts:
     """Lab 05: the margin of the delayed scale, the element format of the blocks, the tensors of the last table."""
-    margin, fmt = draw.choice((1, 2)), draw.choice((E3M2, E2M3))
+    margin, fmt = draw.choice([*product((1, 2), (E3M2, E2M3))])
     name, top, largest = f"MXFP6 ({fmt.name.upper()})", 4 if fmt is E3M2 else 2, f"{fmt.max:g}"
     element = {"MXFP4 as": f"MXFP6_{fmt.name.upper()} as"}
     kept = round_to(torch.tensor([0.1, -0.6, 1.0, 2.4, 5.0, 0.02]) * 2 ** (top - 2), fmt).mul(2.0 ** (2 - top)).tolist()
@@ -317,9 +338,9 @@ def scales(draw: Random) -> Texts:
     }
 
 
-def project(draw: Random) -> Texts:
+def project(draw: Draw) -> Texts:
     """Lab 06: the level of the interval, the correction that goes with it, the numbers of seeds and cells."""
-    level, (few, many) = draw.choice((90, 99)), draw.choice((("seven", "eight"), ("nine", "ten")))
+    level, (few, many) = draw.choice([*product((90, 99), (("seven", "eight"), ("nine", "ten")))])
     quantile = (1 + level / 100) / 2
     table = {df: round(student_quantile(quantile, df), 3) for df in range(1, 10)}
     once = student_quantile(quantile, 9)
@@ -342,7 +363,7 @@ def project(draw: Random) -> Texts:
     }
 
 
-def gpu(draw: Random) -> Texts:
+def gpu(draw: Draw) -> Texts:
     """Lab 07: the norm that a step is clipped to, the first scale, the times of the pretended device."""
     norm, start, slow = draw.choice((0.02, 0.03, 0.08)), draw.choice((6, 8, 12)), draw.choice((3, 4, 5))
     return {
@@ -352,7 +373,7 @@ def gpu(draw: Random) -> Texts:
     }
 
 
-LABS: dict[str, Callable[[Random], Texts]] = {
+LABS: dict[str, Callable[[Draw], Texts]] = {
     "lab01": formats,
     "lab02": loss_scaling,
     "lab03": casting,
