@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.casting import auto_mixed_precision, cast_like, leaves, ledger
-from mpkit.casting import mode as mode_module
+from mpkit.casting import forward as forward_module
 from mpkit.formats import E4M3FN
 
 bf16 = torch.bfloat16
@@ -94,7 +94,7 @@ def test_a_module_without_its_mode_computes_what_it_computes_under_it(
                 twin = copy.deepcopy(network)
                 got = trained(network, given(kind))
                 with monkeypatch.context() as patched:
-                    patched.setattr(mode_module, "LEAVES", frozenset())
+                    patched.setattr(forward_module, "LEAVES", frozenset())
                     want = trained(twin, given(kind))
                 assert same(got, want), (level, dtype, evaluated)
 
@@ -193,7 +193,7 @@ def test_a_module_that_somebody_changed_runs_under_its_mode(
         with monkeypatch.context() as patch:
             change(network, patch)
             if not aside:
-                patch.setattr(mode_module, "LEAVES", frozenset())
+                patch.setattr(forward_module, "LEAVES", frozenset())
             torch.manual_seed(3)
             x = given(kind)
             try:

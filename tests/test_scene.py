@@ -539,6 +539,32 @@ def test_a_stroke_is_told_whole(show):
     assert counters == list(range(1, len(counters) + 1))
 
 
+def test_nobody_writes_over_what_is_being_typed(show):
+    """An answer that comes between two keys, or a step that is played, would change the number under the fingers."""
+    tab = show(dynamics_view(step=10))
+    slow(tab)
+    tab.get_by_role("button", name="Reset").click()
+    step = tab.get_by_role("spinbutton", name="step", exact=True)
+    step.fill("4")
+    answer(tab)
+    assert step.input_value() == "4"
+    step.press("Enter")
+    assert tab.locator("[data-name=step]").get_attribute("aria-valuenow") == "4"
+    step.fill("99999")
+    step.press("Enter")
+    assert step.input_value() == tab.locator("[data-name=step]").get_attribute("aria-valuemax")  # what came of it
+
+
+def test_a_text_that_is_being_typed_outlives_an_answer(show):
+    tab = show(VIEWS["formats.bits"]())
+    text = tab.locator("[data-control=number]")
+    text.fill("0.7")
+    tab.evaluate("models[0].put('state', models[0].state.state)")  # the kernel's answer to something else
+    assert text.input_value() == "0.7"
+    text.press("Enter")
+    assert asked(tab) == [{"number": "0.7"}]
+
+
 def test_a_handle_of_the_played_step_needs_no_kernel(show):
     tab = show(dynamics_view(step=50))
     dawdle(tab)

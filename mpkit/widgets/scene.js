@@ -10,7 +10,7 @@ const element = (space) => (parent, tag, given = {}, text = "") => {
 	parent?.append(node);
 	return node;
 };
-const on = (node, kinds, does) => { for (const kind of kinds.split(" ")) node.addEventListener(kind, does); return node; };
+const on = (node, kinds, does, early) => { for (const kind of kinds.split(" ")) node.addEventListener(kind, does, early); return node; };
 const press = (parent, text, does) => on(html(parent, "button", { type: "button" }, text), "click", does);
 const html = element(null), svg = element("http://www.w3.org/2000/svg");
 
@@ -257,7 +257,7 @@ function render({ model, el }) {
 	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
 	const player = part("player"), form = part("form"), status = part("status", { role: "status" }), more = html(root, "details", { class: "mpk-table" });
 	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, slider, output, typed, button, fast;
+	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	const tellKernel = (name, v) => { model.set(name, v); model.save_changes(); };
@@ -311,6 +311,8 @@ function render({ model, el }) {
 		rest = setTimeout(settle, 60);
 		mark();
 	}
+	on(root, "input", (e) => { typing = e.target; }); // what is being typed nobody writes over
+	on(root, "change focusout", () => { typing = null; }, true);
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
@@ -366,8 +368,9 @@ function render({ model, el }) {
 	function show(to) {
 		[pos, index] = [to, Math.floor(to + 1e-6)];
 		for (const step of moving) step(index, pos);
-		if (slider && spec.index) { slider.value = index; slider.setAttribute("aria-valuetext", (typed.value = index + spec.index.first)); }
-		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? index + spec.index.first : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
+		const shown = index + spec.index?.first;
+		if (slider && spec.index) { slider.value = index; slider.ariaValueText = shown; if (typing !== typed) typed.value = shown; }
+		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? shown : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
 		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
 	}
 	function drawLegend() {
@@ -380,6 +383,7 @@ function render({ model, el }) {
 	}
 
 	// ---- play: the kernel hears of the step where it stops
+	function go(to) { pause(); show(clamp(to, 0, spec.index.count - 1)); tell(); }
 	function keepPlayer() {
 		if (!spec.index) return void (player.replaceChildren(), (slider = null));
 		if (!slider) {
@@ -387,10 +391,10 @@ function render({ model, el }) {
 			fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
 			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
 			slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
-			on(slider, "input", () => { pause(); show(+slider.value); tell(); });
+			on(slider, "input", () => go(+slider.value));
 			output = html(player, "label");
 			typed = html(output, "input", { type: "number" });
-			on(typed, "change", () => { pause(); show(clamp(Math.round(typed.value) - spec.index.first, 0, spec.index.count - 1)); tell(); });
+			on(typed, "change", () => go(Math.round(typed.value) - spec.index.first));
 		}
 		slider.max = spec.index.count - 1;
 		output.replaceChildren(spec.index.label, typed);
@@ -453,7 +457,7 @@ function render({ model, el }) {
 		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + Math.round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
 		if (String(to) === String(h.value)) return;
 		place(h, to);
-		if (name === spec.index?.name) { pause(); show(to - spec.index.first); return tell(); }
+		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
 		h.sent = true; // stays where it was put until it is drawn there
 		choose(name, to, { [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to }, h.m.gesture ? name + index : name);
@@ -513,7 +517,7 @@ function render({ model, el }) {
 		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels[0];
 		if (!by || e.target !== over || !p) return;
 		e.preventDefault();
-		if (spec.index) { pause(); show(clamp(index + by, 0, spec.index.count - 1)); tell(); return hover(p, index, 0); }
+		if (spec.index) { go(index + by); return hover(p, index, 0); }
 		const width = Math.abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
 		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
 		status.textContent = tip.innerText.replaceAll("\n", ", ");
@@ -545,12 +549,11 @@ function render({ model, el }) {
 			line.hidden = state.idle?.includes(c.name);
 			if (!input) continue;
 			if (c.kind === "check") input.checked = v;
-			else if (c.kind !== "range") input.value = v;
-			else {
+			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
 				input.hidden = handles.has(c.name);
-				if (document.activeElement !== input || c.grid[input.value] !== v) input.value = c.grid.reduce((best, g, k) => (Math.abs(g - v) < Math.abs(c.grid[best] - v) ? k : best), 0);
-				input.setAttribute("aria-valuetext", v);
+				input.value = c.grid.reduce((best, g, k) => (Math.abs(g - v) < Math.abs(c.grid[best] - v) ? k : best), 0);
+				input.ariaValueText = v;
 			}
 		}
 	}
@@ -564,7 +567,7 @@ function render({ model, el }) {
 	}
 	function showSentence() {
 		const [sentence, message] = model.get("sentence");
-		picture.setAttribute("aria-label", sentence);
+		picture.ariaLabel = sentence;
 		status.textContent = sentence + " ";
 		if (message) { html(status, "b", {}, message); answered(); }
 	}
