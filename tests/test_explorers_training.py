@@ -125,7 +125,7 @@ def test_the_picture_of_the_step_shows_where_the_inf_is():
     assert "shut: the weights stay as they were" in words(bad, 7)
     assert f"too late: {late.explorer.lost} of 2410 weights are not finite" in words(late, 7)
     assert "open: the weights move" in words(good, 7)
-    assert "32 of 2048 not finite" in words(bad, 2)
+    assert "32 of 2048\nnot finite" in words(bad, 2)
     assert "the check comes too late" in late.summary()
     assert late.explorer.stored().endswith("applied, and weights are lost: the check came too late.")
 

@@ -430,6 +430,22 @@ def test_every_handle_is_moved_by_keys_and_its_value_can_be_typed(show, name):
     assert {m["name"] for m in marks if not m.get("gesture")} <= typed
 
 
+def test_words_stay_in_the_box_in_which_they_begin(show):
+    """Of the training step, the most words in the smallest boxes, in a window of 900 pixels."""
+    view = VIEWS["training.step"](bad=True)
+    tab = show(view)
+    tab.set_viewport_size({"width": 816, "height": 900})
+    tab.wait_for_function("document.querySelector('.mpk-stage svg').clientWidth <= 816", polling=20)
+    over = f"""() => {{ {INSIDE}
+      const boxes = [...document.querySelectorAll('path.box')].map((e) => e.getBoundingClientRect());
+      return words(document).filter((e) => {{ const a = e.getBoundingClientRect(), in_ = (b) => b.left <= a.left
+        && a.left < b.right && b.top <= a.top && a.top < b.bottom;
+        return boxes.some((b) => in_(b) && a.right > b.right - 2); }}).map((e) => e.textContent); }}"""
+    for phase in range(8):
+        tab.evaluate(f"models[0].put('index', {phase})")
+        assert tab.evaluate(over) == []
+
+
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_what_was_removed_slides_out_once(show, motion):
     view = VIEWS["boost.boost"]()
