@@ -137,7 +137,9 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
 
 def _per_epoch(rate_at: Callable[[int], At], total_step: int, step_per_epoch: int) -> list[float]:
     if total_step > MOST:
-        raise ValueError(f"total_step must be at most {MOST}, the length of the list; a schedule has no length")
+        raise ValueError(
+            f"total_step must be at most {MOST}, since the list has one rate for each step; a schedule has no limit"
+        )
     return [float(rate_at(step // step_per_epoch)) for step in range(total_step)]
 
 

@@ -171,7 +171,9 @@ def _checked(x: object, fmt: object, dim: object, mode: object, bits: Tensor | N
         if bits.shape != x.shape:
             raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
         if isinstance(fmt.element, IntFormat):
-            raise ValueError("random bits are for float elements, and INT8 is none; give a generator")
+            raise ValueError(
+                "random bits are for elements of a float format, and INT8 has integers; give a generator instead"
+            )
     return dim
 
 

@@ -47,7 +47,7 @@ heard: list[Callable[[str, float, float, float], None]] = []
 def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float = math.inf) -> None:
     """Print `sentence` if `value` (a number or a tensor of one) lies strictly between the bounds.
 
-    Raises:  AssertionError with the sentence, the value and the bound if it does not; NaN lies nowhere.
+    Raises:  AssertionError with the sentence, the value and the bound if it does not; NaN lies between no bounds.
              TypeError if no bound is given.
 
     >>> claim("half of it is left", 0.48, above=0.4, below=0.6)

@@ -46,7 +46,7 @@ class PairExplorer(Explorer):
         self.lengths = {rule: [float(combined(rule, pair).norm()) for pair in pairs] for rule in RULES}
 
     def drag_b(self, _step: int, tip: Sequence[float]) -> None:
-        """Put the tip of b there, as far as length and angle go: [x, y]; below the axis b is mirrored."""
+        """Move the tip of b to [x, y], within the ranges of length and angle; a point below the axis is mirrored."""
         length = min(round(math.hypot(*tip), 1), 3.0)
         self.set(length_b=length, angle=round(math.degrees(math.atan2(abs(tip[1]), tip[0]))) if length else self.angle)
 

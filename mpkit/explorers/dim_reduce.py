@@ -38,7 +38,7 @@ class DigitsLoss(nn.Module):
         return torch.cat([p.detach().flatten() for p in self.parameters()]).numpy().copy()
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
-        """The loss and its gradients at the weights of now."""
+        """The loss and its gradients at the present weights."""
         loss = self()
         return loss.detach(), list(torch.autograd.grad(loss, list(self.parameters())))
 

@@ -61,7 +61,7 @@ def exponent(value: float) -> str:
 
 
 def _sentence(words: str) -> str:
-    """With a capital at the start; GPT stays GPT."""
+    """The words with a capital first letter; names such as GPT stay as they are."""
     return words[0].upper() + words[1:]
 
 

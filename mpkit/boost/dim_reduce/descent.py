@@ -154,7 +154,7 @@ class DimReduce(nn.Module):
         """Move the weights by one step; -> the loss given.
 
         Args:
-            loss:         () of `inputs` at the weights of now.
+            loss:         () of `inputs` at the present weights.
             old_grad:     one finite, unscaled gradient per weight.
             weight, weight_clone: as in MindSpore; None is fine, the module knows its weights.
             inputs:       the batch, for the trials.

@@ -35,12 +35,12 @@ class WeightSnapshots(Hook):
         self.every = every
 
     def after_update(self, ctx: StepContext) -> None:
-        """Save after steps every, 2 every, ..."""
+        """Save the weights after each step whose number is a multiple of `every`."""
         if (ctx.index + 1) % self.every == 0:
             self.save(ctx.index + 1)
 
     def save(self, step: int) -> Path:
-        """Save the weights of now as those after `step`; -> the file."""
+        """Save the present weights as those after `step`; -> the file."""
         weights = {name: p.detach().cpu().clone() for name, p in _trained(self.network).items()}
         path = self.directory / f"step_{step:08d}.ckpt"
         write_whole(path, lambda file: torch.save(weights, file))
