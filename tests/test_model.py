@@ -26,7 +26,7 @@ from mpkit.model.checkpoint import save_whole
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.model import _three_indexes
-from mpkit.model.randomness import random_state, ready_workers
+from mpkit.model.randomness import generators, random_state, ready_workers
 from mpkit.policies import preset
 from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
 from mpkit.step import Hook, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
@@ -675,6 +675,21 @@ def test_a_checkpoint_with_and_without_a_manager(saved, tmp_path):
     first.save(tmp_path / "c")
     second.load(tmp_path / "c")
     assert_same(second.train_network.state_dict(), first.train_network.state_dict())
+
+
+class Holds:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+def test_generators_are_looked_for_six_objects_deep_and_in_lists_of_up_to_64():
+    own = torch.Generator()
+    nested = [own]
+    for _ in range(7):
+        nested.append(Holds(nested[-1]))
+    assert [list(generators(held)) == [own] for held in nested] == [True] * 7 + [False]
+    assert list(generators([0] * 63 + [own])) == [own]
+    assert list(generators([0] * 64 + [own])) == []
 
 
 def test_workers_that_a_loader_keeps_stand_as_they_did():

@@ -154,6 +154,25 @@ def test_attention_is_cast_inside():
     assert list(layer.self_attn._modules["recipe_scales"].sites) == ["0", "1"]
 
 
+@pytest.mark.parametrize(
+    ("cast", "top", "scale"),
+    [(Cast(MXFP4), 6.0, None), (Cast(E4M3FN, "tensor", SHORT), 448.0, torch.tensor(1.0))],
+    ids=["blocks", "tensor"],
+)
+def test_the_largest_element_and_a_last_bit_more_are_not_clipped(cast, top, scale):
+    last_bit = torch.tensor(top).nextafter(torch.tensor(torch.inf)).item()
+    for value, share in (
+        (top, 0.0),
+        (-top, 0.0),
+        (last_bit, 0.0),
+        (top * (1 + 2.0**-20), 1 / 32),
+        (-1.1 * top, 1 / 32),
+    ):
+        x = torch.zeros(1, 32)
+        x[0, 3] = value
+        assert cast(x, 1, scale).clipped() == share
+
+
 def test_the_ledger_counts_what_a_scale_clips_and_flushes():
     net = cast_like(nn.Linear(64, 8, bias=False), uniform("floor", Cast(MXFP4)))
     x = torch.zeros(2, 64)
