@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +18,13 @@ from test_diagnose import FAULTS, Fault, Op, chain, diagnose, rows, with_weight
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
+from mpkit.diagnose.cure import Cure, cures
 from mpkit.diagnose.report import _HINTS
+from mpkit.diagnose.run import _with_cure
+from mpkit.diagnose.watch import _operand
 from mpkit.formats import BF16, FloatFormat
+
+recommending = importlib.import_module("mpkit.diagnose.recommend")  # the package has a function of that name
 
 OVERFLOWS = [fault for fault in FAULTS if fault.verdict in ("forward_overflow", "gradient_overflow")]
 GONE = ("healthy", "scale_too_high")  # the loss scale is another matter
@@ -161,3 +170,66 @@ def test_an_infinity_of_a_constant_is_named_where_it_arises(level: str, after: n
     report = diagnose(network, rows(), F.cross_entropy, level=level)
     assert (report.verdict, report.module) == ("model_non_finite", "1")
     assert report.operation in ("full_like", "fill", "where")
+
+
+# --- the parts of an answer
+
+
+@pytest.mark.parametrize(
+    ("works", "kinds"),
+    [
+        (lambda cure: True, {"keep": "a.b", "bfloat16": ""}),  # a module kept in float32 is the smaller change
+        (lambda cure: cure.kind != "keep", {"level": "O1", "bfloat16": ""}),
+        (lambda cure: cure.what in ("a", "auto"), {"keep": "a"}),
+        (lambda cure: cure.what == "auto", {"level": "auto"}),
+        (lambda cure: False, {}),
+    ],
+)
+def test_a_level_is_a_cure_where_no_module_kept_in_float32_is(works: Callable[[Cure], bool], kinds: Any) -> None:
+    assert {cure.kind: cure.what for cure in cures("a.b", "O2", works)} == kinds
+
+
+def test_a_cure_is_tried_at_scale_1() -> None:
+    network, (x, y) = chain(), rows()
+    run = _with_cure(Cure("level", "O0"), network, (x, y), F.cross_entropy, "O2", torch.float16)
+    assert run is not None
+    want = torch.autograd.grad(F.cross_entropy(network(x), y), list(network.parameters()))
+    assert run.loss == F.cross_entropy(network(x), y).item()
+    for grad, exact in zip(run.gradients, want, strict=True):
+        torch.testing.assert_close(grad, exact)
+
+
+def test_an_operand_is_told_by_its_finite_values() -> None:
+    told = _operand(torch.tensor([[1.0, -3.0], [torch.inf, torch.nan]]))
+    assert (told.shape, told.low, told.high, told.nonfinite) == ((2, 2), -3.0, 1.0, 2)
+    one = _operand(torch.tensor(-torch.inf))
+    assert (one.shape, math.isnan(one.low), math.isnan(one.high), one.nonfinite) == ((), True, True, 1)
+
+
+def test_three_activations_that_leave_float16_are_enough() -> None:
+    largest = np.array([[1.0, 1e5, 1e5, 2.0, 1e5, np.nan], [1.0, 1.0, 1e5, 65504.0, 1e5, 1.0]])
+    trace: Any = SimpleNamespace(
+        loss=np.ones(2), step=np.arange(2), activations=SimpleNamespace(largest=largest, names=list("abcdef"))
+    )
+    assert recommending._forward_reasons(trace) == [f"the output of {name} left float16" for name in "bce"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows"),
+    [(4, [2, 5, 10]), (40, [2, 5, 10, 20]), (5000, [2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000])],
+)
+def test_windows_up_to_half_of_the_run_are_tried(
+    steps: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def replayed(trace: Any, policies: list[Any], **kwargs: Any) -> pd.DataFrame:
+        tried.extend(policies)
+        return pd.DataFrame({"policy": [1, 0], "skipped": [3, 4]})
+
+    monkeypatch.setattr(recommending, "replay", replayed)
+    trace: Any = range(steps)
+    best, skipped = recommending._best_policy(trace, 2.0**10)
+    assert [policy.growth_interval for policy in tried] == windows
+    assert {(p.init_scale, p.min_scale, p.max_scale) for p in tried} == {(2.0**10, 2.0**-14, 2.0**24)}
+    assert (best, skipped) == (tried[1], 3)
