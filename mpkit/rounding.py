@@ -23,8 +23,8 @@ ROUNDING_TO: ContextVar[FloatFormat | None] = ContextVar("ROUNDING_TO", default=
 """The format that is being rounded to: for whoever watches operations, since the steps of a rounding are no others'."""
 BLOCK = 2**18
 """Values per core in a block: few calls, and a block of x, one of out and the scratch fit 4 MiB of a level-3 cache."""
-WORDS = 2**13
-"""Random numbers of 64 bits in one draw: more would be new memory from the system each time, which costs as much."""
+WORDS = 2**16
+"""Random numbers of 64 bits in one draw: fewer are more calls, and more do not stay in the cache."""
 SEEDED = 2**13
 """Values: from this many on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
