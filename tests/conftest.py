@@ -103,7 +103,7 @@ def kernel(monkeypatch, tmp_path):
         pytest.skip("processes cannot be forked here")
     monkeypatch.setenv("JUPYTER_PATH", folders["JUPYTER_PATH"])
     monkeypatch.setenv("ONLY_HERE", "seen")
-    manager, client = start_new_kernel(startup_timeout=60, cwd=str(tmp_path))
+    manager, client = start_new_kernel(startup_timeout=300, cwd=str(tmp_path))
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)

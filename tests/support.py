@@ -107,6 +107,21 @@ def answer(client: Any, code: str) -> str:
     return " ".join(f.get("text") or f.get("ename") or f["data"]["text/plain"] for f in found).strip()
 
 
+def told(client: Any, code: str, expression: str) -> str:
+    """The repr of `expression` after a kernel has run `code`, or the name of what the code raises.
+
+    It comes with the reply itself, whereas a print of a cell may be handed out later, once another was interrupted.
+    """
+    asked = client.execute(code, user_expressions={"told": expression}, allow_stdin=False)
+    while (reply := client.get_shell_msg(timeout=120))["parent_header"]["msg_id"] != asked:
+        pass
+    content = reply["content"]
+    if content["status"] == "error":
+        return content["ename"]
+    value = content["user_expressions"]["told"]
+    return value["data"]["text/plain"] if value["status"] == "ok" else value["ename"]
+
+
 def printed(client: Any, text: str) -> None:
     """Return when the code that a kernel runs has printed `text`."""
     while text not in str(client.get_iopub_msg(timeout=120)["content"].get("text")):

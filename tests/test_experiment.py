@@ -1,5 +1,6 @@
 """The engine of experiments on runs that cost nothing: keys, resume, failures, stop, several processes, times apart."""
 
+import contextlib
 import functools
 import json
 import os
@@ -430,12 +431,29 @@ def test_half_written_files_of_the_dead_are_swept_and_young_ones_left(tmp_path):
     old, young = tmp_path / ".a.json.1.x.tmp", tmp_path / ".b.json.2.y.tmp"
     for path in (old, young):
         path.write_text("half")
-    import os
-
     os.utime(old, (time.time() - 90_000,) * 2)
     place.sweep()
     assert not old.exists()
     assert young.exists()
+
+
+def test_a_draft_that_another_call_puts_in_place_meanwhile_is_none_to_sweep(tmp_path, monkeypatch):
+    place = Folder(tmp_path)
+    place.create()
+    draft = tmp_path / ".experiment.json.1.x.part"
+    draft.write_text("{}")
+    seen = os.scandir
+
+    @contextlib.contextmanager
+    def then_it_is_moved(path):
+        with seen(path) as entries:
+            found = list(entries)
+        draft.replace(tmp_path / "experiment.json")
+        yield iter(found)
+
+    monkeypatch.setattr(os, "scandir", then_it_is_moved)
+    place.sweep(older_than=-1.0)
+    assert (tmp_path / "experiment.json").read_text() == "{}"
 
 
 def timed(seed, x, only_time=False):

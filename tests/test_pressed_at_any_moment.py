@@ -7,11 +7,12 @@ import math
 import random
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from support import answer, printed
+from support import answer, printed, told
 
 import mpkit
 from mpkit.explorers.scaling import LiveExplorer, SteeredScaler
@@ -134,6 +135,7 @@ def test_a_kick_never_comes_between_multiplying_and_dividing():
         while not over.is_set():
             scaler.kick(2.0)
             scaler.kick(0.5)
+            time.sleep(1e-4)  # or each step waits for the interpreter
 
     thread = threading.Thread(target=kicks)
     thread.start()
@@ -236,18 +238,16 @@ def test_an_interrupted_cell_leaves_the_training_steerable_and_a_restart_ends_it
     printed(client, "it trains")
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=120)["content"]["ename"] == "KeyboardInterrupt"
-    assert answer(client, "view.ask({'scale_factor': 5}); print(explorer.busy, view.sentence[0])").startswith(
-        "True Set to factor 5"
-    )
-    losses = answer(client, "explorer.run.losses[:3]")
-    stopped = "view.press('Stop'); explorer.wait(120); print(explorer.busy, explorer.message)"
-    assert answer(client, stopped) == "False"
-    assert answer(client, "explorer.run = None" + TRAIN) == "it trains"  # pressed again, it begins anew
-    assert answer(client, "explorer.run.losses[:3]") == losses
+    asked = told(client, "view.ask({'scale_factor': 5})", "f'{explorer.busy} {view.sentence[0]}'")
+    assert asked.startswith("'True Set to factor 5"), asked
+    losses = told(client, "", "explorer.run.losses[:3]")
+    stop = "view.press('Stop'); explorer.wait(120)"
+    assert told(client, stop, "explorer.busy, explorer.message") == "(False, '')"
+    # pressed again, it begins anew
+    assert told(client, "explorer.run = None" + TRAIN, "explorer.run.losses[:3]") == losses
 
     manager.restart_kernel()  # while that training runs
     client.wait_for_ready(timeout=120)
-    assert answer(client, "view") == "NameError"
-    assert answer(client, SET_UP + TRAIN) == "it trains"
-    assert answer(client, "explorer.run.losses[:3]") == losses
-    assert answer(client, stopped) == "False"
+    assert told(client, "view", "0") == "NameError"
+    assert told(client, SET_UP + TRAIN, "explorer.run.losses[:3]") == losses
+    assert told(client, stop, "explorer.busy") == "False"

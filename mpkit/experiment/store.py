@@ -367,11 +367,11 @@ class Folder:
         """Remove what killed processes left half written, once it is `older_than` seconds old."""
         limit = time.time() - older_than
         with os.scandir(self.path) as entries:
-            left = [
-                e.path for e in entries if e.name.endswith((".part", ".tmp", ".lock")) and e.stat().st_mtime < limit
-            ]
-        for path in left:
-            Path(path).unlink(missing_ok=True)
+            drafts = [Path(e) for e in entries if e.name.endswith((".part", ".tmp", ".lock"))]
+        for path in drafts:
+            with contextlib.suppress(FileNotFoundError):  # another call has put it in its place meanwhile
+                if path.stat().st_mtime < limit:
+                    path.unlink()
 
     @contextlib.contextmanager
     def claim(self, stem: str) -> Iterator[bool]:
