@@ -691,15 +691,16 @@ def test_axe_finds_nothing_in_any_view(show, theme):
     views = [made(name) for name in VIEWS]
     tab = show(*views, theme=theme)
     for i, view in enumerate(views):
-        tab.evaluate("([i, rows]) => models[i].put('rows', rows)", [i, plain(view.data())])
+        tab.evaluate("([i, rows]) => models[i].put('rows', rows)", [i, plain(view.data())[:20]])  # enough to scroll
         state = {**view.state, "busy": True, "progress": 0.5}
         tab.evaluate("([i, state]) => models[i].put('state', state)", [i, plain(state)])
         tab.evaluate("i => models[i].put('sentence', [models[i].state.sentence[0], 'a message'])", i)
     tab.evaluate("document.querySelectorAll('details').forEach((more) => { more.open = true; })")
-    found = Axe().run(tab, "main", options={}).response
+    only = {} if theme == "true" else {"runOnly": ["color-contrast"]}  # nothing but colours is another in the dark
+    found = Axe().run(tab, "main", options={"resultTypes": ["violations"], **only}).response
     assert [(rule["id"], node["html"][:200]) for rule in found["violations"] for node in rule["nodes"]] == []
-    looked = {rule["id"]: len(rule["nodes"]) for rule in found["passes"]}
-    assert min(looked[rule] for rule in ("color-contrast", "label", "svg-img-alt", "button-name")) >= len(views)
+    looked = {rule["id"] for rule in found["passes"]}
+    assert looked >= ({"color-contrast"} if only else {"color-contrast", "label", "svg-img-alt", "button-name"})
 
 
 @pytest.mark.parametrize("theme", [0, 1])
