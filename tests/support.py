@@ -99,6 +99,7 @@ def answer(client: Any, code: str) -> str:
     client.execute_interactive(
         code,
         allow_stdin=False,
+        stop_on_error=False,  # or the kernel leaves undone what it is asked a moment after an error
         timeout=120,
         output_hook=lambda m: (
             found.append(m["content"]) if m["msg_type"] in ("stream", "execute_result", "error") else 0
@@ -108,11 +109,8 @@ def answer(client: Any, code: str) -> str:
 
 
 def told(client: Any, code: str, expression: str) -> str:
-    """The repr of `expression` after a kernel has run `code`, or the name of what the code raises.
-
-    It comes with the reply itself, whereas a print of a cell may be handed out later, once another was interrupted.
-    """
-    asked = client.execute(code, user_expressions={"told": expression}, allow_stdin=False)
+    """The repr of `expression` after a kernel has run `code`, or the name of what the code raises."""
+    asked = client.execute(code, user_expressions={"told": expression}, allow_stdin=False, stop_on_error=False)
     while (reply := client.get_shell_msg(timeout=120))["parent_header"]["msg_id"] != asked:
         pass
     content = reply["content"]
