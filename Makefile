@@ -5,7 +5,7 @@ RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab test check gpu soak fuzz mutants compat portable bench notebooks labs fork clean
+.PHONY: lab test check gpu soak fuzz mutants compat portable bench views notebooks labs fork clean
 .NOTPARALLEL:
 
 lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves it

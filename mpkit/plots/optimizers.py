@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, power_of_two
+from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, power_of_two
 
 if TYPE_CHECKING:
     from mpkit.explorers.optimizers import (  # upward: the types of its arguments
@@ -25,12 +26,17 @@ def schedules_scene(data: SchedulesExplorer) -> Scene:
     scene.play("step", "step", steps, every=80)
     x, y = linear("step", 0, steps - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
     panel = scene.panel(title="the same numbers, five schedules", x=x, y=y)
-    for (name, rates), color, dash, glyph in zip(data.curves.items(), SERIES, DASHES, GLYPHS):
-        panel.line(rates, color=color, dash=dash, width=1.8, label=name, tag=True)
-        panel.points(rates, color=color, glyph=glyph, show="at", size=4.5)
-    panel.rule("x", "index", "muted", dash=":")
-    panel.handle("x", "step", data.step, 0, steps - 1, "marked step")
+    _curves(panel, data.curves, data.step)
     return scene
+
+
+def _curves(panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> None:
+    """A line for each curve with its name at the end and a marker at the step that is played, and a handle there."""
+    for (name, seen), color, dash, glyph in zip(curves.items(), SERIES, DASHES, GLYPHS):
+        panel.line(seen, color=color, dash=dash, width=1.8, label=name, tag=True)
+        panel.points(seen, color=color, glyph=glyph, show="at", size=4.5)
+    panel.rule("x", "index", "muted", dash=":")
+    panel.handle("x", "step", step, 0, len(seen) - 1, "marked step")
 
 
 def decay_scene(data: DecayExplorer) -> Scene:
@@ -42,11 +48,7 @@ def decay_scene(data: DecayExplorer) -> Scene:
     panel = scene.panel(title=title, x=x, y=y, pad=room)
     alone = (1 - data.learning_rate * data.weight_decay) ** np.arange(steps)
     panel.line(alone, color="reference", dash=":", width=2.4, label="rate x decay off at each step")
-    for (name, seen), color, dash, glyph in zip(data.curves.items(), SERIES, DASHES, GLYPHS):
-        panel.line(seen, color=color, dash=dash, width=1.8, label=name, tag=True)
-        panel.points(seen, color=color, glyph=glyph, show="at", size=4.5)
-    panel.rule("x", "index", "muted", dash=":")
-    panel.handle("x", "step", data.step, 0, steps - 1, "marked step")
+    _curves(panel, data.curves, data.step)
     return scene
 
 
