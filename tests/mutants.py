@@ -44,6 +44,9 @@ EVERY = (
     "test_messages",
     "test_source_examples",
     "test_training_outside",
+    "test_cuda_branches",
+    "test_damaged_states",
+    "test_lives",
 )
 OWN = {  # module -> beginnings of the names of its own test files; EVERY: those of all modules
     "formats": ("test_formats",),

@@ -191,16 +191,16 @@ class Wires:
                 self._put(peer, tensor)
         return [self._work(lambda t=tensor, p=peer: self._get(p, t)) for end, tensor, peer in todo if end != "send"]
 
-    def all_gather(self, every: list[Tensor], own: Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(self, every: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False) -> Any:
         ranks = self._ranks(group)
         for rank in ranks:
             self._put(rank, own)
-        return self._work(lambda: [self._get(rank, into) for rank, into in zip(ranks, every, strict=True)])
+        return self._work(lambda: [self._get(rank, into) for rank, into in zip(ranks, every, strict=True)], async_op)
 
-    def all_reduce(self, tensor: Tensor, group: Any, async_op: bool) -> Any:
-        every = [torch.empty_like(tensor) for _ in group.ranks]
-        gathered = self.all_gather(every, tensor, group, async_op)
-        return self._work(lambda: (gathered.wait(), tensor.copy_(torch.stack(every).sum(0))))
+    def all_reduce(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        every = [torch.empty_like(tensor) for _ in self._ranks(group)]
+        gathered = self.all_gather(every, tensor, group, async_op=True)
+        return self._work(lambda: (gathered.wait(), tensor.copy_(torch.stack(every).sum(0))), async_op)
 
     def broadcast(self, tensor: Tensor, source: int, group: Any, async_op: bool) -> Any:
         if self.me.rank == source:
@@ -217,8 +217,8 @@ class Wires:
     def _get(self, peer: int, into: Tensor) -> None:
         into.copy_(self.wire[peer, self.me.rank].get(timeout=120))
 
-    def _work(self, finish: Any) -> Any:
-        return SimpleNamespace(wait=lambda limit=None: (self.limits.add(limit), finish()))
+    def _work(self, finish: Any, async_op: bool = True) -> Any:
+        return SimpleNamespace(wait=lambda limit=None: (self.limits.add(limit), finish())) if async_op else finish()
 
     def run(self, work: Any) -> list[Any]:
         """`work(rank, world)` on every rank -> what each gave; the first error of one is raised."""
@@ -262,6 +262,19 @@ def test_ranks_merge_like_simulated_workers(wires: Wires) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
                 assert torch.equal(got, want) or not name.startswith("full")
     assert wires.limits == {timedelta(seconds=TIMEOUT)}
+
+
+@pytest.mark.parametrize("exchange", ["halving", "full"])
+@pytest.mark.parametrize("wires", [2, 8], indirect=True)
+def test_ranks_add_the_epsilon_of_simulated_workers(wires: Wires, exchange: str) -> None:
+    def work(rank: int, world: int) -> Any:
+        merger = AdaSum(rank, 1, world, weights(), exchange=exchange, eps=3.0, timeout=TIMEOUT)
+        return merger(deltas_of(rank), weights(), [torch.zeros(s) for s in SHAPES])
+
+    want = adasum([deltas_of(rank) for rank in range(wires.world)], eps=3.0)
+    for seen in wires.run(work):
+        for got, w in zip(seen, want, strict=True):
+            torch.testing.assert_close(-got, w, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wires", [2, 4], indirect=True)

@@ -106,6 +106,35 @@ def test_every_key_is_read_in_its_section_and_checked(name: str) -> None:
         AutoBoost("O0", {wrong: {name: OTHER[name]}})
 
 
+ENDS: dict[str, tuple[list[Any], list[Any]]] = {  # the last values that are taken, the first that are not
+    "gradient_split_groups": ([[0], 0], [[-1], [0.5]]),
+    "param_groups": ([1], [0]),
+    "freeze_type": ([0, 1], [-1, 2]),
+    "freeze_p": ([0, 1, 0.0, 1.0], [-1e-9, 1 + 1e-9]),
+    "total_steps": ([1], [0]),
+    "grad_accumulation_step": ([1], [0]),
+    "rho": ([1e-9, 1 - 1e-9], [0, 1]),
+    "gamma": ([0], [-1e-9, 1]),
+    "alpha": ([0, 1e300], [-1e-9, float("inf")]),
+    "sigma": ([1e-9, 1 - 1e-9], [0, 1]),
+    "n_components": ([1], [0]),
+    "timeout": ([0, float("inf")], [-1e-9]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_a_range(name: str) -> None:
+    def given(value: Any) -> AutoBoost:
+        return AutoBoost("O0", {"boost": ALL_ON, KEYS[name].section: {name: value}})
+
+    taken, refused = ENDS[name]
+    for value in taken:
+        assert given(value).hyper[name] == ([0] if name == "gradient_split_groups" else value)
+    for value in refused:
+        with pytest.raises(ValueError, match=f"{name} of section"):
+            given(value)
+
+
 def test_an_int_is_one_split_point() -> None:
     boost = AutoBoost("O0", {"common": {"gradient_split_groups": 5}})
     assert boost.hyper["gradient_split_groups"] == [5]

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_boost_distributed as processes
 import torch
+from test_boost_adasum import Wires
 from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import (
     DimReduce,
     WeightSnapshots,
+    descent,
     pca_matrix,
     prepare_pca,
     read_pca_rows,
@@ -24,7 +27,7 @@ from mpkit.boost.dim_reduce import (
     row_block,
     write_pca_files,
 )
-from mpkit.step import TrainOneStepCell, WithLossCell
+from mpkit.step import TrainOneStepCell, WithLossCell, distributed
 
 
 def walk(samples: int, weights: int, seed: int = 0) -> np.ndarray:
@@ -261,6 +264,17 @@ def test_trials_repeat_the_dropout_and_leave_statistics_and_random_numbers_alone
     assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
     assert torch.equal(torch.get_rng_state(), state)
     assert net.training
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_some_rows_each_take_the_steps_of_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in place of processes; five components, which neither 2 nor 4 ranks divide."""
+    alone, wires = processes._descend(0, 1, slice(None)), Wires(ranks)
+    for user in (descent, distributed, processes):
+        monkeypatch.setattr(user, "dist", wires)
+    for seen in wires.run(processes.reduce_dimensions):
+        for got, want in zip(seen, alone, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_an_error_in_a_trial_leaves_the_weights_as_they_were() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mpkit.casting import (
     auto_mixed_precision,
+    cast_like,
     custom_mixed_precision,
     get_black_list,
     get_white_list,
@@ -23,7 +24,8 @@ from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_PROMOTED, TORCH_TO_LOW,
 from mpkit.casting.lists import AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE
 from mpkit.casting.operations import operator_of, spellings
 from mpkit.casting.presets import PRESETS, preset_table
-from mpkit.formats import E4M3FN
+from mpkit.casting.table import MINDSPORE, OTHERS, Level
+from mpkit.formats import E4M3FN, dtype_name
 
 X = torch.tensor([[0.5, 1.25], [2.0, 0.75]])
 
@@ -285,7 +287,6 @@ def test_functions_made_of_products_are_cast_at_every_level(level: str, call: An
 
 def test_torch_autocast_on_cuda_is_reproduced_where_the_cpu_lists_agree() -> None:
     """torch's own autocast is the oracle for what its CPU lists share with the CUDA lists."""
-    from mpkit.casting import cast_like
 
     def shared(x: Tensor) -> list[Tensor]:
         y = x @ x
@@ -308,8 +309,6 @@ def test_torch_autocast_on_cuda_is_reproduced_where_the_cpu_lists_agree() -> Non
 
 
 def test_torch_autocast_preset_has_the_cuda_lists_that_the_cpu_lacks() -> None:
-    from mpkit.casting import cast_like
-
     for name in ("softmax", "sum", "exp", "layer_norm"):
         with torch.autocast("cpu", torch.float16):
             assert WIDE_CALLS[name](X.half()).dtype is torch.float16
@@ -318,8 +317,6 @@ def test_torch_autocast_preset_has_the_cuda_lists_that_the_cpu_lacks() -> None:
 
 @pytest.mark.parametrize("preset", ["torch_autocast", "apex_O1"])
 def test_rarer_products_are_on_the_lists_too(preset: str) -> None:
-    from mpkit.casting import cast_like
-
     calls = {
         "addr": lambda x: torch.addr(x, x[0], x[1]),
         "conv_tbc": lambda x: torch.conv_tbc(x[None], x[None], x[0]),
@@ -332,16 +329,12 @@ def test_rarer_products_are_on_the_lists_too(preset: str) -> None:
 
 
 def test_apex_o2_keeps_affine_batch_norms_only() -> None:
-    from mpkit.casting import cast_like
-
     network = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.LayerNorm(2))
     got = computes(cast_like(network, "apex_O2"), X)
     assert [compute for _, compute in got] == ["float32", "float16", "float16"]
 
 
 def test_keras_gives_low_results_even_from_a_final_softmax() -> None:
-    from mpkit.casting import cast_like
-
     assert cast_like(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)), "keras_mixed_float16")(X).dtype is torch.float16
 
 
@@ -378,3 +371,10 @@ def test_a_sum_with_a_product_takes_the_product_alone_in_low(name, numbers):
     want = numbers.get("beta", 1) * more + numbers.get("alpha", 1) * product
     assert torch.equal(net(more, a, b), want)
     assert not torch.equal(want, getattr(torch, name)(more, a, b, **numbers))  # float16 leaves a trace
+
+
+@pytest.mark.parametrize(("name", "row"), (MINDSPORE | OTHERS).items(), ids=str)
+def test_the_table_says_which_levels_cast_down_what_a_module_asks_to_have_in_float32(name: str, row: Level) -> None:
+    asks = Apply(lambda x: x.float().square())
+    network = auto_mixed_precision(asks, name) if name in MINDSPORE else cast_like(asks, name)
+    assert dict(computes(network, X))["square"] == (dtype_name(row.dtype) if row.overrides else "float32")

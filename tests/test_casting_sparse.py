@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, ledger
+from mpkit.casting.calls import lost_values
 from mpkit.formats import E5M2
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -107,3 +108,9 @@ def test_a_call_by_keyword_is_the_same() -> None:
     rounded = auto_mixed_precision(Product(lambda x, w: w * 1.0), "O3", E5M2)(rows).detach()
     assert torch.equal(grad, torch.tensor([[1.0], [2.0], [0.0], [1.0]]).expand(4, 3))
     torch.testing.assert_close(out, torch.stack([rounded[0] + rounded[1], rounded[1] + rounded[3]]), rtol=0.25, atol=0)
+
+
+def test_values_at_other_places_are_not_compared() -> None:
+    wide = torch.tensor([1e-30, 0.0, 1e30]).to_sparse()
+    assert lost_values(wide, wide.half()) == (1, 1)
+    assert lost_values(wide, torch.tensor([0.0, 1.0, 0.0]).to_sparse()) == (0, 0)

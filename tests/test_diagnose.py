@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.diagnose import VERDICTS, diagnose, preflight, recommend
+from mpkit.diagnose.watch import Watch
 from mpkit.formats import E4M3FN, E5M2, FP16
 from mpkit.networks import LeNet5, Network, ResidualBlock, TinyGPT
 from mpkit.policies import ScalePolicy
@@ -244,6 +245,9 @@ FAULTS = [
     Fault("slope of acos at 1", lambda: chain(lambda x: torch.acos(x * 0 + 1)), rows, "model_non_finite", "backward", "fault", ""),
     Fault("0 times log 0", lambda: chain(lambda x: torch.where(x > 9, x, -math.inf) * 0), rows, "model_non_finite", "forward", "fault", "mul"),
     Fault("square of 300", lambda: chain(lambda x: (x * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
+    Fault("minus inf alone", lambda: chain(lambda x: (x * 0 + 300) * -300), rows, "forward_overflow", "forward", "fault", "mul"),
+    Fault("square of 300, one value", lambda: chain(lambda x: x * (x.sum() * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
+    Fault("overflow under a mask, emulated", lambda: chain(lambda x: (causal(8)[:4] - torch.exp(x * 0 + 88.72)).softmax(-1)), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", FP16),)),
     Fault("sum of 70,000 ones", lambda: chain(lambda x: x + torch.ones(70_000).to(x).sum() * 1e-6), rows, "forward_overflow", "forward", "fault", "sum"),
     Fault("weights of 1e4", lambda: with_weight(chain(nn.ReLU()), "last.weight", lambda w: w.fill_(1e5 / 2)), rows, "forward_overflow", "forward", "last", "mm"),
     Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt"),
@@ -267,6 +271,8 @@ FAULTS = [
     Fault("loss scale 2^40, GRU", lambda: Last(nn.GRU(8, 4, batch_first=True)), sequences, "scale_too_high", "backward", "", "", loss=mean, options=(("scale", 2.0**40),)),
     Fault("loss scale 2^40, O1", lambda: chain(nn.ReLU()), rows, "scale_too_high", "backward", "last", "cast to float16", options=(("scale", 2.0**40), ("level", "O1"))),
     Fault("loss scale 2^40, transformer", lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), Op(lambda h: h.mean(1))), lambda: (sequences(), torch.tensor([0, 1])), "scale_too_high", "backward", "", "cast to float16", options=(("scale", 2.0**40),)),
+    Fault("loss scale 2^40, sparse gradients", lambda: words_in(nn.Embedding(10, 8, sparse=True)), lambda: (torch.tensor([[1, 2, 0], [3, 0, 0]]), torch.tensor([0, 1])), "scale_too_high", "backward", "", "", options=(("scale", 2.0**40),)),
+    Fault("slope of a root at 0, late", lambda: chain(*[Op(lambda x: x + 1)] * 200, lambda x: (x * 0).sqrt()), rows, "model_non_finite", "backward", "part200", "div"),
     Fault("exp of a GRU's output", lambda: nn.Sequential(Last(nn.GRU(8, 8, batch_first=True)), Op(lambda h: (h * 0 + 12).exp())), lambda: (sequences(), torch.tensor([0, 1])), "forward_overflow", "forward", "1", "exp"),
     Fault("NaN weight of an LSTM", lambda: with_weight(Last(nn.LSTM(8, 4, batch_first=True)), "rnn.weight_hh_l0", lambda w: w[0].fill_(math.nan)), sequences, "weights_non_finite", "", "parameter rnn.weight_hh_l0", loss=mean),
     Fault("square of 300, checkpointed", lambda: chain(Checkpointed(lambda x: (x * 0 + 300) ** 2)), rows, "forward_overflow", "forward", "fault.inner.1", "pow"),
@@ -317,6 +323,32 @@ def test_a_planted_fault_is_named(fault):
 def test_there_are_enough_faults_of_every_kind():
     assert len(FAULTS) >= 20
     assert {f.verdict for f in FAULTS} == set(VERDICTS) - {"healthy", "stale_scale"}
+
+
+class Twice(nn.Module):
+    """One layer of float16, used in two re-entrant checkpoints: each gradient fits, their sum does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(1, 1, bias=False).half(), nn.Linear(1, 1, bias=False).half()
+        for p in self.parameters():
+            nn.init.ones_(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, checkpoint(self.layer, self.first(x), use_reentrant=True), use_reentrant=True)
+
+
+def test_gradients_that_overflow_when_they_are_added_belong_to_no_operation():
+    report = diagnose(Twice(), torch.tensor([[40000.0]]).half(), lambda out: out.float().sum(), level=None, scale=1.0)
+    assert (report.verdict, report.phase, report.gradient_of) == ("gradient_overflow", "backward", ""), str(report)
+    assert report.max_scale == 0.5
+
+
+def test_operands_without_values_are_not_told():
+    watch = Watch(nn.Identity(), {})
+    with watch:
+        torch.addmm(torch.full((2, 2), 3e38), torch.zeros(2, 0), torch.zeros(0, 2), beta=2)
+    assert [(event.operation, [o.shape for o in event.operands]) for event in watch.events] == [("addmm", [(2, 2)])]
 
 
 def test_a_tensor_that_a_stale_scale_clips_is_named():
@@ -423,6 +455,7 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("packed LSTM, padding of -inf", Packed, sequences(), mean, {}),
     ("routing by -inf", Routed, rows(), F.cross_entropy, {"level": "O1"}),
     ("routing by -inf, emulated", Routed, rows(), F.cross_entropy, {"dtype": FP16}),
+    ("a mask of inf with its sign turned, emulated", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": FP16}),
     ("logsumexp with -inf", lambda: chain(lambda x: torch.logsumexp(torch.stack([x, torch.full_like(x, -math.inf)]), 0)), rows(), F.cross_entropy, {}),
     ("missing targets", lambda: chain(), (rows()[0], torch.tensor([1.0, math.nan, 0.0]).expand(4, 3)), lambda o, y: torch.where(y.isnan(), 0.0, o - y.nan_to_num()).square().mean(), {}),
     ("loss from the network itself", lambda: WithLossCell(chain(nn.ReLU()), nn.CrossEntropyLoss()), rows(), None, {}),

@@ -189,3 +189,53 @@ def clip_without_a_scaler(network, optimizer, loss):
 
 def test_a_clip_where_nothing_is_scaled_is_sound() -> None:
     assert not named(chain(nn.ReLU()), "clip_grad_norm_", loop=clip_without_a_scaler)
+
+
+TWO_STEPS = """
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+clip_grad_norm_(parameters, 1.0)
+scaler.update()
+clip_grad_value_(parameters, 1.0)
+scaler.scale(loss).backward()
+clip_grad_value_(parameters, 1.0)
+scaler.unscale_(optimizer)
+clip_grad_norm_(parameters, 1.0)
+"""
+
+
+def test_each_step_of_a_loop_is_scaled_and_unscaled_by_itself() -> None:
+    assert [found.where for found in named(chain(), "multiplied by", loop=TWO_STEPS)] == ["line 8 of the loop"]
+
+
+def constants(half: bool, level: str, **options: Any) -> list[tuple[str, str]]:
+    network = chain().half() if half else chain()
+    optimizer = torch.optim.Adam(network.parameters(), 1e-3, **options)
+    return [(found.severity, found.what) for found in named(network, "is zero in", level, optimizer=optimizer)]
+
+
+def test_a_constant_is_zero_up_to_half_of_the_smallest_value() -> None:
+    what = "eps=2.98023e-08 is zero in fp16 (smallest value 5.96e-08)"
+    assert constants(True, "O2", eps=2.0**-25) == [("error", what)]
+    assert constants(False, "O3", eps=2.0**-25) == [("warning", what)]  # it is stored in float32, and cast
+    assert constants(False, "O2", eps=2.0**-25) == []
+    assert constants(True, "O2", eps=2.0**-25 * 1.01) == []  # a weight decay of 0 is meant
+    ((_, what),) = constants(True, "O2", eps=1.0, weight_decay=1e-9)
+    assert what.startswith("weight_decay=1e-09 is zero")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_more_than_half_of_the_updates_that_move_must_round_away(kind: Any) -> None:
+    def share(gradients: list[float], weights: list[float]) -> list[str]:
+        layer = nn.Linear(len(weights), 1, bias=False)
+        layer.weight = nn.Parameter(torch.tensor([weights]))
+        layer.weight.grad = torch.tensor([gradients])
+        optimizer = kind(layer.parameters(), lr=2.0**-10)
+        return [found.what.split()[0] for found in named(layer, "half an ulp", optimizer=optimizer)]
+
+    assert share([1.0, 1.0], [2.0**14, 2.0**14]) == []  # an update of 2**-10 is half an ulp of 2**14
+    assert share([1.0, 1.0, 1.0, 0.0], [2.0**15, 2.0**15, 1.0, 2.0**15]) == ["67%"]  # a gradient of 0 moves nothing
+    assert share([1.0, 1.0], [2.0**15, 1.0]) == []
+    assert share([0.0], [2.0**15]) == []
+    assert share([1.0], [2.0**15]) == ["100%"]
+    assert share([4.0], [2.0**15]) == (["100%"] if kind is torch.optim.Adam else [])  # Adam moves by its rate

@@ -394,6 +394,23 @@ def test_a_resumed_run_joins_to_the_uninterrupted_one():
     np.testing.assert_array_equal(join([whole.before(3), whole._where(whole.step >= 3)]).loss, whole.loss)
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "joined"),
+    [
+        ([1.0, 2.0, 4.0], [1.5, 2.0], [1.0, 2.0, 4.0, 5.5, 6.0]),  # a new recorder begins at zero
+        ([1.0, 2.0, 4.0], [4.0, 7.0], [1.0, 2.0, 4.0, 8.0, 11.0]),  # so does one that began as late as the other ended
+        ([1.0, 2.0, 4.0], [4.5, 5.0], [1.0, 2.0, 4.0, 4.5, 5.0]),  # a resumed one goes on with its clock
+        ([1.0, 2.0, 4.0], [3.0, 9.0], [1.0, 2.0, 4.0, 7.0, 13.0]),
+        ([], [3.0, 9.0], [3.0, 9.0]),
+    ],
+)
+def test_the_clock_of_joined_traces_goes_on(first, later, joined):
+    steps = len(first) + len(later)
+    whole = dataclasses.replace(plain_loop(steps=steps)[0], seconds=np.array(first + later))
+    both = whole.before(len(first)) + whole._where(whole.step >= len(first))
+    assert both.seconds.tolist() == joined
+
+
 class Run:
     """A training with two micro-batches per step, its checkpoint and its resume."""
 
@@ -663,6 +680,10 @@ def test_a_tensor_without_values_in_a_step_counts_nothing():
     assert found.zeros.tolist() == [[1, 0], [0, 1]]
     assert found.largest.tolist() == [[3, 0], [0, 3]]
     assert found.size.tolist() == [3, 3]
+    rows = Rows(("a", "never"))
+    rows.append(0, [(*host_counts(torch.tensor([math.inf, 0.0, 2.0**-130]))[:3], 3), None])
+    found = rows.ranges()
+    assert (found.size.tolist(), found.zeros.tolist(), found.largest.tolist()) == ([3, 0], [[2, 0]], [[math.inf, 0]])
 
 
 def test_what_a_scaler_says_of_scale_and_overflow():

@@ -342,3 +342,19 @@ def test_a_policy_that_raises_at_once_has_skipped_all_it_ran():
 def test_no_sampled_step_is_an_empty_table():
     done = simulate(np.array([1.0, 2.0]), stack([preset("torch"), preset("apex")]), sample=[])
     assert done.sampled.shape == (0, 2)
+
+
+@pytest.mark.parametrize(("steps", "policies", "kept"), [(40, 100_000, True), (41, 97_561, False)])
+def test_every_scale_is_kept_of_up_to_four_million_policy_steps(monkeypatch, steps, policies, kept):
+    asked = {}
+
+    def simulated(tops, vector, *, sample, **_):
+        asked.update(sample=sample, shape=vector.shape)
+        raise InterruptedError
+
+    monkeypatch.setattr("mpkit.replay.table.simulate", simulated)
+    vector = dataclasses.replace(swept(1.0, 2, 9), init_scale=torch.ones(policies))
+    with pytest.raises(InterruptedError):
+        replay(trace_of([torch.ones(1)] * steps), vector)
+    assert asked["shape"] == (policies,)
+    assert (asked["sample"] is None) == kept
