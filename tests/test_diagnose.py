@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mpkit.casting import auto_mixed_precision, cast_like
 from mpkit.diagnose import VERDICTS, diagnose, preflight, recommend
 from mpkit.diagnose.watch import Watch
-from mpkit.formats import E4M3FN, E5M2, FP16
+from mpkit.formats import E4M3FN, E5M2, FP16, TF32, FloatFormat
 from mpkit.networks import LeNet5, Network, ResidualBlock, TinyGPT
 from mpkit.policies import ScalePolicy
 from mpkit.record import Recorder
@@ -248,6 +248,7 @@ FAULTS = [
     Fault("minus inf alone", lambda: chain(lambda x: (x * 0 + 300) * -300), rows, "forward_overflow", "forward", "fault", "mul"),
     Fault("square of 300, one value", lambda: chain(lambda x: x * (x.sum() * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
     Fault("overflow under a mask, emulated", lambda: chain(lambda x: (causal(8)[:4] - torch.exp(x * 0 + 88.72)).softmax(-1)), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", FP16),)),
+    Fault("overflow rounded by bits", lambda: chain(lambda x: torch.exp(x * 0 + 88.72) * 1e-38), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", TF32),)),
     Fault("sum of 70,000 ones", lambda: chain(lambda x: x + torch.ones(70_000).to(x).sum() * 1e-6), rows, "forward_overflow", "forward", "fault", "sum"),
     Fault("weights of 1e4", lambda: with_weight(chain(nn.ReLU()), "last.weight", lambda w: w.fill_(1e5 / 2)), rows, "forward_overflow", "forward", "last", "mm"),
     Fault("variance of a constant", lambda: chain(lambda x: (x * 0) * torch.rsqrt((x * 0).var(-1, keepdim=True) + 1e-9)), rows, "forward_overflow", "forward", "fault", "rsqrt"),
@@ -419,6 +420,7 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 digits = (torch.rand(4, 1, 28, 28, generator=torch.Generator().manual_seed(12)), torch.arange(4))
+EIGHT = FloatFormat("e8m12", 8, 12)  # formats of eight exponent bits are rounded by their bits
 HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     *[(f"perceptron {level}", seeded(lambda: Network(hidden=32)), digits, F.cross_entropy, {"level": level}) for level in ("O0", "O1", "O2", "O3", "auto")],
     ("perceptron bf16", seeded(lambda: Network(hidden=32)), digits, F.cross_entropy, {"dtype": torch.bfloat16}),
@@ -456,6 +458,8 @@ HEALTHY: list[tuple[str, Callable[[], nn.Module], Any, Any, dict[str, Any]]] = [
     ("routing by -inf", Routed, rows(), F.cross_entropy, {"level": "O1"}),
     ("routing by -inf, emulated", Routed, rows(), F.cross_entropy, {"dtype": FP16}),
     ("a mask of inf with its sign turned, emulated", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": FP16}),
+    ("the same, rounded by bits", lambda: chain(lambda x: (-x.masked_fill(torch.arange(8) > 3, math.inf)).softmax(-1)), rows(), F.cross_entropy, {"dtype": EIGHT}),
+    ("routing by -inf, rounded by bits", Routed, rows(), F.cross_entropy, {"dtype": TF32}),
     ("logsumexp with -inf", lambda: chain(lambda x: torch.logsumexp(torch.stack([x, torch.full_like(x, -math.inf)]), 0)), rows(), F.cross_entropy, {}),
     ("missing targets", lambda: chain(), (rows()[0], torch.tensor([1.0, math.nan, 0.0]).expand(4, 3)), lambda o, y: torch.where(y.isnan(), 0.0, o - y.nan_to_num()).square().mean(), {}),
     ("loss from the network itself", lambda: WithLossCell(chain(nn.ReLU()), nn.CrossEntropyLoss()), rows(), None, {}),

@@ -107,6 +107,8 @@ class Watch(TorchDispatchMode):
                 self._nodes[node] = self._where(), _operation(func, args, kwargs)
         if name.startswith(("empty", "new_empty")):
             return out  # memory that nobody has written yet
+        if ROUNDING_TO.get() is not None:
+            self._carry(args, out)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
         bad = [t for t in results if not bool(t.isfinite().all())]
         seen = {_storage(t) for t in inputs}
@@ -187,6 +189,16 @@ class Watch(TorchDispatchMode):
                 else:
                     leaves.append(name)
         return tuple(_operand(t) for t in inputs), parents, leaves, mask
+
+    def _carry(self, args: tuple[Any, ...], out: object) -> None:
+        """A rounding works on bits too, in tensors of integers: where the numbers came from goes with them."""
+        sources = [t for t in tree_leaves(args) if isinstance(t, Tensor) and _storage(t) in self._made]
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and not t.is_floating_point():
+                if sources:
+                    self._made[_storage(t)] = self._made[_storage(sources[0])]
+                else:  # what stood there before is gone
+                    self._made.pop(_storage(t), None)
 
     def _remember(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], bad: list[Tensor], sources: Sources
