@@ -880,6 +880,51 @@ def test_bad_input_is_refused_with_the_kind_of_the_reference(call, error):
         call()
 
 
+# optimizer: its number -> the ends of its range that belong to it, and those that do not
+ENDS = {
+    "RMSProp": {"decay": ([0], [1]), "momentum": ([0], [-1e-9]), "epsilon": ([], [0])},
+    "Adagrad": {"accum": ([0], [-1e-9])},
+    "Adadelta": {"rho": ([0, 1], [-1e-9, 1 + 1e-9]), "epsilon": ([], [0])},
+    "ProximalAdagrad": {"accum": ([0], [-1e-9]), "l1": ([0], [-1e-9]), "l2": ([0], [-1e-9])},
+    "FTRL": {
+        "initial_accum": ([0], [-1e-9]),
+        "lr_power": ([0], [1e-9]),
+        "l1": ([0], [-1e-9]),
+        "l2": ([0], [-1e-9]),
+        "learning_rate": ([], [0.0]),
+    },
+    "Adam": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdaMax": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "Lamb": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdamWeightDecay": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdaFactor": {
+        "eps": ([], [(0, 1e-3), (1e-30, 0)]),
+        "clip_threshold": ([], [0]),
+        "decay_rate": ([], [0]),
+        "beta1": ([0], [-1e-9, 1]),
+        "weight_decay": ([0], [-1e-9, 1]),
+    },
+    "SGD": {"momentum": ([0], [-1e-9]), "dampening": ([0], [-1e-9])},
+    "Momentum": {"momentum": ([0.0], [-1e-9])},
+    "Rprop": {"etas": ([], [(0.0, 1.2), (1.0, 1.2), (0.5, 1.0)]), "step_sizes": ([], [(0.0, 1.0), (1.0, 1.0)])},
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_a_range(name):
+    def make(**given: Any) -> None:
+        needed = {"AdamWeightDecay": {}, "Momentum": {"momentum": 0.9}}.get(name, {})
+        rate = {"learning_rate": 0.1} if name in ("Lamb", "Momentum") else {}
+        getattr(opt, name)([P[0]], **(rate | needed | given))
+
+    for key, (taken, refused) in ENDS[name].items():
+        for value in taken:
+            make(**{key: value})
+        for value in refused:
+            with pytest.raises(ValueError, match=r"must|need"):
+                make(**{key: value})
+
+
 def test_values_that_look_bad_but_are_legal():
     opt.Adam([P[0]], 0)
     opt.Adam([P[0]], torch.tensor(0.1))

@@ -686,6 +686,25 @@ def test_a_tensor_without_values_in_a_step_counts_nothing():
     assert (found.size.tolist(), found.zeros.tolist(), found.largest.tolist()) == ([3, 0], [[2, 0]], [[math.inf, 0]])
 
 
+def test_an_outcome_that_is_known_stays_when_the_gradients_are_gone():
+    network = small_network()
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    recorder = Recorder(network, optimizer, scaler)
+    x, y = batch()
+    loss = F.cross_entropy(network(x), y)
+    scaler.scale(loss * math.inf).backward()
+    recorder.record(loss)
+    optimizer.zero_grad()
+    assert recorder.trace().overflow.tolist() == [True]
+
+
+def test_containers_are_not_watched():
+    recorder = Recorder(nn.Sequential(nn.Sequential(nn.Linear(6, 3)), nn.ReLU()), activations=True)
+    assert recorder._activations.names == ("0.0", "1")
+    recorder.close()
+
+
 def test_what_a_scaler_says_of_scale_and_overflow():
     assert scale_of(None) == scale_of(torch.amp.GradScaler("cpu", enabled=False)) == 1.0
     assert scale_of(torch.amp.GradScaler("cpu", init_scale=8.0)) == 8.0

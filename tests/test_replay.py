@@ -1,6 +1,7 @@
 """Replay: the simulation equals the rule step by step, ceilings and flushed shares equal native casts."""
 
 import dataclasses
+import importlib
 from functools import cache
 
 import numpy as np
@@ -12,9 +13,20 @@ from mpkit.bench import replay as bench
 from mpkit.formats import E5M2, FP16
 from mpkit.policies import FRAMEWORKS, ScalePolicy, advance, initial, preset, run, stack
 from mpkit.record import Ranges, Trace, exponent_counts
-from mpkit.replay import CAVEAT, can_compile, ceilings, flushed, replay, simulate, sweep, swept
+from mpkit.replay import (
+    CAVEAT,
+    can_compile,
+    ceilings,
+    flushed,
+    flushed_by_current_scale,
+    replay,
+    simulate,
+    sweep,
+    swept,
+)
 from mpkit.replay.table import _sample
 
+simulating = importlib.import_module("mpkit.replay.simulate")  # the package has a function of that name
 LONG = 1500  # steps of every trace that the quick test replays
 GIVEN = {
     "jmp": {"loss_scale": 2.0**16, "period": 20},
@@ -149,6 +161,33 @@ def test_compiled_equals_eager():
     fast, slow = (simulate(tops, vector, compiled=c, sample=(0, 5, 33, 70)) for c in (True, False))
     for key in ("sampled", "final", "lowest", "skipped", "first_good", "raised_at"):
         np.testing.assert_array_equal(getattr(fast, key), getattr(slow, key))
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler that leaves everything as it is, and notes what it was given."""
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function: given.append(function) or function)
+    simulating._compiled_block.cache_clear()
+    yield given
+    simulating._compiled_block.cache_clear()
+
+
+def test_what_is_given_to_the_compiler_is_the_same_loop(compiler):
+    tops = wandering_ceilings(43)  # two full blocks and a rest
+    for vector in (stack([swept(2.0**i, 2, 3) for i in range(4, 22)]), stack([preset("mxnet")] * 18)):
+        fast, slow = (simulate(tops, vector, compiled=c, sample=(0, 5, 15, 40)) for c in (True, False))
+        for key in ("sampled", "final", "lowest", "skipped", "first_good", "raised_at"):
+            np.testing.assert_array_equal(getattr(fast, key), getattr(slow, key))
+    assert len(compiler) == 2  # a block that shows its scales, and one that does not
+
+
+@pytest.mark.parametrize(("can", "policies", "compiles"), [(True, 20, True), (True, 19, False), (False, 20, False)])
+def test_it_is_compiled_where_that_is_worth_it_and_can_be_done(monkeypatch, compiler, can, policies, compiles):
+    monkeypatch.setattr(simulating, "_WORTH_COMPILING", 400)
+    monkeypatch.setattr(simulating, "can_compile", lambda: can)
+    simulate(np.full(20, 8.0), stack([swept(1.0, 2, 3)] * policies))
+    assert bool(compiler) == compiles
 
 
 def test_the_loops_of_the_benchmark_do_the_same():
@@ -358,3 +397,8 @@ def test_every_scale_is_kept_of_up_to_four_million_policy_steps(monkeypatch, ste
         replay(trace_of([torch.ones(1)] * steps), vector)
     assert asked["shape"] == (policies,)
     assert (asked["sample"] is None) == kept
+
+
+def test_a_tensor_of_zeros_or_with_a_bad_value_has_no_scale_of_its_own():
+    part = trace_of([torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1e-6]), torch.tensor([1.0, np.inf])]).gradients
+    assert flushed_by_current_scale(part, E5M2)[:, 0].tolist() == pytest.approx([np.nan, 0.0, np.nan], nan_ok=True)

@@ -256,3 +256,9 @@ def test_bad_input_is_refused_with_the_way_out():
     ):
         with pytest.raises(error, match=words):
             wrong()
+
+
+def test_small_products_count_for_the_unused_bits_too():
+    done = replay_tensor_scales([1.0, 1.0, 2.0**-12, 0.0, 1.0], [tensor_scale_preset("te_delayed")])
+    # scaled by 1 at first, then by 448: exponents 0, 8, -4, left out, 8 below the 8 of 448
+    assert done.unused_bits.tolist() == [(8 + 0 + 12 + 0) / 4]
