@@ -245,7 +245,7 @@ FAULTS = [
     Fault("slope of acos at 1", lambda: chain(lambda x: torch.acos(x * 0 + 1)), rows, "model_non_finite", "backward", "fault", ""),
     Fault("0 times log 0", lambda: chain(lambda x: torch.where(x > 9, x, -math.inf) * 0), rows, "model_non_finite", "forward", "fault", "mul"),
     Fault("square of 300", lambda: chain(lambda x: (x * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
-    Fault("minus inf alone", lambda: chain(lambda x: (x * 0 + 300) * -300), rows, "forward_overflow", "forward", "fault", "mul"),
+    Fault("minus inf before a softmax", lambda: chain(lambda x: ((x * 0 + 300) * -300).softmax(-1)), rows, "forward_overflow", "forward", "fault", "mul"),
     Fault("square of 300, one value", lambda: chain(lambda x: x * (x.sum() * 0 + 300) ** 2), rows, "forward_overflow", "forward", "fault", "pow"),
     Fault("overflow under a mask, emulated", lambda: chain(lambda x: (causal(8)[:4] - torch.exp(x * 0 + 88.72)).softmax(-1)), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", FP16),)),
     Fault("overflow rounded by bits", lambda: chain(lambda x: torch.exp(x * 0 + 88.72) * 1e-38), rows, "forward_overflow", "forward", "fault", "exp", options=(("dtype", TF32),)),
