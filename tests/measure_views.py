@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,15 @@ FRAMES = """([cell, wait]) => new Promise((done) => {
     watch.disconnect();
     done([drawn, offered, now - start]); };
   requestAnimationFrame(look); })"""
+PRESSED = """(cell) => {
+  let turns = 0;
+  const before = window.__sight(cell);
+  // A timer set in a frame runs after all that this frame draws.
+  const look = () => requestAnimationFrame(() => { turns++; setTimeout(() => {
+    if (window.__sight(cell) !== before) window.__frames = turns; else if (turns < 300) look(); }); });
+  window.__frames = null;
+  addEventListener('keydown', look, {capture: true, once: true}); }"""
+"""From the next key: count the frames until a cell has changed."""
 TOP = """(cell) => { const output = document.querySelectorAll('.jp-Cell')[cell];
   const picture = output.querySelector('.jp-OutputArea :is(.mpk-stage, img)');
   return picture.getBoundingClientRect().top - output.querySelector('.jp-OutputArea').getBoundingClientRect().top; }"""
@@ -85,18 +95,22 @@ def notebook(lab: Lab, name: str, views: tuple[str, ...], source: Path | None) -
     return name
 
 
-def presses(page: Page, wire: Wire, cell: int, control: Any, times: int) -> tuple[float, float]:
-    """(milliseconds from an arrow key until the picture differs, bytes on the wire), medians."""
-    delays, weights = [], []
+def presses(page: Page, wire: Wire, cell: int, control: Any, times: int) -> tuple[float, float, float]:
+    """(milliseconds from an arrow key until the picture differs, frames until then, bytes on the wire), medians."""
+    delays, frames, weights = [], [], []
     for i in range(times):
         before, sent = page.settled(cell, quiet=0.3), wire.bytes
+        page.page.evaluate(PRESSED, cell)
         control.press("ArrowRight" if i % 2 else "ArrowLeft")
         shown = page.changed(cell, before, 2.0)
         page.settled(cell, quiet=0.3)
         if shown is not None:
             delays.append(shown)
+            frames.append(page.page.evaluate("window.__frames"))
             weights.append(wire.bytes - sent)
-    return (statistics.median(delays), statistics.median(weights)) if delays else (float("nan"), float("nan"))
+    if not delays:
+        return (float("nan"),) * 3
+    return statistics.median(delays), statistics.median(frames), statistics.median(weights)
 
 
 def play(page: Page, wire: Wire, cell: int, seconds: float = 3.0) -> dict[str, float]:
@@ -128,16 +142,18 @@ def dynamics(lab: Lab, context: Any, wire: Wire, source: Path | None, times: int
         page.run_all()
         area = page.page.locator(".jp-Cell").nth(1)
         if source is None:
-            window, run = area.locator("[data-name=scale_window]"), area.locator("[data-name=init_exponent]")
+            window, factor, run = (
+                area.locator(f"[data-name={n}]") for n in ("scale_window", "scale_factor", "init_exponent")
+            )
             step = area.locator(".mpk-player input[type=range]")
         else:
-            named = lambda text: area.locator(".widget-slider").filter(has_text=text).locator(".noUi-handle").first  # noqa: E731
-            window, run, step = named("scale_window"), named("initial scale"), named("step shown")
+            sliders = area.locator(".widget-slider .noUi-handle")  # initial scale, factor, window, floor, step
+            run, factor, window, step = (sliders.nth(i) for i in (0, 1, 2, 4))
         window.scroll_into_view_if_needed()
         found: dict[str, float] = {"picture_offset_px": page.page.evaluate(TOP, 1)}
-        for name, control in (("window", window), ("start", run), ("step", step)):
-            delay, weight = presses(page, wire, 1, control, times)
-            found |= {f"{name}_ms": delay, f"{name}_bytes": weight}
+        for name, control in (("window", window), ("factor", factor), ("start", run), ("step", step)):
+            delay, frames, weight = presses(page, wire, 1, control, times)
+            found |= {f"{name}_ms": delay, f"{name}_frames": frames, f"{name}_bytes": weight}
         return found | play(page, wire, 1)
     finally:
         page.close()
@@ -211,7 +227,11 @@ def main() -> None:
             context.close()
             lab.close()
     load = f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"
-    meta = {"made_by": "python tests/measure_views.py", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    meta: dict[str, Any] = {
+        "made_by": "python tests/measure_views.py",
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    meta |= {"versions": {name: version(name) for name in ("jupyterlab", "ipywidgets", "anywidget", "matplotlib")}}
     meta |= {"load_at_the_end": load, "rounds": options.rounds, "old": options.old}
     lesson = {kind: median_of(rows) for kind, rows in runs.items()}
     options.out.write_text(
