@@ -18,7 +18,7 @@ pytest.importorskip("joblib")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc, as on Linux")
 
 JOBS = 2
-KILLS = int(os.environ.get("MPKIT_KILLS", "4"))
+KILLS = int(os.environ.get("MPKIT_KILLS", "2"))
 PATIENCE = 120.0  # seconds until a wait counts as failed; nothing here is expected to take so long
 
 

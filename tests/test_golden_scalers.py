@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import array, golden_data
 
-from mpkit.policies import ScalePolicy, initial, preset, run, stack
+from mpkit.policies import ScalePolicy, ScaleState, advance, initial, preset, run, stack
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -55,7 +55,8 @@ COUNTER = {
     "counter": 0,
     "fin_steps": 1,  # flax counts its lag inside
 }
-LONG = 3000  # steps; longer traces are stepped apart, so that short lanes do not wait for them
+LONG = 3000  # steps; longer traces are cut into pieces that are stepped side by side
+PIECE = 500
 
 
 def policy_of(file: dict[str, Any], trace: dict[str, Any]) -> ScalePolicy:
@@ -128,15 +129,21 @@ def test_python_run_equals_the_framework(name):
         assert np.flatnonzero(history.skipped).tolist() == trace["skipped_steps"]
 
 
-@cache
-def all_at_once(long: bool) -> dict[str, tuple[np.ndarray, int]]:
-    """Every trace (every layer) of one length class as one vector of policies: id -> scales, step that raised."""
+def lanes_of(long: bool) -> list[tuple[str, ScalePolicy, np.ndarray]]:
+    """(id, policy, flags) of every trace of one length class, layer by layer."""
     lanes = []
     for name, (file, trace) in TRACES.items():
         if (trace["steps"] > LONG) == long:
             policy, finite = policy_of(file, trace), finite_of(trace)
             columns = finite.T if policy.layers else [finite]
             lanes += [(name, policy[i] if policy.layers else policy, column) for i, column in enumerate(columns)]
+    return lanes
+
+
+@cache
+def short_ones() -> dict[str, list[tuple[np.ndarray, int]]]:
+    """All of them as one vector of policies: id -> scales and step that raised, per layer."""
+    lanes = lanes_of(long=False)
     steps = np.ones((max(len(column) for _, _, column in lanes), len(lanes)), dtype=bool)
     for i, (_, _, column) in enumerate(lanes):
         steps[: len(column), i] = column
@@ -147,10 +154,48 @@ def all_at_once(long: bool) -> dict[str, tuple[np.ndarray, int]]:
     return results
 
 
+@cache
+def long_ones() -> dict[str, list[tuple[np.ndarray, int]]]:
+    """The same, with all pieces of all traces side by side; a piece starts where the rule on numbers was by then."""
+    starts, owners = [], []
+    lanes = lanes_of(long=True)
+    for lane, (_, policy, column) in enumerate(lanes):
+        state: Any = initial(policy)
+        for step, flag in enumerate(column.tolist()):
+            if step % PIECE == 0:
+                starts.append(state)
+                owners.append((lane, step))
+            state, raised = advance(policy, state, flag)
+            if raised:
+                break
+    vector = stack(lanes[lane][1] for lane, _ in owners)
+    state = ScaleState(*(torch.tensor(v, dtype=old.dtype) for v, old in zip(zip(*starts), initial(vector))))
+    flags = np.ones((PIECE, len(owners)), dtype=bool)
+    for i, (lane, step) in enumerate(owners):
+        piece = lanes[lane][2][step : step + PIECE]
+        flags[: len(piece), i] = piece
+    scales, codes = np.empty(flags.shape), np.zeros(flags.shape)
+    for step, flag in enumerate(torch.from_numpy(flags).unbind()):
+        state, raised = advance(vector, state, flag)
+        scales[step], codes[step] = state.scale, raised
+    whole = [np.full(len(column), np.nan) for _, _, column in lanes]
+    ends = [-1] * len(lanes)
+    for i, (lane, step) in enumerate(owners):
+        stopped = np.flatnonzero(codes[: len(whole[lane]) - step, i])
+        count = stopped[0] if len(stopped) else PIECE
+        whole[lane][step : step + count] = scales[:count, i][: len(whole[lane]) - step]
+        if len(stopped) and ends[lane] < 0:
+            ends[lane] = step + int(count)
+    results: dict[str, Any] = {}
+    for (name, _, _), scale, end in zip(lanes, whole, ends):
+        results.setdefault(name, []).append((scale, end))
+    return results
+
+
 @pytest.mark.parametrize("name", TRACES)
 def test_vector_rule_equals_the_framework(name):
     trace = TRACES[name][1]
-    lanes = all_at_once(trace["steps"] > LONG)[name]
+    lanes = (long_ones() if trace["steps"] > LONG else short_ones())[name]
     want = scale_of(trace).reshape(trace["steps"], -1).T
     for (scale, raised_at), expected in zip(lanes, want):
         np.testing.assert_array_equal(scale[: trace["steps"]], expected)

@@ -105,12 +105,11 @@ def test_tests_that_fail_on_a_variant_are_named(tmp_path):
     path = tmp_path / "test_small.py"
     path.write_text(
         "import torch\n"
-        "def test_right(): assert torch.get_num_threads() == 1\n"
+        "def test_threads(): assert torch.get_num_threads() == 1\n"
+        "def test_right(): assert float(torch.full((1, 1), 3.0) * torch.full((1, 1), 7.0)) == 21.0\n"
         "def test_wrong(): assert float(torch.full((1, 1), 3.0) @ torch.full((1, 1), 7.0)) == 21.0\n"
     )
-    jittered, plain = other_machines.Variant("seed 5", seed=5), other_machines.Variant("as it is")
-    assert other_machines.failed_tests(plain, 0, [str(path)]) == []
-    (line,) = other_machines.failed_tests(jittered, 0, [str(path)])
+    (line,) = other_machines.failed_tests(other_machines.Variant("seed 5", seed=5), 0, [str(path)])
     assert "test_small.py::test_wrong" in line
 
 
