@@ -31,6 +31,7 @@ TRUTHS = {
     ("06", "inf"): "b",
     ("07", "step"): "c",  # v and eps are below half of 2^-24
     ("08", "drop"): "b",
+    ("08", "naive"): "c",  # 1 < 2.3, so it shrinks, and below 2.3 it goes on shrinking
     ("09", "alone"): "b",
     ("10", "share"): "b",  # 1 - 0.7
     ("10", "rule"): "b",

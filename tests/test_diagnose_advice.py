@@ -211,7 +211,9 @@ def test_three_activations_that_leave_float16_are_enough() -> None:
     trace: Any = SimpleNamespace(
         loss=np.ones(2), step=np.arange(2), activations=SimpleNamespace(largest=largest, names=list("abcdef"))
     )
-    assert recommending._forward_reasons(trace) == [f"the output of {name} left float16" for name in "bce"]
+    assert recommending._forward_reasons(trace) == [
+        f"the output of module {name} left the range of float16" for name in "bce"
+    ]
 
 
 @pytest.mark.parametrize(

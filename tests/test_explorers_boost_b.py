@@ -200,7 +200,7 @@ def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> No
     stuck = DimReduceExplorer(components=2, step=DESCENTS - 1)
     assert not stuck.path.searches[-1].accepted
     assert stuck.path.losses[-1] > earlier_path().losses[-1]
-    assert "accepts neither step" in stuck.summary()
+    assert "accepts neither step size" in stuck.summary()
     assert np.isfinite(stuck.refused[:, -1]).all()
     assert np.isnan(stuck.taken[-1]).all()
 

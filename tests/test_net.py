@@ -283,7 +283,7 @@ BUGS = [
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
         "08_scaler_zoo",
-        22,
+        24,
     ),
     Bug(
         "an overflow that leaves the count of finite steps as it was",

@@ -81,7 +81,7 @@ def test_zoo(situation):
                     break
             skips.append(skipped)
         if min(skips) == max(skips):
-            assert f"every rule skips {skips[0]} of" in m.summary()
+            assert f"Every rule skips {skips[0]} of" in m.summary()
         else:
             assert read(r"between (\d+) .* and (\d+) ", m) == [str(min(skips)), str(max(skips))]
 
@@ -271,7 +271,7 @@ def test_the_rest():
         assert int(share) == pytest.approx(100 * math.sqrt((left**2).sum() / (rows**2).sum()), abs=0.51)
     for m in swept(FreezeExplorer(step=10), samples=4):
         told = read(
-            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (\d+)% .* (\d+)% of them.*and (\S+)% is",
+            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (\d+)% .*In (\d+)% of .*saves (\S+)% of",
             m,
         )
         stride, work = len(m.names) // m.groups, np.array(m.costs)
@@ -320,7 +320,7 @@ def test_naive():
         for _ in range(m.STEPS):
             seen.append(scale)
             scale *= 1.1 if scale > 2 * m.loss else 0.9 if scale < m.loss else 1.0
-        at, fate, end = read(r"naive rule is at (\S+) after 300 steps \((.*)\); the rule of torch is at (\S+), the", m)
+        at, fate, end = read(r"After 300 steps its scale is (\S+): (.*)\. The scale of .* is then (\S+), and", m)
         assert math.log2(power(at)) == pytest.approx(math.log2(seen[-1]), abs=0.01)
         above = [i for i, value in enumerate(seen) if value > 2.0**m.ceiling_exponent]
         assert ("inf goes into the weights" in fate) == bool(above)

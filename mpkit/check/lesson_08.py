@@ -38,14 +38,14 @@ QUESTIONS = {
     "deepspeed": Question(
         "With scale_window=1000, after how many finite steps does DeepSpeed's scale grow for the first time?",
         _deepspeed_first_growth,
-        "{truth}: its window is counted from the step after the last overflow, and the start counts as one.",
+        "{truth}: it counts from the step after the last overflow, and the start counts as an overflow.",
         "It is off by one. Run `preset('deepspeed')` over finite steps and look for the first change.",
         ((1000, "That is torch's answer. DeepSpeed needs one step more after the start and after an overflow."),),
     ),
     "zero": Question(
         "torch's GradScaler starts at 65536 and every step overflows. After how many steps is the scale exactly 0?",
         _torch_to_zero,
-        "{truth}, and nothing is said: there is no floor.",
+        "{truth}. There is no floor, and no message.",
         "The smallest positive float32 is 2**-149. How many halvings from 2**16 to below it?",
         ((165, "At that step it is 2**-149, the smallest float32 above 0: one more."),),
     ),
@@ -54,23 +54,31 @@ QUESTIONS = {
         _keras_at_infinity,
         "inf / 2 is inf: it never comes back.",
         "What is half of infinity?",
-        ((0.0, "A hundred halvings of a finite number might; half of inf is something else."),),
+        ((0.0, "A finite number becomes smaller with each halving. Does inf?"),),
     ),
     "raises": Question(
-        "The model itself is broken: which rules raise an error within the 200 steps? A sorted list of names.",
+        "Choose 'the model is broken' in the view above. Which rules raise an error in its 200 steps? A sorted list.",
         _who_raises,
         "{truth}. MindSpore's manager stops after 1001 overflows, apex when its scale is 0, the others never.",
-        "Choose 'the model is broken' in the zoo view and look for black dots.",
-        ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at the whole grid."),),
+        "A black dot in a small picture marks an error.",
+        ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at all the small pictures."),),
     ),
     "naive": Question(
-        "The naive rule starts at 1 with a loss of 2.3. After how many steps is its scale below the smallest float16?",
+        "The naive rule starts at 1 with a loss of 2.3. After how many steps is its scale below 2^-24, the smallest "
+        "positive float16?",
         _naive_steps,
-        "{truth} steps of x 0.9, and every gradient scaled by it is gone.",
+        "{truth} steps, each times 0.9: a gradient of 1 times this scale is smaller than every positive float16.",
         "Each step multiplies by 0.9 while the loss is above the scale. When is 0.9**n below 2**-24?",
         ((lambda v: isinstance(v, int | float) and v == math.inf, "It does get there: 0.9**n goes to 0."),),
     ),
 }
+
+
+def _where_it_goes() -> str:
+    scale = 1.0
+    for _ in range(300):
+        scale = naive_loss_ratio(scale, 2.3)
+    return "c" if scale < 2.0**-24 else "b" if scale > 2.0**18 else "a"
 
 
 def _who_skips_most() -> str:
@@ -104,7 +112,7 @@ PREDICTIONS = {
             ),
             (
                 "All rules skip nearly the same number (three steps apart at most), except one.",
-                "All halve the scale until it fits. The one that differs divides by less, and waits each time.",
+                "Nearly all halve the scale until it fits. The exception divides by 1.25, and waits for two overflows.",
             ),
             (
                 "MXNet by far, because it decides too late.",
@@ -113,13 +121,32 @@ PREDICTIONS = {
         ),
         _who_skips_most,
     ),
+    "naive": Prediction(
+        "The scale starts at 1, and the loss stays at 2.3. Where does the naive rule take the scale?",
+        (
+            (
+                "It comes to rest near the loss.",
+                "1 is below the loss, so the rule makes the scale smaller: it moves away from the loss.",
+            ),
+            (
+                "It grows until gradients overflow.",
+                "It would grow above twice the loss. But 1 is below the loss, so it shrinks.",
+            ),
+            (
+                "It falls towards 0.",
+                "1 is below the loss, so the scale shrinks. Then it lies even further below the loss.",
+            ),
+        ),
+        _where_it_goes,
+    ),
 }
 
 TASK = Task(
     "write Megatron's patience. The function gets the scale, the credit (2 at the start) and whether the step "
-    "overflowed, and returns the next scale and credit: an overflow takes one credit, and halves the scale when no "
-    "credit is left after that. Finite steps change neither (the growth, which restores the credit, is left out).",
+    "overflowed. It returns the next scale and the next credit. An overflow takes one credit, but never below 0. If no "
+    "credit is left then, the overflow also halves the scale. A finite step changes nothing. (Growth, which restores "
+    "the credit, is left out.)",
     _patient,
-    "The first overflow passes, every further one halves, until a growth restores the credit.",
+    "The first overflow passes. Every later one halves the scale, until a growth restores the credit.",
     "Take the credit off first, not below 0; then look whether any is left.",
 )

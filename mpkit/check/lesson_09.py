@@ -32,11 +32,12 @@ QUESTIONS = {
         ((["adasum", "grad_freeze", "less_bn"], "adasum is asked for; look at what is listed as inactive, and why."),),
     ),
     "removed": Question(
-        "A ResNet-34 has 36 BatchNorms: stem, 16 blocks of two, and three shortcuts. How many does LessBN remove?",
+        "A ResNet-34 has 36 BatchNorms. How many of them does O1 remove?",
         _removed,
-        "One inner BatchNorm of each of the 16 blocks, and the three of the shortcuts.",
-        "In every block the BatchNorm next to the addition stays. Which ones go?",
-        ((16, "And the BatchNorms of the three projection shortcuts?"), (32, "One BatchNorm of each block stays.")),
+        "{truth} of 36. Lesson 10 asks which ones they are.",
+        "Import resnet34 from mpkit.networks. Give it to `network_auto_process_train` as above, with an optimizer of "
+        "its own: the report tells the number.",
+        ((11, "That is the number for a ResNet-18."),),
     ),
     "mode": Question(
         "In which mode are the algorithm switches of the section `boost` read?",
@@ -48,7 +49,7 @@ QUESTIONS = {
     "promise": Question(
         "Did O1 reach the promised 20 % more speed in the stored CPU measurement: True or False?",
         _reached,
-        "Read from the benchmark file: {truth}. How far it goes depends on how much time BatchNorm takes.",
+        "{truth}, says the row O1 of the stored figures.",
         "Look at the row O1 in the table of speed-ups.",
     ),
 }
@@ -72,11 +73,11 @@ PREDICTIONS = {
         (
             (
                 "O2 is faster than O1.",
-                "The one algorithm more is AdaSum, which merges the updates of several processes.",
+                "The additional algorithm is AdaSum, which merges the updates of several processes.",
             ),
             (
                 "O2 does exactly what O1 does.",
-                "AdaSum merges the updates of several processes; alone there is nothing to merge.",
+                "AdaSum merges the updates of several processes. One process alone has nothing to merge.",
             ),
             ("O2 fails.", "It does not fail. It lists AdaSum as inactive, with the reason."),
         ),
@@ -85,10 +86,9 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the seconds of a step without boost (a list, one for each round of the measurement) and those "
-    "with boost, of the same rounds, and returns how many times faster the boost is: the median over the rounds of "
-    "the ratio.",
+    "the function gets two lists of seconds per step: without boost, and with boost. Both have one entry for each "
+    "round of the measurement. It returns how many times faster the boost is: the median of the ratios of the rounds.",
     _ratios,
-    "Round by round, so that a busy machine slows both sides; the median, so that one bad round does not count.",
+    "In each round a busy machine slows both sides alike. And the median ignores one bad round.",
     "Divide within each round first, then take the median of the ratios.",
 )

@@ -33,7 +33,7 @@ QUESTIONS = {
         ((700, "That is what the name freeze_p promises. Count the zeros of the strategy."),),
     ),
     "stages": Question(
-        "21 stages, 10 groups, index 3: how many stages stand still?",
+        "21 stages, 10 groups, index 3: how many stages are frozen?",
         lambda: 3 * (21 // 10),
         "Each index adds one stride of 21 // 10 = 2 stages.",
         "The stride is the number of stages divided by the number of groups, rounded down.",
@@ -42,7 +42,7 @@ QUESTIONS = {
     "saving": Question(
         "10 stages of equal cost, 10 groups, type 1, 70 % full steps: which share of the backward work is saved?",
         lambda: expected_saving([1.0] * 10, 10, 1, 0.7),
-        "0.3 of the steps freeze, and on average (10 + 1) / (3 * 10) of the network.",
+        "0.3 of the steps freeze, and they freeze on average (10 + 1) / (3 * 10) of the network.",
         "On a frozen step the index is on average (G + 1) / 3; and how many steps are frozen?",
         ((0.3, "That would be so if a frozen step saved everything."),),
         rel=0.02,
@@ -77,8 +77,8 @@ def _centred() -> list[tuple[tuple[list[list[float]]], list[list[float]]]]:
 
 PREDICTIONS = {
     "share": Prediction(
-        'The third argument, 0.7, is called freeze_p, "the probability of freezing". On how many of 1000 steps is '
-        "something frozen?",
+        'The third argument of GradientFreeze(10, 1, 0.7, 1000) is called freeze_p, "the probability of freezing". On '
+        "how many of the 1000 steps is something frozen?",
         (
             ("About 700.", "So the name says. The code does the opposite."),
             ("About 300.", "freeze_p is the share of steps without freezing; in mpkit it is also full_step_fraction."),
@@ -91,15 +91,15 @@ PREDICTIONS = {
         (
             (
                 "The first one, which sees what enters the block.",
-                "Look at a frame in the picture: its first BatchNorm has a cross.",
+                "In the next picture the first BatchNorm of a frame has a cross: it is removed.",
             ),
             (
                 "The last one, next to the addition of block and shortcut.",
-                "It keeps the size of the sum in check. Where no block has a shortcut, no BatchNorm goes.",
+                "It limits the size of the sum. In a network without such an addition no BatchNorm is removed.",
             ),
             (
                 "All but that of the shortcut.",
-                "The one of the shortcut goes, but so do others: only one of the block stays.",
+                "The BatchNorm of the shortcut goes, but others go too: only one of the block stays.",
             ),
         ),
         _kept_place,
@@ -107,8 +107,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the gradient of a weight matrix, a list of rows (one row for each output), and returns it "
-    "centralized: from every row its own mean is taken off.",
+    "the function gets the gradient of a weight matrix: a list of rows, one row for each output. It returns the "
+    "centralized gradient: from every row the mean of this row is subtracted.",
     _centred,
     "Each row now sums to 0: this is the whole algorithm of gradient centralization.",
     "One mean for each row, not one for the whole matrix.",

@@ -40,16 +40,16 @@ QUESTIONS = {
     "stuck": Question(
         "2 components, alpha 0.001: in how many of the last ten steps is a trial accepted?",
         _freed,
-        "{truth}: a refused search changes nothing in the plane, so the next one tries the same two steps again.",
+        "{truth}: a refused search changes nothing in the subspace, so the next one tries the same two steps again.",
         "Set the view to 2 components and walk through the last steps: which trials are refused?",
         ((10, "The residual moves in every step, but far too little to change the search."),),
     ),
     "samples": Question(
         "You recorded 5 snapshots. How many principal components do they have that are more than rounding noise?",
         _meaningful,
-        "Taking off the mean costs one dimension; `pca_matrix` warns when you ask for as many as there are snapshots.",
-        "Two points span a line: one direction, not two.",
-        ((5, "Two points span a line, three a plane: the mean takes one away."),),
+        "Subtracting the mean costs one dimension. `pca_matrix` warns when you ask for as many as there are snapshots.",
+        "Two points lie on one line: one direction, not two.",
+        ((5, "Two points lie on a line, and three in a plane. How many dimensions do five points need?"),),
     ),
 }
 
@@ -74,11 +74,11 @@ PREDICTIONS = {
         (
             (
                 "Two or three.",
-                "The steps point nearly the same way for a long time, so few directions describe the whole walk.",
+                "The steps point nearly the same way for a long time, so few directions describe all of the movement.",
             ),
             (
                 "About 40, one for each step.",
-                "40 steps span at most 40 directions, but most of them lie almost along the same line.",
+                "40 steps span at most 40 directions, but most of the steps lie almost along the same line.",
             ),
             (
                 "Nearly all 910.",
@@ -90,9 +90,11 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the components (a list of rows, each of length 1 and at right angles to the others) and a step "
-    "(a list), and returns the part of the step that lies in the space of the components.",
+    "the function gets the components and a step. The components are a list of rows; each row has length 1 and is at "
+    "right angles to the others. The step is a list. The function returns the part of the step that lies in the space "
+    "of the components.",
     _projected,
-    "Down to a few numbers and up again: DimReduce searches among exactly these steps.",
-    "The inner product of the step with each row tells how far it goes along that row; add up the rows times these.",
+    "DimReduce only tries steps that lie in this space.",
+    "The inner product of the step with a row tells how far the step goes along that row. Multiply each row by its "
+    "inner product, and add up.",
 )

@@ -23,13 +23,13 @@ QUESTIONS = {
         _three_times,
         "It is the mean: parallel updates are averaged, whatever their lengths.",
         "Put d = 3, A = 1 and B = 9 into the formula and add the two parts.",
-        ((4, "That is the sum. Parallel updates say the same thing twice, so AdaSum does not add them."),),
+        ((4, "That is the sum. Parallel updates propose the same twice, so AdaSum does not add them."),),
     ),
     "sixteen": Question(
         "16 workers propose updates of length 1, all at right angles. How long is their AdaSum?",
         _sixteen_axes,
         "Nothing is shared, so the updates are added, and by Pythagoras the sum of 16 of them has length {truth:g}.",
-        "At right angles AdaSum is the sum. How long is the diagonal of a cube with 16 sides of length 1?",
+        "At right angles AdaSum is the sum. How long is the diagonal of a cube in 16 dimensions, with sides of 1?",
         ((1, "That would be 16 equal updates."), (16, "Lengths add like this only for parallel vectors.")),
     ),
     "sizes": Question(
@@ -66,11 +66,11 @@ PREDICTIONS = {
             ),
             (
                 "The update a itself in the first case, the sum in the second.",
-                "What both say counts once, what only one says counts in full. AdaSum does this for every angle.",
+                "What both propose counts once, what only one proposes counts in full. AdaSum does this at any angle.",
             ),
             (
                 "The sum in both cases.",
-                "When all say the same, the sum of 16 workers goes 16 times too far.",
+                "When 16 workers propose the same, the sum goes 16 times too far.",
             ),
         ),
         _rule,

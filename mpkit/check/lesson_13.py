@@ -41,22 +41,23 @@ def _after(overflows: int) -> float:
 
 QUESTIONS = {
     "marker": Question(
-        "Group 1 has the scale 1024, group 2 has 16. By what does the marker between them multiply the gradient?",
+        "Group 1 has the scale 1024, group 2 has 16. With which number does the marker between them multiply the "
+        "gradient?",
         lambda: _marker(1024.0, 16.0),
-        "It comes with 16 and must go on with 1024: times 1024 / 16.",
+        "The gradient comes with the scale 16 and must go on with the scale 1024: times 1024 / 16.",
         "Backwards the gradient comes from group 2 and goes on to group 1.",
         ((1 / 64, "Mind the direction: in the backward pass the gradient goes from group 2 to group 1."),),
     ),
     "input": Question(
-        "And by what is the gradient of the network's input multiplied in the end?",
+        "The same network: with which number is the gradient of its input multiplied in the end?",
         lambda: _at_the_input([1024.0, 16.0]),
-        "The last marker multiplies by 16, the middle one by 64, the first divides by 1024: nothing is left over.",
-        "Multiply what all three markers do: times 16, times 1024 / 16, and the first one, from 1024 back to 1.",
+        "The last marker multiplies by 16, the middle one by 64, and the first divides by 1024: together that is 1.",
+        "There are three markers. On its way back the gradient has the scales 1, 16, 1024 and again 1.",
     ),
     "two": Question(
-        "A group's scale is 1024. It overflows in two steps. What is its scale then?",
+        "A group has the scale 1024, and it overflows in two steps. What is its scale then?",
         lambda: _after(2),
-        "Each overflow divides by the square root of 2, so two of them halve.",
+        "Each overflow divides the scale by the square root of 2, so two overflows halve it.",
         "One overflow divides by the square root of 2.",
         ((256, "That would hold if one overflow halved, as with most loss scalers."),),
     ),
@@ -93,11 +94,11 @@ PREDICTIONS = {
             ("They overflow.", "Group 1 has the smallest gradients: it is the last one to overflow."),
             (
                 "Most of them are rounded to zero.",
-                "The scale may only be as large as group 4 can bear, and that is far too small for group 1.",
+                "The scale can be only as large as group 4 allows, and that is far too small for group 1.",
             ),
             (
                 "Nothing: a dynamic scale finds a value that fits all.",
-                "It finds the largest value that nothing overflows at. No single value fits groups so far apart.",
+                "It finds the largest scale at which nothing overflows. No single scale fits groups so far apart.",
             ),
         ),
         _fate,
@@ -105,8 +106,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a gradient, the table of scales S (a 1 at both ends), and the numbers i and j of a marker; it "
-    "returns what the marker makes of the gradient on its way back.",
+    "the function gets a gradient, the table of scales S (with a 1 at both ends), and the numbers i and j of a marker. "
+    "It returns the gradient that the marker hands on in the backward pass.",
     _marked,
     "A gradient always carries the scale of the group that it is in.",
     "It comes with the scale of group j and must leave with the scale of group i.",

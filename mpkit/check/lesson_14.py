@@ -22,25 +22,25 @@ QUESTIONS = {
     "largest": Question(
         "What is the largest power-of-two loss scale with which training A's batch has finite gradients?",
         lambda: investigated("A", 24, "float16").max_scale,
-        "Above {truth:g} the scaled gradients pass 65504; a dynamic scaler would settle there.",
-        "The report says it in its second line; any power of two above it overflows.",
+        "Above {truth:g} the scaled gradients pass 65504. A dynamic scaler would come down to this scale.",
+        "Look at the last column of the table, or ask the detective.",
         ((2.0**24, "That is the scale that failed. Read `max_scale` of the report."),),
     ),
     "square": Question(
         "Training B fails in float16. What does the report say in bfloat16? Answer with the verdict.",
         lambda: investigated("B", 12, "bfloat16").verdict,
-        "bfloat16 reaches 3.4e38, so a square of 300 is an ordinary number. It only has fewer digits.",
+        "bfloat16 reaches 3.4e38, so the square of 300 is an ordinary number there. It only has fewer digits.",
         "Ask the detective with the other format.",
         (("forward_overflow", "That is float16. What is the largest bfloat16?"),),
     ),
     "forward": Question(
         "In which step of the run growing_activations was the loss itself not finite for the first time?",
         _first_skip,
-        "From step {truth} on no loss scale could help: the forward pass does not see the scale.",
+        "From step {truth} on no loss scale can help: the forward pass does not see the scale.",
         "Look for the first NaN or inf in `trace.loss`; skipped steps before it still had a finite loss.",
     ),
     "cure": Question(
-        "What does `recommend` want for growing_activations: 'fp16' or 'bf16'?",
+        "Which format does `recommend` name for growing_activations: 'fp16' or 'bf16'?",
         lambda: recommend(load_run("growing_activations")).dtype,
         "The activations leave float16, and only a format with more range holds them.",
         "Can any loss scale repair a forward overflow?",
@@ -73,7 +73,7 @@ PREDICTIONS = {
         (
             ("A", "Its structure is harmless, and its scale of 2^24 is the largest of the four."),
             ("B", "The square is made in the forward pass, and the loss scale is applied after it."),
-            ("C", "Its batch holds a NaN. No scale makes a number of it."),
+            ("C", "Its batch holds a NaN. No scale turns a NaN into a number."),
             ("D", "The logarithm of 0 is -inf in every format."),
         ),
         lambda: _where("scale_too_high"),
@@ -91,10 +91,10 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets what forward hooks have heard: a list of pairs (name of the layer, a list of its outputs), in "
-    "the order of the forward pass. It returns the name of the first layer with an output that is inf or NaN, and '' "
-    "when there is none.",
+    "the function gets what forward hooks have recorded: a list of pairs (name of the layer, list of its outputs), in "
+    "the order of the forward pass. It returns the name of the first layer with an output that is inf or NaN. If there "
+    "is none, it returns ''.",
     _first_bad,
-    "So `diagnose` finds the layer; it then looks at the operations inside.",
-    "math.isfinite is False for inf and for NaN. Later layers only inherit the damage: return the first.",
+    "This is how `diagnose` finds the layer. Then it looks at the operations inside.",
+    "math.isfinite is False for inf and for NaN. Later layers only hand the damage on: return the first.",
 )

@@ -19,13 +19,13 @@ QUESTIONS = {
     "megatron": Question(
         "How many steps of mlp_digits would Megatron-LM's defaults have skipped?",
         lambda: _skips("mlp_digits", "megatron"),
-        "{truth}: it starts at 2^32, and its hysteresis of 2 spends two overflows on the first halving.",
+        "{truth}: it starts at 2^32, and because of its patience the first halving takes two overflows.",
         "Replay preset('megatron') on the trace and read the column `skipped`.",
         ((3, "That is the recorded policy."),),
     ),
     "window": Question(
-        "In the run rare_outliers every 16th batch overflows. From which scale_window on (in steps) can the scale "
-        "never grow again while the outliers overflow?",
+        "In the run rare_outliers every 16th batch overflows. What is the smallest scale_window (in finite steps) with "
+        "which the scale never grows while the outliers overflow?",
         lambda: 16,
         "Only 15 finite steps lie between two outliers, so a window of {truth} is never full.",
         "Growth needs `window` finite steps in a row. How many lie between two outliers?",
@@ -34,7 +34,7 @@ QUESTIONS = {
     "collapse": Question(
         "Does rare_outliers collapse in a replay from 2^16 with factor 2 and window 10? Answer True or False.",
         lambda: bool(replay(load_run("rare_outliers"), swept(2.0**16, 2, 10), fmt=FP16).iloc[0]["collapsed"]),
-        "The scale recovers between the outliers: each costs one step, and nothing else.",
+        "False: the scale recovers between two outliers, so each outlier costs one step and nothing else.",
         "Replay `swept(2**16, 2, 10)` and read the column `collapsed`.",
     ),
 }
@@ -61,19 +61,20 @@ def _counted() -> list[tuple[tuple[list[float], float, int], int]]:
 
 PREDICTIONS = {
     "window": Prediction(
-        "mlp_digits skipped 3 of 400 steps with a window of 50. And with torch's default window of 2000?",
+        "mlp_digits skipped 3 of 400 steps with a window of 50. How many would it have skipped with torch's default "
+        "window of 2000?",
         (
-            ("More than 3.", "A longer window means fewer attempts to grow, and each attempt is what may overflow."),
-            ("Also 3.", "Those three were attempts to grow. In 400 steps a window of 2000 makes none."),
+            ("More than 3.", "A longer window means fewer growths, and in this run overflows only follow a growth."),
+            ("Also 3.", "Those three overflows came after a growth. A window of 2000 is never full in 400 steps."),
             ("Fewer than 3.", "In 400 steps the window is never full, so the scale stays at its start."),
         ),
         _torch_default,
     ),
     "start": Prediction(
-        "Megatron-LM starts at 2^32. How many steps are skipped before the first one is applied?",
+        "Megatron-LM starts at 2^32. How many steps of mlp_digits are skipped before the first one is applied?",
         (
-            ("One or two.", "Each skipped step halves the scale once, and the ceiling lies many powers of two lower."),
-            ("About a dozen.", "One for each power of two down to the ceiling, and one more for the patience."),
+            ("One or two.", "A skipped step halves the scale once at most. The ceiling is many powers of two lower."),
+            ("About a dozen.", "One for each power of two down to the ceiling, and one more because of the patience."),
             ("More than fifty.", "From 2^32 to 1 there are only 32 halvings, and the ceiling lies far above 1."),
         ),
         _before_the_first,
@@ -81,10 +82,10 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the ceilings of a run (a list), the first scale and the window, and returns how many steps a "
-    "dynamic loss scale with factor 2 skips (a step is skipped when the scale is above its ceiling; the scale never "
-    "falls below 1).",
+    "the function gets the ceilings of a run (a list), the first scale and the window. It returns how many steps a "
+    "dynamic loss scale with factor 2 skips. A step is skipped when the scale is above the ceiling of this step. The "
+    "scale never falls below 1.",
     _counted,
-    "This is a replay: what `replay` does for thousands of policies at once.",
+    "This is a replay. `replay` does the same for thousands of policies at once.",
     "Go through the ceilings with the rule of lesson 05, and count.",
 )

@@ -82,13 +82,15 @@ def _forward_reasons(trace: Trace) -> list[str]:
     if lost.any():
         reasons.append(
             f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the "
-            "forward pass overflowed, which no loss scale repairs (if bfloat16 does so too, the model is at fault)"
+            "forward pass overflowed, which no loss scale repairs (if it overflows in bfloat16 too, the model is at "
+            "fault)"
         )
     seen = trace.activations
     if seen is not None:
         largest = np.where(np.isfinite(seen.largest), seen.largest, np.inf)
         over = np.atleast_1d((largest > FP16.max).any(axis=0))
-        reasons += [f"the output of {name} left float16" for name, bad in zip(seen.names, over) if bad][:3]
+        left = [name for name, bad in zip(seen.names, over) if bad]
+        reasons += [f"the output of module {name} left the range of float16" for name in left[:3]]
     return reasons
 
 
@@ -109,7 +111,10 @@ def _never_finite(trace: Trace) -> Recommendation:
 
 def _bf16_sentence(trace: Trace) -> str:
     low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
-    return f"bfloat16 at scale 1 would lose {low:.1%} of them: its range is that of float32, its price three bits less"
+    return (
+        f"bfloat16 at scale 1 would lose {low:.1%} of the gradient values to zero: it has the range of float32, but "
+        "three fraction bits less than float16"
+    )
 
 
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:

@@ -105,11 +105,11 @@ class WorkersExplorer(Explorer):
     def summary(self) -> str:
         at = WORKERS.index(self.workers)
         lengths = ", ".join(f"{rule} {self.lengths[rule][at]:.2f}" for rule in RULES)
-        cosines = f"{self.cosines['AdaSum'][at]:.2f}, of the mean {self.cosines['mean'][at]:.2f}"
+        cosines = f"{self.cosines['AdaSum'][at]:.2f} for AdaSum and {self.cosines['mean'][at]:.2f} for the mean"
         count = f"{self.workers} worker{'s' * (self.workers > 1)}"
         return (
-            f"{count}, {self.agreement:.2f} of each update shared. Lengths: {lengths} single updates. "
-            f"Cosine of AdaSum with the shared direction {cosines}."
+            f"{count}, shared part {self.agreement:.2f}. Lengths, in single updates: {lengths}. "
+            f"The cosine with the shared direction is {cosines}."
         )
 
     def table(self) -> list[dict[str, Any]]:

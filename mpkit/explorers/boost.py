@@ -180,7 +180,7 @@ class BoostExplorer(Explorer):
     """
 
     gestures = ("compare_with",)
-    promised: Mapping[str, float] = {"O1": 1.2, "O2": 1.3}  # what the original's documents say
+    promised: Mapping[str, float] = {"O1": 1.2, "O2": 1.3}  # what MindSpore's documents say
     controls = ("level", "mode", *SWITCHES, "full_step_fraction", "freeze_type", "compare", "beside")
     level = Enum(tuple(LEVELS), "O1").tag(label="boost_level")
     mode = Enum(MODES, "auto").tag(label="mode")
@@ -252,21 +252,22 @@ class BoostExplorer(Explorer):
         this, other = self.this, self.other
         runs = ", ".join(this.active) or "nothing"
         text = (
-            f"boost_level {self.level} in mode {self.mode} runs {runs}: {this.removed} of {this.norms} BatchNorms "
-            f"removed, {1 - this.odds[0]:.0%} of the steps frozen, speed-up {this.speedup:.2f} "
-            f"{'measured' if this.trained else 'expected from its steps timed one by one'} "
-            f"({self.compare}: {other.speedup:.2f}). {self._accuracy_text()}"
+            f"boost_level {self.level} in mode {self.mode} runs {runs}. It removes {this.removed} of {this.norms} "
+            f"BatchNorms and freezes layers in {1 - this.odds[0]:.0%} of the steps. "
+            f"Its speed-up is {this.speedup:.2f}, "
+            f"{'measured' if this.trained else 'computed from steps that were timed one by one'}; the speed-up of "
+            f"{self.compare} is {other.speedup:.2f}. {self._accuracy_text()}"
         )
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
         if ticked:
             text += f" Read in mode manual only: {', '.join(ticked)}."
         text += "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
         told = (
-            f"{CYCLE} steps of {r.name} take the time of {r.total:.1f} without boost, and BatchNorms take "
-            f"{r.parts[0, 1] / r.parts[0].sum():.0%} of a full one"
+            f"The first {CYCLE} steps of {r.name} take as long as {r.total:.1f} steps without boost, and BatchNorms "
+            f"take {r.parts[0, 1] / r.parts[0].sum():.0%} of a full step."
             for r in self.rows
         )
-        return f"{text} {'; '.join(dict.fromkeys(told))}."
+        return f"{text} {' '.join(dict.fromkeys(told))}"
 
     def _accuracy_text(self) -> str:
         row = accuracy(self.this.trained) if self.this.trained else None
@@ -274,8 +275,8 @@ class BoostExplorer(Explorer):
             return "Its accuracy was not measured."
         seeds = len(row["accuracy_percent"])
         return (
-            f"Accuracy on the digits {row['mean']:.1f} ± {row['spread']:.1f} %, {row['difference']:+.1f} points "
-            f"against no boost (mean of {seeds} seeds)."
+            f"Its accuracy on the digits is {row['mean']:.1f} ± {row['spread']:.1f} %, "
+            f"{row['difference']:+.1f} points against no boost (mean of {seeds} seeds)."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -340,8 +341,8 @@ class FreezeExplorer(Explorer):
         frozen = sum(v > 0 for v in self.sequence) / len(self.sequence)
         return (
             f"Step {self.step}: index {self.sequence[self.step]} freezes the first {self.frozen_now} of "
-            f"{len(self.names)} stages and saves {self.saved[self.step]:.0%} of the backward work. Over "
-            f"{FREEZE_STEPS} steps {frozen:.0%} of them are frozen and {mean(self.saved):.1%} is saved; "
+            f"{len(self.names)} stages and saves {self.saved[self.step]:.0%} of its backward work. In {frozen:.0%} of "
+            f"the {FREEZE_STEPS} steps some stages are frozen. This saves {mean(self.saved):.1%} of all backward work; "
             f"the formula says {self.formula:.1%}."
         )
 
@@ -395,7 +396,7 @@ class LessBNExplorer(Explorer):
     controls = ("network", "fn_flag", "strict")
     network = Enum(tuple(NETWORKS), "ResNet-18").tag(label="network")
     fn_flag = Bool(False).tag(label="fn_flag: normalise the last FC")
-    strict = Bool(False).tag(label="strict: the original's patterns")
+    strict = Bool(False).tag(label="strict: MindSpore's patterns")
 
     def compute(self) -> None:
         """`layers`: (name, kind) of each, conv, linear, normalised, kept or removed; `shortcuts`: blocks with one."""
@@ -418,7 +419,7 @@ class LessBNExplorer(Explorer):
     def summary(self) -> str:
         norms = len(self.report.removed) + len(self.report.kept)
         last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
-        rule = " by the original's patterns" if self.strict else ""
+        rule = " by MindSpore's own patterns" if self.strict else ""
         return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms are removed{rule}.{last}"
 
     def table(self) -> list[dict[str, Any]]:

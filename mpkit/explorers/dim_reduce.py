@@ -151,11 +151,12 @@ class DimReduceExplorer(Explorer):
 
     def summary(self) -> str:
         search, at = self.path.searches[self.step], self.step
-        told = f"accepts the step {search.rho:g}" if search.accepted else "accepts neither step"
+        told = f"accepts the step size {search.rho:g}" if search.accepted else "accepts neither step size"
         return (
-            f"{self.components} components, step {at}: the line search {told}. Loss {self.path.losses[at]:.3f}, "
-            f"gradient descent {self.earlier.losses[at]:.3f}; after {STEPS} steps {self.path.losses[-1]:.3f} and "
-            f"{self.earlier.losses[-1]:.3f}. Outside the subspace: {self.path.residual[at]:.0%} of the gradient."
+            f"{self.components} components, step {at}: the line search {told}. The loss is {self.path.losses[at]:.3f} "
+            f"(gradient descent {self.earlier.losses[at]:.3f}); after {STEPS} steps it is {self.path.losses[-1]:.3f} "
+            f"(gradient descent {self.earlier.losses[-1]:.3f}). {self.path.residual[at]:.0%} of the gradient's length "
+            "lies outside the subspace."
         )
 
     def table(self) -> list[dict[str, Any]]:

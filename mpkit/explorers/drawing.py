@@ -295,16 +295,16 @@ class StuckExplorer(DrawnExplorer):
     def word(self) -> str:
         guess = self.guess
         if self.close >= 34:
-            return "This is the right picture: a quick fall, and then nothing moves any more."
+            return "This is the right picture: the loss falls quickly, and then it hardly moves."
         if np.abs(guess - self.descent[1:]).mean() < 0.15:
             return (
-                "You followed gradient descent. Two components hold nearly all of its movement, but DimReduce "
-                "takes larger steps in them, and soon no step there lowers the loss."
+                "You followed gradient descent. Two components hold nearly all of its movement. But DimReduce takes "
+                "larger steps along them, and soon no step there lowers the loss."
             )
         if guess[-1] < 0.5:
             return (
                 "You drew a training that succeeds. Two directions hold 99.8 % of the movement, but a low loss "
-                "needs the small rest too."
+                "needs the other directions too."
             )
         if np.ptp(guess) < 0.2:
             return "You drew a loss that does not fall. The first steps in the two directions do lower it."
@@ -312,8 +312,8 @@ class StuckExplorer(DrawnExplorer):
 
     def opening(self) -> str:
         return (
-            "The grey line is the loss of gradient descent, whose first 2 components hold 99.8 % of its movement."
-            " What is the loss of DimReduce with these 2 components?"
+            "The grey line is the loss of gradient descent. The first 2 components hold 99.8 % of the movement of its "
+            "weights. What is the loss of DimReduce with these 2 components?"
         )
 
     def happened(self) -> str:

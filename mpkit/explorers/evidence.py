@@ -21,6 +21,7 @@ from mpkit.data import data_dir, digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.diagnose.report import power
 from mpkit.explorers.base import Explorer
+from mpkit.explorers.scaling import exponent as as_power
 from mpkit.formats import BF16, FP16
 from mpkit.policies import ScalePolicy, naive_loss_ratio, stack
 from mpkit.record import Recorder, Trace
@@ -188,8 +189,9 @@ class DetectiveExplorer(Explorer):
 
     def summary(self) -> str:
         r = self.report
-        where = f" Born in {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
-        where = where or (f" It sits in {r.module}." if r.module else "")
+        born = "The first inf or NaN was born in"
+        where = f" {born} {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
+        where = where or (f" The inf or NaN sits in {r.module}." if r.module else "")
         works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
         weight = "" if r.verdict == "healthy" else "; the gradient of a weight is not"
         walk = f"All {len(self.stops)} steps forward and back are finite{weight}."
@@ -259,9 +261,10 @@ class RunExplorer(Explorer):
         outcome = "skipped" if t.overflow[i] else "applied"
         loss = f"{t.loss[i]:.4g}" if np.isfinite(t.loss[i]) else "not finite"
         return (
-            f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {self.scale:.4g}. Of {self.values} "
-            f"gradient values {self.zeros / self.values:.1%} are zero and {self.nonfinite} not finite. "
-            f"Skipped so far: {int(t.overflow[: i + 1].sum())}."
+            f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {as_power(self.scale)}. "
+            f"Of {self.values} gradient values {self.zeros / self.values:.1%} are zero, and {self.nonfinite} values "
+            "are inf or NaN. "
+            f"Steps skipped so far: {int(t.overflow[: i + 1].sum())}."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -377,21 +380,22 @@ class WhatIfExplorer(Explorer):
 
     def summary(self) -> str:
         r = self.row
-        end = f" It collapses: {r['why']}." if r["collapsed"] else ""
-        room = "no step was applied" if math.isnan(r["headroom"]) else f"{r['headroom']:.1f} bits below the ceiling"
+        end = f" The policy collapses: {r['why']}." if r["collapsed"] else ""
+        room = f"The scale lies {r['headroom']:.1f} bits below the ceiling on average"
+        room = "No step is applied" if math.isnan(r["headroom"]) else room
         lost = 0.0 if math.isnan(r["flushed"]) else r["flushed"]
         return (
             f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
-            f"{len(self.trace)} steps skipped (recorded: {self.recorded}), {room}, {lost:.2%} of the gradient values "
-            f"flushed to zero.{end}{self._ridden()}"
+            f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and {lost:.2%} of the gradient "
+            f"values become zero.{end}{self._ridden()}"
         )
 
     def _ridden(self) -> str:
         if not self.drawn:
             return ""
         return (
-            f" {len(self.drawn)} steps of the ceiling are drawn; of {len(FACTORS) * len(WINDOWS)} pairs factor "
-            f"{self.rides[0]:g} and window {self.rides[1]} lose least under it."
+            f" {len(self.drawn)} steps of the ceiling are drawn. Of {len(FACTORS) * len(WINDOWS)} pairs factor "
+            f"{self.rides[0]:g} and window {self.rides[1]} lose least under this ceiling."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -452,9 +456,9 @@ class GridExplorer(Explorer):
         factor, window = self.best()
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
-            f"{self.lost(self.factor, self.window):.2%} of the training signal lost, {self.chosen.row['skipped']} "
-            f"steps skipped. Best of {self.grid.size}: factor {factor:g}, window {window} with "
-            f"{self.lost(factor, window):.2%}."
+            f"{self.lost(self.factor, self.window):.2%} of the training signal is lost, and "
+            f"{self.chosen.row['skipped']} steps are skipped. The best of {self.grid.size} pairs is factor {factor:g}, "
+            f"window {window}, with {self.lost(factor, window):.2%}."
         )
 
     def table(self) -> list[dict[str, Any]]:

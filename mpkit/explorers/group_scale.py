@@ -189,10 +189,10 @@ class GroupScaleExplorer(Explorer):
         one, own = (self.runs[way].scales[self.step] for way in WAYS)
         layers = f"{self.depth} layer{'s' * (self.depth > 1)} per group"
         return (
-            f"{self.format}, {layers}, step {self.step}: one scale {_power(one[0])}, "
-            f"scales per group {', '.join(_power(s) for s in own)}. Values of group 1 that survive: "
-            f"{self.survive[WAYS[0]][0]:.0%} and {self.survive[WAYS[1]][0]:.0%}. "
-            f"Steps skipped: {self.skipped(WAYS[0])} and {self.skipped(WAYS[1])}."
+            f"{self.format}, {layers}, step {self.step}: the one scale is {_power(one[0])}, the scales per group are "
+            f"{', '.join(_power(s) for s in own)}. Values of group 1 that survive: "
+            f"{self.survive[WAYS[0]][0]:.0%} with one scale and {self.survive[WAYS[1]][0]:.0%} with four. "
+            f"Steps skipped: {self.skipped(WAYS[0])} with one scale and {self.skipped(WAYS[1])} with four."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ class DynamicsExplorer(Explorer):
     FORMATS = FORMATS
     run = Enum(list(RUNS), "gpt_sums").tag(label="run", names=RUNS)
     fmt = Enum(list(FORMATS), "fp16").tag(label="format", names=FORMATS)
-    init_exponent = Int(24, min=0, max=32).tag(label="initial scale, 2 to the")
+    init_exponent = Int(24, min=0, max=32).tag(label="start, 2 to the")
     scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", unit="times", scale="log2", step=0.25)
     apart = Bool(False).tag(label="another factor down")
     down_factor = Float(2.0, min=1.25, max=16.0).tag(label="factor down", unit="times", scale="log2", step=0.25)

@@ -15,11 +15,18 @@ from mpkit.replay import simulate
 
 STEPS = 200
 SITUATIONS = {
-    "drop": "the ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120",
-    "outliers": "a ceiling of 2^18, and one bad batch in 20 steps",
-    "fixed": "a ceiling of 2^13 from the start",
-    "model": "every gradient is NaN from step 60 on: the model is broken",
+    "drop": "the ceiling falls and returns",
+    "outliers": "one bad batch in 20 steps",
+    "fixed": "the ceiling stays at 2^13",
+    "model": "the model is broken",
     "free": "nothing ever overflows",
+}
+_TOLD = {
+    "drop": "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120.",
+    "outliers": "The ceiling is 2^18, and one batch in 20 steps is bad.",
+    "fixed": "The ceiling is 2^13 from the start.",
+    "model": "The model is broken: from step 60 on every gradient is NaN.",
+    "free": "Nothing ever overflows.",
 }
 _START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # their classes have no default for it
 _FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
@@ -97,16 +104,16 @@ class ZooExplorer(Explorer):
     def summary(self) -> str:
         skipped = self.done.skipped
         stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
-        raised = f" {', '.join(stops)} raise." if stops else ""
-        start = f"all from 2^{self.start_exponent}" if self.same_start else "each from its own start"
+        raised = f" Rules that raise an error: {', '.join(stops)}." if stops else ""
+        start = f"start at 2^{self.start_exponent}" if self.same_start else "start at their own defaults"
         least, most = int(skipped.min()), int(skipped.max())
         few, many = self.names[skipped.argmin()], self.names[skipped.argmax()]
-        counts = f"between {least} ({few}) and {most} ({many}) of {STEPS} steps are skipped"
+        counts = f"The rules skip between {least} ({few}) and {most} ({many}) of {STEPS} steps."
         if least == most:
-            counts = f"every rule skips {most} of {STEPS} steps"
+            counts = f"Every rule skips {most} of {STEPS} steps."
         return (
-            f"{len(self.names)} rules, {start}, growth interval {self.interval}; {SITUATIONS[self.situation]}: "
-            f"{counts}.{raised}"
+            f"{len(self.names)} rules {start}, with a growth interval of {self.interval} steps. "
+            f"{_TOLD[self.situation]} {counts}{raised}"
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -153,10 +160,11 @@ class NaiveExplorer(Explorer):
         elif end < self.naive[0]:
             fate = "the gradients sink below what float16 can hold"
         else:
-            fate = "it rests only because it happens to lie between the loss and twice the loss"
+            fate = "it rests, because it happens to lie between the loss and twice the loss"
         return (
-            f"From 2^{self.start_exponent} with a loss of {self.loss:.4g}: the naive rule is at {exponent(end)} after "
-            f"{self.STEPS} steps ({fate}); the rule of torch is at {exponent(self.torch[-1])}, the ceiling at "
+            f"The naive rule starts at 2^{self.start_exponent}, with a loss of {self.loss:.4g}. "
+            f"After {self.STEPS} steps its scale is {exponent(end)}: {fate}. "
+            f"The scale of torch's rule is then {exponent(self.torch[-1])}, and the ceiling is "
             f"2^{self.ceiling_exponent}."
         )
 

@@ -28,7 +28,8 @@ def boost_scene(data: BoostExplorer) -> Scene:
     low, high = np.floor(min(every)) - 0.5, np.ceil(max(every)) + 0.5
     this = data.this.speedup
     x = linear("speed-up against no boost", 0.96, max(1.4, this + 0.1), 5)
-    panel = scene.panel(title="speed against accuracy", x=x, y=linear("accuracy on the digits, %", low, high, 6))
+    title, y = "dots: one seed each; lines: ± one standard deviation", linear("accuracy on the digits, %", low, high, 6)
+    panel = scene.panel(title=title, x=x, y=y)
     for name, promise in data.promised.items():
         side = -9 if 0 < this - promise < 0.03 else 9  # away from the line of this configuration
         panel.rule("x", promise, "muted", dash="--")
@@ -50,8 +51,8 @@ def _configurations(panel: Panel, data: BoostExplorer) -> None:
     for k, (name, speed, runs) in enumerate(field):
         mean, spread = at[name][1], float(np.std(runs, ddof=1))
         color = "zero" if name == data.compare else "reference"
-        panel.points(runs, [speed] * len(runs), "muted", size=2.5, label="one seed")
-        panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, label="± one standard deviation")
+        panel.points(runs, [speed] * len(runs), "muted", size=2.5, label="one seed", quiet=True)
+        panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, quiet=True)
         before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
         anchor, dx = ("end", -8) if before else ("start", 8)
@@ -106,7 +107,7 @@ def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
     panel = scene.panel(
         0,
         1,
-        title="steps in which each stage stands still",
+        title="frozen steps; × where BatchNorm is removed",
         x=linear("stage of the ResNet-18, from the input", -0.7, count - 0.3, 6),
         y=linear("share of the steps, %", -8, 100, 5),
     )
@@ -115,7 +116,7 @@ def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
     panel.line(other, color="zero", dash="--", step="mid", label=f"compared: {data.compare}")
     gone = [i for i, (_, removed) in enumerate(data.stages) if removed] if data.this.removed else []
     if gone:
-        panel.points([-4.0] * len(gone), gone, "overflow", glyph="x", size=4, label="BatchNorm removed")
+        panel.points([-4.0] * len(gone), gone, "overflow", glyph="x", size=4, label="BatchNorm removed", quiet=True)
 
 
 def freeze_scene(data: FreezeExplorer) -> Scene:
@@ -125,7 +126,7 @@ def freeze_scene(data: FreezeExplorer) -> Scene:
     scene.play("step", "step", steps, every=100)
     frozen = np.array(data.sequence) * data.stride
     y = {"label": "stage, input at the top", "lo": count, "hi": 0}
-    y["ticks"] = [[i + 0.5, data.names[i].removesuffix(".0") if i == 0 else data.names[i]] for i in range(0, count, 2)]
+    y["ticks"] = [[i + 0.5, data.names[i].replace("downsample.0", "shortcut")] for i in range(0, count, 2)]
     left = scene.panel(title="bars reach down over the frozen stages", x=linear("step", -0.5, steps - 0.5, 6), y=y)
     left.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
     left.rule("x", "index", "own", width=2)
@@ -231,6 +232,6 @@ def speedups(rows: Sequence[Mapping[str, Any]], promises: Mapping[str, float]) -
         end = max(row["ratio"], row["quartiles"][1], promise or 0)
         panel.text(f"{row['ratio']:.2f}", end, place, anchor="start", dx=8)
         if promise is not None:
-            look = {"width": 3.5, "label": "promised by the original"}
+            look = {"width": 3.5, "label": "promised by MindSpore"}
             panel.line([place - 0.38, place + 0.38], [promise] * 2, "overflow", **look)
     return scene

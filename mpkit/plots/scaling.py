@@ -49,7 +49,7 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
         data.init_exponent,
         0,
         32,
-        "initial scale, 2 to the",
+        "start, 2 to the",
         cross=0.015 * len(steps),
         note="start",
     )
