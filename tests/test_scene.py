@@ -211,6 +211,7 @@ def test_page_and_stored_picture_show_the_same(show, name):
         ]
         assert sorted(seen) == sorted(words)
         assert legends == ([t.get_text() for t in drawn.legends[0].get_texts()] if drawn.legends else [])
+        assert all(legend.get_window_extent().height < 26 for legend in drawn.legends), "a second row covers a title"
         lines = tab.evaluate(LINES)
         stored = [box for a in drawn.axes for line in a.lines if line.get_gid() and (box := _pixels(a, line, drawn))]
         assert len(lines) == len(stored)

@@ -287,8 +287,8 @@ class AutoBoost:
         if adasum_enabled(world, self.hyper["device_number"]):
             return None
         return (
-            f"AdaSum needs 2, 4, 8, ... groups of processes; here world size {world} // device_number "
-            f"{self.hyper['device_number']} = {groups}; set device_number in section common"
+            f"AdaSum needs 2, 4, 8, ... groups of processes; {world} process{'es' * (world != 1)} // device_number "
+            f"{self.hyper['device_number']} = {groups} groups; set device_number in section common"
         )
 
     # rewriting

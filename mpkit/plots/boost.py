@@ -107,7 +107,7 @@ def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
     panel = scene.panel(
         0,
         1,
-        title="frozen steps; × where BatchNorm is removed",
+        title="frozen steps; × BatchNorm removed",
         x=linear("stage of the ResNet-18, from the input", -0.7, count - 0.3, 6),
         y=linear("share of the steps, %", -8, 100, 5),
     )

@@ -146,7 +146,7 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
         best = exponents(data.best_scale, panel.given["y"]["lo"], panel.given["y"]["hi"])
         panel.line(best, color="normal", dash="-.", width=1.6, step="post", label="the pair that loses least")
     y = panel.given["y"]
-    pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4}
+    pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4, "quiet": True}
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
     inside = 0.02 * len(data.tops)  # or the ball would cover the axis
     panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=inside, note="start")
