@@ -227,6 +227,13 @@ def test_the_first_step_is_descent_in_the_plane_and_slow_descent_outside() -> No
     assert net.w[1:].tolist() == pytest.approx([0.03125 + 0.125 * m1, 0.125 + 0.125 * m2])
 
 
+@pytest.mark.parametrize(("change", "hessian"), [(1e-20, 1.0), (1.5e-20, 1 / 1.5e-20), (-1.0, 1.0), (4.0, 0.25)])
+def test_the_inverse_hessian_learns_from_curvature_above_the_floor(change: float, hessian: float) -> None:
+    reduce = build(Bowl([1.0]), np.eye(1))
+    reduce.last_move.fill_(1.0)
+    assert float(reduce._updated(torch.tensor([change], dtype=torch.float64))) == pytest.approx(hessian)
+
+
 def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_out() -> None:
     for curvature, rho in ((1.5, 0.55), (9.0, 0.0)):  # w 0 -> 1.5 overshoots a little, 0 -> 9 far too much
         net = Bowl([curvature])

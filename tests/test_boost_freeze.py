@@ -121,6 +121,16 @@ def test_interleaved_indices_follow_their_probabilities() -> None:
         assert counts[index] == pytest.approx(p * steps, abs=4 * (p * (1 - p) * steps) ** 0.5)
 
 
+def test_there_is_an_end_to_the_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="at most 1048576"):
+        index_probabilities(2**20 + 1, 0)
+    assert index_probabilities(50, 0) == pytest.approx([1 / 49] * 49)
+    monkeypatch.setattr("mpkit.boost.grad_freeze.stages.MOST_GROUPS", 4)
+    assert index_probabilities(4, 1) == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    with pytest.raises(ValueError, match="at most 4"):
+        index_probabilities(5, 1)
+
+
 def test_the_draws_are_this_objects_own() -> None:
     args = 10, 1, 0.5, 50
     freeze = GradientFreeze(*args, seed=3)

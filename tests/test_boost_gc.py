@@ -259,3 +259,12 @@ def test_only_marked_optimizers_of_others_get_the_hook() -> None:
         for optimizer in (theirs, ours):
             centralize_where_marked(optimizer)
         assert (len(theirs._optimizer_step_pre_hooks), len(ours._optimizer_step_pre_hooks)) == (int(marked), 0)
+
+
+def test_what_is_no_list_of_parameters_gets_no_fusion_ids() -> None:
+    process, parameters = ParameterProcess(), [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    assert process.assign_parameter_group([]) == []
+    assert process.assign_parameter_group(given := iter(parameters)) is given  # type: ignore[arg-type, comparison-overlap]
+    assert not any(hasattr(p, "comm_fusion") for p in parameters)
+    process.assign_parameter_group(tuple(parameters))
+    assert [p.comm_fusion for p in parameters] == [1, 1, 2, 2]  # type: ignore[attr-defined]

@@ -279,6 +279,14 @@ def test_the_neighbours_ceiling_is_taken_where_it_explains_the_overflow():
     assert ceilings(hotter)[1] == pytest.approx(655.2)
 
 
+def test_of_a_ceiling_at_the_scale_that_overflowed_half_is_taken():
+    g = torch.tensor(
+        [65520 / 2.0**10]
+    )  # its ceiling is 2**10 and a little less, its neighbours' 2**10 by interpolation
+    trace = trace_of([g, torch.tensor([np.inf]), g], scale=2.0**10, overflow=np.array([False, True, False]))
+    assert ceilings(trace)[1] == 2.0**9
+
+
 def test_replay_ranks_by_what_training_lost_and_says_what_it_cannot_know():
     generator = torch.Generator().manual_seed(2)
     gradients = [torch.randn(200, generator=generator) * 2.0**-14 for _ in range(60)]
