@@ -25,6 +25,7 @@ from mpkit.model import Callback, Checkpoint, LossMonitor, Metric, Model, Progre
 from mpkit.model.checkpoint import save_whole
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.loop import TrainingLoop
+from mpkit.model.metrics import METRICS
 from mpkit.model.model import _three_indexes
 from mpkit.model.randomness import generators, random_state, ready_workers
 from mpkit.policies import preset
@@ -624,6 +625,7 @@ def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
     last = capfd.readouterr().err.split("\r")[-1]
     assert "12/12" in last
     assert "scale=" in last
+    assert 0 < float(last.split("loss=")[1].split(",")[0]) < 10
 
 
 def test_a_boost_level_reaches_the_boost_cells():
@@ -711,3 +713,31 @@ def test_an_interrupt_that_was_kept_is_told_once():
         guard._receive(2, None)  # in the step: kept until its end
     with guard.step():
         pass  # and not again
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "scale", "told"), [(0, 20, 1.0, 1), (0, 19, 1.0, 0), (1, 19, 1.0, 0), (0, 20, 2.0, 0)]
+)
+def test_from_twenty_skipped_steps_at_the_floor_on_they_are_told(good, bad, scale, told):
+    net = nn.Linear(1, 1)
+    sgd = torch.optim.SGD(net.parameters(), 0.1, fused=True)
+    ours = Model(net, nn.MSELoss(), sgd, loss_scale_manager=FixedLossScaleManager(scale))
+    batches = [(torch.full((1, 1), value), torch.zeros(1, 1)) for value in [1.0] * good + [torch.inf] * bad]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ours.train(1, batches)
+    assert sum("steps were skipped" in str(w.message) for w in seen) == told
+
+
+def test_labels_may_be_one_hot():
+    output, labels = torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 1, 2])
+    for given in (labels, torch.eye(3)[labels]):
+        metric = Metric(METRICS["accuracy"])
+        metric.update(output, given)
+        assert metric.eval() == 0.75
+
+
+def test_a_checkpoint_makes_its_folder(tmp_path):
+    ours = model()
+    ours.save(tmp_path / "new" / "folder" / "run.pt")
+    ours.load(tmp_path / "new" / "folder" / "run.pt")

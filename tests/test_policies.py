@@ -310,6 +310,15 @@ def test_deepspeed_dies_at_infinity_even_when_hysteresis_would_let_the_overflow_
     assert run(preset("deepspeed", scale_window=1, dtype=torch.bfloat16), [True] * 1200 + [False]).raised_at is None
 
 
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_tolerance_is_a_share_of_the_steps_since_the_last_change(vector):
+    policy, steps = ScalePolicy(init_scale=64.0, growth_interval=9, tolerance=0.5), [True] * 2 + [False] * 4 + [True]
+    policy = stack([policy, preset("torch")]) if vector else policy
+    found = run(policy, steps).scale
+    # 1 of 3, then 2 of 4 bad steps; counted anew after it backs off: 1 of 1, and again
+    assert (found[:, 0] if vector else found).tolist() == [64, 64, 64, 32, 16, 8, 8]
+
+
 def test_naive_rule_runs_away_in_both_directions():
     scale, steps = 1.0, 0
     while scale > 2.0**-24:
