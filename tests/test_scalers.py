@@ -236,6 +236,46 @@ def test_growth_past_float32_gives_what_the_rule_gives(factor, floor):
     assert (fused_rule(policy) is not None) == (factor <= 2.0**64 and floor >= 2.0**-62)
 
 
+TOP = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("given", "fused"),
+    [
+        ({}, True),
+        ({"growth_interval": 2**31 - 1}, True),
+        ({"growth_interval": 2**31}, False),  # the kernel counts in 32 bits
+        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 2.0**-126}, True),
+        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 2.0**-127}, False),  # a quotient below is rounded
+        ({"backoff_factor": 1.0, "backoff_divisor": 2.5, "min_scale": 1.0}, False),
+        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**24 - 1, "min_scale": 1.0}, True),
+        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**24 + 2, "min_scale": 1.0}, False),
+        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**30}, True),  # a power of two rounds nothing
+        ({"backoff_factor": 0.7, "backoff_divisor": 3.0, "min_scale": 1.0}, False),
+        ({"max_scale": TOP / 2}, True),
+        ({"max_scale": 2.0**127}, False),  # the next growth would leave float32
+        ({"min_scale": 8.0, "init_scale": 8.0, "max_scale": 8.0}, True),
+        ({"min_scale": 8.0, "init_scale": 4.0}, False),  # a clamp would lift the start
+        ({"min_scale": 2.0, "init_scale": 8.0, "max_scale": 4.0}, False),
+        ({"min_scale": 1.0, "init_scale": 0.5}, True),  # an overflow lifts it, as the kernel does
+        ({"growth_factor": 1.0, "backoff_factor": 1.0}, True),
+        ({"flush_subnormal": True, "min_scale": 2.0**-126}, True),
+        ({"flush_subnormal": True}, False),
+        ({"hysteresis": 2}, False),
+        ({"scale_bits": 64}, False),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_is_left_to_it_and_gives_what_the_rule_gives(given, fused):
+    policy = ScalePolicy(**given)
+    assert (fused_rule(policy) is not None) == fused
+    flags = [True, False, False, True, False]
+    scaler = PolicyLossScaler(policy)
+    for flag in flags:
+        scaler.adjust(torch.tensor(flag))
+    assert scaler.history().scale.tolist() == run(policy, flags).scale.tolist()
+
+
 def test_only_managers_of_boost_are_for_boost():
     class Own(FixedLossScaleManager):
         pass
