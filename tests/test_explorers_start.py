@@ -27,7 +27,7 @@ def test_the_same_seed_gives_the_same_run_and_a_static_scale_of_1_never_skips():
 def test_the_plan_is_the_scale_without_overflow():
     model = StartExplorer(init_exponent=4, scale_factor=3, scale_window=100)
     assert [model.plan[i] for i in (0, 99, 100, 199, 200)] == [16, 16, 48, 48, 144]
-    assert "would grow 2 times" in model.summary()
+    assert "would be multiplied 2 times" in model.summary()
 
 
 def test_every_setting_changes_the_picture_and_reset_restores_it():

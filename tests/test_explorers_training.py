@@ -80,7 +80,7 @@ def test_the_threshold_is_what_becomes_zero_at_this_scale(name):
     model, fmt = UnderflowExplorer(format=name, exponent=7), get_format(name)
     lost = torch.tensor(2.0**model.threshold)
     assert round_to(lost * 2.0**7, fmt) == 0.0 < round_to(2 * lost * 2.0**7, fmt)
-    assert f"becomes zero is 2^{model.threshold}." in model.summary()
+    assert f"up to the threshold 2^{model.threshold} become zero." in model.summary()
 
 
 def test_gradients_shrink_while_the_network_learns():

@@ -200,6 +200,21 @@ READ_TWICE = (
     "its price three bits",
     "hits the ceiling all the time",
     "spends two overflows",
+    "by one in ten thousand to",
+    "errs more than",
+    "above the largest,",
+    "scale in the outcome, or one step",
+    "update : skip",
+    "steps of 400, from",
+    "weights it dies",
+    "clipping first 0",
+    "in no group of several",
+    "is the same block",
+    "which level does not protect",
+    "were computed in float32, at four moments",
+    "here it is about",
+    "look at gradients that are multiplied",
+    "looks at gradients that are multiplied",
 )
 """The words at which readers stopped, in sentences that were rewritten since."""
 

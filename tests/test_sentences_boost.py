@@ -49,11 +49,13 @@ def by_pairs(run, start_exponent):
 def test_factor_and_window():
     for m in swept(FactorWindowExplorer(), samples=4):
         pairs = by_pairs(m.run, m.init_exponent)
-        low, high = (float(v) for v in read(r"from (\S+) to (\S+)\. ", m))
+        low, high = (float(v) for v in read(r" from (\S+) to (\S+) (?:of|bits|%)", m))
         shown = [pair[m.figure] for pair in pairs.values()]
         assert (low, high) == (pytest.approx(min(shown), rel=6e-4), pytest.approx(max(shown), rel=6e-4))
         least = min(pair["lost"] for pair in pairs.values())
-        factor, window, *told = read(r"factor (\S+) and window (\d+): (\S+) %, with (\d+) of 400 .* and (\S+) %", m)
+        factor, window, *told = read(
+            r"Factor (\S+) with window (\d+) loses .* (\S+) %: it skips (\d+) of 400 .* and (\S+) %", m
+        )
         best = pairs[float(factor), int(window)]
         assert best["lost"] == pytest.approx(least, abs=1e-9)
         want = best["lost"], best["skipped"], best["zeros"]
@@ -65,7 +67,7 @@ def test_staircase():
         values = every_value(dtype)
         for m in swept(StaircaseExplorer(fmt=name), fmt=(), mode=("nearest_even", "up")):
             assert int(read(r": (\d+) values within", m)[0]) == (np.abs(values) <= 2.0**m.span).sum()
-            ends = read(r"from (\S+) to (\S+) over", m) if "grows" in m.summary() else read(r"stays (\S+) over", m) * 2
+            ends = read(r"from (\S+) to (\S+)\.$", m) if "grows" in m.summary() else read(r"stays (\S+)\.$", m) * 2
             info, top = ml_dtypes.finfo(dtype), math.floor(math.log2(values.max()))
             low, high = (
                 max(2.0 ** min(e, top), float(info.smallest_normal)) * float(info.eps)

@@ -82,8 +82,9 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a list of true gradients and the loss scale, and returns a pair: is the step applied (True or "
-    "False), and the scale of the next step. Multiply first; nothing above 65504 is finite in float16.",
+    "the function gets a list of true gradients and the loss scale. It returns a pair: is the step applied (True or "
+    "False), and the scale of the next step. Multiply the gradients by the scale first: float16 ends at 65504. The "
+    "scale does not grow here.",
     _decisions,
     "This is the decision that every loss scaler takes.",
     "A step is applied when all gradients times the scale lie within 65504; otherwise the scale is halved.",

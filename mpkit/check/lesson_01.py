@@ -13,7 +13,7 @@ QUESTIONS = {
         "What is the smallest positive number that fp16 can hold, subnormals included?",
         lambda: FP16.min_subnormal,
         "It is 2^-24 = {truth:.4g}; half of it is a tie and rounds to 0.",
-        "Take the pattern whose 15 low bits are 0 but for the last, and look at its value.",
+        "Take the pattern in which only the last bit is 1, and look at its value.",
         (
             (FP16.min_normal, "That is the smallest *normal* number; below it the leading 1 is given up."),
             (FP16.min_subnormal / 2, "That is exactly half of it: a tie, which goes to the even neighbour, 0."),
@@ -24,7 +24,7 @@ QUESTIONS = {
         lambda: int(FP16.encode(-2.0)),
         "Sign 1, exponent field 16 (16 - 15 = 1), fraction 0: {truth:#06x}.",
         "Put 1 into the sign, 1 + bias into the exponent field, 0 into the fraction.",
-        ((int(FP16.encode(2.0)), "Right but for the sign bit, the topmost one."),),
+        ((int(FP16.encode(2.0)), "Only the sign bit, the first one, is wrong."),),
     ),
     "bf16": Question(
         "A gradient of 2^-30 is stored in bf16. How many significant bits does it keep?",
@@ -73,7 +73,7 @@ def _next_to_one() -> str:
 
 PREDICTIONS = {
     "tenth": Prediction(
-        "0.1 is not a sum of few powers of two. What does float16 store for it?",
+        "0.1 is not a sum of a few powers of two. What does float16 store in its place?",
         (
             ("0.1 exactly.", "With eleven binary digits 0.1 cannot be written, as 1/3 cannot with decimal ones."),
             ("The nearest of its values, a little off.", "The error is at most half the gap to the next value."),
@@ -85,19 +85,20 @@ PREDICTIONS = {
         _stored,
     ),
     "last_bit": Prediction(
-        "You flip the last of the 16 bits of 1.0. How far do you get?",
+        "You flip the last of the 16 bits of 1.0. How far is the new number from 1.0?",
         (
-            ("2^-24 further.", "That is the gap near zero. Near 1 the values lie 2^14 times farther apart."),
-            ("2^-16 further.", "Sixteen bits are not sixteen digits: only ten of them belong to the fraction."),
-            ("2^-10 further.", "Ten fraction bits divide the way from 1 to 2 into 1024 steps."),
+            ("2^-24 away.", "That is the gap near zero. Near 1 the values lie 2^14 times farther apart."),
+            ("2^-16 away.", "Sixteen bits are not sixteen digits: only ten of them belong to the fraction."),
+            ("2^-10 away.", "Ten fraction bits divide the way from 1 to 2 into 1024 steps."),
         ),
         _next_to_one,
     ),
 }
 
 TASK = Task(
-    "the function gets the sign bit, the exponent field (0 to 31) and the fraction field (0 to 1023) of a float16, and "
-    "returns its value. An exponent field of 0 means zero or a subnormal; with a field of 31 and fraction 0 it is inf.",
+    "the function gets the sign bit, the exponent field (0 to 31) and the fraction field (0 to 1023) of a float16. It "
+    "returns the value. An exponent field of 0 means zero or a subnormal. An exponent field of 31 with a fraction of 0 "
+    "means inf.",
     _decoded,
     "You have written the decoder of float16.",
     "A normal number is 2^(exponent - 15) x (1 + fraction / 1024). A subnormal has no leading 1, and the exponent -14.",

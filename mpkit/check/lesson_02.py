@@ -54,7 +54,7 @@ QUESTIONS = {
         (
             (
                 0.75,
-                "Then the mean would lie three quarters of an ulp above: it is the nearer neighbour that is likelier.",
+                "Then the mean would lie three quarters of an ulp above. The nearer neighbour is the more likely one.",
             ),
         ),
     ),
@@ -72,7 +72,7 @@ def _nearest_even() -> list[tuple[tuple[float], float]]:
 
 PREDICTIONS = {
     "tie": Prediction(
-        "2049 lies exactly halfway between the float16 numbers 2048 and 2050. What do you get?",
+        "2049 lies exactly halfway between the float16 numbers 2048 and 2050. What does float16 store?",
         (
             ("2050, as in school.", "School rounds every tie up. Then sums of many rounded numbers drift upwards."),
             ("2048.", "A tie goes to the neighbour whose last fraction bit is 0. So 2051 goes up, to 2052."),
@@ -86,8 +86,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a number between 2048 and 4096, where the float16 numbers are the even integers, and returns "
-    "the float16 number that it is rounded to: the nearest one, and at a tie the one that is a multiple of 4.",
+    "the function gets a number between 2048 and 4096. There the float16 numbers are the even integers. It returns the "
+    "float16 number that is nearest. At a tie it returns the one that is a multiple of 4.",
     _nearest_even,
     "Ties went to the neighbour whose last bit is 0: this is the default rounding of IEEE 754.",
     "Divide by 2, round to an integer with ties to even, and multiply by 2. What does Python's round() do with ties?",

@@ -46,21 +46,21 @@ def _protected() -> list[str]:
 
 QUESTIONS = {
     "norm": Question(
-        "At O2 in float16, how many bits wide is the arithmetic inside a BatchNorm2d?",
+        "In how many bits does a BatchNorm2d compute at O2 in float16?",
         lambda: _bits(_computes("O2", "batch_norm")),
-        "{truth} bits: batch norm is on the black list. Its input and its result have 16 all the same.",
+        "{truth} bits: batch norm is on the black list. Yet its input and its result have 16 bits.",
         "Look at the table of the residual block at O2, column 'computes in'.",
         ((16, "That is the width of its input and of its result; ask the ledger what it computes in."),),
     ),
     "add": Question(
-        "At O1 in float16, how many bits wide is the residual sum `x + y`?",
+        "In how many bits is the residual sum `x + y` computed at O1 in float16?",
         lambda: _bits(_computes("O1", "add")),
         "{truth} bits: add is not on the white list, and everything between white-listed operations is float32.",
         "Which operations are on O1's list? Only those are cast, the others take what they get.",
-        ((16, "That would be O3: at O1 results of listed operations are cast back to float32."),),
+        ((16, "That would be O2 or O3. At O1, results of listed operations are cast back to float32."),),
     ),
     "lost": Question(
-        "log(softmax(z)) of the logits 0, -1, ..., -32 at O2 in fp16: how many results are -inf?",
+        "log(softmax(z)) is computed for the logits 0, -1, ..., -32 at O2 in fp16. How many results are -inf?",
         _lost_probabilities,
         "{truth}: every probability below half of the smallest float16, 2^-25 = 3e-8, becomes 0.",
         "Set the second view to O2 and fp16, or count the z with softmax(z) < 2^-25.",
@@ -74,7 +74,7 @@ QUESTIONS = {
         (("float16", "Without a bias, yes. With one there is a sum to do, of a float16 and a float32 tensor."),),
     ),
     "black": Question(
-        "Name the four classes that O2 keeps in float32 (a sorted list of class names).",
+        "Name the four classes that compute in float32 at O2. Give a sorted list of class names.",
         _protected,
         "{truth}. GroupNorm, InstanceNorm, softmax and losses are not among them.",
         "Print get_black_list().",
@@ -106,18 +106,18 @@ def _widths() -> list[tuple[tuple[str, str], int]]:
 
 PREDICTIONS = {
     "norm": Prediction(
-        "At O2 in float16, in what does the batch norm compute, and what does it give to the ReLU?",
+        "In which format does a batch norm compute at O2 in float16? In which format is its result?",
         (
             (
-                "It computes in float16 and gives float16.",
+                "It computes in float16, and its result is float16.",
                 "That is O3. O2 keeps four classes in float32 inside, and batch norm is one of them.",
             ),
             (
-                "It computes in float32 and gives float32.",
+                "It computes in float32, and its result is float32.",
                 "The inside is right. But its result is rounded as it leaves, so that the next layer stays in 16 bits.",
             ),
             (
-                "It computes in float32 and gives float16.",
+                "It computes in float32, and its result is float16.",
                 "The mean of many values needs the digits; what is handed on need not have them.",
             ),
         ),
@@ -126,9 +126,9 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a layer ('linear', 'relu', 'batch_norm' or 'softmax') and a level ('O0' to 'O3'), and returns "
-    "the width in bits, 16 or 32, in which this layer computes inside a network.",
+    "the function gets a layer ('linear', 'relu', 'batch_norm' or 'softmax') and a level ('O0' to 'O3'). It returns "
+    "how many bits, 16 or 32, this layer computes in when it stands inside a network.",
     _widths,
-    "These three lists are all that the levels O0 to O3 differ in.",
+    "The levels O0 to O3 differ in nothing but what they cast.",
     "O1 has a list of what it casts, O2 a list of what it does not cast. Ask the ledger where you are unsure.",
 )

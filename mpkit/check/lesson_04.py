@@ -19,22 +19,22 @@ def _recommended() -> int:
 
 QUESTIONS = {
     "edge": Question(
-        "Write as a power of two, n in 2^n: the largest magnitude that float16 rounds to zero.",
+        "Which is the largest magnitude that float16 rounds to zero? Write it as 2^n, and give n.",
         lambda: round(math.log2(FP16.min_subnormal / 2)),
         "Half the smallest subnormal lies exactly between 0 and 2^-24, and the tie goes to the even one, zero.",
         "The smallest subnormal is 2^-24. Which numbers lie closer to zero than to it, and where does the tie go?",
         ((-24, "2^-24 itself is kept: it is the smallest subnormal."), (-14, "2^-14 is the smallest normal number.")),
     ),
     "shift": Question(
-        "A static scale of 2^10 moves the histogram by how many powers of two to the right?",
+        "By how many powers of two does a static scale of 2^10 move the histogram to the right?",
         lambda: 10,
         "Scaling by a power of two changes the exponent alone, so it costs no precision.",
         "Multiply 2^-20 by 2^10 and compare the exponents.",
     ),
     "recommended": Question(
-        "Activation gradients after 720 steps: which n does the histogram recommend for a scale of 2^n in fp16?",
+        "For gradients of activations after 720 steps in fp16, the view recommends a scale of 2^n. Which n is it?",
         _recommended,
-        "The largest gradient then stands one power of two below overflow, and nearly nothing is flushed.",
+        "The largest gradient then stands one power of two below overflow, and nearly nothing is flushed to zero.",
         "Set the view to 720, activations, fp16 and press 'Recommended'.",
     ),
     "forward": Question(
@@ -57,7 +57,7 @@ def _largest_scales() -> list[tuple[tuple[float], int]]:
 
 PREDICTIONS = {
     "zero": Prediction(
-        "Which share of the gradients between the layers becomes zero when it is stored in float16?",
+        "How many of the gradients between the layers become zero when they are stored in float16?",
         (
             (
                 "None: float16 goes down to 2^-24, about 0.00000006, and gradients are not that small.",
@@ -67,7 +67,7 @@ PREDICTIONS = {
             ("About one in a thousand.", "So it is at the start. After 720 steps the gradients are far smaller."),
             (
                 "More than one in twenty.",
-                "And no message tells it: a gradient of zero is a legal number.",
+                "No message says so: a gradient of zero is a legal number.",
             ),
         ),
         _share,
@@ -76,7 +76,7 @@ PREDICTIONS = {
 
 TASK = Task(
     "the function gets the largest gradient of a training, and returns the largest n for which a loss scale of 2^n "
-    "still keeps it within 65504.",
+    "keeps this gradient within 65504.",
     _largest_scales,
     "A dynamic scaler finds this number by trying.",
     "2^n times the gradient may be 65504 at most: divide, take the logarithm to base 2, and round down.",

@@ -22,7 +22,8 @@ def _halvings() -> int:
 
 QUESTIONS = {
     "sequence": Question(
-        "A scaler starts at 1024, factor 2, window 3. Finite, finite, overflow, finite, finite: what is its scale?",
+        "A scaler starts at 1024, with factor 2 and window 3. Two finite steps, an overflow and two finite steps "
+        "follow. What is its scale then?",
         lambda: _after([True, True, False, True, True]),
         "{truth:g}: the overflow halves at once and starts the count again, and two finite steps are not yet three.",
         "Go through it step by step: what does an overflow do to the scale, and what to the count of finite steps?",
@@ -32,13 +33,13 @@ QUESTIONS = {
         ),
     ),
     "descent": Question(
-        "The scale starts at 2**24, the ceiling is just above 2**10, the factor 2. How many steps are skipped first?",
+        "The scale starts at 2**24, with factor 2. The ceiling is just above 2**10. How many steps are skipped first?",
         _halvings,
         "{truth}: one per halving. A start that is too high costs a few steps, once.",
         "Each skipped step halves the scale once. How many halvings from 2**24 to 2**10?",
     ),
     "window": Question(
-        "Over a steady ceiling, does a smaller scale_window skip 'more' or 'fewer' steps?",
+        "The ceiling does not move. Does a smaller scale_window skip 'more' or 'fewer' steps?",
         lambda: "more",
         "The scale probes the ceiling after every window, and each probe that fails costs a step.",
         "Move the window slider from 50 to 5 and count the crosses.",
@@ -77,7 +78,7 @@ PREDICTIONS = {
                 "The scaler does not know how far it is too high: it is only told that something overflowed.",
             ),
             (
-                "A few steps in a row are skipped, one for each power of two; later a single step now and then.",
+                "A few steps in a row are skipped, one for each power of two. Later, one step is skipped now and then.",
                 "Every overflow halves the scale once. Later a batch with larger gradients has a lower ceiling.",
             ),
             (
@@ -90,8 +91,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the scale, the counter of finite steps, and whether this step was finite; it returns the next "
-    "scale and the next counter, for a factor of 2, a window of 3 and a floor of 1.",
+    "the function gets the scale, the counter of finite steps, and whether this step was finite. It returns the next "
+    "scale and the next counter. The factor is 2, the window is 3, and the floor is 1.",
     _steps,
     "Three numbers and one bit: this is the whole rule of a dynamic loss scale.",
     "Finite: count, and when the window is full double the scale and start the count again. Not finite: halve, not "

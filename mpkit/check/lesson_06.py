@@ -24,7 +24,7 @@ def _early_norm() -> float:
 
 QUESTIONS = {
     "scale": Question(
-        "A step starts with the scale 65536, scale_factor 2, and its batch holds an inf. What is the next scale?",
+        "A step starts with the scale 65536 and the scale_factor 2. Its batch holds an inf. What is the next scale?",
         _scale_after,
         "An overflow divides the scale at once: {truth:g}.",
         "Put the inf into the batch in the first view and look at phase 8.",
@@ -37,7 +37,7 @@ QUESTIONS = {
         "Look at phase 7 with the inf in the batch.",
     ),
     "clip": Question(
-        "Clipping to 0.25 before unscaling, at a scale of 1024: to which norm are the true gradients clipped?",
+        "At a scale of 1024, gradients are clipped to the norm 0.25 and then unscaled. Which norm do they have now?",
         _early_norm,
         "0.25 / 1024: the wrong order clips to max_norm / scale, and the result changes whenever the scale does.",
         "Set the second view to 2^10 and look at the dashed line, or divide.",
@@ -45,7 +45,7 @@ QUESTIONS = {
         rel=1e-2,
     ),
     "divisions": Question(
-        "Four micro-batches per update: how often are the gradients divided by the scale in one update?",
+        "An update uses four micro-batches. How often must the gradients be divided by the scale in one update?",
         lambda: 1,
         "Once, after the last backward pass; all four are summed at the same scale.",
         "What happens to the first micro-batch's gradient if it is divided after every backward pass?",
@@ -77,9 +77,12 @@ PREDICTIONS = {
     "inf": Prediction(
         "An image in the batch holds an inf, and the loss scale is 65536. What does this one step change?",
         (
-            ("The weights, a little; the scale stays.", "One inf in the batch makes every gradient inf or NaN."),
             (
-                "Nothing but the scale, which becomes 32768.",
+                "The weights change a little, and the scale stays.",
+                "One inf in the batch makes every gradient inf or NaN.",
+            ),
+            (
+                "Only the scale changes: it becomes 32768.",
                 "The check comes before the update, so neither the weights nor the momentum meet the inf.",
             ),
             (
@@ -92,8 +95,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets scaled gradients (a list), the loss scale and the largest norm allowed, and returns the "
-    "gradients that the optimizer may use: unscaled, and clipped if their norm is above the largest one allowed.",
+    "the function gets scaled gradients (a list), the loss scale and the largest norm allowed. It returns the "
+    "gradients that the optimizer may use: they are unscaled, and clipped if their norm is larger than allowed.",
     _clipped,
     "Unscaled first, then clipped: in the other order the threshold would move with the scale.",
     "The norm is the root of the sum of squares. Divide by the scale before you compare it with the largest one.",

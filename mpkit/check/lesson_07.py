@@ -29,7 +29,7 @@ def _without_master() -> float:
 
 QUESTIONS = {
     "eps": Question(
-        "Which is the smallest eps = 10^n that float16 does not turn into 0? Give n.",
+        "eps is a power of ten, 10^n. Which is the smallest eps that float16 stores as a number above 0? Give n.",
         _least_eps,
         "10^{truth} is above half of the smallest subnormal, 2.98e-08; anything smaller rounds to 0.",
         "Half of float16's smallest subnormal number is 2.98e-08.",
@@ -38,14 +38,14 @@ QUESTIONS = {
     "lost": Question(
         "A float16 weight of 1 has no master copy. A hundred updates each take 0.0001 off it. What is it afterwards?",
         _without_master,
-        "It still is {truth:g}: below 1 the numbers of float16 are 0.0005 apart, so every update rounds to nothing.",
+        "It is still {truth:g}. Below 1 the numbers of float16 are 0.0005 apart, so every sum is rounded back to 1.",
         "How far is the next float16 number below 1, and to which of the two is 0.9999 nearer?",
         ((0.99, "That is what a float32 master copy would hold."),),
     ),
     "factor": Question(
-        "sens is 1024 and the optimizer's loss_scale was forgotten (1.0). How many times too far does one SGD step go?",
+        "sens is 1024. The optimizer's loss_scale was forgotten, so it is 1. How many times too long is one SGD step?",
         lambda: 1024.0 / 1.0,
-        "The gradient arrives multiplied by sens and nobody divides it: {truth:g} times.",
+        "The gradient arrives multiplied by sens, and nothing divides it: {truth:g} times.",
         "What multiplies the gradient, and what divides it?",
     ),
 }
@@ -77,16 +77,16 @@ PREDICTIONS = {
         "A gradient is 0.001, eps is 1e-8, and m, v and eps are kept in float16. How long is Adam's first step?",
         (
             (
-                "One learning rate, as in float32.",
-                "So it should be. But v holds the square of the gradient, and that is far smaller than the gradient.",
+                "As long as the learning rate, as in float32.",
+                "It should be. But v holds the square of the gradient, and that is far smaller than the gradient.",
             ),
             (
-                "A little too long or too short, by rounding.",
+                "A little too long or too short, because of rounding.",
                 "Rounding alone would do that. Here v is not rounded a little: it becomes 0.",
             ),
             (
                 "Infinite.",
-                "v is 0, eps is 0, and the step is m / 0. All of it is too small for float16, one by one.",
+                "v is too small for float16, and so is eps. Both are 0, and the step is m / 0.",
             ),
         ),
         _first_step,
@@ -94,8 +94,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets the float32 master copy of a weight, its scaled gradient, the loss scale and the learning rate; "
-    "it returns the new master copy, and the float16 weight that the network computes with.",
+    "the function gets the float32 master copy of a weight, its scaled gradient, the loss scale and the learning rate. "
+    "It returns two numbers: the new master copy, and the float16 weight that the network computes with.",
     _mastered,
     "The master copy collects what the float16 weight cannot show yet.",
     "Divide the gradient by the scale, take rate x gradient off the master copy, and round only the second result.",

@@ -20,21 +20,22 @@ def _listed() -> float:
 
 QUESTIONS = {
     "warmup": Question(
-        "A schedule is WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4). Its rate at step 6?",
+        "A schedule is WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4). What is its rate at step 6?",
         lambda: WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4)(6),
         "After the switch the second schedule counts from 0, so this is its step 2: {truth:g}.",
         "Which step does the second schedule see at step 6, when it starts at step 4?",
         ((0.1, "That is the decay at its own step 6; it starts counting at the switch."),),
     ),
     "decayed": Question(
-        f"Weight decay is set and there are no groups. Which of {', '.join(NAMES)} are decayed? A list of names.",
+        f"There are no groups. Which of {', '.join(NAMES)} does weight decay reach? Give a list of names.",
         lambda: [name for name in NAMES if decays_by_name(name)],
         "The name decides: those with beta or gamma are left out, biases are not.",
         "The rule looks for two words in the name, and for nothing else.",
         ((["conv.weight"], "Biases are decayed too: only the names with beta or gamma are left out."),),
     ),
     "listed": Question(
-        "piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01]): which rate does step 5 use, counted from 0?",
+        "The rates are piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01]). The first step is step 0. What is the "
+        "rate of step 5?",
         _listed,
         "A milestone is the step at which the next rate begins: {truth:g}.",
         "Print the list and count from 0.",
@@ -69,14 +70,15 @@ def _decoupled() -> list[tuple[tuple[float, float, float], float]]:
 
 PREDICTIONS = {
     "decay": Prediction(
-        "Of fc.weight, fc.bias, bn.gamma and bn.beta: which does weight decay reach without groups, which in a group?",
+        "Which of fc.weight, fc.bias, bn.gamma and bn.beta does weight decay reach without groups, and which in a "
+        "group?",
         (
             (
-                "Without groups and in a group: fc.weight alone.",
+                "Only fc.weight, without groups and in a group.",
                 "Papers often leave biases out. The name rule looks for beta and gamma only.",
             ),
             (
-                "Without groups fc.weight and fc.bias; in a group all four.",
+                "Without groups fc.weight and fc.bias, in a group all four.",
                 "A group says itself what its weight decay is, so no name is left out there.",
             ),
             (
@@ -89,7 +91,7 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a weight, the learning rate and the weight decay, and returns the weight after one step of "
+    "the function gets a weight, the learning rate and the weight decay. It returns the weight after one step of "
     "AdamWeightDecay with a gradient of 0.",
     _decoupled,
     "The decay goes past the adaptive step: no size of gradients can change it.",

@@ -178,7 +178,7 @@ class CastingExplorer(Explorer):
 
     def summary(self) -> str:
         error = "not finite" if math.isinf(self.walk.error) else f"{self.walk.error:.2g}"
-        return f"{self.stored()[:-1]}; relative error of the result {error}."
+        return f"{self.stored()} The relative error of the result is {error}."
 
     def stored(self) -> str:
         w = self.walk
@@ -186,9 +186,9 @@ class CastingExplorer(Explorer):
         moved = f", layer {w.layers[self.kept - 1]} in float32" if self.kept else ""
         return (
             f"{self.network} at {self.level} in {self.fmt}{moved}: {len(self.low)} of {len(w.steps)} operations "
-            f"compute in {self.fmt}; {w.parameter_casts} casts of parameters, {w.activation_casts} of activations; "
-            f"{lost[0]} values flushed to zero, {lost[1]} overflowed; "
-            f"{w.kept_bytes / 1024:.0f} KiB kept for the backward pass (float32: {self.plain.kept_bytes / 1024:.0f})."
+            f"compute in {self.fmt}. Parameters are cast {w.parameter_casts} times, activations {w.activation_casts} "
+            f"times. {lost[0]} values became zero and {lost[1]} overflowed. {w.kept_bytes / 1024:.0f} KiB are kept for "
+            f"the backward pass, against {self.plain.kept_bytes / 1024:.0f} KiB in float32."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -231,8 +231,8 @@ class LogSoftmaxExplorer(Explorer):
     def summary(self) -> str:
         how = "log_softmax" if self.fused else "log(softmax)"
         return (
-            f"{how} at {self.level} in {self.fmt}: {self.lost} of {len(LOGITS)} log-probabilities became -inf, "
-            f"the largest error of the others is {self.error:.2g}."
+            f"{how} at {self.level} in {self.fmt}: {self.lost} of {len(LOGITS)} log-probabilities became -inf. "
+            f"The largest error of the others is {self.error:.2g}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ class SchedulesExplorer(Explorer):
 
     def summary(self) -> str:
         shown = ", ".join(f"{name} {rates[self.step]:.3g}" for name, rates in self.curves.items())
-        return f"Learning rate at step {self.step}, from {self.learning_rate:.3g}: {shown}."
+        return f"Learning rates at step {self.step}, with learning_rate {self.learning_rate:.3g}: {shown}."
 
     def table(self) -> list[dict[str, Any]]:
         steps = sorted({0, self.step, *range(0, STEPS, 40)})
@@ -140,9 +140,9 @@ class AdamStateExplorer(Explorer):
     def summary(self) -> str:
         gradient, moment2, size, exact = self.row(self.marked).values()
         return (
-            f"Gradient 2^{self.gradient_exponent} = {gradient:g}: in {self.state_format} v is {moment2:g}, "
-            f"eps 1e{self.eps_exponent} becomes {self.narrow.eps:.3g} and the step {size:g} times the learning rate; "
-            f"in float32 it is {exact:g} times."
+            f"The gradient is 2^{self.gradient_exponent} = {gradient:g}. In {self.state_format} v is {moment2:g}, "
+            f"eps 1e{self.eps_exponent} becomes {self.narrow.eps:.3g}, and the step is {size:g} times the learning "
+            f"rate. In float32 the step is {exact:g} times the learning rate."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -194,7 +194,7 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
 # --- weight decay
 
 NAMES = ("fc.weight", "fc.bias", "bn.gamma", "bn.beta")
-PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "in no group of several")
+PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "left out of all groups")
 
 
 def _handed(place: str, name: str, weight: nn.Parameter) -> list[Any]:
@@ -260,9 +260,9 @@ class DecayExplorer(Explorer):
     def summary(self) -> str:
         ends = ", ".join(f"{seen[self.step]:.2f} in {name}" for name, seen in self.curves.items())
         return (
-            f"{self.parameter}, {self.place}: {self.reach}. With learning rate {self.learning_rate:.3g}, weight_decay "
-            f"{self.weight_decay:.3g} and gradients of +{self.size:.3g} and -{self.size:.3g} in turn, 1 becomes {ends} "
-            f"after {self.step} steps."
+            f"{self.parameter}, {self.place}: {self.reach}. The learning rate is {self.learning_rate:.3g}, "
+            f"weight_decay is {self.weight_decay:.3g}, and the gradients are +{self.size:.3g} and -{self.size:.3g} in "
+            f"turn. After {self.step} steps a weight of 1 becomes {ends}."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -308,8 +308,8 @@ class LossScaleExplorer(Explorer):
 
     def summary(self) -> str:
         return (
-            f"{self.stored()[:-1]}; loss after {len(self.losses)} steps {told(self.losses[-1])}, "
-            f"with agreeing scales {told(self.agreed[-1])} (guessing gives 2.3)."
+            f"{self.stored()} After {len(self.losses)} steps the loss is {told(self.losses[-1])}; with agreeing scales "
+            f"it is {told(self.agreed[-1])}. (Guessing gives 2.3.)"
         )
 
     def stored(self) -> str:

@@ -95,8 +95,8 @@ class StaircaseExplorer(Explorer):
         low, high = (f"2^{math.log2(gap):g}" for gap in (self.ulps.min(), self.ulps.max()))
         grown = f"grows from {low} to {high}" if low != high else f"stays {low}"
         return (
-            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}; the ulp {grown} over the last ten "
-            "powers of two."
+            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}. Between the magnitudes "
+            f"2^{self.span - 10} and 2^{self.span}, the ulp {grown}."
         )
 
     def table(self) -> list[dict[str, Any]]:

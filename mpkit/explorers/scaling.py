@@ -235,6 +235,12 @@ class SweepExplorer(Explorer):
         "zeros": "gradient values that are zero, %",
         "lost": "training signal lost, %",
     }
+    TOLD = {
+        "skipped": "The pairs of factor and window skip from {low} to {high} of 400 steps.",
+        "headroom": "The mean headroom of the pairs of factor and window goes from {low} to {high} bits.",
+        "zeros": "With the pairs of factor and window, from {low} to {high} % of the gradient values are zero.",
+        "lost": "The pairs of factor and window lose from {low} to {high} % of the training signal.",
+    }
     run = Enum(list(RUNS)[:3], "gpt_sums").tag(label="recorded run", names=RUNS)
     init_exponent = Int(16, min=0, max=32).tag(label="initial scale, 2 to the", costly=True)
     figure = Enum(list(FIGURES), "skipped").tag(label="figure", names=FIGURES)
@@ -261,15 +267,15 @@ class SweepExplorer(Explorer):
         self.best = (int(row), int(column)) if least.min() < least.max() else None
 
     def summary(self) -> str:
-        head = f"{_sentence(RUNS[self.run])}, from 2^{self.init_exponent}: {self.FIGURES[self.figure]}, from "
-        head += f"{self.grid.min():.4g} to {self.grid.max():.4g}. "
+        told = self.TOLD[self.figure].format(low=f"{self.grid.min():.4g}", high=f"{self.grid.max():.4g}")
+        head = f"{_sentence(RUNS[self.run])}, started at 2^{self.init_exponent}. {told} "
         if self.best is None:
             return head + "All pairs lose the same share of the training signal."
         at = {name: grid[self.best] for name, grid in self.grids.items()}
         return head + (
-            f"The least training signal is lost with factor {self.FACTORS[self.best[0]]:g} and window "
-            f"{self.WINDOWS[self.best[1]]}: {at['lost']:.1f} %, with {at['skipped']:.0f} of 400 steps skipped and "
-            f"{at['zeros']:.1f} % of the gradient values zero."
+            f"Factor {self.FACTORS[self.best[0]]:g} with window {self.WINDOWS[self.best[1]]} loses the least training "
+            f"signal, {at['lost']:.1f} %: it skips {at['skipped']:.0f} of 400 steps, and {at['zeros']:.1f} % of the "
+            "gradient values are zero."
         )
 
     def table(self) -> list[dict[str, Any]]:

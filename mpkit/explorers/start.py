@@ -28,15 +28,15 @@ BATCH, RATE, STEPS = 64, 0.1, 240
 def train_step(
     network: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, bool]:
-    """One step of mixed-precision training, in its eight phases: (loss, were the gradients finite)."""
+    """One step of mixed-precision training, in eight phases: the loss, and whether all gradients were finite."""
     optimizer.zero_grad()
     parameters = list(network.parameters())  # 1 keep weights in float32
     output = network(images)  # 2 forward in float16
     loss = F.cross_entropy(output, labels)  # 3 loss in float32
-    scaler.scale(loss).backward()  # 4 multiply and go back
+    scaler.scale(loss).backward()  # 4 scaled backward pass
     scaled = [parameter.grad for parameter in parameters]  # 5 gradients in float32
     true = scaler.unscale(scaled)  # 6 divide by the scale
-    finite = all_finite(true)  # 7 finite? update : skip
+    finite = all_finite(true)  # 7 update if all are finite
     if finite:
         for parameter, grad in zip(parameters, true):
             parameter.grad = grad
@@ -180,16 +180,16 @@ class StartExplorer(Explorer):
 
     def summary(self) -> str:
         settings = (
-            f"{self.level} in {self.dtype}, scale from 2^{self.init_exponent}, "
-            f"times {self.scale_factor} after {self.scale_window} finite steps"
+            f"{self.level} in {self.dtype}; the scale starts at 2^{self.init_exponent} and is multiplied by "
+            f"{self.scale_factor} after {self.scale_window} finite steps"
         )
         if self.run is None or not self.run.losses:
-            return f"Set to {settings}: {self._grows()} Press Train."
+            return f"Set to {settings}. {self._grows()} Press Train."
         return f"Set to {settings}. {_told(self.run)}" + (f" Before: {_told(self.before)}" if self.before else "")
 
     def _grows(self) -> str:
         grown = sum(a < b for a, b in zip(self.plan, self.plan[1:]))
-        return f"without an overflow the scale would grow {grown} times in {STEPS} steps."
+        return f"Without an overflow it would be multiplied {grown} times in {STEPS} steps."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]

@@ -169,9 +169,9 @@ class UnderflowExplorer(Explorer):
         return (
             f"After {self.moment} steps, gradients of {self.kind} in {self.format} at a static scale of "
             f"2^{self.exponent}: {percent(s.lost)} flushed to zero, {percent(s.subnormal)} subnormal, "
-            f"{percent(s.overflow)} overflow. The threshold up to which a gradient becomes zero is "
-            f"2^{self.threshold}. This histogram recommends 2^{self.best}, which flushes "
-            f"{percent(self.best_shares.lost)}."
+            f"{percent(s.overflow)} overflow. Gradients up to the threshold 2^{self.threshold} become zero. The scale "
+            f"recommended for this histogram is 2^{self.best}: with it, {percent(self.best_shares.lost)} is flushed to "
+            "zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> tuple[list[Phase],
         optimizer.step()
     change = max(float((p.detach() - old).abs().max()) for p, old in zip(parameters, before))
     scaler.adjust(finite)
-    gate = ("finite? update : skip", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped")
+    gate = ("update if all are finite", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped")
     if late:
         gate = ("update, then check", "step(); all_finite", "finite, updated" if finite else "not finite, yet updated")
     sizes = [f"{_kind(tensor)}, largest {_largest([tensor])}" for tensor in (inside[0], flowing)]
@@ -263,7 +263,7 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> tuple[list[Phase],
         ("keep weights in float32", "parameters", f"largest weight {_largest(before)} in {_kind(before[0])}", before),
         ("forward in float16", "network(x)", f"first layer gives {sizes[0]}", inside),
         ("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {_kind(loss)}", [loss]),
-        ("multiply and go back", "scale(loss).backward()", f"in {sizes[1]}", [flowing]),
+        ("scaled backward pass", "scale(loss).backward()", f"in {sizes[1]}", [flowing]),
         ("gradients in float32", "p.grad", f"largest {_largest(grads)} in {_kind(grads[0])}", grads),
         ("divide by the scale", "unscale(grads)", f"largest {_largest(true)}", true),
         (*gate, parameters),
@@ -335,9 +335,10 @@ class OrderExplorer(Explorer):
         right, early, each = (self.norms[order][self.exponent] for order in ORDERS)
         parts = f"{self.parts} micro-batch{'es' if self.parts > 1 else ''}"
         return (
-            f"At a scale of 2^{self.exponent}, clipping to {self.max_norm:.3g}, {parts}: the right order "
-            f"hands a gradient of norm {right:.3g} to the optimizer, clipping first {early:.3g}, "
-            f"unscaling after each micro-batch {each:.3g} (cosine {self.cosines[ORDERS[2]]:.2f} with the right one)."
+            f"The scale is 2^{self.exponent}, with {parts} and clipping to the norm {self.max_norm:.3g}. The optimizer "
+            f"gets a gradient of norm {right:.3g} in the right order, {early:.3g} when clipping comes first, and "
+            f"{each:.3g} when each micro-batch is unscaled. The last one has a cosine of {self.cosines[ORDERS[2]]:.2f} "
+            "with the right one."
         )
 
     def table(self) -> list[dict[str, Any]]:
