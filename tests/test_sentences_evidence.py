@@ -68,7 +68,7 @@ def test_what_if_and_its_grid(run):
     for m in swept(WhatIfExplorer(run=run), samples=5, run=()):
         scale = ridden(tops, 2.0**m.init, m.factor, m.window)
         good = scale <= tops
-        told = read(r": (\d+) of (\d+) steps are skipped \(recorded: (\d+)\)\. \D+ (\S+) bits .* (\S+)% of the", m)
+        told = read(r": (\d+) of (\d+) steps are skipped \(recorded: (\d+)\)\. \D+ (\S+) bits \D+ (\S+)% of the", m)
         lost = zeroed(m.trace.gradients, scale[rows])[good[rows]].mean()
         want = [(~good).sum(), len(tops), z["overflow"].sum(), np.log2(tops / scale)[rows][good[rows]].mean()]
         assert [float(v) for v in told] == pytest.approx([*want, 100 * lost], abs=0.051), m.state()

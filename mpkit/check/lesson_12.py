@@ -78,8 +78,8 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets two updates (lists of numbers) and returns their AdaSum, "
-    "(1 - d / 2A) a + (1 - d / 2B) b, with d = a·b, A = a·a and B = b·b.",
+    "the function gets two updates (lists of numbers). It returns their AdaSum, (1 - d / 2A) a + (1 - d / 2B) b. "
+    "Here d = a·b, A = a·a and B = b·b.",
     _merged,
     "This is all of AdaSum; more workers are merged two by two.",
     "d, A and B are numbers: sums over the products of the entries.",
