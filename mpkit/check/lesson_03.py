@@ -69,9 +69,9 @@ QUESTIONS = {
     "bias": Question(
         "Which dtype does an nn.Linear *with* bias return at level auto in float16? Answer 'float16' or 'float32'.",
         _auto_bias,
-        "The product is float16, but adding the bias is on the promote list, and the bias is {truth}.",
-        "The sum of a float16 tensor and a float32 bias is what?",
-        (("float16", "Without a bias, yes. With one there is a sum to do, of a float16 and a float32 tensor."),),
+        "The product is float16. But a sum takes the widest format of its inputs, and the bias is {truth}.",
+        "In which format is the sum of a float16 tensor and a float32 bias?",
+        (("float16", "Without a bias that is right. With a bias, a float16 and a float32 tensor are added."),),
     ),
     "black": Question(
         "Name the four classes that compute in float32 at O2. Give a sorted list of class names.",
@@ -118,7 +118,7 @@ PREDICTIONS = {
             ),
             (
                 "It computes in float32, and its result is float16.",
-                "The mean of many values needs the digits; what is handed on need not have them.",
+                "The mean of many values needs float32. The result that is handed on does not.",
             ),
         ),
         _norm,

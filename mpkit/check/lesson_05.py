@@ -35,7 +35,7 @@ QUESTIONS = {
     "descent": Question(
         "The scale starts at 2**24, with factor 2. The ceiling is just above 2**10. How many steps are skipped first?",
         _halvings,
-        "{truth}: one per halving. A start that is too high costs a few steps, once.",
+        "{truth}: each of them halves the scale once. A start that is too high costs a few steps, and only once.",
         "Each skipped step halves the scale once. How many halvings from 2**24 to 2**10?",
     ),
     "window": Question(

@@ -33,7 +33,7 @@ QUESTIONS = {
     "weights": Question(
         "How many weights does a skipped step change?",
         lambda: 0,
-        "None, and no momentum or step counter either: bit for bit as if the batch had not been.",
+        "None. Momentum and step counter do not change either: all is as if this batch had never come.",
         "Look at phase 7 with the inf in the batch.",
     ),
     "clip": Question(
@@ -49,7 +49,7 @@ QUESTIONS = {
         lambda: 1,
         "Once, after the last backward pass; all four are summed at the same scale.",
         "What happens to the first micro-batch's gradient if it is divided after every backward pass?",
-        ((4, "Then the first micro-batch's gradient is divided four times."),),
+        ((4, "Then the gradient of the first micro-batch is divided four times."),),
     ),
 }
 
@@ -87,7 +87,7 @@ PREDICTIONS = {
             ),
             (
                 "The weights become NaN.",
-                "They would, without the check between the gradients and the update.",
+                "They would become NaN if nothing checked the gradients before the update.",
             ),
         ),
         _step_with_inf,
