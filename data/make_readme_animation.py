@@ -16,7 +16,7 @@ from mpkit.widgets.scaling import dynamics_view
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 STEPS = range(96, 206)
-WIDTH, COLOURS, EACH = 700, 48, 90  # pixels, colours, milliseconds a frame
+WIDTH, COLOURS, EACH = 700, 160, 90  # pixels, colours, milliseconds a frame
 
 
 def main() -> None:
