@@ -162,3 +162,14 @@ def test_bad_input_is_refused_with_the_way_out():
     run(net, recorder, range(1))
     with pytest.raises(ValueError, match="activations=True"):
         recommend_recipe(trace, recorder.trace())
+
+
+def test_of_an_attention_the_gradient_of_its_result_is_recorded():
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(4, 1, batch_first=True)})
+    recorder, x = AmaxRecorder(net), torch.randn(2, 3, 4)
+    result, _ = net["a"](x, 2 * x, 3 * x)
+    (5 * result).sum().backward()
+    recorder.end_step()
+    seen = recorder.trace().series()
+    assert (seen["a.input"][0], seen["a.grad"][0]) == (float(x.abs().max()), 5.0)

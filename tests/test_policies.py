@@ -427,7 +427,9 @@ def test_a_scale_is_at_its_cap_where_the_format_has_no_larger_one(bits, held):
 def test_an_empty_run_is_a_run():
     history = run(preset("torch"), [])
     assert (history.scale.shape, history.raised_at, history.reasons.tolist()) == ((0,), None, [])
-    assert run(stack([preset("torch"), preset("apex")]), []).scale.shape == (0, 2)
+    for steps in ([], [True]):
+        both = run(stack([preset("torch"), preset("apex")]), steps)
+        assert (both.scale.shape, both.raised_at.tolist(), both.raised) == ((len(steps), 2), [-1, -1], ("", ""))
 
 
 def test_fixed_scales_of_the_frameworks():

@@ -15,7 +15,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.policies import preset
 from mpkit.record import Ranges, Recorder, Trace, exponent_counts
 from mpkit.record.counts import host_counts, total_norm
-from mpkit.record.rows import Rows, noted
+from mpkit.record.rows import Rows, _host, noted
 from mpkit.record.scale import scale_of
 from mpkit.record.trace import join
 from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
@@ -716,6 +716,9 @@ def test_what_a_scaler_says_of_scale_and_overflow():
         (flags[:2], 0.0),
         (flags, 1.0),
         (flags[::-1], 1.0),
+        (flags[1:], 1.0),
+        ([flags[0], flags[2], flags[0]], 1.0),
     ):
         assert noted({"found_inf_per_device": dict(enumerate(some))}) == want
     assert noted(0.5) == 0.5
+    assert _host([1.0, torch.tensor([2.0], requires_grad=True)]).tolist() == [1.0, 2.0]

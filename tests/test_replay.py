@@ -300,6 +300,7 @@ def test_replay_ranks_by_what_training_lost_and_says_what_it_cannot_know():
     row = frame.set_index("policy")
     assert row.loc["good", "skipped"] == 0
     assert row.loc["too high", "skipped"] == 60
+    assert row["skipped_share"].to_dict() == {"good": 0.0, "too low": 0.0, "too high": 1.0}
     assert row.loc["too high", "collapsed"]
     assert "skipped" in row.loc["too high", "why"]
     assert "below the ceiling" in row.loc["too low", "why"]
