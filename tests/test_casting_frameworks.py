@@ -165,6 +165,14 @@ def test_apex_bans_binary_cross_entropy_on_16_bits_only() -> None:
     assert torch.equal(call(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
     with pytest.raises(NotImplementedError, match="with_logits"):
         call(torch.full((3,), 0.5).half())
+    halves = apex(lambda p: F.binary_cross_entropy(p, torch.ones(3).half()))  # the target may have 16 bits
+    assert torch.equal(halves(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
+
+
+def test_apex_leaves_in_place_operations_on_wider_numbers_where_they_are() -> None:
+    x = torch.zeros(2, dtype=torch.float64)
+    assert apex(lambda x: x.exp_())(x) is x
+    assert x.tolist() == [1.0, 1.0]
 
 
 def test_apex_gives_float32_to_the_cpu_and_leaves_batch_norm_as_its_input() -> None:
