@@ -37,7 +37,8 @@ def test_every_verdict_and_its_sentence():
     said = table["sentence"]
     # +2.0, +2.1, +1.9, +2.0: spread sqrt(0.02 / 3) = 0.08165, t(3) = 3.182, half 3.182 * 0.08165 / 2 = 0.130
     assert said["better"].startswith(
-        "better: better, +2 against base (95 % interval +1.87 to +2.13, 4 seeds), also among 6 comparisons."
+        "better: better, +2 against base (95 % interval +1.87 to +2.13, 4 seeds), "
+        "also after the correction for 6 comparisons."
     )
     assert said["base"] == "base: the baseline, 91.5 in 4 seeds."
     assert said["same"] == "same: equal to base in every one of 4 seeds."
@@ -62,7 +63,7 @@ def test_a_difference_that_holds_alone_and_not_among_many_is_said_to_be_so():
     assert (alone.verdict, among.verdict) == ("better", "not distinguishable")
     assert alone.p == among.p < 0.05
     assert among.p_holm == pytest.approx(7 * alone.p)
-    assert "better if it were the only comparison, but not among 7 (Holm)" in among.sentence
+    assert "better if it were the only comparison, but not after the correction for 7 (Holm)" in among.sentence
 
 
 def test_names_that_do_not_tell_the_direction_are_higher_and_lower():

@@ -239,7 +239,10 @@ def test_a_click_on_a_cell_shows_its_run_and_the_grid_follows() -> None:
 
 def test_the_loss_rule_runs_away_as_computed() -> None:
     model = NaiveRuleExplorer(exponent=0, loss=10.0, decay=0.0)
-    assert model.end_of_learning() == ("every gradient is zero", 158)  # 0.9**158 < 2**-24 <= 0.9**157
+    assert model.end_of_learning() == (
+        "it falls below 2^-24, the smallest float16",
+        158,
+    )  # 0.9**158 < 2**-24 <= 0.9**157
     model.set(exponent=16, loss=1.0)
     assert "overflow" in model.end_of_learning()[0]
     assert model.dynamic[-1] <= model.ceiling

@@ -132,9 +132,9 @@ TABLE: Table = {
         ("which pair is best from 2^16?", Grid, {"init": 16}, None, r"window 500, with 0\.00%"),
     ],
     "16": [
-        ("where does the loss rule go from 1?", NaiveRule, {}, None, "at step 158 every gradient is zero"),
+        ("where does the loss rule go from 1?", NaiveRule, {}, None, r"at step 158 it falls below 2\^-24"),
         ("from 2^16?", NaiveRule, {"exponent": 16}, None, "at step 8 the gradients overflow"),
-        ("from 2^-10, is it sooner?", NaiveRule, {"exponent": -10}, None, "at step 93 every"),
+        ("from 2^-10, is it sooner?", NaiveRule, {"exponent": -10}, None, "at step 93 it falls"),
         ("can it rest?", NaiveRule, {"exponent": 2, "loss": 3.0, "decay": 0.0}, None, "nothing has ended it"),
         ("also while the loss falls?", NaiveRule, {"exponent": 2, "loss": 3.0}, None, "at step 192 the gradients o"),
         ("does a small loss help?", NaiveRule, {"loss": 0.6}, None, "at step 161 the gradients overflow"),

@@ -69,11 +69,11 @@ QUESTIONS = {
         "What is the largest finite float32? (four digits are enough)",
         lambda: FP32.max,
         "{truth:.8g} = (2 - 2^-23) * 2^127.",
-        "The exponent goes up to 127, and the fraction almost doubles it.",
+        "The largest power of two is 2^127, and the largest fraction almost doubles it.",
         (
             (
                 lambda v: isinstance(v, float) and abs(v / 2.0**127 - 1) < 0.01,
-                "That is 2^127: half of it, without the fraction.",
+                "That is 2^127, half of the right number: the fraction is missing.",
             ),
         ),
         rel=1e-3,
@@ -81,9 +81,9 @@ QUESTIONS = {
     "half": Question(
         "Which float16 is nearest to 0.00006666666? (five digits)",
         lambda: float(np.float16(0.00006666666)),
-        "{truth:.6g}: it is rounded, as nearly every number is. Nothing overflows.",
-        "Ask numpy or torch: float16 has steps of 2^-24 there.",
-        ((0.000067, "Decimal rounding to two digits is not what binary does."),),
+        "{truth:.6g}: the number is rounded, as nearly every number is. Nothing overflows.",
+        "Ask numpy or torch. Near this number the values of float16 lie 2^-24 apart.",
+        ((0.000067, "float16 rounds to 11 binary digits, not to two decimal digits."),),
         rel=1e-5,
     ),
     "position": Question(
@@ -91,14 +91,14 @@ QUESTIONS = {
         _dampening,
         "The third number is the dampening, and weight decay stays 0. Name your arguments.",
         "Read the signature: learning_rate, momentum, dampening, weight_decay.",
-        ((0.0, "It would be, if the fourth argument had been named weight_decay."),),
+        ((0.0, "The dampening would be 0 if the last argument had been written as weight_decay=1e-4."),),
     ),
     "steps": Question(
         "Under the rule 'loss > scale: scale *= 0.9', from scale 1 with a loss of 10: after how many steps is the "
         "scale below the smallest float16, 2^-24?",
         _steps_to_zero,
-        "{truth} steps; a dynamic rule needs 24 overflows for that, and then something else is wrong.",
-        "Solve 0.9^n < 2^-24.",
+        "{truth} steps. A dynamic rule that halves the scale needs 25 overflows in a row for that.",
+        "Find the smallest n with 0.9^n < 2^-24.",
     ),
 }
 
@@ -115,9 +115,9 @@ def _lost() -> list[tuple[tuple[list[float]], float]]:
 
 
 TASK = Task(
-    "all_finite cannot see an underflow. Write what can: the function gets a list of gradients and returns the share "
-    "of them that are not zero, but become zero in float16 (magnitudes up to 2^-25 do).",
+    "all_finite cannot see an underflow. Write a function that can: it gets a list of gradients and returns the share "
+    "of them that are not zero but become zero in float16. All magnitudes up to 2^-25 become zero.",
     _lost,
-    "A share of all values; those that were zero before are not lost.",
-    "Count the values v with v != 0 and abs(v) <= 2**-25, and divide by how many there are.",
+    "It is a share of all values. Those that were zero before are not lost.",
+    "Count the values v with v != 0 and abs(v) <= 2**-25, and divide by the number of all values.",
 )

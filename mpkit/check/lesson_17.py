@@ -31,17 +31,18 @@ QUESTIONS = {
         "E4M3 (largest value 448), a history of 2 steps, amaxes 7, 2, 1. With which scale is the next step cast?",
         _scale,
         "The two newest amaxes are 2 and 1, and 448 / 2 = {truth:g}.",
-        "The largest amax of the last two steps counts, the 7 has left.",
+        "The largest amax of the last two steps counts. The 7 has left the history.",
         (
             (64, "The 7 is three steps back: a history of 2 has forgotten it."),
-            (448, "The largest counts, not the newest."),
+            (448, "The largest amax of the history counts, not the newest one."),
         ),
     ),
     "first": Question(
-        f"How many of the recorded steps of {GRAD} does a history of 16 clip in E5M2?",
+        f"In how many recorded steps is {GRAD} clipped in E5M2, with a delayed scale and a history of 16 steps?",
         lambda: _clips(16),
-        "{truth} steps, most of them where the loss was multiplied by 64 or the run began to move.",
-        'Replay tensor_scale_preset("te_delayed", E5M2, amax_history_len=16) on its series and read `clipped`.',
+        "{truth} steps. In each of them the gradient had grown beyond every amax of the 16 steps before.",
+        'Replay tensor_scale_preset("te_delayed", E5M2, amax_history_len=16) on the series of this tensor, and read '
+        "`clipped`.",
     ),
     "safe": Question(
         "Does current scaling ever clip a finite tensor? Answer True or False.",
@@ -80,11 +81,17 @@ PREDICTIONS = {
     "clipped": Prediction(
         "E4M3 (largest value 448), a history of 3 steps, the amaxes 4, 0.5, 0.5, 0.5, 8: which step is clipped?",
         (
-            ("None: the scale always fits.", "It fits the steps before. The step itself has not been looked at."),
-            ("The second, because 4 was before it.", "A large amax before makes the scale small: there is much room."),
             (
-                "The last: its scale comes from the three quiet steps before.",
-                "The scale is stale: it holds values up to 0.5, and everything beyond is clipped.",
+                "None: the scale always fits.",
+                "The scale fits the steps before. The amax of the step itself is not known yet.",
+            ),
+            (
+                "The second, because its scale comes from the 4 before it.",
+                "A large amax makes the next scale small, so smaller values have much room.",
+            ),
+            (
+                "The last, because its scale comes from the three steps with 0.5.",
+                "The scale is stale: it fits values up to 0.5, and every larger value is clipped.",
             ),
             ("The second and the last.", "The second has room: the 4 before it made the scale small."),
         ),
@@ -97,5 +104,5 @@ TASK = Task(
     "scale of the next step in E4M3: the largest value 448 divided by the largest amax that the history still holds.",
     _scales,
     "This is delayed scaling, as TransformerEngine does it.",
-    "amaxes[-length:] are the steps that the history holds; their maximum becomes 448.",
+    "amaxes[-length:] are the steps that the history holds. The scale turns the largest of them into 448.",
 )

@@ -20,7 +20,7 @@ QUESTIONS = {
     "bits": Question(
         "How many bits does a value of NVFP4 take, with its share of the block's scale?",
         lambda: NVFP4.bits_per_element,
-        "Four for the element, and 8 / 16 of a bit for the scale: {truth}.",
+        "Four bits for the element, and 8 / 16 of a bit for its share of the scale: {truth}.",
         "Sixteen values share a scale of 8 bits.",
         ((4, "The scale must be stored too."), (4.25, "That is MXFP4, whose blocks have 32 values.")),
     ),
@@ -28,14 +28,14 @@ QUESTIONS = {
         "The largest element of an MXFP4 block is 7. Which scale does rceil take (E2M1 ends at 6)?",
         lambda: float(quantize_blocks(torch.tensor([7.0]), replace(MXFP4, scale_rounding="rceil")).scales[0]),
         "With scale 1 the 7 would be clipped to 6, so rceil takes {truth:g}.",
-        "Which is the smallest power of two s with 6 s at least 7?",
-        ((1, "That is what floor takes: then 7 becomes 6."),),
+        "Which is the smallest power of two s for which 6 * s is at least 7?",
+        ((1, "That is the scale of the rule floor: then 7 becomes 6."),),
     ),
     "zeros": Question(
-        "64 values, all 1 but the first, which is 64. How many become 0 in MXFP4 with rceil (blocks of 32)?",
+        "A row has 64 values: the first is 64, all others are 1. How many become 0 in MXFP4 with rceil (blocks of 32)?",
         _zeros,
-        "The scale of the first block is 16, and 1 / 16 is below a quarter: its {truth} other values are lost.",
-        "Only one block has the outlier, and E2M1's smallest value above 0 is 0.5.",
+        "The scale of the first block is 16. 1 / 16 is below 0.25, so the {truth} other values of the block become 0.",
+        "Only one block has the outlier. The smallest magnitude of E2M1 above 0 is 0.5.",
         ((63, "The second block has a scale of its own."), (32, "The outlier itself does not become 0.")),
     ),
 }
@@ -68,17 +68,27 @@ PREDICTIONS = {
         (
             (
                 "5.0, or a number near it.",
-                "The scale must serve the 1000; the 5.0 is then a 200th of the largest value.",
+                "The scale must fit the 1000. The 5.0 is a 200th of it, which is too small for E2M1.",
             ),
-            ("A rough value such as 4 or 6.", "So it would be without the outlier. Now the smallest step is 64."),
-            ("0.", "Everything below a 24th of the largest value of its block becomes zero."),
+            (
+                "A rough value such as 4 or 6.",
+                "That is so without the outlier. With it the smallest magnitude above 0 is 64.",
+            ),
+            (
+                "0.",
+                "The scale is 128, and the smallest magnitude above 0 is 64. 5.0 is less than half of that, so it "
+                "becomes 0.",
+            ),
         ),
         _beside,
     ),
     "next_block": Prediction(
-        "The same values in blocks of 16, and the outlier is the 21st value. What remains of the first one?",
+        "The same values in blocks of 16; the outlier is the 21st value. What remains of the first value, a 5.0?",
         (
-            ("About 5.", "Its block does not hold the outlier, so its scale fits it. An outlier hurts its own block."),
+            (
+                "About 5.",
+                "The outlier is not in its block, so its scale fits 5.0. An outlier hurts its own block only.",
+            ),
             ("0.", "The outlier is in another block, and every block has a scale of its own."),
         ),
         _next_block,
@@ -89,6 +99,6 @@ TASK = Task(
     "the function gets the values of one block (a list) and returns its scale in MXFP4 by the floor rule: the power of "
     "two 2^(floor(log2(largest magnitude)) - 2), since the largest power of two in E2M1 is 4 = 2^2.",
     _shared,
-    "Two powers of two below the largest: so the largest element comes to lie between 4 and 8.",
-    "Take the largest magnitude first, its logarithm to base 2 rounded down, then subtract 2.",
+    "Divided by this scale, the largest value of the block lies between 4 and 8.",
+    "Take the largest magnitude, then its logarithm to base 2, round that down, and subtract 2: this is the exponent.",
 )

@@ -14,21 +14,21 @@ QUESTIONS = {
     "casts": Question(
         "How many casts does a recipe describe for one linear layer?",
         lambda: len(list(RECIPES["mxfp8"].casts())),
-        "Three products with two operands each: {truth}.",
+        "There are three products with two operands each: {truth} casts.",
         "Count the products of forward and backward pass, and the operands of each.",
         ((3, "That is the number of products; each has two operands."),),
     ),
     "axis": Question(
         "Over which axis of the gradient of the output does the weight gradient sum: 'rows' or 'features'?",
         lambda: "rows",
-        "grad.T @ input sums over the {truth}, so both are cast along them.",
+        "grad.T @ input sums over the {truth}, so both operands are cast along the {truth}.",
         "Write the shapes: (rows, out) and (rows, in) give (out, in).",
     ),
     "hadamard": Question(
         "In how many of the six casts of nvfp4 is there a Hadamard transform?",
         lambda: sum(cast is not None and cast.hadamard for _, cast in RECIPES["nvfp4"].casts()),
-        "{truth}: both operands of the weight gradient, or it would not cancel.",
-        'RECIPES["nvfp4"].describe() says it for each cast.',
+        "{truth}: both operands of the weight gradient. The two transforms cancel in their product.",
+        'RECIPES["nvfp4"].describe() lists what is done in each cast.',
     ),
 }
 
@@ -47,15 +47,15 @@ def _kept() -> list[tuple[tuple[str], bool]]:
 
 PREDICTIONS = {
     "apart": Prediction(
-        "A small GPT learns under every recipe, with three seeds each. Will its loss tell the recipes apart?",
+        "A small GPT learns under every recipe, from three seeds each. Can you tell the recipes apart by its loss?",
         (
             (
                 "Yes: fewer bits end with a visibly higher loss.",
-                "Look at the spread of float32's own seeds first: it is as large as the differences.",
+                "Look at the seeds of float32 first: they differ by as much as the recipes do.",
             ),
             (
                 "No: the seeds of float32 differ by as much as any recipe differs from float32.",
-                "A small network answers neither which recipe is best nor which product is the culprit.",
+                "So this network tells neither which recipe is best nor which product is the cause.",
             ),
         ),
         _told_apart,
@@ -63,10 +63,10 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "write a filter. The function gets the name of a linear layer of the small GPT and returns True for those that "
-    "should stay in high precision: the output layer `lm_head`, and all layers of the first block, whose names begin "
-    "with `h.0.`.",
+    "write a filter. The function gets the name of a linear layer of the small GPT and returns True for the layers "
+    "that should stay in high precision: the output layer `lm_head`, and all layers of the first block, whose names "
+    "begin with `h.0.`.",
     _kept,
-    "Such a filter is what `cast_like(network, recipe, keep=...)` takes; it refuses one that matches nothing.",
-    "Mind `h.01` and the like: compare with the dot.",
+    "`cast_like(network, recipe, keep=...)` takes such a filter, and refuses one that matches no layer.",
+    "Compare the beginning of the name with `h.0.`, the last dot included.",
 )

@@ -25,33 +25,41 @@ QUESTIONS = {
         "Which settings of the recorded experiment are worse than float32, with the correction for seven comparisons? "
         "Give a list of the cells' names, in the order of the table.",
         _worse,
-        "{truth}: for all others nothing is shown, neither a difference nor that there is none.",
-        "Read the column verdict, which needs p_holm below 0.05, not the sign of the difference.",
-        ((lambda v: isinstance(v, list) and len(v) > 3, "Most of these differences may be chance: read the verdict."),),
+        "{truth}. For the other settings the runs show neither that they differ nor that they are equal.",
+        "Read the column verdict, not the sign of the difference. A verdict needs p_holm below 0.05.",
+        (
+            (
+                lambda v: isinstance(v, list) and len(v) > 3,
+                "Most of these differences may be chance: read the column verdict.",
+            ),
+        ),
     ),
     "half": Question(
-        "You want to see a difference half as large. About how many times as many seeds does it take?",
+        "You want to show a difference that is half as large. By which factor do you need more seeds?",
         _half,
-        "{truth:g} times: an interval shrinks with the square root of the number of seeds.",
-        "Half of the width of an interval needs how many more runs? The width goes with 1 / sqrt(n).",
-        ((2, "Twice as many seeds make the interval narrower by 1.4 only."),),
+        "{truth:g} times as many seeds: the width of an interval goes with 1 / sqrt(number of seeds).",
+        "The interval must be half as wide. Its width goes with 1 / sqrt(n).",
+        ((2, "With twice as many seeds the interval is narrower by a factor of 1.4 only."),),
         rel=1e-6,
     ),
     "chance": Question(
         "Twenty settings that change nothing are compared at 5 % each, without a correction. What is the chance that "
         "at least one of them looks different? (a number from 0 to 1)",
         lambda: 1 - 0.95**20,
-        "{truth:.2f}: rather likely than not.",
-        "First take the chance that none of the twenty does: 0.95 to the power of twenty.",
-        ((0.05, "That is the chance for one comparison."), (1.0, "That is how many to expect in the mean.")),
+        "{truth:.2f}: more likely than not.",
+        "First compute the chance that none of the twenty looks different: 0.95 to the power of 20.",
+        (
+            (0.05, "That is the chance for one comparison."),
+            (1.0, "That is the mean number of settings that look different, not a chance."),
+        ),
         rel=0.02,
     ),
     "interval": Question(
         "The interval of a difference goes from -0.3 to +1.9. Is the setting better, worse, or not distinguishable?",
         lambda: "not distinguishable",
-        "{truth}: 0 lies inside, so the data fit no difference as well as one of almost 2 points.",
+        "{truth}: 0 lies inside. The data agree with no difference, and also with a difference of almost 2 points.",
         "Does the interval contain 0?",
-        (("better", "The middle is above 0, but the interval goes on to the other side."),),
+        (("better", "The middle of the interval is above 0, but its lower end is below 0."),),
     ),
 }
 
@@ -77,15 +85,15 @@ PREDICTIONS = {
         (
             (
                 "All of them: fewer bits always cost something.",
-                "They may cost something, but less than two seeds of the same setting differ by.",
+                "They may cost something, but too little to be seen beside the differences between seeds.",
             ),
             (
                 "Only the format with one fraction bit.",
-                "Its difference is larger than chance explains, among seven comparisons too.",
+                "Chance does not explain its difference, even after the correction for seven comparisons.",
             ),
             (
                 "None: the spread between seeds is larger than any difference.",
-                "Pairs by seed take most of the spread out, so one difference can be seen.",
+                "One difference is so large that the pairs by seed show it.",
             ),
         ),
         _differs,
@@ -97,7 +105,7 @@ TASK = Task(
     "returns the 95 % interval of the mean paired difference, a pair (low, high). For five pairs it is the mean "
     "difference ± 2.7764 x the standard deviation of the differences / sqrt(5).",
     _intervals,
-    "Pairs first, then the spread: what a seed does to both settings falls out.",
+    "What a seed does to both settings alike cancels in each difference.",
     "Take the five differences (other minus baseline) first; statistics.stdev divides by n - 1.",
     rel=1e-4,
 )

@@ -106,7 +106,7 @@ def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) 
         yield Finding(
             "error",
             "optimizer",
-            f"{len(strangers)} of its parameters are not in this network: it would train another one",
+            f"{len(strangers)} of its parameters are not in this network: it would train another network",
             "build the optimizer from this network's parameters, after replacing any of them",
         )
     left = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]

@@ -358,23 +358,24 @@ def _verdict(
     label: str, base: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None, left_out: str
 ) -> tuple[str, str]:
     if d is None:
-        return "no comparison", f"{label}: no seed gave a finite number in it and in {base}.{left_out}"
+        return "no comparison", f"{label}: no seed gave a finite number both here and in {base}.{left_out}"
     if d.n == 1:
         text = (
-            f"{label}: {d.mean:+.3g} against {base} in the one seed that both have, which may be chance; run 5 or more."
+            f"{label}: {d.mean:+.3g} against {base} in the one seed that both have, which may be chance; "
+            "run 5 seeds or more."
         )
         return "one seed", text + left_out
     interval = f"{d.mean:+.3g} against {base} (95 % interval {d.low:+.3g} to {d.high:+.3g}, {_seeds(d.n)})"
     words = {True: ("better", "worse"), False: ("worse", "better"), None: ("higher", "lower")}[up]
     word = words[d.mean < 0]
     if corrected < 0.05:
-        among = f", also among {comparisons} comparisons" if comparisons > 1 else ""
+        among = f", also after the correction for {comparisons} comparisons" if comparisons > 1 else ""
         return word, f"{label}: {word}, {interval}{among}.{left_out}"
     more = (
         "over a thousand more seeds" if d.more is None else f"about {d.more} more {'seed' if d.more == 1 else 'seeds'}"
     )
     if d.p < 0.05:
-        why = f"{word} if it were the only comparison, but not among {comparisons} (Holm)"
+        why = f"{word} if it were the only comparison, but not after the correction for {comparisons} (Holm)"
         return "not distinguishable", f"{label}: {why}: {interval}.{left_out}"
     if d.spread == 0:
         return "not distinguishable", f"{label}: equal to {base} in every one of {_seeds(d.n)}.{left_out}"

@@ -492,7 +492,10 @@ class NaiveRuleExplorer(Explorer):
         """What ends the training under the naive rule, and when; step 1000 if nothing does."""
         low = np.flatnonzero(self.naive < FP16.min_subnormal)
         high = np.flatnonzero(self.naive > self.ceiling)
-        first = {"every gradient is zero": low, "the gradients overflow, and no step is skipped": high}
+        first = {
+            "it falls below 2^-24, the smallest float16": low,
+            "the gradients overflow, and no step is skipped": high,
+        }
         found = {why: int(steps[0]) for why, steps in first.items() if len(steps)}
         return min(found.items(), key=lambda kv: kv[1]) if found else ("nothing ends it", self.steps)
 
@@ -500,9 +503,9 @@ class NaiveRuleExplorer(Explorer):
         why, step = self.end_of_learning()
         end = f"at step {step} {why}" if step < self.steps else f"after {step} steps nothing has ended it"
         return (
-            f"Start 2^{self.exponent}, loss from {self.loss:.1f}: under the loss rule the scale is "
+            f"The scale starts at 2^{self.exponent}, the loss at {self.loss:.1f}. Under the loss rule the scale is "
             f"{self.naive[100]:.3g} at step 100 and {self.naive[-1]:.3g} at step 999; {end}. "
-            f"The dynamic rule ends at {self.dynamic[-1]:.0f}."
+            f"The scale of the dynamic rule ends at {self.dynamic[-1]:.0f}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -62,14 +62,15 @@ class AmaxExplorer(Explorer):
 
     def summary(self) -> str:
         worst = float(self.replayed.worst[0])
-        how = "its own amax" if self.current else f"the newest of {self.history_len} amaxes"
-        how = how if self.most_recent or self.current else how.replace("newest", "largest")
+        how = f"the largest of the last {self.history_len} amaxes"
+        how = "its own amax" if self.current else "the last amax" if self.most_recent else how
         clipped = len(self.clipped)
         told = f"clipped in {clipped} of {len(self.amax)} steps" + (
             f", at worst by a factor of {worst:.3g}" if clipped else ""
         )
-        unused = f"{self.replayed.unused_bits[0]:.1f} bits of the range are unused"
-        return f"{self.tensor} in {self.element.name}, scaled by {how}: {told}; {unused}."
+        others = " in the other steps" if clipped else ""
+        unused = f"{self.replayed.unused_bits[0]:.1f} bits of the range are unused on average{others}"
+        return f"{self.tensor} in {self.element.name}, with a scale from {how}: {told}; {unused}."
 
     def table(self) -> list[dict[str, Any]]:
         return [
@@ -130,15 +131,16 @@ class BlockExplorer(Explorer):
         return ("rule",) if self.fmt == "NVFP4" else ()
 
     def summary(self) -> str:
-        rule = "E4M3" if self.fmt == "NVFP4" else self.rule
+        rule = "scales in E4M3" if self.fmt == "NVFP4" else f"scale rule {self.rule}"
+        outlier = f"an outlier of 1.9 x 2^{self.outlier}" if self.outlier else "no outlier"
         return (
-            f"{self.fmt}, blocks of {self.size}, scale {rule}: {self.snr:.1f} dB signal to noise, "
+            f"{self.fmt}, blocks of {self.size}, {rule}, {outlier}: {self.snr:.1f} dB signal to noise, "
             f"{100 * self.clipped_blocks:.1f} % of the blocks clipped, {100 * self.flushed:.1f} % of the values zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"place": i, "value": f"{a:.3f}", "stands": f"{b:.4g}", "scale": f"{self.scales[i // self.size]:.4g}"}
+            {"place": i, "value": f"{a:.3f}", "stored": f"{b:.4g}", "scale": f"{self.scales[i // self.size]:.4g}"}
             for i, (a, b) in enumerate(zip(self.x.tolist(), self.decoded.tolist()))
         ]
 

@@ -62,7 +62,11 @@ def cost(results: Any, metric: str, against: str) -> Still:
     left = scene.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=_beside(told))
     intervals(left, runs[metric], both[metric])
     right = scene.panel(
-        0, 1, title="and its price", x=axis(named(against), shown[against], 3), y=axis(named(metric), shown[metric])
+        0,
+        1,
+        title="the same means, and their cost",
+        x=axis(named(against), shown[against], 3),
+        y=axis(named(metric), shown[metric]),
     )
     for i, (up, across) in enumerate(zip(both[metric], both[against])):
         if math.isnan(up[1]) or math.isnan(across[1]):
@@ -75,7 +79,10 @@ def cost(results: Any, metric: str, against: str) -> Still:
         f"{label} {_interval(*ends)} at {price[1]:.3g}"
         for label, ends, price in zip(labels, both[metric], both[against])
     )
-    sentence = f"{named(metric)} at {named(against)}, means with 95 % intervals: {'; '.join(parts)}. {results.note}"
+    sentence = (
+        f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)}): "
+        f"{'; '.join(parts)}. {results.note}"
+    )
     return still(scene, sentence)
 
 

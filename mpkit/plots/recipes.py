@@ -39,18 +39,18 @@ def amax_scene(data: AmaxExplorer) -> Scene:
 
 
 def block_scene(data: BlockExplorer) -> Scene:
-    """128 values and what stands for them, with the borders of the blocks."""
+    """128 values and how they are stored, with the borders of the blocks."""
     scene = Scene(height=420)
     low, high = -6, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
     panel = scene.panel(
-        title="magnitudes in a row, and what stands for them; at the bottom: zero",
+        title="128 magnitudes in a row, and how they are stored; zero is at the bottom",
         x=linear("place in the row", -1, 128, 8),
         y=log2("magnitude", low, high),
     )
     for border in range(data.size, 128, data.size):
         panel.rule("x", border - 0.5)
     panel.points(exponents(np.abs(data.x), low, high), color="reference", glyph="o", size=3.5, label="value")
-    panel.points(exponents(np.abs(data.decoded), low, high), color="own", glyph="x", size=4, label="stands for it")
+    panel.points(exponents(np.abs(data.decoded), low, high), color="own", glyph="x", size=4, label="stored")
     return scene
 
 
