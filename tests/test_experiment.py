@@ -464,7 +464,7 @@ def test_times_are_measured_apart_when_runs_share_the_machine_and_the_result_say
     results = quiet(timed, {"x": [1, 2]}, seeds=2, folder=tmp_path, n_jobs=2)
     assert results.values("x=2", "seconds_per_step") == {0: 2.0, 1: 2.0}
     assert results.values("x=2", "accuracy") == {0: 2.0, 1: 3.0}
-    assert results.note == "seconds_per_step of separate, short runs, one at a time; all else of runs side by side."
+    assert results.note == "seconds_per_step from separate, short runs, one at a time; all else from runs side by side."
     assert not results.frame.alone.any()
     assert Results.load(tmp_path).frame.equals(results.frame)
     alone = quiet(timed, {"x": [1, 2]}, seeds=2)
@@ -477,7 +477,7 @@ def test_a_run_that_cannot_time_itself_is_said_to_be_not_comparable_and_its_numb
         return {"y": torch.rand(()).item() + x, "threads": torch.get_num_threads()}
 
     several = quiet(run, {"x": [1, 2, 3]}, seeds=2, n_jobs=2)
-    assert "Times cannot be compared: 6 of 6 runs had others beside them" in several.note
+    assert "Times cannot be compared: 6 of 6 runs had other runs beside them" in several.note
     one = quiet(run, {"x": [1, 2, 3]}, seeds=2)
     assert several.frame[["y", "threads"]].equals(one.frame[["y", "threads"]])
 
@@ -503,7 +503,7 @@ def test_workers_that_do_not_see_the_folder_send_their_cells_back(tmp_path, monk
         ({"x": "O2"}, TypeError, r"must be a list of values, got 'O2'; write \['O2'\]"),
         ({"x": 3}, TypeError, "must be a list of values"),
         ("x", TypeError, "a dict of lists, a list of dicts or a dict of dicts"),
-        ({"x": [1], "seed": [1]}, ValueError, "a grid sets neither seed"),
+        ({"x": [1], "seed": [1]}, ValueError, "a grid must not set seed"),
         ([{1: 2}], TypeError, "have names"),
         ([{"x": 1}, {"x": 1}], ValueError, "twice"),
         ({"x": [torch.nn.Linear(1, 1)]}, TypeError, "pass what builds it"),
@@ -533,7 +533,7 @@ def test_a_wrong_grid_is_refused_before_anything_runs(tmp_path, grid, error, sen
         ({"n_jobs": 1.0}, TypeError, "an int or None"),
         ({"baseline": 7}, ValueError, "from 0 to 1"),
         ({"baseline": {"x": 9}}, ValueError, "no cell of the grid has x=9"),
-        ({"baseline": "x"}, ValueError, "is none of the cells x=1; x=2"),
+        ({"baseline": "x"}, ValueError, "must be one of the cells x=1; x=2"),
         ({"baseline": 1.5}, TypeError, "a dict of arguments"),
         ({"folder": __file__}, ValueError, "is a file"),
     ],

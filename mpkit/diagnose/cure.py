@@ -45,7 +45,7 @@ def candidates(module: str, level: str | None) -> Iterator[Cure]:
 
 
 def cures(module: str, level: str | None, works: Callable[[Cure], bool]) -> tuple[Cure, ...]:
-    """Of each kind the first candidate that `works`; a level only where no module kept in float32 does."""
+    """The first candidate of each kind that `works`; a level only where float32 for a module or the loss does not."""
     good: dict[str, Cure] = {}
     for cure in candidates(module, level):
         asked = cure.kind in good or (cure.kind == "level" and {"keep", "loss"} & good.keys())

@@ -17,7 +17,7 @@ _DELICATE = frozenset(words("rsqrt sqrt pow square mean var std norm softmax log
 def own_norms(network: nn.Module, protected: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, str]]:
     """(path, class) of the first module of each class whose forward casts to float32 and then adds up or takes roots.
 
-    torch's own modules, and those of a `protected` class, are left out; so is a class without Python source.
+    Left out are torch's own modules, those of a `protected` class, and classes without Python source.
     """
     seen: set[type] = set()
     for path, module in network.named_modules():

@@ -26,7 +26,8 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to look at: `severity` "error" (training will fail or go wrong) or "warning"; where; what; way out."""
+    """One thing to look at: its `severity`, "error" (training will fail or go wrong) or "warning", where it is, what it
+    is, and the way out."""
 
     severity: str
     where: str
@@ -45,19 +46,20 @@ def preflight(
     dtype: torch.dtype | FloatFormat = torch.float16,
     loop: Callable[..., Any] | str | None = None,
 ) -> list[Finding]:
-    """Look for the mistakes that mixed precision does not forgive; an empty list is a clean bill.
+    """Look for mistakes that break a training in mixed precision; an empty list means that none was found.
 
     Args:
-        network:   as it will be trained; after a backward pass the update sizes are checked too.
+        network:   as it will be trained. If it has gradients, the sizes of the next updates are checked too.
         level:     "O0", "O1", "O2", "O3" or "auto".
         dtype:     what the level computes in.
-        loop:      the training loop, a function or its source: is a gradient clipped before it is unscaled?
+        loop:      the training loop, as a function or its source: does it clip gradients before it unscales them?
     Raises:  TypeError, ValueError for wrong arguments.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be O0, O1, O2, O3 or auto, got {level!r}")
     if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise TypeError("preflight takes an nn.Module and a torch.optim.Optimizer, in this order")
+        got = f"{type(network).__name__} and {type(optimizer).__name__}"
+        raise TypeError(f"preflight takes an nn.Module and then a torch.optim.Optimizer, got {got}")
     fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_NAMES.get(dtype, "fp32"))
     named = {id(p): name for name, p in network.named_parameters()}
     found = [*_dtypes(network, level), *_ownership(network, optimizer, named)]
@@ -82,8 +84,8 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 name,
-                "the gradient is float16, and dividing it by the scale would flush it again",
-                "store the parameter in float32; its gradient then is float32 too",
+                "the gradient is float16, and dividing it by the scale would flush it to zero again",
+                "store the parameter in float32; then its gradient is float32 too",
             )
 
 
@@ -94,7 +96,7 @@ def _overridden(network: nn.Module, level: str) -> Iterator[Finding]:
         yield Finding(
             "warning",
             path,
-            f"{kind} casts to float32 itself, which level {level} casts straight back: a square may leave the range",
+            f"{kind} casts to float32 itself, but level {level} casts back to 16 bits: a square may leave their range",
             f"custom_mixed_precision(network, black_list=[*get_black_list(), {kind}]) keeps it in float32",
         )
 
@@ -112,7 +114,10 @@ def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) 
     left = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]
     if left:
         yield Finding(
-            "warning", left[0], f"{len(left)} trainable parameters are in no group", "add them, or freeze them"
+            "warning",
+            left[0],
+            f"{len(left)} trainable parameters are in no group of the optimizer",
+            "add them, or set requires_grad=False",
         )
 
 

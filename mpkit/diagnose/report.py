@@ -32,11 +32,11 @@ class Report:
     gradient_of: the forward operation whose gradient was being computed, in the backward pass.
     operands:    what went into that operation.
     max_scale:   the largest power-of-two scale with finite gradients; None if none works.
-    lost:        share of the gradient values that are zero at scale 1 and not in float32 (0..1).
+    lost:        share (0..1) of the gradient values that become zero at scale 1 but are not zero in float32.
     lost_at_scale: the same at the scale that was asked about; NaN when that run is not finite.
     loss:        in float32. `low_loss` is the loss in the low precision.
     overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
-    cures:       of an overflow: the changes that were tried on this batch and end it.
+    cures:       the changes that end an overflow; each was tried on this batch.
     """
 
     verdict: str

@@ -38,7 +38,7 @@ def diagnose(
     """Re-run one batch and say whether scale, format, model, data or weights make it non-finite, and where first.
 
     The batch runs in float32, then at the level; the backward pass at `scale`, at 1, and at the powers of two that find
-    the largest scale that works. Network, gradients, buffers and random state are as before afterwards.
+    the largest scale that works. Afterwards network, gradients, buffers and random state are as they were before.
 
     Args:
         network:  any module, with or without a level on it. Its training mode is respected.
@@ -46,14 +46,14 @@ def diagnose(
                   A single tensor: the loss is loss_fn(network(batch)).
         loss_fn:  gives a scalar; None if network(*batch) is the loss.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
-                  dtype, and an autocast context around this call. Of a recipe's delayed scales (`cast_like`) those are
-                  named that cannot hold a tensor of this batch.
+                  dtype, and an autocast context around this call. If the network has a recipe with delayed scales
+                  (`cast_like`), the report names the scales that are too large for this batch.
         scale:    the loss scale to ask about (> 0, finite).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
     Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number; RuntimeError, with torch's own
              words, for an operation that does not exist in the low precision.
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
-             search takes it that a smaller scale overflows no earlier than a larger one.
+             search assumes that where a scale works, every smaller scale works too.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
@@ -201,7 +201,11 @@ def _loss(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
             "several inputs go into a tuple: ((x1, x2), target)"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ValueError("the loss must be one number that depends on a parameter; reduce it with loss.mean()")
+        came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        came += " that depends on no parameter" * (isinstance(loss, Tensor) and not loss.requires_grad)
+        raise ValueError(
+            f"the loss must be one number that depends on a parameter, got {came}; reduce a tensor with loss.mean()"
+        )
     return loss.reshape(())
 
 

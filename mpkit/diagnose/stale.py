@@ -81,8 +81,8 @@ def stale_operands(network: nn.Module, step: Callable[[], object]) -> dict[str, 
     """Which tensors a delayed scale cannot hold while `step` runs the network forwards and backwards.
 
     Returns "<path of the layer>.input" and the like -> how many times too large its largest element is, from 2 on, the
-    worst first: tensors that grow slowly are clipped by a hair in most steps, which is no fault. {} where the network
-    has no recipe with delayed scales.
+    worst first. Smaller factors are left out: slowly growing tensors are clipped by very little in most steps, which is
+    no fault. {} where the network has no recipe with delayed scales.
     """
     recipes = {path: recipe for path, recipe in recipe_of(network).items() if recipe and recipe.delayed()}
     if not recipes:
@@ -109,12 +109,12 @@ def recommend_recipe(
 ) -> tuple[str, tuple[str, ...]]:
     """A recipe whose scales would have fitted this run, and why.
 
-    "te_hybrid_delayed" where no delayed scale went stale, else "te_current"; "mxfp8" where the histograms show that one
-    scale for a whole tensor would flush over 5 % of an activation's values to zero in E4M3, however fresh it is: blocks
-    have scales of their own.
+    "mxfp8" where the histograms show that one scale for a whole tensor, even one from the tensor itself, would flush
+    over 5 % of an activation's values to zero in E4M3: blocks have scales of their own. Else "te_current" where a
+    delayed scale went stale. Else "te_hybrid_delayed".
 
-    Amaxes say whether a scale fits the largest element, histograms what becomes of the small ones. Neither says how far
-    training suffers; `ledger(network).operands` counts what is clipped and flushed under any recipe.
+    Amaxes say whether a scale fits the largest element. Histograms say how many small elements become zero. Neither
+    says how much the training suffers. `ledger(network).operands` counts what is clipped and flushed under any recipe.
 
     Args:    trace: `Recorder(..., amaxes=True).amax_trace()`; histograms: the `trace()` of the same recorder, made with
              `activations=True`.
@@ -131,7 +131,7 @@ def recommend_recipe(
 
 
 def _flushed_reasons(histograms: object) -> list[str]:
-    """One sentence for each activation that one scale cannot serve, the worst three first."""
+    """One sentence for each of the three activations of which one scale would flush the largest shares to zero."""
     if not isinstance(histograms, Trace):
         raise TypeError(f"histograms is a Trace, as Recorder.trace() gives it, got {type(histograms).__name__}")
     if histograms.activations is None:

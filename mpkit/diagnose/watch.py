@@ -151,7 +151,8 @@ class Watch(TorchDispatchMode):
     def _brought_in(self, event: Event) -> int:
         """Where the infinity arose that `event` choked on: at a constant of another module, or in `event` itself.
 
-        A softmax takes infinities that a mask means; that it chokes, by a row without any finite number, is its own.
+        A softmax accepts the infinities of a mask. If it gives NaN, for a row without any finite number, the fault
+        arose in the softmax itself.
         """
         todo, first = list(event.parents), event.index
         while todo and "softmax" not in event.operation:
@@ -161,7 +162,7 @@ class Watch(TorchDispatchMode):
         return first if self.events[first].module != event.module else event.index
 
     def hidden(self) -> Event | None:
-        """The first operation of the forward pass that made +inf or NaN out of finite numbers, whatever came of it.
+        """The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite.
 
         A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         """

@@ -66,7 +66,7 @@ def experiment(
 
     Each cell runs on one torch thread (more by `joblib.parallel_config(inner_max_num_threads=...)`), with random states
     that follow from its seed, so that its numbers do not depend on `n_jobs`. On GPUs there is one worker a device.
-    Cells of one seed come in random order before those of the next one: a drift of the machine meets all alike.
+    All cells of one seed run before those of the next seed, in a random order: a slow hour slows all cells alike.
 
     With several jobs the cells slow each other down. If `run` has an argument `only_time`, as `train` has, its times
     are measured apart, one run at a time after the others; if not, `Results.note` says that they cannot be compared.
@@ -75,8 +75,8 @@ def experiment(
     and the same call goes on from there. A killed process loses the cells that were running, and its workers end with
     it. Two processes may work on one folder; each takes cells that the other has not begun.
 
-    Whoever outgrows the machine writes `with joblib.parallel_config("dask")` (after making a `dask.distributed.Client`)
-    or `with joblib.parallel_config("ray", n_jobs=-1)` (after `ray.util.joblib.register_ray()`) around the same call.
+    For several machines, write `with joblib.parallel_config("dask")` (after making a `dask.distributed.Client`) or
+    `with joblib.parallel_config("ray", n_jobs=-1)` (after `ray.util.joblib.register_ray()`) around the same call.
     Machines that do not see the folder send their cells back to be stored.
 
     >>> results = experiment(lambda seed, x: {"y": x + seed}, {"x": [1, 3]}, seeds=2, progress=False)
@@ -151,7 +151,7 @@ class _Plan:
 
 def _numbered(name: str, labels: list[str]) -> int:
     if name not in labels:
-        raise ValueError(f"the baseline {name!r} is none of the cells {'; '.join(labels)}")
+        raise ValueError(f"the baseline must be one of the cells {'; '.join(labels)}, got {name!r}")
     return labels.index(name)
 
 
@@ -167,7 +167,7 @@ def _seeds(seeds: object) -> list[int]:
     if not all(map(is_whole, found)):
         raise TypeError(f"seeds are whole numbers, got {found}")
     if not found or len(set(found)) < len(found) or min(found) < 0:
-        raise ValueError(f"need at least one seed, each once, none below 0, got {seeds!r}")
+        raise ValueError(f"seeds must be one or more different whole numbers of at least 0, got {seeds!r}")
     return found
 
 

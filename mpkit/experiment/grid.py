@@ -66,9 +66,9 @@ def _arguments(grid: Any) -> list[dict[str, Any]]:
         raise ValueError("the grid is empty; it needs at least one cell")
     for cell in cells:
         if wrong := [name for name in cell if not isinstance(name, str)]:
-            raise TypeError(f"the arguments in a grid have names, got {wrong[0]!r}")
+            raise TypeError(f"the names of arguments in a grid are strings, got {wrong[0]!r}")
         if "seed" in cell or "only_time" in cell:
-            raise ValueError("a grid sets neither seed (give seeds=[...] to experiment) nor only_time")
+            raise ValueError("a grid must not set seed or only_time; give the seeds to experiment(..., seeds=[...])")
     return cells
 
 
@@ -98,8 +98,9 @@ def named(cell: Mapping[str, Any], names: Sequence[str]) -> str:
 def baselines(described: Sequence[Mapping[str, Any]], baseline: Any, describe: Description) -> list[int]:
     """For each cell the number of the one that it is compared with.
 
-    Args:    baseline: None for the first cell, a cell's number, or arguments: of all cells equal to a given one but for
-             these arguments, the one that has them; where there is none such, the only cell that has them.
+    Args:    baseline: None for the first cell, a cell's number, or a dict of arguments. A cell is then compared with
+             the cell that has these arguments and equals it in all others; where there is none, with the only cell
+             that has these arguments.
     Raises:  TypeError, ValueError when there is no such cell.
     """
     count = len(described)

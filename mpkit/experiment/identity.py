@@ -101,7 +101,7 @@ class Description:
         except TypeError:
             raise TypeError(
                 f"cannot tell whether two objects of type {type(value).__qualname__} are equal in another process; "
-                "pass a function that builds it instead"
+                "pass a function that builds the object instead"
             ) from None
         return {"type": self(type(value)), "state": self(dict(state))}
 

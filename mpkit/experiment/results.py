@@ -106,7 +106,7 @@ class Results:
         """
         count = check_count("seeds", seeds)
         if count > len(self.seeds):
-            raise ValueError(f"seeds must be at most {len(self.seeds)}, so many were run, got {count}")
+            raise ValueError(f"seeds must be at most {len(self.seeds)}, the number that was run, got {count}")
         rows = [*self._rows.values(), *self._timed.values()]
         return Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
 
@@ -116,7 +116,7 @@ class Results:
         Raises:  ValueError unless the name ends in .zip.
         """
         if Path(path).suffix != ".zip":
-            raise ValueError(f"the name must end in .zip, by which load knows it, got {path}")
+            raise ValueError(f"the name must end in .zip, so that load recognises the file, got {path}")
         rows = [*self._rows.values(), *self._timed.values()]
         files = {f"{r.stem}.{end}": self.folder for r in rows for end in ("json", "npz", "trace.npz")}
         held = {name: (home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
@@ -142,18 +142,20 @@ class Results:
 
     @property
     def note(self) -> str:
-        """What a reader must know before he trusts the numbers: how times were taken, what failed or is missing."""
+        """What to know before trusting the numbers: how times were taken, what failed or is missing."""
         said = []
         beside = sum(not row.alone for row in self._rows.values())
         if self._timed:
             names = ", ".join(sorted(self._times))
-            said.append(f"{names} of separate, short runs, one at a time; all else of runs side by side.")
+            said.append(f"{names} from separate, short runs, one at a time; all else from runs side by side.")
         elif beside:
             said.append(
-                f"Times cannot be compared: {beside} of {len(self)} runs had others beside them; take n_jobs=1."
+                f"Times cannot be compared: {beside} of {len(self)} runs had other runs beside them; use n_jobs=1."
             )
         elif len(self):
-            said.append("Runs one at a time, the cells of a seed in random order: times can be compared.")
+            said.append(
+                "Runs were made one at a time, and the cells of each seed in random order, so times can be compared."
+            )
         failed = [key for key, row in self._rows.items() if row.error]
         if failed:
             said.append(f"{len(failed)} of {len(self)} runs failed; `.failures` has their tracebacks.")
@@ -216,7 +218,7 @@ class Results:
         return paired(both) if both else None
 
     def summary(self, metric: str, *, higher_is_better: bool | None = None) -> pd.DataFrame:
-        """One row a cell: mean, spread, the difference to its baseline seed by seed, and what may be said of it.
+        """One row a cell: mean, spread, the difference to its baseline seed by seed, and what can be concluded.
 
         Args:    higher_is_better: None: known for the usual names (accuracy, loss, seconds ...), else "higher" and
                  "lower" are said instead of "better" and "worse".
@@ -224,8 +226,8 @@ class Results:
                  interval, each comparison for itself), p (paired t test) and p_holm (corrected for the number of
                  comparisons), verdict (which needs p_holm below 0.05) and sentence.
         Raises:  ValueError for a metric that no run returned.
-        Source:  Student's paired t interval; Holm 1979 for several comparisons. With few seeds both lean on the
-                 differences being about normal.
+        Source:  Student's paired t interval; Holm 1979 for several comparisons. With few seeds both assume that
+                 the differences are about normally distributed.
         """
         import pandas as pd
 
@@ -258,7 +260,7 @@ class Results:
         return pd.DataFrame(rows, index=pd.Index(self.labels, name="cell"))
 
     def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
-        """Mean of a cell and half its 95 % interval on both sides: (low, mean, high); NaN where it cannot be known."""
+        """(low, mean, high) of a cell: its mean and the ends of its 95 % interval; NaN where they cannot be known."""
         finite = [v for v in self.values(cell, metric).values() if math.isfinite(v)]
         if len(finite) < 2:
             return math.nan, finite[0] if finite else math.nan, math.nan

@@ -57,7 +57,7 @@ def _network(**middle: nn.Module) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Case:
-    """A broken training: the network and one batch with which its step went bad."""
+    """A broken training: its network, and a batch whose step was not finite at this loss scale."""
 
     network: nn.Module
     batch: tuple[Tensor, Tensor]
@@ -162,7 +162,7 @@ def _extremes(part: Any) -> np.ndarray:
 
 
 class DetectiveExplorer(Explorer):
-    """One of four broken trainings, asked about at a loss scale and in a format of the reader's choice.
+    """One of four broken trainings, diagnosed at a loss scale and in a format of the reader's choice.
 
     After `compute`: `report`, `bars`, the `stops` of the batch on its way forward and back, of which `step` are shown,
     and `born`, the number of the first with a value that is not finite, or None.

@@ -81,9 +81,9 @@ class Shown:
 class OwnExperimentExplorer(Explorer):
     """Recorded runs until Run is pressed; then the reader's own, as they arrive.
 
-    Stop ends after the run that is going on, Run goes on with what is missing; a run is made once for all choices of
-    cells and seeds. Of the recorded runs the first `recorded_seeds` are shown, as if no others had been run. `run` is
-    a function of the reader's own instead of the three networks.
+    Stop ends after the current run, and Run goes on with the missing runs; a run is made once, whatever cells and seeds
+    are chosen later. Of the recorded runs the first `recorded_seeds` are shown, as if no others had been made. `run`
+    is a function of the reader's own, in place of the three networks.
     """
 
     controls = ("network", *(f"cell_{i}" for i in range(len(CELLS))), "recorded_seeds", "seeds")
@@ -115,7 +115,7 @@ class OwnExperimentExplorer(Explorer):
         return {name: cell for i, (name, cell) in enumerate(CELLS.items()) if getattr(self, f"cell_{i}")}
 
     def choose(self, number: int) -> None:
-        """Choose a cell, or leave it out; the last of its kind stays."""
+        """Choose a cell, or leave it out; float32 and one other cell always stay."""
         name = f"cell_{int(number)}"
         self.set(**{name: not getattr(self, name)})
 

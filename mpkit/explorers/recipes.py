@@ -34,7 +34,7 @@ class AmaxExplorer(Explorer):
     """What a delayed scale can hold at each step of a recorded run, and where it is too small.
 
     After `compute`: `amax` (steps,), `holds` (steps,) the largest magnitude that the scale of the step can hold,
-    `clipped` the steps beyond it, `replayed` the replay.
+    `clipped` the steps whose amax is larger, `replayed` the replay.
     """
 
     controls = ("tensor", "history_len", "most_recent", "margin", "current", "spike")
@@ -84,7 +84,7 @@ RULES = ("floor", "even", "rceil", "ceil")
 
 
 def block_format(name: str, size: int, rule: str) -> BlockFormat:
-    """A format of the lesson with blocks of another size; the rule is that of E8M0 scales, NVFP4 keeps its own."""
+    """A format of the lesson with blocks of another size, and another rule for its scales; NVFP4 keeps its own rule."""
     fmt = replace(FORMATS[name], block=(1, size))
     return fmt if name == "NVFP4" else replace(fmt, scale_rounding=rule)
 

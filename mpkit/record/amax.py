@@ -62,8 +62,8 @@ class AmaxRecorder(Hook):
     """Records amaxes while a network trains, without a host read in a step.
 
     Use it as a hook of a step or a Model, or in a loop of your own: call `end_step()` after the optimizer. The
-    micro-batches of one step count together. Of an attention the first input and the weight of the first projection
-    are recorded, and the gradient of its result.
+    micro-batches of one step count together. An attention counts as one layer: its first input, the weight of its first
+    projection, and the gradient of its result are recorded.
 
     Args:    network: the module to watch.
     Raises:  TypeError if it is no module; ValueError if it has no linear layer.

@@ -285,7 +285,12 @@ class Trace:
         if not isinstance(later, Trace):
             return NotImplemented
         if self.format != later.format or (self.activations is None) != (later.activations is None):
-            raise ValueError("only traces with the same format and the same recorded parts can be joined")
+            own, other = (
+                f"{t.format} {'without' if t.activations is None else 'with'} activations" for t in (self, later)
+            )
+            raise ValueError(
+                f"only traces of the same format and with the same parts can be joined, got {own} and {other}"
+            )
         if not len(later):
             return self
         first = self.before(int(later.step[0]))

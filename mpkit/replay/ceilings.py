@@ -20,15 +20,15 @@ CAVEAT = (
 def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
     """The largest loss scale with finite gradients, for each step.
 
-    Where the trace holds ceilings measured in this format, those. Else they follow from the histograms:
-    A scale S overflows when S * (largest gradient) rounds to inf. In steps without a histogram the largest gradient is
-    interpolated (in bits) between recorded ones. Of a step that overflowed only this much is known: the ceiling lies
-    below the scale it was made with; the neighbours' ceiling is taken if it does too, else half that scale. Where the
-    loss itself was not finite no scale helps: the ceiling is negative.
+    If the trace holds ceilings that were measured in this format, these are returned. If not, they are computed from
+    the histograms: a scale S overflows when S * (largest gradient) rounds to inf. In steps without a histogram the
+    largest gradient is interpolated (in bits) between recorded ones. The ceiling of a step that overflowed lies below
+    the scale of that step: it is the interpolated ceiling where that lies below, else half the scale. Where the loss
+    itself was not finite no scale helps, and the ceiling is negative.
 
     Args:    fmt: the format to replay in; None: the trace's own. In the trace's own format the recorded outcome of a
                   step overrules the estimate, so replaying the recorded policy gives the recorded run.
-    Shapes:  (N,) float64; inf where a step has no gradient but zeros.
+    Shapes:  (N,) float64; inf where all gradients of a step are zero.
     """
     check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
@@ -56,15 +56,17 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
     """Share of the recorded non-zero gradient values that become zero in `fmt` when multiplied by a scale.
 
     Shapes:  scales (H, P), one row per recorded histogram -> (H, P) float64 in 0..1; NaN where the scale is NaN.
-    Edges:   values spread evenly (in bits) over their power of two; exact at scales that are powers of two, up to
-             ties. Rows without finite values give 0.
+    Edges:   the values of a bin count as spread evenly (in bits) over its power of two. At scales that are powers of
+             two the share is exact up to ties. Rows without finite values give 0.
     """
     check_kind("trace", trace, Trace, "a Trace")
     fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
     check_kind("fmt", fmt, FloatFormat, "a FloatFormat, or the name of one,")
     check_kind("scales", scales, np.ndarray, "an array of scales")
     if scales.ndim != 2 or len(scales) != len(trace.gradients.step):
-        raise ValueError(f"scales need a row for each of {len(trace.gradients.step)} histograms, got {scales.shape}")
+        raise ValueError(
+            f"scales need a row for each of {len(trace.gradients.step)} histograms, got shape {scales.shape}"
+        )
     return _flushed(trace.gradients.total(), trace.gradients.lowest, scales, fmt)
 
 

@@ -107,10 +107,13 @@ def _checked_ceilings(ceilings: Any, shape: torch.Size) -> np.ndarray:
         tops = np.asarray(ceilings, dtype=np.float64)
     except OverflowError:
         raise ValueError(
-            "ceilings must fit a float, got an int that does not; math.inf is a scale without limit"
+            "ceilings must fit a float, got an int that does not; write math.inf where every scale works"
         ) from None
     if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
-        raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got {tops.shape}")
+        raise ValueError(
+            f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got shape {tops.shape}"
+            + " with NaN" * bool(np.isnan(tops).any())
+        )
     return tops
 
 

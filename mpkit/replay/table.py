@@ -96,7 +96,7 @@ def sweep(
     if not grid or any(w != int(w) for _, _, w in grid):
         raise ValueError(f"sweep needs at least one init, factor and window, and whole windows, got window={window!r}")
     if any(not f > 1 for _, f, _ in grid):
-        raise ValueError("every factor must be above 1 to move the scale")
+        raise ValueError(f"every factor must be above 1, so that the scale moves, got factor={factor!r}")
     policies = [swept(i, f, w, min_scale) for i, f, w in grid]
     frame = replay(trace, policies, fmt=fmt, scales=False, compiled=compiled, device=device)
     picked = np.array(grid)[frame["policy"].astype(int)]
