@@ -33,7 +33,7 @@ class Report:
     operands:    what went into that operation.
     max_scale:   the largest power-of-two scale with finite gradients; None if none works.
     lost:        share (0..1) of the gradient values that become zero at scale 1 but are not zero in float32.
-    lost_at_scale: the same at the scale that was asked about; NaN when that run is not finite.
+    lost_at_scale: the same at `scale`; NaN when that run is not finite.
     loss:        in float32. `low_loss` is the loss in the low precision.
     overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
     cures:       the changes that end an overflow; each was tried on this batch.
@@ -69,7 +69,7 @@ class Report:
         if self.verdict in ("bad_data", "weights_non_finite"):
             return [f"  where: {self.module}"]
         if self.verdict == "stale_scale":
-            return [f"  clipped: {self.module}; the first is {self.overshoot:.3g} times what its scale holds"]
+            return [f"  clipped: {self.module}; the first one is {self.overshoot:.3g} times too large for its scale"]
         if not self.operation:
             return []
         of = f", the gradient of {self.gradient_of}" if self.gradient_of else ""
@@ -79,8 +79,10 @@ class Report:
     def _scales(self) -> list[str]:
         if self.verdict in ("bad_data", "weights_non_finite", "model_non_finite"):
             return []
-        largest = "no loss scale works" if self.max_scale is None else f"largest that works {power(self.max_scale)}"
-        lines = [f"  level {self.level}, {self.dtype}; scale asked about {power(self.scale)}, {largest}"]
+        largest = (
+            "no loss scale works" if self.max_scale is None else f"largest scale that works {power(self.max_scale)}"
+        )
+        lines = [f"  level {self.level}, {self.dtype}; your loss scale {power(self.scale)}, {largest}"]
         if not math.isnan(self.lost):
             here = "" if math.isnan(self.lost_at_scale) else f", {self.lost_at_scale:.1%} at {power(self.scale)}"
             lines.append(f"  gradient values lost to zero: {self.lost:.1%} at scale 1{here}")
@@ -112,7 +114,7 @@ _HINTS = {  # by a word in the name of the operation; of several the first count
 }
 
 
-_NO_CURE = "no module kept in float32, no other level and not bfloat16 ends this: train the network in float32"
+_NO_CURE = "neither float32 for a module, nor another level, nor bfloat16 ends this: train the network in float32"
 
 
 def _advice(report: Report) -> list[str]:
@@ -122,17 +124,17 @@ def _advice(report: Report) -> list[str]:
     if report.verdict == "scale_too_high":
         advice = [
             f"lower the scale to {power(report.max_scale or 1.0)} or below; a dynamic scaler does so by itself",
-            "a skip now and then is how a dynamic scaler finds the ceiling, and no fault",
+            "a step skipped now and then is no fault: this is how a dynamic scaler finds the ceiling",
         ]
     elif report.verdict == "forward_overflow":
-        hidden = "the loss stays finite only because the inf is divided away; what it stood for is lost"
+        hidden = "the loss stays finite only because a later operation turns the inf into a number, which is wrong"
         seen = "lowering the loss scale will not help: the forward pass does not see it"
         advice = [*(cured or [_NO_CURE]), hidden if math.isfinite(report.low_loss) else seen]
     elif report.verdict == "gradient_overflow":
         fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
         advice = [*fits, *cured, "divide the loss (mean, not sum, over batch and positions)"]
     elif report.verdict == "model_non_finite":
-        advice = ["train in float32 until this is repaired; mixed precision only shows it"]
+        advice = ["repair the model first, and train it in float32 until then: the precision is not at fault"]
     elif report.verdict == "bad_data":
         advice = ["drop or repair the sample: check with torch.isfinite before training"]
     elif report.verdict == "weights_non_finite":
@@ -144,7 +146,7 @@ def _advice(report: Report) -> list[str]:
         advice = [
             'a current scale follows at once: cast_like(network, "te_current")',
             "a margin of one power of two, or the largest of a longer history, leaves room for growth",
-            "AmaxRecorder and replay_tensor_scales say which history would have held on the whole run",
+            "AmaxRecorder and replay_tensor_scales say which length of the history would have fitted the whole run",
         ]
     elif report.lost_at_scale > 0.05:
         advice = [
