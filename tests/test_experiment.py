@@ -504,10 +504,10 @@ def test_workers_that_do_not_see_the_folder_send_their_cells_back(tmp_path, monk
         ({"x": 3}, TypeError, "must be a list of values"),
         ("x", TypeError, "a dict of lists, a list of dicts or a dict of dicts"),
         ({"x": [1], "seed": [1]}, ValueError, "a grid must not set seed"),
-        ([{1: 2}], TypeError, "have names"),
+        ([{1: 2}], TypeError, "names of arguments in a grid are strings, got 1"),
         ([{"x": 1}, {"x": 1}], ValueError, "twice"),
         ({"x": [torch.nn.Linear(1, 1)]}, TypeError, "pass what builds it"),
-        ({"x": [iter([])]}, TypeError, "pass a function that builds it"),
+        ({"x": [iter([])]}, TypeError, "pass a function that builds the object"),
         ({"z": [1]}, TypeError, "cannot be called as"),
     ],
 )
@@ -524,9 +524,9 @@ def test_a_wrong_grid_is_refused_before_anything_runs(tmp_path, grid, error, sen
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
-        ({"seeds": 0}, ValueError, "at least one seed"),
-        ({"seeds": [1, 1]}, ValueError, "each once"),
-        ({"seeds": [-1]}, ValueError, "none below 0"),
+        ({"seeds": 0}, ValueError, "must be at least 1, or a list of .* got 0$"),
+        ({"seeds": [1, 1]}, ValueError, "different whole numbers"),
+        ({"seeds": [-1]}, ValueError, "whole numbers from 0"),
         ({"seeds": 1.5}, TypeError, "how many"),
         ({"seeds": ["a"]}, TypeError, "whole numbers"),
         ({"n_jobs": 0}, ValueError, "number of processes"),

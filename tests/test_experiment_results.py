@@ -74,7 +74,9 @@ def test_names_that_do_not_tell_the_direction_are_higher_and_lower():
 
 def test_one_seed_is_said_to_be_no_evidence():
     sentence = made("base", "better", seeds=1).summary("accuracy")["sentence"].iloc[1]
-    assert sentence == "better: +2 against base in the one seed that both have, which may be chance; run 5 or more."
+    assert (
+        sentence == "better: +2 against base in the one seed that both have, which may be chance; run 5 seeds or more."
+    )
 
 
 def test_the_first_seeds_are_what_fewer_seeds_would_have_said():

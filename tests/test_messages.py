@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,12 @@ from mpkit.boost import (
     freeze_cell,
 )
 from mpkit.boost.dim_reduce.snapshots import WeightSnapshots
+from mpkit.data import data_dir
+from mpkit.diagnose import diagnose, preflight
 from mpkit.model import Model
+from mpkit.policies import preset
+from mpkit.record import Trace
+from mpkit.replay import simulate, sweep
 from mpkit.schedules import ExponentialDecayLR, ListedLR
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.health import why_skipped
@@ -298,3 +304,21 @@ def test_state_dict_hooks_of_lars_run():
     assert state["more"] == 1
     lars.load_state_dict(state)
     assert told == ["before saving", "after loading"]
+
+
+def test_the_tools_on_a_run_say_what_came():
+    run = Trace.load(data_dir() / "traces" / "mlp_digits.npz").before(4)
+    batch, policy = (torch.ones(3, 2), torch.ones(3, 1)), preset("torch")
+    wrong = [
+        (lambda: diagnose(net(), batch, lambda out, y: out - y), r"got a tensor of shape \(3, 1\); reduce"),
+        (lambda: diagnose(net(), batch, lambda out, y: y.mean()), r"shape \(\) that depends on no parameter"),
+        (lambda: diagnose(net(), batch, lambda out, y: 1.0), "depends on a parameter, got float"),
+        (lambda: preflight(sgd(net()), net()), "got SGD and Linear"),
+        (lambda: sweep(run, factor=[2.0, 0.5]), r"above 1, so that the scale moves, got factor=\[2.0, 0.5\]"),
+        (lambda: run + replace(run, format="bf16"), r"got fp16 with\w* activations and bf16 with\w* activations"),
+        (lambda: simulate(np.ones((4, 2)), policy), r"got shape \(4, 2\)$"),
+        (lambda: simulate([1.0, math.nan], policy), r"got shape \(2,\) with NaN$"),
+    ]
+    for call, said in wrong:
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()

@@ -67,6 +67,6 @@ TASK = Task(
     "that should stay in high precision: the output layer `lm_head`, and all layers of the first block, whose names "
     "begin with `h.0.`.",
     _kept,
-    "`cast_like(network, recipe, keep=...)` takes such a filter, and refuses one that matches no layer.",
+    "Call `cast_like(network, recipe, keep=...)` with such a filter; it refuses one that matches no layer.",
     "Compare the beginning of the name with `h.0.`, the last dot included.",
 )

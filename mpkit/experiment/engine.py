@@ -167,7 +167,7 @@ def _seeds(seeds: object) -> list[int]:
     if not all(map(is_whole, found)):
         raise TypeError(f"seeds are whole numbers, got {found}")
     if not found or len(set(found)) < len(found) or min(found) < 0:
-        raise ValueError(f"seeds must be one or more different whole numbers of at least 0, got {seeds!r}")
+        raise ValueError(f"seeds must be at least 1, or a list of different whole numbers from 0, got {seeds!r}")
     return found
 
 
