@@ -35,7 +35,7 @@ def report(verdict: str, **given: Any) -> Report:
     return Report(verdict, **(fields | given))
 
 
-SCALES = "level O2, float16; scale asked about 2^16 = 65536, largest that works 2^3 = 8"
+SCALES = "level O2, float16; your loss scale 2^16 = 65536, largest scale that works 2^3 = 8"
 LOST = "gradient values lost to zero: 10.0% at scale 1"
 BORN = "born in the forward pass, module a.b, operation mul, from"
 
@@ -46,13 +46,16 @@ BORN = "born in the forward pass, module a.b, operation mul, from"
         (report("scale_too_high"), [BORN, SCALES, f"{LOST}, 20.0% at 2^16 = 65536"]),
         (report("forward_overflow", lost_at_scale=math.nan), [BORN, SCALES, LOST]),
         (report("gradient_overflow", lost=math.nan, operation=""), [SCALES]),
-        (report("forward_overflow", max_scale=None, lost=math.nan), [BORN, SCALES[:51] + "no loss scale works"]),
+        (
+            report("forward_overflow", max_scale=None, lost=math.nan),
+            [BORN, SCALES.partition("largest")[0] + "no loss scale works"],
+        ),
         (report("model_non_finite"), [BORN]),
         (report("bad_data"), ["where: a.b"]),
         (report("weights_non_finite"), ["where: a.b"]),
         (
             report("stale_scale", overshoot=3.0, lost=math.nan),
-            ["clipped: a.b; the first is 3 times what its scale holds", SCALES],
+            ["clipped: a.b; the first one is 3 times too large for its scale", SCALES],
         ),
     ],
     ids=lambda v: v.verdict if isinstance(v, Report) else "",
@@ -69,13 +72,13 @@ def test_a_report_tells_what_belongs_to_its_verdict(told: Report, lines: list[st
         (report("healthy", lost_at_scale=0.051), "5.1% of the gradient values are lost at this scale: raise it up", 1),
         (report("healthy", lost_at_scale=0.051, max_scale=None), "5.1% of the gradient values are lost at this", 1),
         (report("scale_too_high"), "lower the scale to 2^3 = 8 or below", 2),
-        (report("forward_overflow", operation="add"), "no module kept in float32", 2),
+        (report("forward_overflow", operation="add"), "neither float32 for a module, nor", 2),
         (report("forward_overflow", operation="mul"), "a product grows", 3),
         (report("forward_overflow", operation="mul", gradient_of="exp"), "an exp of a large number", 3),
         (report("gradient_overflow", operation="add"), "a scale of 2^3 = 8 would fit", 2),
         (report("gradient_overflow", operation="add", max_scale=None), "divide the loss", 1),
         (report("model_non_finite", operation="log_softmax_backward"), "a softmax over inf", 2),
-        (report("model_non_finite", operation="add"), "train in float32 until", 1),
+        (report("model_non_finite", operation="add"), "repair the model first", 1),
         (report("model_non_finite", operation="weight_norm_interface"), "a row of zeros has no direction", 2),
         (report("bad_data", operation=""), "drop or repair", 1),
         (report("weights_non_finite", operation=""), "go back to the last good checkpoint", 2),
@@ -89,7 +92,7 @@ def test_advice_goes_with_the_verdict(told: Report, first: str, count: int) -> N
 
 
 def test_a_hidden_overflow_is_told_apart_from_one_that_shows() -> None:
-    assert "divided away" in report("forward_overflow", low_loss=1.0).advice[-1]
+    assert "turns the inf into a number" in report("forward_overflow", low_loss=1.0).advice[-1]
     assert "lowering the loss scale" in report("forward_overflow").advice[-1]
     assert [power(v) for v in (0.0, 1.0, 3.0, -8.0, math.inf)] == ["0", "2^0 = 1", "3", "-8", "inf"]
 
