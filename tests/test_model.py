@@ -709,10 +709,14 @@ def test_workers_that_a_loader_keeps_stand_as_they_did():
 
 def test_an_interrupt_that_was_kept_is_told_once():
     guard = InterruptBetweenSteps()
+    with pytest.raises(KeyboardInterrupt):
+        guard._receive(2, None)  # outside of a step: not kept
+    assert not guard.between_steps
     with pytest.raises(KeyboardInterrupt), guard.step():
         guard._receive(2, None)  # in the step: kept until its end
     with guard.step():
         pass  # and not again
+    assert guard.between_steps
 
 
 @pytest.mark.parametrize(

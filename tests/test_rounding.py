@@ -626,3 +626,12 @@ def test_a_seed_draws_the_same_with_any_number_of_threads(count, dtype):
     finally:
         torch.set_num_threads(threads)
     assert mismatches(found[0], found[1]) == mismatches(found[0], found[2]) == 0
+
+
+@pytest.mark.parametrize("fraction_bits", [4, 5, 6, 7, 8])
+def test_noise_is_as_wide_as_what_it_decides(fraction_bits):
+    """One word of 16 bits serves where no more than 16 are dropped."""
+    fmt = FloatFormat(f"e8m{fraction_bits}", 8, fraction_bits)
+    x = torch.full((40_000,), 1 + 0.375 * fmt.eps)
+    up = round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(0)) > 1
+    assert float(up.float().mean()) == pytest.approx(0.375, abs=4 * (0.375 * 0.625 / 40_000) ** 0.5)
