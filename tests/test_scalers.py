@@ -352,6 +352,15 @@ def test_mpkit_policy_reports_its_floor_on_the_device(rule):
     scaler.check()  # told once
 
 
+@pytest.mark.parametrize("damage", [{"stopped": 77}, {"index": 6}, {"index": -1}])
+def test_a_state_with_a_number_that_cannot_be_is_refused(damage):
+    scaler = PolicyLossScaler(preset("torch"), remember=5)
+    with pytest.raises(ValueError, match="this state is damaged"):
+        scaler.load_state_dict(scaler.state_dict() | damage)
+    for place in (0, 5):
+        scaler.load_state_dict(scaler.state_dict() | {"index": place})
+
+
 def test_policy_scaler_serves_as_update_cell():
     scaler, scale = PolicyLossScaler(preset("torch", init_scale=8.0)), torch.tensor([8.0])
     overflow = torch.tensor(True)
