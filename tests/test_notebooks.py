@@ -279,3 +279,15 @@ def test_plain_pytest_collects_every_notebook():
     )
     collected = {line.split("::")[0] for line in done.stdout.splitlines() if ".ipynb::" in line}
     assert collected == {path.relative_to(ROOT).as_posix() for path in NOTEBOOKS}
+
+
+def test_the_table_of_lessons_says_what_their_headers_say():
+    """Minutes, and which lessons one needs before."""
+    table = (ROOT / "notebooks" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[\d\d [^\]]*\]\(([^)]*)\) \| [^|]*\| (\d+ \| [^|]*) \|$", table, re.MULTILINE))
+    headers = {}
+    for path in LESSONS:
+        text = nbformat.read(path, as_version=4).cells[0].source
+        minutes, needs = re.search(r"Time: (\d+) minutes\.\s+Prerequisites?:\s+(.*?)\.(?:\s|$)", text, re.DOTALL).groups()
+        headers[path.name] = minutes, set(re.findall(r"\b\d\d\b", re.sub(r"\([^)]*\)", "", needs)))
+    assert {name: (row.split()[0], set(re.findall(r"\b\d\d\b", row)[1:])) for name, row in rows.items()} == headers
