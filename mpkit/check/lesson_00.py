@@ -38,7 +38,7 @@ QUESTIONS = {
         "In which dtype does an O2 network keep its parameters: 'float16' or 'float32'?",
         lambda: "float32",
         "They are cast at every use, so small updates are not lost: the float32 parameters are the master weights.",
-        "Look at the table of dtypes above: what does `parameter.dtype` say?",
+        "Look at the table of dtypes above: what does its column *weight* say?",
     ),
 }
 

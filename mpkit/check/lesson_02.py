@@ -74,7 +74,10 @@ PREDICTIONS = {
     "tie": Prediction(
         "2049 lies exactly halfway between the float16 numbers 2048 and 2050. What does float16 store?",
         (
-            ("2050, as in school.", "School rounds every tie up. Then sums of many rounded numbers drift upwards."),
+            (
+                "2050, as in school.",
+                "School rounds every tie away from zero. Then sums of many positive numbers drift upwards.",
+            ),
             ("2048.", "A tie goes to the neighbour whose last fraction bit is 0. So 2051 goes up, to 2052."),
             (
                 "Sometimes one, sometimes the other.",

@@ -49,7 +49,7 @@ QUESTIONS = {
         "In how many bits does a BatchNorm2d compute at O2 in float16?",
         lambda: _bits(_computes("O2", "batch_norm")),
         "{truth} bits: batch norm is on the black list. Yet its input and its result have 16 bits.",
-        "Look at the table of the residual block at O2, column 'computes in'.",
+        "Show the first view as a table at O2: what does its column *computes in* say?",
         ((16, "That is the width of its input and of its result; ask the ledger what it computes in."),),
     ),
     "add": Question(

@@ -94,7 +94,7 @@ TASK = Task(
     "the function gets the scale, the counter of finite steps, and whether this step was finite. It returns the next "
     "scale and the next counter. The factor is 2, the window is 3, and the floor is 1.",
     _steps,
-    "Three numbers and one bit: this is the whole rule of a dynamic loss scale.",
+    "This is the whole rule of a dynamic loss scale: three settings, and one bit for each step.",
     "Finite: count, and when the window is full double the scale and start the count again. Not finite: halve, not "
     "below 1, and start the count again.",
 )

@@ -79,7 +79,7 @@ PREDICTIONS = {
             ),
             (
                 "Without groups fc.weight and fc.bias, in a group all four.",
-                "A group says itself what its weight decay is, so no name is left out there.",
+                "In a group the name plays no part: the decay reaches every parameter.",
             ),
             (
                 "All four in both cases.",
@@ -94,7 +94,7 @@ TASK = Task(
     "the function gets a weight, the learning rate and the weight decay. It returns the weight after one step of "
     "AdamWeightDecay with a gradient of 0.",
     _decoupled,
-    "The decay goes past the adaptive step: no size of gradients can change it.",
+    "The decay is not divided by the size of the gradients, so that size cannot change it.",
     "The step itself is 0. The decay takes rate x decay x weight off the weight.",
     rel=1e-6,
 )
