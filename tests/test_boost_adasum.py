@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -157,7 +158,9 @@ class Wires:
     def __init__(self, world: int, backend: str = "gloo") -> None:
         self.world, self.backend = world, backend
         self.me = threading.local()
-        self.wire: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        # all made before a rank asks: two that ask a defaultdict at once may get two queues, and a message is lost
+        pairs = itertools.product(range(world), repeat=2)
+        self.wire: dict[tuple[int, int], queue.Queue[Tensor]] = {pair: queue.Queue() for pair in pairs}
         self.sent: dict[int, int] = defaultdict(int)  # values that a rank has sent to its partners
         self.limits: set[timedelta | None] = set()
         self.isend, self.irecv = "send", "receive"

@@ -288,6 +288,8 @@ def test_the_table_of_lessons_says_what_their_headers_say():
     headers = {}
     for path in LESSONS:
         text = nbformat.read(path, as_version=4).cells[0].source
-        minutes, needs = re.search(r"Time: (\d+) minutes\.\s+Prerequisites?:\s+(.*?)\.(?:\s|$)", text, re.DOTALL).groups()
+        minutes, needs = re.search(
+            r"Time: (\d+) minutes\.\s+Prerequisites?:\s+(.*?)\.(?:\s|$)", text, re.DOTALL
+        ).groups()
         headers[path.name] = minutes, set(re.findall(r"\b\d\d\b", re.sub(r"\([^)]*\)", "", needs)))
     assert {name: (row.split()[0], set(re.findall(r"\b\d\d\b", row)[1:])) for name, row in rows.items()} == headers
