@@ -164,7 +164,7 @@ class NaiveExplorer(Explorer):
         return (
             f"The naive rule starts at 2^{self.start_exponent}, with a loss of {self.loss:.4g}. "
             f"After {self.STEPS} steps its scale is {exponent(end)}: {fate}. "
-            f"The scale of torch's rule is then {exponent(self.torch[-1])}, and the ceiling is "
+            f"After as many steps the scale of torch's rule is {exponent(self.torch[-1])}. The ceiling is "
             f"2^{self.ceiling_exponent}."
         )
 
