@@ -24,7 +24,7 @@ QUESTIONS = {
         ((3, "That is the recorded policy."),),
     ),
     "window": Question(
-        "In the run rare_outliers every 16th batch overflows. What is the smallest scale_window (in finite steps) with "
+        "In the run rare_outliers every 16th batch is huge. What is the smallest scale_window (in finite steps) with "
         "which the scale never grows while the outliers overflow?",
         lambda: 16,
         "Only 15 finite steps lie between two outliers, so a window of {truth} is never full.",
