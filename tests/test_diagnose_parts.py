@@ -17,6 +17,7 @@ from mpkit.diagnose import recommend, recommend_recipe, stale_scales
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.diagnose.report import Report, power
 from mpkit.diagnose.stale import _flushed_reasons, stale_operands
+from mpkit.diagnose.watch import Operand
 from mpkit.formats import FP16
 from mpkit.record import AmaxTrace, Ranges
 from mpkit.replay import ceilings
@@ -35,27 +36,28 @@ def report(verdict: str, **given: Any) -> Report:
     return Report(verdict, **(fields | given))
 
 
-SCALES = "level O2, float16; your loss scale 2^16 = 65536, largest scale that works 2^3 = 8"
-LOST = "gradient values lost to zero: 10.0% at scale 1"
-BORN = "born in the forward pass, module a.b, operation mul, from"
+LEVEL = "The level is O2 in float16. Your loss scale is 2^16 = 65536."
+SCALES = f"{LEVEL} The largest scale that works is 2^3 = 8."
+LOST = "Of the gradient values, 10.0% are lost to zero at scale 1"
+BORN = "The first inf or NaN was born in the forward pass of module a.b, in the operation mul."
 
 
 @pytest.mark.parametrize(
     ("told", "lines"),
     [
-        (report("scale_too_high"), [BORN, SCALES, f"{LOST}, 20.0% at 2^16 = 65536"]),
-        (report("forward_overflow", lost_at_scale=math.nan), [BORN, SCALES, LOST]),
+        (report("scale_too_high"), [BORN, SCALES, f"{LOST}, and 20.0% at 2^16 = 65536."]),
+        (report("forward_overflow", lost_at_scale=math.nan), [BORN, SCALES, f"{LOST}."]),
         (report("gradient_overflow", lost=math.nan, operation=""), [SCALES]),
         (
             report("forward_overflow", max_scale=None, lost=math.nan),
-            [BORN, SCALES.partition("largest")[0] + "no loss scale works"],
+            [BORN, f"{LEVEL} No loss scale works."],
         ),
         (report("model_non_finite"), [BORN]),
-        (report("bad_data"), ["where: a.b"]),
-        (report("weights_non_finite"), ["where: a.b"]),
+        (report("bad_data"), ["They are in a.b."]),
+        (report("weights_non_finite"), ["They are in a.b."]),
         (
             report("stale_scale", overshoot=3.0, lost=math.nan),
-            ["clipped: a.b; the first one is 3 times too large for its scale", SCALES],
+            ["Values were clipped in a.b. The worst one is 3 times too large for its scale.", SCALES],
         ),
     ],
     ids=lambda v: v.verdict if isinstance(v, Report) else "",
@@ -63,6 +65,26 @@ BORN = "born in the forward pass, module a.b, operation mul, from"
 def test_a_report_tells_what_belongs_to_its_verdict(told: Report, lines: list[str]) -> None:
     found = [line.strip() for line in str(told).splitlines()[1:]]
     assert [line for line in found if not line.startswith("->")] == lines
+
+
+@pytest.mark.parametrize(
+    ("operand", "words"),
+    [
+        (Operand(torch.float32, (64, 10), 0.0, 1e5, 0), "a float32 tensor of 64x10 with values from 0 to 1e+05"),
+        (
+            Operand(torch.float16, (9,), -1.5, 2, 4),
+            "a float16 tensor of 9 with values from -1.5 to 2; 4 are not finite",
+        ),
+        (Operand(torch.int64, (2, 3), 0.0, 9.0, 0), "an int64 tensor of 2x3 with values from 0 to 9"),
+        (Operand(torch.float16, (2, 2), math.nan, math.nan, 4), "a float16 tensor of 2x2 without a finite value"),
+        (Operand(torch.float32, (), 0.5, 0.5, 0), "one float32 value, 0.5"),
+        (Operand(torch.float32, (), math.nan, math.nan, 1), "one float32 value, which is not finite"),
+    ],
+)
+def test_what_went_in_is_told_in_words(operand: Operand, words: str) -> None:
+    assert str(operand) == words
+    lines = str(report("forward_overflow", operands=(operand, operand))).splitlines()
+    assert lines[2:4] == [f"  Into it went {words}."] * 2
 
 
 @pytest.mark.parametrize(

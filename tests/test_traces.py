@@ -1,7 +1,10 @@
 """Every committed trace loads, is documented, and is reproduced by a replay of the policy that was really used."""
 
 import json
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,3 +48,42 @@ def test_a_trace_is_whole_and_says_what_made_it(path):
     assert ((total == part.size) | (total == 0)).all()
     finite = part.nonfinite.sum(axis=1) == 0
     assert (finite == ~trace.overflow[trace.rows]).all()
+
+
+class Told(Exception):
+    """Raised in place of a training, with its description."""
+
+
+def told(*given: object, **_options: object) -> Trace:
+    raise Told(given[3])
+
+
+@pytest.fixture(scope="module")
+def makers() -> dict[str, Callable[..., Trace]]:
+    """The functions that make the traces, told not to train."""
+    spec = spec_from_file_location("make_traces", FOLDER / "make_traces.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.train = told
+    module.data = SimpleNamespace(digits=module.data.digits, mnist=module.data.digits)  # MNIST may not be here
+    shown = {f.__name__: lambda f=f: f(told) for f in module.SHOWN}
+    return module.MAKERS | shown
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_trace_describes_itself_as_its_maker_does(path, makers):
+    with pytest.raises(Told) as what:
+        makers[path.stem]()
+    assert Trace.load(path).meta["what"] == str(what.value)
+
+
+def test_the_outliers_that_overflow_are_counted_in_the_table_of_the_runs():
+    trace = Trace.load(FOLDER / "rare_outliers.npz")
+    outliers = np.arange(15, len(trace), 16)
+    skipped = np.flatnonzero(trace.overflow)
+    assert set(skipped) < set(outliers), "not every outlier overflows: a small scale bears it"
+    assert trace.scale[-1] == 2.0 ** (16 - len(skipped))
+    line = f"{len(skipped)} of these {len(outliers)} batches overflow and halve the scale"
+    assert line in (FOLDER / "README.md").read_text()

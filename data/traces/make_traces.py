@@ -96,7 +96,7 @@ def in_float32(make: Callable[..., Trace]) -> Trace:
     """The run of `make` in float32 without a scale, with the ceiling that float16 would have had in each step."""
     found: list[int | None] = []
 
-    def measured(network: nn.Module, batches: Batches, _policy: ScalePolicy, what: str, **options: object) -> Trace:
+    def measured(network: nn.Module, batches: Batches, _policy: ScalePolicy, _what: str, **options: object) -> Trace:
         loss = options["loss"] = options.get("loss") or nn.CrossEntropyLoss()
         assert isinstance(loss, nn.Module)
 
@@ -107,7 +107,8 @@ def in_float32(make: Callable[..., Trace]) -> Trace:
                 yield inputs, target
 
         options |= {"level": "O0", "activations": False, "every": 1}
-        trace = train(network, watched(), UNSCALED, f"in float32: {what}", **options)  # type: ignore[arg-type]
+        told = f"{make.__name__} in float32 and without a scale, with the largest scale that float16 at O2 could bear"
+        trace = train(network, watched(), UNSCALED, told, **options)  # type: ignore[arg-type]
         return replace(trace, measured={"fp16": np.array([-1.0 if q is None else 2.0 ** (q / 4) for q in found])})
 
     return make(measured)
@@ -185,8 +186,8 @@ def rare_outliers(train: Callable[..., Trace] = train) -> Trace:
         Network(),
         batches(*data.digits(), steps=500),
         preset("torch", growth_interval=2000),
-        "perceptron on digits with a small loss and one huge batch in 16: every outlier halves the scale, nothing ever "
-        "raises it again (growth_interval 2000), and the ordinary gradients flush to zero",
+        "perceptron on digits with a small loss and one huge batch in 16: an outlier that overflows halves the scale, "
+        "nothing raises it again (growth_interval 2000), and the ordinary gradients flush to zero",
         loss=Outliers(),
         lr=10.0,
         every=2,
@@ -221,7 +222,8 @@ def gpt_sums(train: Callable[..., Trace] = train) -> Trace:
         TinyGPT(vocabulary=16, context=48),
         sums(steps=400),
         preset("mindspore_cell", loss_scale_value=2.0**24, scale_factor=2, scale_window=100),
-        "small GPT on sums, character by character ('17+5=22;...'), float16 at O2, MindSpore's update cell",
+        "small GPT on sums that it reads character by character ('17+5=22;...'), float16 at O2, "
+        "MindSpore's update cell",
         loss=NextToken(),
         lr=0.1,
     )

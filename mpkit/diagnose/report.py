@@ -67,25 +67,29 @@ class Report:
 
     def _birth(self) -> list[str]:
         if self.verdict in ("bad_data", "weights_non_finite"):
-            return [f"  where: {self.module}"]
+            return [f"  They are in {self.module}."]
         if self.verdict == "stale_scale":
-            return [f"  clipped: {self.module}; the first one is {self.overshoot:.3g} times too large for its scale"]
+            worst = f"The worst one is {self.overshoot:.3g} times too large for its scale."
+            return [f"  Values were clipped in {self.module}. {worst}"]
         if not self.operation:
             return []
         of = f", the gradient of {self.gradient_of}" if self.gradient_of else ""
-        lines = [f"  born in the {self.phase} pass, module {self.module}, operation {self.operation}{of}, from"]
-        return lines + [f"    {operand}" for operand in self.operands]
+        place = f"in the {self.phase} pass of module {self.module}, in the operation {self.operation}{of}"
+        went_in = [f"  Into it went {operand}." for operand in self.operands]
+        return [f"  The first inf or NaN was born {place}.", *went_in]
 
     def _scales(self) -> list[str]:
         if self.verdict in ("bad_data", "weights_non_finite", "model_non_finite"):
             return []
         largest = (
-            "no loss scale works" if self.max_scale is None else f"largest scale that works {power(self.max_scale)}"
+            "No loss scale works."
+            if self.max_scale is None
+            else f"The largest scale that works is {power(self.max_scale)}."
         )
-        lines = [f"  level {self.level}, {self.dtype}; your loss scale {power(self.scale)}, {largest}"]
+        lines = [f"  The level is {self.level} in {self.dtype}. Your loss scale is {power(self.scale)}. {largest}"]
         if not math.isnan(self.lost):
-            here = "" if math.isnan(self.lost_at_scale) else f", {self.lost_at_scale:.1%} at {power(self.scale)}"
-            lines.append(f"  gradient values lost to zero: {self.lost:.1%} at scale 1{here}")
+            here = "" if math.isnan(self.lost_at_scale) else f", and {self.lost_at_scale:.1%} at {power(self.scale)}"
+            lines.append(f"  Of the gradient values, {self.lost:.1%} are lost to zero at scale 1{here}.")
         return lines
 
 

@@ -32,9 +32,14 @@ class Operand:
     nonfinite: int
 
     def __str__(self) -> str:
-        bad = f", {self.nonfinite} not finite" if self.nonfinite else ""
-        size = "x".join(map(str, self.shape)) or "one value"
-        return f"{dtype_name(self.dtype)} {size} in [{self.low:.4g}, {self.high:.4g}]{bad}"
+        kind = dtype_name(self.dtype)
+        if not self.shape:
+            return f"one {kind} value, {'which is not finite' if self.nonfinite else format(self.low, '.4g')}"
+        what = f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} tensor of {'x'.join(map(str, self.shape))}"
+        if self.nonfinite == math.prod(self.shape):
+            return f"{what} without a finite value"
+        bad = f"; {self.nonfinite} are not finite" if self.nonfinite else ""
+        return f"{what} with values from {self.low:.4g} to {self.high:.4g}{bad}"
 
 
 Sources = tuple[tuple[Operand, ...], list[int], list[str], bool]

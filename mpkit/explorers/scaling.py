@@ -243,7 +243,7 @@ class SweepExplorer(Explorer):
     }
     run = Enum(list(RUNS)[:3], "gpt_sums").tag(label="recorded run", names=RUNS)
     init_exponent = Int(16, min=0, max=32).tag(label="initial scale, 2 to the", costly=True)
-    figure = Enum(list(FIGURES), "skipped").tag(label="figure", names=FIGURES)
+    figure = Enum(list(FIGURES), "skipped").tag(label="what the cells show", names=FIGURES)
 
     def compute(self) -> None:
         trace, tops = recorded(self.run)

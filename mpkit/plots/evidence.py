@@ -227,7 +227,7 @@ def two_rules(
         y=log2("loss scale; loss", low, high, 10),
     )
     panel.span("y", math.log2(ceiling), high, "overflow/0.15", "gradients overflow")
-    panel.span("y", low, -24, "zero/0.15", "the scale itself is zero in float16")
+    panel.span("y", low, -24, "zero/0.15", "below the smallest float16")
     every = np.unique(np.linspace(0, steps - 1, 301).astype(int))
     rows: tuple[tuple[str, str, str | None, Any], ...] = (
         ("loss", "reference", ":", losses),

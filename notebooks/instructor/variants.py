@@ -261,7 +261,8 @@ def boost(draw: Draw) -> Texts:
         "q3": {
             "freeze_sequence(3, 0.5, 8) == [0, 0, 1, 2, 0, 0, 1, 2]": f"freeze_sequence({groups}, {share!r}, "
             f"{2 * len(cycle)}) == {cycle * 2!r}",
-            '"2 full steps, then 1 and 2"': f'"{full} full steps, then 1 to {groups - 1}"',
+            "2 full steps (index 0), then each index from 1 to 2": f"{full} full steps (index 0), then each index from "
+            f"1 to {groups - 1}",
         },
         "q6": {
             "the workers 0 and 1 merge": f"the workers {first[0]} and {first[1]} merge",
