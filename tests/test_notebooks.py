@@ -234,6 +234,14 @@ READ_TWICE = (
     "whoever outgrows",
     "meets all alike",
     "divided away",
+    "each probe jumps far above",
+    "most frameworks call the window",
+    "format with a fixed point",
+    "makes every gradient inf",
+    "best scales of the two moments",
+    "without such an addition",
+    "smaller rounds to 0",
+    "mostly do the same",
 )
 """The words at which readers stopped, in sentences that were rewritten since."""
 

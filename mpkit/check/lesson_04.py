@@ -64,7 +64,10 @@ PREDICTIONS = {
                 "At the start of a training that is nearly right. A network that has learnt makes small errors, and "
                 "its gradients shrink with them.",
             ),
-            ("About one in a thousand.", "That is true at the start. After 720 steps the gradients are far smaller."),
+            (
+                "About one in a thousand.",
+                "At the start it is less than one in ten thousand. After 720 steps the gradients are far smaller.",
+            ),
             (
                 "More than one in twenty.",
                 "No message says so: a gradient of zero is a legal number.",

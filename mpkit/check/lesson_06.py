@@ -79,7 +79,7 @@ PREDICTIONS = {
         (
             (
                 "The weights change a little, and the scale stays.",
-                "One inf in the batch makes every gradient inf or NaN.",
+                "One inf in the batch makes many gradients inf or NaN. So the step is skipped, and the scale halves.",
             ),
             (
                 "Only the scale changes: it becomes 32768.",

@@ -31,7 +31,7 @@ QUESTIONS = {
     "eps": Question(
         "eps is a power of ten, 10^n. Which is the smallest eps that float16 stores as a number above 0? Give n.",
         _least_eps,
-        "10^{truth} is above half of the smallest subnormal, 2.98e-08; anything smaller rounds to 0.",
+        "10^{truth} is above half of the smallest subnormal, 2.98e-08. The next power of ten, 1e-08, is below it.",
         "Half of float16's smallest subnormal number is 2.98e-08.",
         ((-8, "1e-08 is below half of the smallest subnormal number: it rounds to 0."),),
     ),

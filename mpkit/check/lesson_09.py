@@ -43,7 +43,7 @@ QUESTIONS = {
         "In which mode are the algorithm switches of the section `boost` read?",
         lambda: "manual",
         "In auto they are ignored, and print(boost) says so.",
-        "Set a switch in the view above and try each mode.",
+        "In the view above choose mode manual and tick a switch. Then try the other modes.",
         (("auto", "In auto the level alone decides; see what is listed as inactive."),),
     ),
     "promise": Question(

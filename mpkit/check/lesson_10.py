@@ -95,7 +95,7 @@ PREDICTIONS = {
             ),
             (
                 "The last one, next to the addition of block and shortcut.",
-                "It limits the size of the sum. In a network without such an addition no BatchNorm is removed.",
+                "It limits the size of the sum, and so the inputs of the next block. The others are removed.",
             ),
             (
                 "All but that of the shortcut.",

@@ -206,8 +206,7 @@ class GapExplorer(DrawnExplorer):
             return "This is the right picture: it rises with the numbers, and it is level at the left."
         if abs(slope) < 0.15:
             return (
-                "You drew one gap for all numbers. A format with a fixed point has that. Here the gap grows with "
-                "the number."
+                "You drew one gap for all numbers. Whole numbers have that. In float16 the gap grows with the number."
             )
         if slope < 0:
             return "You drew larger gaps for smaller numbers. But small numbers lie closer together than large ones."
