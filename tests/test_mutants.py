@@ -64,6 +64,16 @@ def test_a_test_that_reaches_the_line_is_run_whatever_its_file_starts():
     assert known.chosen(second, own, 5.0) == ["tests/test_elsewhere.py::test_it", "tests/test_own.py::test_it"]
 
 
+def test_one_case_of_every_test_is_run_before_the_second_case_of_any():
+    names = [f"tests/test_own.py::test_{name}" for name in ("a[0]", "a[1]", "a[2]", "b[x]", "b[y]", "c")]
+    tests = [[name, 0.01 * k, 0.0] for k, name in enumerate(names, 1)]
+    part = {"file": "tests/test_own.py", "tests": tests, "lines": {"mpkit/x.py": {2: [*range(6)]}}, "imported": {}}
+    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n", "mpkit/x.py")
+    assert mutant_runs.Known([part]).chosen(mutant, ("tests/test_own.py",), 9.0) == [
+        names[i] for i in (0, 3, 5, 1, 4, 2)
+    ]
+
+
 LIBRARY = """
 def larger(a, b):
     return a > b

@@ -257,7 +257,7 @@ def _positional(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any
     transposed = ("output_padding", "groups", "dilation") if "transpose" in func.__name__ else ("dilation", "groups")
     names = ("input", "weight", "bias", "stride", "padding", *transposed)
     plain = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-    last = max((names.index(name) for name in kwargs), default=0)
+    last = max(names.index(name) for name in kwargs)
     return (*args, *(kwargs.get(name, plain.get(name)) for name in names[len(args) : last + 1]))
 
 

@@ -1,0 +1,79 @@
+"""Optimizers where a formula turns, and what a shorter name stands for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpkit import optimizers as opt
+from mpkit.optimizers import base
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("warmup", [False, True])
+@pytest.mark.parametrize("applied", [9_000, 40_000])
+def test_adafactors_own_rate_falls_with_the_root_of_the_step_after_ten_thousand(
+    applied: int, warmup: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shazeer and Stern 2018: min(1e-2, 1 / sqrt(t)), or min(1e-6 t, 1 / sqrt(t)); a constant gradient moves by it."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = opt.AdaFactor([p], beta1=0.0, scale_parameter=False, warmup_init=warmup)
+    p.grad = torch.full((3,), 0.5, dtype=torch.float64)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["global_step"] = saved["param_groups"][0]["updates"] = applied
+    optimizer.load_state_dict(saved)
+    if on_device:
+        monkeypatch.setattr(base, "AT_HAND", frozenset())
+        optimizer.found_inf = torch.zeros(())
+    before = p.detach().clone()
+    optimizer.step()
+    t = applied + 1
+    rate = min(1e-6 * t if warmup else 1e-2, 1 / math.sqrt(t))
+    torch.testing.assert_close(before - p.detach(), torch.full_like(before, rate), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (opt.AdamOffload, {"use_lazy": True}),
+        (opt.LazyAdam, {"use_offload": True}),
+        (opt.AdamOffload, {"use_amsgrad": True}),
+        (opt.LazyAdam, {"use_amsgrad": True}),
+    ],
+)
+def test_the_short_names_of_adam_are_adam_with_their_flag(make: Any, given: dict[str, bool]) -> None:
+    """So what Adam refuses beside that flag they refuse too."""
+    with pytest.raises(ValueError, match="exclude each other"):
+        make([nn.Parameter(torch.zeros(1))], **given)
+
+
+@pytest.mark.parametrize("power", [0.0, -0.5, -1.0, -1.5])
+def test_ftrl_for_other_powers_than_the_root(power: float) -> None:
+    """McMahan et al. 2013, algorithm 1, in float64."""
+    lr, l1, l2, accum = 0.3, 0.2, 0.05, 0.4
+    p = nn.Parameter(torch.tensor([0.7, -0.2], dtype=torch.float64))
+    optimizer = opt.FTRL([p], accum, lr, power, l1, l2)
+    w, n, z = p.detach().clone(), torch.full((2,), accum, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for g in torch.tensor([[1.5, -0.3], [-0.4, 0.9], [0.2, 2.0]], dtype=torch.float64):
+        p.grad = g.clone()
+        optimizer.step()
+        grown = n + g * g
+        z = z + g - (grown**-power - n**-power) / lr * w
+        n = grown
+        w = torch.where(z.abs() > l1, -(z - z.sign() * l1) / (n**-power / lr + 2 * l2), 0.0)
+        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("make", [opt.Adagrad, opt.ProximalAdagrad])
+@pytest.mark.parametrize(("accum", "moved"), [(0.0, 0.1), (1.0, 0.1 / math.sqrt(2))])
+def test_a_weight_without_gradient_stays_where_the_sum_starts_at_0(make: Any, accum: float, moved: float) -> None:
+    """Its 0 / 0 is no NaN; beside it a gradient of 1 moves by lr / sqrt(accum + 1)."""
+    p = nn.Parameter(torch.tensor([0.5, 0.5], dtype=torch.float64))
+    p.grad = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    make([p], accum, 0.1).step()
+    assert p.tolist() == pytest.approx([0.5, 0.5 - moved], abs=1e-15)
