@@ -274,3 +274,7 @@ def test_questions_know_their_answers(lesson):
             if not callable(wrong):
                 assert verdict(lesson, name, wrong)[0] is False
         assert verdict(lesson, name)[1].startswith("Question: ")
+
+
+def test_the_title_of_a_held_scale_does_not_say_that_it_climbs():
+    assert ["climbs" in look(dynamics_view(hold=hold)) for hold in (False, True)] == [True, False]

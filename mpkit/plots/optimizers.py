@@ -61,7 +61,7 @@ def adam_state_scene(data: AdamStateExplorer) -> Scene:
     y = log2("first step, in learning rates", LOW - 1, HIGH + 1)
     inner = [[e, power_of_two(e)] for e in range(-9, HIGH, 3)]
     y["ticks"] = [[LOW, "0"], *inner, [HIGH, "inf, NaN"]]
-    title = "Adam's first step: 1 wherever the state can hold it"
+    title = "Adam's first step: 1 where v fits the format and eps is small"
     panel = scene.panel(title=title, x=log2("size of the gradient", -26, 16, 6), y=y)
     x = np.log2(data.gradients.numpy())
     narrow, wide = (_shown(step.size.numpy()) for step in (data.narrow, data.wide))

@@ -107,7 +107,7 @@ def sums(totals: Mapping[str, Any], exact: Any) -> Scene:
     exact = np.asarray(exact)
     top = float(exact.max())
     panel = scene.panel(
-        title="where each running total stalls",
+        title="running totals, and where they stall",
         x=linear("terms added", 0, len(exact)),
         y=linear("total", 0, 1.05 * top),
     )

@@ -32,7 +32,8 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     scene.play("step", "step", len(steps), every=100)
     kept = scene.keep("ceiling", exponents(data.ceiling, low, high))
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(steps), 20)]}
-    main = scene.panel(title="the scale climbs until it meets the ceiling", x=x, y=log2("loss scale", low, high))
+    title = "the scale is held" if data.hold else "the scale climbs until it meets the ceiling"
+    main = scene.panel(title=title, x=x, y=log2("loss scale", low, high))
     _decisions(main, data, scale, kept, low, high)
     _grips(main, data, scale, low, high)
     _gradients(scene, data)

@@ -168,7 +168,7 @@ def order_scene(data: OrderExplorer) -> Scene:
     low, high = -28, 6
     scene = Scene(height=380)
     panel = scene.panel(
-        title="only the right order does not depend on the scale",
+        title="what each order hands to the optimizer",
         x=log2("loss scale", 0, 20, 4),
         y=log2("norm that the optimizer sees", low, high, 4),
     )
