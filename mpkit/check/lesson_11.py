@@ -40,7 +40,7 @@ QUESTIONS = {
     "stuck": Question(
         "2 components, alpha 0.001: in how many of the last ten steps is a trial accepted?",
         _freed,
-        "{truth}: a refused search changes nothing in the subspace, so the next one tries the same two steps again.",
+        "{truth}: a refused search changes nothing in the subspace, so the next one tries nearly the same two steps.",
         "Set the view to 2 components and walk through the last steps: which trials are refused?",
         ((10, "The residual moves in every step, but far too little to change the search."),),
     ),
@@ -74,7 +74,7 @@ PREDICTIONS = {
         (
             (
                 "Two or three.",
-                "The steps point nearly the same way for a long time, so few directions describe all of the movement.",
+                "The steps point nearly the same way for a long time, so few directions describe nearly all of the movement.",
             ),
             (
                 "About 40, one for each step.",

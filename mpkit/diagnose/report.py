@@ -73,7 +73,7 @@ class Report:
             return [f"  Values were clipped in {self.module}. {worst}"]
         if not self.operation:
             return []
-        of = f", the gradient of {self.gradient_of}" if self.gradient_of else ""
+        of = f" (the gradient of {self.gradient_of})" if self.gradient_of else ""
         place = f"in the {self.phase} pass of module {self.module}, in the operation {self.operation}{of}"
         went_in = [f"  Into it went {operand}." for operand in self.operands]
         return [f"  The first inf or NaN was born {place}.", *went_in]
