@@ -64,8 +64,8 @@ PREDICTIONS = {
         "mlp_digits skipped 3 of 400 steps with a window of 50. How many would it have skipped with torch's default "
         "window of 2000?",
         (
-            ("More than 3.", "A longer window means fewer growths, and in this run overflows only follow a growth."),
-            ("Also 3.", "Those three overflows came after a growth. A window of 2000 is never full in 400 steps."),
+            ("More than 3.", "A longer window means fewer growths. The scale stays lower, and fewer steps overflow."),
+            ("Also 3.", "Those were at 2^19 and 2^20. A window of 2000 is never full in 400 steps: it stays at 2^16."),
             ("Fewer than 3.", "In 400 steps the window is never full, so the scale stays at its start."),
         ),
         _torch_default,

@@ -13,7 +13,8 @@ from mpkit.record import Ranges, Trace
 CAVEAT = (
     "A replay takes the recorded gradients as given. Another policy would have skipped other steps, so the weights "
     "and later gradients would have been a little different. A replay looks at the gradients of parameters only, not "
-    "at those of activations. A value that was flushed to zero at the recorded scale stays zero at every other scale."
+    "at those of activations. A value that was flushed to zero at the recorded scale stays zero at every other scale. "
+    "Unless they were measured, the ceilings of skipped steps and of steps without a histogram are estimates."
 )
 
 
