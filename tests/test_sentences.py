@@ -241,6 +241,8 @@ def test_weight_decay():
         trained = m.place != PLACES[3]
         said = "weight decay reaches it" if reached else "weight decay does not reach it"
         assert told[0] == (said if trained else "it is not trained")
+        in_turn = [float(v) for v in read(r"gradients are (\S+) and (\S+) in turn", m)]
+        assert in_turn == pytest.approx([-m.size, m.size], rel=6e-3)
         rate, decay, w, adam, apart = m.learning_rate, m.weight_decay * reached, [1.0] * 3, [0.0, 0.0], [0.0, 0.0]
         for i in range(1, 1 + m.step * trained):
             g = m.size * (-1) ** i

@@ -74,7 +74,8 @@ PREDICTIONS = {
         (
             (
                 "Two or three.",
-                "The steps point nearly the same way for a long time, so few directions describe nearly all of the movement.",
+                "The steps point nearly the same way for a long time, so a few directions hold nearly all of the "
+                "movement.",
             ),
             (
                 "About 40, one for each step.",

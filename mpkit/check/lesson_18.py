@@ -86,8 +86,8 @@ PREDICTIONS = {
         "The same values in blocks of 16; the outlier is the 21st value. What remains of the first value, a 5.0?",
         (
             (
-                "About 5.",
-                "The outlier is not in its block, so its scale fits 5.0. An outlier hurts its own block only.",
+                "A rough value such as 4 or 6.",
+                "The outlier is not in its block, so its scale fits 5.0, and E2M1 has no value between 4 and 6.",
             ),
             ("0.", "The outlier is in another block, and every block has a scale of its own."),
         ),

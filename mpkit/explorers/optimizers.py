@@ -261,7 +261,7 @@ class DecayExplorer(Explorer):
         ends = ", ".join(f"{seen[self.step]:.2f} in {name}" for name, seen in self.curves.items())
         return (
             f"{self.parameter}, {self.place}: {self.reach}. The learning rate is {self.learning_rate:.3g}, "
-            f"weight_decay is {self.weight_decay:.3g}, and the gradients are +{self.size:.3g} and -{self.size:.3g} in "
+            f"weight_decay is {self.weight_decay:.3g}, and the gradients are -{self.size:.3g} and +{self.size:.3g} in "
             f"turn. After {self.step} steps a weight of 1 becomes {ends}."
         )
 
