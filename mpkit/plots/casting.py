@@ -36,7 +36,8 @@ def casting_scene(data: CastingExplorer) -> Scene:
         )
     for i, step in enumerate(steps):
         if step.casts:
-            above.text(f"{step.casts} casts" if n <= 12 else str(step.casts), i, 0.14, color="muted")
+            unit = (" cast" if step.casts == 1 else " casts") if n <= 12 else ""
+            above.text(f"{step.casts}{unit}", i, 0.14, color="muted")
     x = names([_label(step) for step in steps], bare=False) | ends | {"slant": 40}
     below = scene.panel(
         1, title="how far each result is from float64", x=x, y=log2("relative error", LOWEST, HIGHEST, 6)
