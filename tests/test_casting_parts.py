@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, custom_mixed_precision
-from mpkit.formats import E5M2
+from mpkit.casting import auto_mixed_precision, custom_mixed_precision, frameworks, ledger
+from mpkit.casting.mode import CastMode
+from mpkit.formats import E5M2, FloatFormat
 
 BIT = 2.0**-12  # beside 1 it is in float32, and in no narrower format
 
@@ -78,3 +80,94 @@ def test_a_sparse_tensor_made_from_another_is_bound_to_the_format_by_itself() ->
         return second.mul_(1.1).mul_(1.1).to_dense()  # each rounded to 1, where 1.21 by itself rounds to 1.25
 
     assert auto_mixed_precision(Apply(thrice), "O3", E5M2)(torch.eye(2).to_sparse()).tolist() == [[-1, 0], [0, -1]]
+
+
+class OwnLinear(nn.Linear):
+    """torch's code, under another name."""
+
+
+def wrapped(layer: nn.Linear) -> nn.Linear:
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    return layer
+
+
+LAYER, IMAGE = torch.ones(2, 4), torch.ones(1, 2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "x", "by_name", "seen"),
+    [
+        (nn.Linear(4, 3), LAYER, False, False),
+        (nn.Softmax(-1), LAYER, False, False),
+        (nn.Conv2d(2, 3, 3), IMAGE, False, False),
+        (nn.Linear(4, 3), LAYER, True, True),
+        (OwnLinear(4, 3), LAYER, False, True),
+        (wrapped(nn.Linear(4, 3)), LAYER, False, True),
+        (nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), IMAGE, False, True),
+        (nn.ReLU(inplace=True), LAYER, False, True),
+    ],
+    ids=lambda value: "" if isinstance(value, Tensor) else str(value),
+)
+def test_a_mode_looks_only_into_modules_whose_operation_is_not_known(
+    leaf: nn.Module, x: Tensor, by_name: bool, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look costs more than a small kernel."""
+    looks: list[str] = []
+    plain = CastMode.__torch_function__
+
+    def look(mode: CastMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        looks.append(func.__name__)
+        return plain(mode, func, types, args, kwargs)
+
+    net = Apply(lambda x: leaf(input=x) if by_name else leaf(x))
+    net.leaf = leaf
+    auto_mixed_precision(net, "O2", torch.bfloat16)
+    monkeypatch.setattr(CastMode, "__torch_function__", look)
+    net(x.clone())
+    inside = {"linear", "softmax", "layer_norm", "conv2d", "relu", "relu_"} & {*looks}
+    assert bool(inside) == seen
+
+
+@pytest.fixture
+def own_operators() -> Iterator[Any]:
+    """Operators of somebody else's, called by their overloads: one result is new, one is written where it is asked."""
+    made = torch.library.Library("mpkit_parts", "DEF")
+    made.define("scaled(Tensor x, *, float by) -> Tensor")
+    made.define("twice(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    made.impl("scaled", lambda x, *, by: x * by, "CompositeExplicitAutograd")
+    made.impl("twice", lambda x, *, out: out.copy_(x + x), "CompositeExplicitAutograd")
+    yield torch.ops.mpkit_parts
+    made._destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E5M2], ids=str)
+def test_an_overload_of_somebody_else_computes_in_low_and_writes_where_it_was_asked_to(
+    dtype: torch.dtype | FloatFormat, own_operators: Any
+) -> None:
+    wide, out = torch.tensor([1 + BIT, 3.0]), torch.zeros(2)  # no argument, which would be cast on its way in
+    y = auto_mixed_precision(Apply(lambda x: own_operators.scaled.default(wide, by=0.5)), "O3", dtype)(wide)
+    assert y.tolist() == [0.5, 1.5]
+    y = auto_mixed_precision(Apply(lambda x: own_operators.twice.default(wide, out=out)), "O3", dtype)(wide)
+    assert out.tolist() == y.tolist() == [2.0, 6.0]
+    assert out.dtype is torch.float32
+
+
+def test_a_summary_counts_the_casts_of_each_module() -> None:
+    net = auto_mixed_precision(nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1), nn.Linear(4, 2, bias=False)), "O2")
+    with ledger(net) as book:
+        net(torch.ones(2, 3))
+    counts = Counter(cast.module for cast in book.casts)
+    assert len({counts[name] for name in "012"}) == 3
+    assert {line.module: line.casts for line in book.summary()} == {name: counts[name] for name in "012"}
+    assert all(type(row.bytes) is type(row.saved) is int for row in book.rows)  # bytes are whole
+    assert type(book.predicted_bytes) is type(book.measured_bytes) is int
+
+
+@pytest.mark.parametrize(("way", "dtype"), [("area", torch.bfloat16), ("nearest", torch.float32)])
+def test_autocast_knows_the_way_of_an_interpolation_given_in_order(way: str, dtype: torch.dtype) -> None:
+    """So the compiler hands it over; outside of it torch gives all but the input by name."""
+    image = torch.ones(1, 1, 4, 4, dtype=torch.bfloat16)
+    for args, kwargs in (((image, None, 0.5, way), {}), ((image,), {"scale_factor": 0.5, "mode": way})):
+        assert frameworks._interpolated.run(CastMode(), F.interpolate, args, kwargs).dtype is dtype
+    plain = frameworks._interpolated.run(CastMode(), F.interpolate, (image,), {"scale_factor": 0.5})
+    assert plain.dtype is torch.float32  # "nearest" where no way is given

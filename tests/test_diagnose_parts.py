@@ -212,6 +212,18 @@ def test_operands_are_stale_from_twice_what_a_scale_holds(factor: float, stale: 
     assert stale_operands(nn.Linear(2, 2), lambda: None) == {}
 
 
+@pytest.mark.parametrize(("factor", "stale"), [(2.0, True), (2 - 2.0**-10, False)])
+def test_twice_what_a_scale_holds_is_stale(factor: float, stale: bool) -> None:
+    """An amax of 1 has a scale without rounding, so the quotient is exact."""
+    network = cast_like(nn.Sequential(nn.Linear(8, 4)), "te_hybrid_delayed")
+    x = torch.ones(6, 8)
+    for _ in range(2):
+        network(x).sum().backward()
+        with torch.no_grad():
+            network[0].weight.add_(0)  # the step is over
+    assert ("0.input" in stale_operands(network, lambda: network(x * factor))) == stale
+
+
 def spread(*shares: int) -> Any:
     """Activations of 100 values each of which so many lie 30 powers of two below the others; None: all are zero."""
     counts = np.zeros((2, len(shares), 32), dtype=np.uint32)

@@ -11,6 +11,8 @@ from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.optimizers import base
+from mpkit.optimizers.saved import check_saved
+from mpkit.schedules import ListedLR
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -77,3 +79,24 @@ def test_a_weight_without_gradient_stays_where_the_sum_starts_at_0(make: Any, ac
     p.grad = torch.tensor([0.0, 1.0], dtype=torch.float64)
     make([p], accum, 0.1).step()
     assert p.tolist() == pytest.approx([0.5, 0.5 - moved], abs=1e-15)
+
+
+@pytest.mark.parametrize("faithful", [None, False, True])
+def test_the_roundings_of_the_original_are_copied_only_when_asked_for(faithful: bool | None) -> None:
+    """A fixed rate beside a schedule, as (lr + 1) - 1 in float32; gradients of 3 columns are centralized or not."""
+    fixed, other = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))
+    groups = [{"params": [fixed], "lr": 1e-4, "grad_centralization": True}, {"params": [other], "lr": ListedLR((1.0,))}]
+    options = {} if faithful is None else {"faithful": faithful}
+    optimizer = opt.SGD(groups, **options)
+    fixed.grad, other.grad = torch.tensor([[1.0, 2.0, 3.0]] * 2), torch.ones(1)
+    optimizer.step()
+    rate = (torch.tensor(1e-4) + 1 - 1).item() if faithful else 1e-4
+    moved = torch.tensor([[1.0, 2.0, 3.0] if faithful else [-1.0, 0.0, 1.0]] * 2)
+    torch.testing.assert_close(fixed.detach(), -rate * moved, rtol=1e-6, atol=0)
+    assert not optimizer.count_skipped
+
+
+@pytest.mark.parametrize("saved", [{"state": {}}, {"param_groups": []}, [], None])
+def test_what_is_no_state_of_an_optimizer_is_told_from_one_of_another(saved: object) -> None:
+    with pytest.raises(ValueError, match="needs what state_dict"):
+        check_saved(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), saved)

@@ -1,0 +1,48 @@
+"""The ways of rounding by themselves, where one hands over to the next."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpkit import rounding
+from mpkit.formats import FloatFormat, get_format
+from mpkit.rounding import MODES, round_to
+
+
+@pytest.mark.parametrize("fraction_bits", [1, 2, 4, 5, 10, 20])
+@pytest.mark.parametrize("share", [0.125, 0.375, 0.75])
+def test_with_few_exponent_bits_the_noise_is_one_gap_wide(fraction_bits: int, share: float) -> None:
+    """As often up as the mean asks for, within four standard errors."""
+    fmt, count = get_format(f"e5m{fraction_bits}"), 20_000
+    x = torch.full((count,), 1 + share * fmt.eps)
+    up = round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(0)) > 1
+    assert float(up.float().mean()) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_format_as_wide_as_float32_leaves_every_number_as_it_is(mode: str) -> None:
+    """Whoever gives it another name than FP32 gets no native cast, and nothing is dropped."""
+    own = FloatFormat("own", 8, 23)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(-(2**31), 2**31, (4096,), generator=generator).to(torch.int32).view(torch.float32)
+    x = x[~x.isnan()]
+    assert torch.equal(round_to(x, own, mode).view(torch.int32), x.view(torch.int32))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("numel", "blocks"), [(rounding.BLOCK, 1), (rounding.BLOCK + 1, 2), (3, 1)])
+def test_a_block_is_as_large_as_it_may_be(numel: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def count(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
+        assert x.shape == out.shape == b.shape == c.shape
+        seen.append(x.numel())
+
+    monkeypatch.setattr(rounding.torch, "get_num_threads", lambda: 1)
+    x = torch.zeros(numel)
+    rounding._by_blocks(x, torch.empty_like(x), count)
+    assert len(seen) == blocks
+    assert sum(seen) == numel
