@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 from mpkit.boost.dim_reduce import DimReduce
+from mpkit.boost.grad_freeze.stages import stage_costs
+from mpkit.boost.group_loss_scale import GroupLossScaleManager
 
 
 class Bare(torch.optim.Optimizer):
@@ -40,3 +44,36 @@ def test_dim_reduce_takes_whatever_applies_the_move_as_it_is(options: dict[str, 
         return
     with pytest.raises(ValueError, match="needs plain SGD with lr 1"):
         made()
+
+
+def test_what_freezing_a_stage_saves_in_multiply_adds() -> None:
+    """Its own weight gradient and the input gradient of the layer after it, of one sample."""
+    dense = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    for batch in (1, 5):
+        assert stage_costs(dense, torch.ones(batch, 3)) == [3 * 4 + 4 * 2, 4 * 2]
+    image = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 5))
+    assert stage_costs(image, torch.ones(2, 1, 5, 5)) == [3 * 3 * 18 + 18 * 5, 18 * 5]  # 3 x 3 places
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"growth": 1.0}, None),
+        ({"growth": 1 - 2.0**-20}, ValueError),
+        ({"shrink": 2.0**-20}, None),
+        ({"shrink": 0.0}, ValueError),
+        ({"shrink": 1.0}, ValueError),
+        ({"min_scale": 4.0, "max_scale": 4.0}, None),
+        ({"min_scale": 0.0}, None),
+        ({"min_scale": 4.5, "max_scale": 4.25}, ValueError),
+        ({"max_scale": math.inf}, None),
+        ({"max_scale": Decimal("Infinity")}, TypeError),
+    ],
+    ids=str,
+)
+def test_the_bounds_of_a_group_scale_at_their_edges(options: dict[str, Any], error: type[Exception] | None) -> None:
+    if error is None:
+        assert GroupLossScaleManager(4.0, **options).get_loss_scale() == 4.0
+        return
+    with pytest.raises(error, match=r"need|must"):
+        GroupLossScaleManager(4.0, **options)

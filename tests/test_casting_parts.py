@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, custom_mixed_precision, frameworks, ledger
-from mpkit.casting.mode import CastMode
+from mpkit.casting import auto_mixed_precision, custom_mixed_precision, frameworks, graphs, ledger
+from mpkit.casting.mode import LOCAL, CastMode
 from mpkit.formats import E5M2, FloatFormat
 
 BIT = 2.0**-12  # beside 1 it is in float32, and in no narrower format
@@ -171,3 +174,60 @@ def test_autocast_knows_the_way_of_an_interpolation_given_in_order(way: str, dty
         assert frameworks._interpolated.run(CastMode(), F.interpolate, args, kwargs).dtype is dtype
     plain = frameworks._interpolated.run(CastMode(), F.interpolate, (image,), {"scale_factor": 0.5})
     assert plain.dtype is torch.float32  # "nearest" where no way is given
+
+
+def test_a_mode_keeps_the_casts_of_parameters_alone_until_the_forward_ends() -> None:
+    """What the forward itself made would be held for as long."""
+    weight, wide = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    held: list[set[int]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x @ weight + x @ wide
+        assert LOCAL.mode is not None
+        held.append({key for key, _ in LOCAL.mode.kept})
+        return x
+
+    net = auto_mixed_precision(Apply(forward), "O2", torch.bfloat16)
+    net(torch.ones(2, 2))
+    assert held == [{id(weight)}]
+    assert LOCAL.mode is None
+
+
+# --- beside compiled graphs
+
+TORCH, DYNAMO, INDUCTOR = (graphs._TORCH + "/nn/modules/module.py", graphs._RUNS_GRAPHS, graphs._INDUCTOR)
+
+
+@pytest.mark.parametrize(
+    ("files", "inside"),
+    [
+        (["<eval_with_key>.1", DYNAMO], True),
+        (["<eval_with_key>.1", TORCH, TORCH, DYNAMO], True),
+        ([TORCH, "<eval_with_key>.1", DYNAMO], True),
+        (["/tmp/cxyz.py", INDUCTOR, TORCH, DYNAMO], True),  # the file that inductor wrote, and who called it
+        ([TORCH, DYNAMO], False),  # torch's own code, but no graph
+        (["/home/me/hook.py", "<eval_with_key>.1", DYNAMO], False),
+        (["<eval_with_key>.1", "/home/me/hook.py", DYNAMO], False),
+        (["<eval_with_key>.1", TORCH], False),  # nobody runs it
+        ([], False),
+    ],
+)
+def test_an_operation_is_a_graphs_own_if_nobody_elses_code_is_between(files: list[str], inside: bool) -> None:
+    frame: Any = None
+    for file in reversed(files):
+        code = SimpleNamespace(co_filename=file, co_name="_fn" if file == DYNAMO else "forward")
+        frame = SimpleNamespace(f_code=code, f_back=frame)
+    assert graphs.in_graph(frame) == inside
+
+
+def test_graphs_are_looked_for_from_the_first_thing_that_was_compiled_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at who calls costs too much where no graph can run; once seen, a graph is remembered."""
+    dynamo = SimpleNamespace(cached_backends={})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", dynamo)
+    fresh = runpy.run_path(graphs.__file__)["may_run"]
+    assert [fresh(), fresh()] == [False, False]
+    dynamo.cached_backends[0] = "eager"
+    assert fresh()
+    dynamo.cached_backends.clear()
+    assert fresh()

@@ -13,7 +13,7 @@ from test_replay import trace_of
 from torch import Tensor, nn
 
 from mpkit.casting import cast_like
-from mpkit.diagnose import recommend, recommend_recipe, stale_scales
+from mpkit.diagnose import diagnose, recommend, recommend_recipe, stale_scales
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.diagnose.report import Report, power
 from mpkit.diagnose.stale import _flushed_reasons, stale_operands
@@ -313,3 +313,12 @@ def test_a_norm_of_ones_own_is_one_that_widens_and_adds_up_or_takes_roots(kind: 
     assert list(own_norms(kind(), ())) == [("the network", kind.__name__)] * found
     assert list(own_norms(nn.Sequential(nn.ReLU(), kind(), kind()), ())) == [("1", kind.__name__)] * found
     assert list(own_norms(kind(), (kind,))) == []
+
+
+def test_the_run_in_float32_is_one_without_a_scale() -> None:
+    """A gradient of more than half of what float32 holds is finite there, and with a scale of 2 it is not."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, 2.0**-120)
+    x = torch.full((1, 1), 1.5 * 2.0**127)
+    assert diagnose(net, x, lambda y: y.sum(), level="O0", scale=1.0).verdict == "healthy"
+    assert diagnose(net, x, lambda y: y.sum(), level="O0", scale=2.0).verdict == "scale_too_high"

@@ -1,0 +1,38 @@
+"""The parts of a recording by themselves, where their answers turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpkit.record import Ranges
+from mpkit.record.counts import host_counts
+from mpkit.record.rows import Rows
+from mpkit.record.trace import HIGHEST, LOWEST
+
+
+def rows_of(*values: float) -> Ranges:
+    rows = Rows(("a",))
+    counts, zeros, largest, _ = host_counts(torch.tensor(values))[:4]
+    rows.append(0, [(counts, zeros, largest, len(values))])
+    return rows.ranges()
+
+
+@pytest.mark.parametrize(
+    ("values", "lowest", "counts"),
+    [
+        ([0.0, 0.0], 0, [0]),  # nothing to count: one empty bin, that of 1
+        ([1.0], 0, [1]),
+        ([2.0**-126], LOWEST, [1]),
+        ([2.0**127], HIGHEST, [1]),
+        ([0.25, 3.0, 1.5, 0.0], -2, [1, 0, 1, 1]),
+        ([float("inf"), 1.0], 0, [1]),  # no bin for what is not finite
+    ],
+    ids=str,
+)
+def test_a_histogram_spans_the_exponents_that_occur(values: list[float], lowest: int, counts: list[int]) -> None:
+    found = rows_of(*values)
+    assert found.lowest == lowest
+    assert found.counts[0, 0].tolist() == counts
+    assert found.zeros.tolist() == [[values.count(0.0)]]
+    assert found.nonfinite.tolist() == [[values.count(float("inf"))]]
