@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce
+from mpkit.boost.grad_freeze import cell
 from mpkit.boost.grad_freeze.stages import stage_costs
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 
@@ -77,3 +78,44 @@ def test_the_bounds_of_a_group_scale_at_their_edges(options: dict[str, Any], err
         return
     with pytest.raises(error, match=r"need|must"):
         GroupLossScaleManager(4.0, **options)
+
+
+def test_a_manager_without_groups_yet_has_no_scale_and_saves_its_table_alone() -> None:
+    manager = GroupLossScaleManager(4.0)
+    assert (manager.table.tolist(), manager.scales.tolist()) == ([1.0, 1.0], [])
+    assert manager.passed.tolist() == [[True, True]] * 2
+    assert manager.get_drop_overflow_update() is True
+    manager.set_loss_scale_status(2, 8.0)
+    assert list(manager.state_dict()) == ["table"]
+    assert manager.table.tolist() == [1.0, 8.0, 8.0, 1.0]
+    manager.set_loss_scale_status(0, 8.0)
+    assert manager.table.tolist() == [1.0, 1.0]
+
+
+def test_a_marker_names_groups_that_there_are() -> None:
+    """With two groups 1 and 2 are theirs, 0 and 3 are outside."""
+    manager = GroupLossScaleManager(4.0)
+    manager.set_loss_scale_status(2, 4.0)
+    x = torch.ones(2)
+    for known in range(4):
+        for pair in ((known, 1), (1, known)):
+            assert torch.equal(manager(x, *pair), x)
+        for strange in (-1, 4):
+            for pair in ((known, strange), (strange, known)):
+                with pytest.raises(ValueError, match=r"a marker names groups 0\.\.3"):
+                    manager(x, *pair)
+
+
+@pytest.mark.parametrize(
+    ("options", "over"), [({}, 4), ({"degree": 8}, 8), ({"mean": False}, 1), ({"mean": False, "degree": 8}, 1)], ids=str
+)
+def test_a_sum_over_processes_is_divided_by_the_degree_or_their_number(
+    options: dict[str, Any], over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(cell, "mean_", lambda tensors, degree: seen.append((list(tensors), degree)))
+    grads: list[Tensor] = [torch.ones(2)]
+    cell.reduce_(grads, **options)
+    assert seen == [(grads, over)]

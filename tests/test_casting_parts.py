@@ -231,3 +231,13 @@ def test_graphs_are_looked_for_from_the_first_thing_that_was_compiled_on(monkeyp
     assert fresh()
     dynamo.cached_backends.clear()
     assert fresh()
+
+
+def test_counting_what_an_operation_loses_leaves_what_it_writes_into_alone() -> None:
+    """It is computed again in float64, and a float64 tensor is its own copy there."""
+    x = torch.tensor([-1.0, 2.0], dtype=torch.float64)
+    net = Apply(lambda x: F.elu(x, inplace=True))
+    with ledger(net, count=True) as book:
+        net(x)
+    assert x.tolist() == torch.tensor([-1.0, 2.0], dtype=torch.float64).expm1().where(x < 0, 2.0).tolist()
+    assert (book.rows[0].flushed, book.rows[0].overflowed) == (0, 0)
