@@ -86,6 +86,26 @@ def test_a_prediction_tells_nothing_before_it_is_made_and_the_truth_after(lesson
     assert f"You predicted ({truth}), and so it is." in again.status.value
 
 
+NAMED = [("03", "black"), ("08", "raises"), ("09", "active"), ("12", "sizes"), ("21", "decayed")]
+
+
+@pytest.mark.parametrize(("lesson", "name"), NAMED)
+def test_the_right_names_in_another_order_are_right(lesson, name):
+    truth = import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS[name].truth()
+    assert len(truth) > 1
+    assert check.verdict(lesson, name, truth[::-1])[0]
+    assert check.verdict(lesson, name, tuple(truth))[0]
+    assert not check.verdict(lesson, name, [*truth, truth[0]])[0]
+    assert not check.verdict(lesson, name, [truth[0], *truth[:-1]])[0]
+    assert not check.verdict(lesson, name, truth[:-1])[0]
+
+
+def test_the_order_of_verdicts_counts():
+    truth = import_module("mpkit.check.lesson_16").QUESTIONS["verdicts"].truth()
+    assert check.verdict("16", "verdicts", truth)[0]
+    assert not check.verdict("16", "verdicts", sorted(truth))[0]
+
+
 def test_bad_names_are_refused():
     with pytest.raises(ValueError, match="lesson 05 has the predictions search, got 'nothing'"):
         check.predict("05", "nothing")

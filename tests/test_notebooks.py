@@ -242,6 +242,7 @@ READ_TWICE = (
     "without such an addition",
     "smaller rounds to 0",
     "mostly do the same",
+    "count the zeros of the strategy",
 )
 """The words at which readers stopped, in sentences that were rewritten since."""
 

@@ -25,7 +25,8 @@ class Question:
 
     Args:
         prompt:  what is asked, in one sentence, with the unit.
-        truth:   computes the right answer (a number, string, bool, list or tuple).
+        truth:   computes the right answer (a number, string, bool, list or tuple); names and whole numbers in a list
+                 count in any order.
         right:   the sentence for a right answer; `{truth}` is filled in.
         hint:    the sentence for a wrong answer without a hint of its own; does not give the answer away.
         hints:   pairs of a typical wrong answer (a value, or a predicate on the answer) and what it tells.
@@ -134,12 +135,19 @@ def verdict(lesson: str, name: str, value: Any = None) -> tuple[bool | None, str
     if value is None:
         return None, f"Question: {question.prompt}"
     truth = question.truth()
-    if _same(value, truth, question.rel):
+    if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
         if wrong(value) if callable(wrong) else _same(value, wrong, question.rel):
             return False, "Not yet. " + sentence
     return False, "Not yet. " + question.hint
+
+
+def _in_any_order(value: Any, truth: Any) -> Any:
+    """A list of names or whole numbers is right in any order; one of True and False is not."""
+    if isinstance(truth, list) and isinstance(value, list | tuple) and all(type(t) in (str, int) for t in truth):
+        return sorted(value, key=lambda v: str(v).strip().lower())
+    return value
 
 
 def _of(lesson: str) -> ModuleType:

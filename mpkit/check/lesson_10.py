@@ -30,7 +30,7 @@ QUESTIONS = {
         _frozen,
         "freeze_p is the share of steps without freezing, whatever its name says.",
         "Count the steps of a strategy whose index is not 0.",
-        ((700, "That is what the name freeze_p promises. Count the zeros of the strategy."),),
+        ((700, "That is what the name freeze_p promises. These are the steps with index 0."),),
     ),
     "stages": Question(
         "21 stages, 10 groups, index 3: how many stages are frozen?",
