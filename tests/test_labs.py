@@ -365,3 +365,21 @@ def test_the_notes_state_the_points_of_every_lab(source):
         line for line in (labs.HERE / "INSTRUCTOR.md").read_text().splitlines() if line.startswith(f"| {number} ")
     )
     assert f"| {machine} + {hand} |" in row
+
+
+def test_what_lab_07_asks_about_its_table_is_what_the_table_shows(monkeypatch):
+    """At O1 and O2 the backward pass keeps more than half of the bytes of float32, of the images shown alone."""
+    monkeypatch.setenv("MPKIT_DEVICE", "cpu")
+    names: dict[str, object] = {}
+    for cell in nbformat.read(SOURCES["lab07"], as_version=4).cells:
+        if cell.cell_type == "code" and "HIDDEN TESTS" not in cell.source:
+            exec(cell.source.split("shown(levels)")[0], names)
+            names["shown"] = lambda table: None
+    names |= {"STEPS": 1, "SHOWN": 64}
+    told = names["levels"]().splitlines()
+    kept = {tuple(line.split()[:2]): float(re.search(r"(\S+) MB kept", line)[1]) for line in told}
+    values = {"perceptron": 64 * (784 + 512 + 512), "convolution": 64 * (784 + 8 * 14 * 14 + 16 * 7 * 7)}
+    for network, count in values.items():
+        assert kept[network, "O0:"] == round(4 * count / 1e6, 2)
+        for level in ("O1:", "O2:"):
+            assert kept[network, level] > 0.5 * kept[network, "O0:"]

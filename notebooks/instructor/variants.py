@@ -284,7 +284,7 @@ def boost(draw: Draw) -> Texts:
 
 
 def scales(draw: Draw) -> Texts:
-    """Lab 05: the margin of the delayed scale, the element format of the blocks, the tensors of the last table."""
+    """Lab 05: the margin of the delayed scale, the element format of the blocks."""
     margin, fmt = draw.choice([*product((1, 2), (E3M2, E2M3))])
     name, top, largest = f"MXFP6 ({fmt.name.upper()})", 4 if fmt is E3M2 else 2, f"{fmt.max:g}"
     element = {"MXFP4 as": f"MXFP6_{fmt.name.upper()} as"}
