@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce
+from mpkit.boost.dim_reduce.descent import DimReduceSGD, _RandomState, _undisturbed
 from mpkit.boost.grad_freeze import cell
 from mpkit.boost.grad_freeze.stages import stage_costs
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
@@ -45,6 +46,38 @@ def test_dim_reduce_takes_whatever_applies_the_move_as_it_is(options: dict[str, 
         return
     with pytest.raises(ValueError, match="needs plain SGD with lr 1"):
         made()
+
+
+def test_the_optimizer_that_is_made_for_it_applies_the_move_as_it_is() -> None:
+    net = nn.Linear(2, 1, bias=False)
+    made = DimReduceSGD([net.weight], torch.eye(2), 0.25)
+    DimReduce(net, made, [net.weight], made.pca_mat_local, n_components=2, alpha=made.dim_reduce_alpha)
+    assert (made.param_groups[0]["lr"], made.dim_reduce, type(made).__name__) == (1.0, True, "SGD")
+
+
+def test_every_trial_of_every_step_repeats_the_dropout_of_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, here played by a dict; outside of the trials the numbers go on."""
+    on_gpu = {"cuda:0": torch.tensor([0])}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda d: on_gpu[str(d)].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, d: on_gpu.update({str(d): state.clone()}))
+    net = nn.Dropout(0.5)
+    random = _RandomState(torch.device("cuda:0"))
+    net.register_forward_pre_hook(random)
+    x, seen = torch.ones(64), []
+    fork = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork([]))
+    for step in range(3):
+        on_gpu["cuda:0"].fill_(step)
+        seen.append(net(x))
+        state = torch.get_rng_state()
+        for _ in range(2):
+            on_gpu["cuda:0"].fill_(-1)
+            with _undisturbed(net, random):
+                assert on_gpu["cuda:0"].item() == step
+                assert torch.equal(net(x), seen[-1])
+            assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
 
 
 def test_what_freezing_a_stage_saves_in_multiply_adds() -> None:

@@ -14,7 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, custom_mixed_precision, frameworks, graphs, ledger
+from mpkit.casting import (
+    auto_mixed_precision,
+    cast_like,
+    custom_mixed_precision,
+    frameworks,
+    graphs,
+    ledger,
+    watching,
+    within,
+)
 from mpkit.casting.mode import LOCAL, CastMode
 from mpkit.formats import E5M2, FloatFormat
 
@@ -241,3 +250,63 @@ def test_counting_what_an_operation_loses_leaves_what_it_writes_into_alone() -> 
         net(x)
     assert x.tolist() == torch.tensor([-1.0, 2.0], dtype=torch.float64).expm1().where(x < 0, 2.0).tolist()
     assert (book.rows[0].flushed, book.rows[0].overflowed) == (0, 0)
+
+
+class Spelled(nn.Linear):
+    """A layer that calls its product in its own words."""
+
+    def __init__(self, words: Callable[..., Tensor], bias: bool) -> None:
+        super().__init__(16, 16, bias=bias)
+        self.words = words
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("recipe", ["te_hybrid_delayed", "te_current"])
+@pytest.mark.parametrize(
+    ("words", "bias"),
+    [
+        (lambda x, w, b: F.linear(x, w, bias=b), True),
+        (lambda x, w, b: F.linear(x, weight=w, bias=b), True),
+        (lambda x, w, b: F.linear(bias=b, weight=w, input=x), True),
+        (lambda x, w, b: F.linear(x, w), False),
+        (lambda x, w, b: F.linear(input=x, weight=w), False),
+    ],
+)
+def test_a_product_under_a_recipe_is_the_same_however_it_is_called(words: Any, bias: bool, recipe: str) -> None:
+    torch.manual_seed(0)
+    plain, spelled, x = nn.Linear(16, 16, bias=bias), Spelled(words, bias), torch.randn(16, 16)
+    spelled.load_state_dict(plain.state_dict())
+    want = cast_like(nn.Sequential(plain), recipe)(x)
+    assert torch.equal(cast_like(nn.Sequential(spelled), recipe)(x), want)
+    assert not torch.equal(want, F.linear(x, plain.weight, plain.bias))  # rounded, so it was seen
+
+
+class Helped(nn.Module):
+    """A network whose forward calls another method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x)
+
+
+def test_a_method_is_watched_only_outside_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward, and within the level, it computes at the level: there is nothing to warn of."""
+    entered: list[str] = []
+    plain = watching.Watch.__enter__
+    monkeypatch.setattr(watching.Watch, "__enter__", lambda watch: entered.append("") or plain(watch))
+    net, x = auto_mixed_precision(Helped(), "O2", torch.bfloat16), torch.ones(2, 2)
+    net(x)
+    with within(net):
+        net.helper(x)
+    assert entered == []
+    with pytest.warns(UserWarning, match="helper"):
+        net.helper(x)
+    assert entered == [""]

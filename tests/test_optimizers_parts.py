@@ -100,3 +100,16 @@ def test_the_roundings_of_the_original_are_copied_only_when_asked_for(faithful: 
 def test_what_is_no_state_of_an_optimizer_is_told_from_one_of_another(saved: object) -> None:
     with pytest.raises(ValueError, match="needs what state_dict"):
         check_saved(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), saved)
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+def test_bfloat16_weights_hold_no_float32_copy_between_steps(way: Any) -> None:
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = opt.BFloat16Weights(opt.SGD([p], 0.1), way)
+    stands_in = optimizer.inner.param_groups[0]["params"]
+    for _ in range(2):
+        assert [t.numel() for t in stands_in] == [0]
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [t.numel() for t in stands_in] == [0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mpkit.formats import E4M3FN
-from mpkit.policies import ScalePolicy
+from mpkit.policies import ScalePolicy, run
 from mpkit.policies.history import explain
-from mpkit.policies.rule import FLOAT32_MAX
+from mpkit.policies.rule import FLOAT32_MAX, STOPS, Stop, stack
 from mpkit.policies.tensor_scale import TENSOR_SCALE_PRESETS, tensor_scale_preset
 from mpkit.replay import replay_tensor_scales
 
@@ -72,3 +74,66 @@ FREE, NARROW = ScalePolicy(), ScalePolicy(scale_bits=16)
 )
 def test_every_decision_has_its_word(policy: ScalePolicy, before: float, after: float, finite: bool, word: str) -> None:
     assert explain(policy, [before], [after], [finite]).tolist() == [word]
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags", "stop", "at"),
+    [
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 1.0}, [True, False], Stop.AT_FLOOR, 1),
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 2.0}, [False], Stop.NONE, -1),
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 1.0}, [True], Stop.NONE, -1),
+        ({"stop_at": 4.0, "init_scale": 16.0}, [False, False], Stop.SANK, 1),
+        ({"stop_at": 4.0, "init_scale": 16.0}, [False], Stop.NONE, -1),
+        ({"error_at_zero": True, "init_scale": 0.0}, [True], Stop.ZERO, 0),
+        ({"error_at_zero": False, "init_scale": 0.0}, [True], Stop.NONE, -1),
+        ({"error_at_inf": True, "init_scale": math.inf}, [True, False], Stop.INFINITE, 1),
+        ({"error_at_inf": False, "init_scale": math.inf}, [False], Stop.NONE, -1),
+        ({"max_consecutive": 2}, [False, False, True, False, False, False], Stop.CONSECUTIVE, 5),
+        ({"max_consecutive": 2}, [False, False, True, False, False], Stop.NONE, -1),
+    ],
+    ids=str,
+)
+def test_every_error_of_a_framework_comes_in_its_step(policy: Any, flags: list[bool], stop: Stop, at: int) -> None:
+    """By itself, and beside a policy that raises none."""
+    one = run(ScalePolicy(**policy), flags)
+    assert (one.raised_at, one.raised) == ((at if at >= 0 else None), STOPS[stop])
+    if stop is Stop.SANK:
+        assert one.final.scale == 8.0  # the decision that stops the run is not carried out
+    both = run(stack([ScalePolicy(**policy), ScalePolicy(init_scale=8.0)]), flags)
+    assert both.raised_at.tolist() == [at, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "flags", "without", "with_it"),
+    [
+        ("clamp_both_ways", {"init_scale": 0.25, "min_scale": 2.0, "growth_interval": 1}, [True], [0.5], [2.0]),
+        ("clamp_both_ways", {"init_scale": 128.0, "max_scale": 60.0}, [False], [64.0], [60.0]),
+        ("hold_at_overflow", {"init_scale": 2.0**127, "growth_interval": 1}, [True], [math.inf], [2.0**127]),
+        ("delayed", {"init_scale": 8.0}, [False, True], [4.0, 4.0], [8.0, 4.0]),
+        ("flush_subnormal", {"init_scale": 2.0**-126}, [False], [2.0**-127], [0.0]),
+        ("flush_subnormal", {"init_scale": 2.0**-125}, [False], [2.0**-126], [2.0**-126]),
+        ("growth_ge", {"init_scale": 8.0, "init_count": 5, "growth_interval": 3}, [True], [8.0], [16.0]),
+        ("refill_on_finite", {"init_scale": 8.0, "hysteresis": 2}, [False, True, False], [8, 8, 4.0], [8, 8, 8.0]),
+        ("refill_on_backoff", {"init_scale": 8.0, "hysteresis": 2}, [False] * 3, [8, 4, 2.0], [8, 4, 4.0]),
+        (
+            "refill_on_growth",
+            {"init_scale": 8.0, "hysteresis": 2, "growth_interval": 1},
+            [False, True, False],
+            [8, 16, 8.0],
+            [8, 16, 16.0],
+        ),
+    ],
+)
+def test_every_switch_of_the_rule_turns_its_part_on(
+    name: str, policy: dict[str, Any], flags: list[bool], without: list[float], with_it: list[float]
+) -> None:
+    """In a policy by itself, and in a vector where one has it and one has not."""
+    off, on = (ScalePolicy(**policy, **{name: value}) for value in (False, True))
+    assert run(off, flags).scale.tolist() == without
+    assert run(on, flags).scale.tolist() == with_it
+    assert run(stack([off, on]), flags).scale.T.tolist() == [without, with_it]
+
+
+def test_decisions_on_tensors_with_a_graph_are_explained_too() -> None:
+    before, after = torch.tensor([8.0, 8.0]), torch.tensor([16.0, 4.0], requires_grad=True)
+    assert explain(ScalePolicy(), before, after, torch.tensor([True, False])).tolist() == ["grew", "backed off"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
-from mpkit.step import TrainOneStepWithLossScaleCell, distributed
+from mpkit.step import TrainOneStepWithLossScaleCell, build_train_network, distributed
 
 # --- several processes
 
@@ -101,3 +101,21 @@ def test_a_loss_with_scales_by_group_starts_its_gradient_from_1() -> None:
     cell(torch.tensor([[1.0, 3.0]]))
     assert seen[0].tolist() == [[4.0, 12.0]]
     assert torch.equal(net.layer.weight.detach(), before - torch.tensor([[0.5, 1.5]]))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [
+        ("O0", torch.float64),
+        ("O1", torch.float64),
+        ("O2", torch.float32),
+        ("O3", torch.float32),
+        ("auto", torch.float32),
+    ],
+)
+def test_a_level_that_casts_results_computes_the_loss_in_float32(level: str, dtype: torch.dtype) -> None:
+    """MindSpore's build_train_network: at O0 and O1 the loss takes what the network and the label are."""
+    net = nn.Linear(3, 2)
+    cell = build_train_network(net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), level)
+    out = cell(torch.ones(4, 3), torch.ones(4, 2, dtype=torch.float64))
+    assert (out if isinstance(out, Tensor) else out.loss).dtype is dtype
