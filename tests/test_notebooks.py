@@ -243,6 +243,12 @@ READ_TWICE = (
     "smaller rounds to 0",
     "mostly do the same",
     "count the zeros of the strategy",
+    "reaches over 40",
+    "the scale itself is zero",
+    "; your loss scale",
+    "gradient values lost to zero: ",
+    "three different things here",
+    "which workers merge first?",
 )
 """The words at which readers stopped, in sentences that were rewritten since."""
 
