@@ -21,6 +21,7 @@ from mpkit.casting import (
     frameworks,
     graphs,
     ledger,
+    remove_mixed_precision,
     watching,
     within,
 )
@@ -309,4 +310,7 @@ def test_a_method_is_watched_only_outside_of_the_forward(monkeypatch: pytest.Mon
     assert entered == []
     with pytest.warns(UserWarning, match="helper"):
         net.helper(x)
+    assert entered == [""]
+    Helped().helper(x)  # of the same class, and at no level
+    remove_mixed_precision(net).helper(x)
     assert entered == [""]

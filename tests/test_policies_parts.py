@@ -137,3 +137,22 @@ def test_every_switch_of_the_rule_turns_its_part_on(
 def test_decisions_on_tensors_with_a_graph_are_explained_too() -> None:
     before, after = torch.tensor([8.0, 8.0]), torch.tensor([16.0, 4.0], requires_grad=True)
     assert explain(ScalePolicy(), before, after, torch.tensor([True, False])).tolist() == ["grew", "backed off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("init_scale", 0.0),
+        ("growth_factor", math.ulp(0.0)),
+        ("backoff_factor", 0.0),
+        ("backoff_divisor", math.ulp(0.0)),
+        ("min_scale", 0.0),
+        ("max_scale", 0.0),
+        ("max_consecutive", 0),
+    ],
+)
+def test_the_least_that_a_number_of_a_policy_may_be(name: str, least: float) -> None:
+    assert getattr(ScalePolicy(**{name: least}), name) == least
+    below = -1 if isinstance(least, int) else math.nextafter(least, -math.inf)
+    with pytest.raises(ValueError, match=f"{name} must lie in"):
+        ScalePolicy(**{name: below})
