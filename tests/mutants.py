@@ -53,7 +53,7 @@ OWN = {  # module -> beginnings of the names of its own test files; EVERY: those
     "rounding": ("test_rounding",),
     "casting": ("test_casting", "test_recipes", "test_ledger", "test_golden_recipes", "test_golden_linear"),
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
-    "scalers": ("test_scalers", "test_golden_scalers"),
+    "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
     "step": ("test_step", "test_golden_step", "test_distributed"),
     "optimizers": ("test_optimizers", "test_golden_optimizers", "test_adam8bit", "test_bf16"),
     "schedules": ("test_schedules", "test_golden_optimizers"),

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mpkit.policies import ScalePolicy, preset
+from mpkit.policies import ScalePolicy, preset, tensor_scale_preset
 from mpkit.policies.rule import stack
 from mpkit.scalers import DynamicLossScaler, PolicyLossScaler
 from mpkit.scalers.kernel import fused_rule
+from mpkit.scalers.tensor_scale import TensorScaler
 
 
 def tensors(thing: Any) -> list[torch.Tensor]:
@@ -54,3 +55,13 @@ def test_a_divisor_that_rounds_differently_is_left_to_the_rule() -> None:
     thirds = ScalePolicy(backoff_factor=1.0, backoff_divisor=3.0, min_scale=1.0)
     assert fused_rule(thirds) is not None
     assert fused_rule(replace(thirds, backoff_divisor=worst)) is None
+
+
+def test_a_tensors_scaler_waits_for_its_step_to_end_once_it_has_seen_something() -> None:
+    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=2))
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 1.0)
+    for amax in (3.5, 1.0):
+        scaler.observe_(torch.tensor(amax))
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (True, 3.5, 1.0)
+    scaler.update_()
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 448 / 3.5)
