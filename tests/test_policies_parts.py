@@ -13,7 +13,12 @@ from mpkit.formats import E4M3FN
 from mpkit.policies import ScalePolicy, run
 from mpkit.policies.history import explain
 from mpkit.policies.rule import FLOAT32_MAX, STOPS, Stop, stack
-from mpkit.policies.tensor_scale import TENSOR_SCALE_PRESETS, tensor_scale_preset
+from mpkit.policies.tensor_scale import (
+    TENSOR_SCALE_PRESETS,
+    advance_tensor_scale,
+    initial_tensor_scale,
+    tensor_scale_preset,
+)
 from mpkit.replay import replay_tensor_scales
 
 EXACT, POWER = np.float32(448) / np.float32(3), 2.0 ** math.floor(math.log2(448 / 3))
@@ -156,3 +161,14 @@ def test_the_least_that_a_number_of_a_policy_may_be(name: str, least: float) -> 
     below = -1 if isinstance(least, int) else math.nextafter(least, -math.inf)
     with pytest.raises(ValueError, match=f"{name} must lie in"):
         ScalePolicy(**{name: below})
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-12])
+@pytest.mark.parametrize("name", [name for name, policy in TENSOR_SCALE_PRESETS.items() if not policy.delayed])
+def test_a_current_scale_is_the_same_by_numbers_and_by_tensors(name: str, floor: float) -> None:
+    """At the amaxes where a quotient overflows, vanishes, or is none."""
+    policy = tensor_scale_preset(name, E4M3FN, amax_floor=floor)
+    for amax in (0.0, 2.0**-149, 2.0**-126, 1e-12, 1.0, 3.0, 448.0, 2.0**127, FLOAT32_MAX, math.inf, math.nan):
+        number = advance_tensor_scale(policy, initial_tensor_scale(policy), amax).scale
+        tensor = advance_tensor_scale(policy, initial_tensor_scale(policy, "cpu"), torch.tensor(amax)).scale
+        assert number == float(tensor) or (math.isnan(number) and bool(tensor.isnan())), amax
