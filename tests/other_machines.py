@@ -22,6 +22,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -233,14 +234,17 @@ def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "
     found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "jitter")])}
     python = [python_of(variant.python), "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
     ignored = [f"--ignore=tests/test_{name}.py" for name in ELSEWHERE]
-    done = subprocess.run(
-        [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | found_by | jitter | variant.variables,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        # torch keeps what it compiled for other runs, and does not ask for which instruction set that was
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": folder} if variant.variables else {}
+        done = subprocess.run(
+            [*python, "-n", str(jobs), "--dist", "loadfile", *ignored, *paths],
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | found_by | jitter | compiled | variant.variables,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     found = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return found if found or done.returncode == 0 else [f"pytest ended with {done.returncode}: {done.stdout[-500:]}"]
 
