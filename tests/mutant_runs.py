@@ -326,8 +326,12 @@ class Server(Seeded):
                 return ELSEWHERE
         items = [self.items[name] for name in job.tests]
         for item, following in zip(items, [*items[1:], None]):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if self.session.testsfailed:
+            try:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                passed = not self.session.testsfailed
+            except BaseException:  # pytest lets a Ctrl-C through, and there may be no memory left for its report
+                passed = False
+            if not passed:
                 (self.copy / "failed").write_text(item.nodeid)
                 return 1
         return 0

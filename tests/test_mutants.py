@@ -92,12 +92,16 @@ def elsewhere():
 
 
 TWICE = half(3) * 2
+
+
+def interrupts(a):
+    return a > 5
 """
 TESTS = """
 import subprocess
 import sys
 
-from mpkit.formats import TWICE, half, larger
+from mpkit.formats import TWICE, half, interrupts, larger
 
 
 def test_it():
@@ -111,6 +115,12 @@ def test_the_default():
 
 def test_a_table_made_by_the_import():
     assert TWICE == 2
+
+
+def test_a_ctrl_c_that_nobody_catches():
+    assert interrupts(6)
+    if interrupts(5):
+        raise KeyboardInterrupt
 
 
 def test_another_process():
@@ -142,11 +152,13 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
         "killed    mpkit/formats.py:18 2 -> 3",
         "killed    mpkit/formats.py:18 3 -> 4",
         "killed    mpkit/formats.py:18 half(3) * 2 -> half(3) / 2",
+        "killed    mpkit/formats.py:22 5 -> 6",
+        "killed    mpkit/formats.py:22 a > 5 -> a >= 5",
         "killed    mpkit/formats.py:3 a > b -> a >= b",
         "survived  mpkit/formats.py:7 1 -> 2",  # no test calls it
         "survived  mpkit/formats.py:7 a - 1 -> a + 1",
     ]
-    assert "77.8% of 9 killed" in done.stdout
+    assert "81.8% of 11 killed" in done.stdout
     assert (tmp_path / "mpkit/formats.py").read_text() == LIBRARY
     held = json.loads((tmp_path / "out.json").read_text())
     changed = [f"mpkit/formats.py unused: return a - 1 => return {wrong}" for wrong in ("a + 1", "a - 2")]
