@@ -72,6 +72,9 @@ def test_log_of_softmax_loses_what_lies_below_half_the_smallest_float16() -> Non
     assert model.lost == int((torch.softmax(LOGITS.double(), 0) <= 2.0**-25).sum())
     assert LogSoftmaxExplorer(level="O1").lost == LogSoftmaxExplorer(level="auto").lost == 0
     assert LogSoftmaxExplorer(level="O3", fused=True).lost == 0
+    narrow = LogSoftmaxExplorer(level="O2", fmt="e4m3fn")  # it has no infinity
+    lost = int((torch.softmax(LOGITS.double(), 0) <= 2.0**-10).sum())
+    assert f"{lost} of 33 log-probabilities became NaN" in narrow.summary()
 
 
 def test_relative_error() -> None:

@@ -129,6 +129,6 @@ TASK = Task(
     "the function gets a layer ('linear', 'relu', 'batch_norm' or 'softmax') and a level ('O0' to 'O3'). It returns "
     "how many bits, 16 or 32, this layer computes in when it stands inside a network.",
     _widths,
-    "The levels O0 to O3 differ in nothing but what they cast.",
+    "As casting levels, O0 to O3 differ in nothing but what they cast.",
     "O1 has a list of what it casts, O2 a list of what it does not cast. Ask the ledger where you are unsure.",
 )

@@ -33,7 +33,7 @@ QUESTIONS = {
     "weights": Question(
         "How many weights does a skipped step change?",
         lambda: 0,
-        "None. Momentum and step counter do not change either: all is as if this batch had never come.",
+        "None. Momentum and step counter do not change either: for the optimizer this batch never came.",
         "Look at phase 7 with the inf in the batch.",
     ),
     "clip": Question(

@@ -60,7 +60,7 @@ QUESTIONS = {
         "Choose 'the model is broken' in the view above. Which rules raise an error in its 200 steps? A sorted list.",
         _who_raises,
         "{truth}. Later MindSpore's manager stops at overflow 1001, apex when its scale is 0, the others never.",
-        "A black dot in a small picture marks an error.",
+        "A dot at the end of a line in a small picture marks an error.",
         ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at all the small pictures."),),
     ),
     "naive": Question(

@@ -224,15 +224,16 @@ class LogSoftmaxExplorer(Explorer):
         network = auto_mixed_precision(head, self.level, get_format(self.fmt))
         self.got = network(LOGITS).double()
         self.want = F.log_softmax(LOGITS.double(), 0)
-        self.lost = int(self.got.isinf().sum())
         finite = self.got.isfinite()
+        self.lost = int((~finite).sum())
+        self.becomes = "NaN" if bool(self.got.isnan().any()) else "-inf"  # e4m3fn has no infinity
         self.error = float((self.got - self.want)[finite].abs().max()) if bool(finite.any()) else math.inf
 
     def summary(self) -> str:
         how = "log_softmax" if self.fused else "log(softmax)"
         return (
-            f"{how} at {self.level} in {self.fmt}: {self.lost} of {len(LOGITS)} log-probabilities became -inf. "
-            f"The largest error of the others is {self.error:.2g}."
+            f"{how} at {self.level} in {self.fmt}: {self.lost} of {len(LOGITS)} log-probabilities became "
+            f"{self.becomes}. The largest error of the others is {self.error:.2g}."
         )
 
     def table(self) -> list[dict[str, Any]]:

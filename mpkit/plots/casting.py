@@ -30,7 +30,7 @@ def casting_scene(data: CastingExplorer) -> Scene:
             fill=f"{role}/0.2",
             edge=role,
             hatch=None if wide else True,
-            text=["32" if wide else steps[i].compute.removesuffix("fn") for i in at],
+            text=["32" if wide else steps[i].compute for i in at],
             names=[_label(steps[i]) for i in at],
             label=label,
         )
@@ -65,13 +65,13 @@ def _label(step: Any) -> str:
 
 
 def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
-    """Computed log-probabilities against the exact ones; what became -inf lies on the floor."""
+    """Computed log-probabilities against the exact ones; what became -inf or NaN lies on the floor."""
     floor = -37.0
     scene = Scene(height=380)
     x, y = linear("logit z", 0.8, -32.8, 7), linear("log softmax(z), nats", floor - 1.5, 1.5, 6)
     panel = scene.panel(title="log-probabilities, as computed", x=x, y=y)
     panel.rule("y", floor, "muted", dash=":")
-    panel.text("-inf", 0.4, floor, anchor="start", valign="bottom", dy=-3, color="overflow")
+    panel.text(data.becomes, 0.4, floor, anchor="start", valign="bottom", dy=-3, color="overflow")
     logits, got = -np.arange(33.0), np.asarray(data.got.tolist())
     panel.line(np.asarray(data.want.tolist()), logits, "reference", width=1.6, label="exact")
     fine = np.isfinite(got)
@@ -79,5 +79,5 @@ def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
         panel.points(got[fine], logits[fine], "own", size=3.5, label="computed")
     if not fine.all():
         lost = [floor] * int((~fine).sum())
-        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label="lost: log(0) = -inf")
+        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label=f"lost: log(0) = {data.becomes}")
     return scene
