@@ -375,3 +375,20 @@ def test_defaults_are_those_of_the_original() -> None:
     held = inspect.signature(DimReduce).parameters
     want = {"n_components": 32, "rho": 0.55, "gamma": 0.9, "alpha": 0.001, "sigma": 0.4}
     assert {name: held[name].default for name in want} == want
+
+
+@pytest.mark.parametrize("name", ["there.txt", "missing.npy", "folder.npy"])
+def test_a_matrix_comes_from_a_npy_file_that_exists(name: str, tmp_path: Path) -> None:
+    (tmp_path / "there.txt").touch()
+    (tmp_path / "folder.npy").mkdir()
+    with pytest.raises(ValueError, match=rf"an existing \.npy file, got .*{name}"):
+        prepare_pca(nn.Linear(2, 1), 1, pca_mat_path=tmp_path / name)
+
+
+def test_a_node_has_eight_devices_unless_said_otherwise(tmp_path: Path) -> None:
+    """MindSpore's device_number: of ranks 7 and 8, 8 is the first of a node, so only it computes."""
+    np.save(tmp_path / "full.npy", walk(16, 3))
+    with pytest.raises(RuntimeError, match="rank 7 waited"):
+        prepare_pca(nn.Linear(2, 1), 16, pca_mat_path=tmp_path / "full.npy", rank=7, rank_size=16, timeout=0.01)
+    rows = prepare_pca(nn.Linear(2, 1), 16, pca_mat_path=tmp_path / "full.npy", rank=8, rank_size=16)
+    assert np.array_equal(rows, walk(16, 3)[8:9])

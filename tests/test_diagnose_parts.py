@@ -17,7 +17,7 @@ from mpkit.diagnose import diagnose, recommend, recommend_recipe, stale_scales
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.diagnose.report import Report, power
 from mpkit.diagnose.stale import _flushed_reasons, stale_operands
-from mpkit.diagnose.watch import Operand
+from mpkit.diagnose.watch import Event, Operand, Watch, _operation
 from mpkit.formats import FP16
 from mpkit.record import AmaxTrace, Ranges
 from mpkit.replay import ceilings
@@ -322,3 +322,34 @@ def test_the_run_in_float32_is_one_without_a_scale() -> None:
     x = torch.full((1, 1), 1.5 * 2.0**127)
     assert diagnose(net, x, lambda y: y.sum(), level="O0", scale=1.0).verdict == "healthy"
     assert diagnose(net, x, lambda y: y.sum(), level="O0", scale=2.0).verdict == "scale_too_high"
+
+
+# --- what is watched
+
+
+def rounding_event(index: int, operation: str, *parents: int) -> Event:
+    return Event(index, operation, "a", "forward", "", frozenset({"inf"}), (), parents, (), False)
+
+
+@pytest.mark.parametrize(
+    ("operations", "born"),
+    [
+        (["mul"], 0),
+        (["round to fp16"], None),  # a step inside a rounding, whose result was finite
+        (["round to fp16", "mul"], 0),
+        (["round to fp16", "round to fp16", "mul"], 0),  # used through another step of the rounding
+        (["round to fp16", "round to fp16"], None),
+    ],
+)
+def test_an_infinity_inside_a_rounding_counts_once_an_operation_used_it(operations: list[str], born: Any) -> None:
+    watch = Watch(nn.Identity(), {})
+    watch.events += [rounding_event(i, name, *range(i)[-1:]) for i, name in enumerate(operations)]
+    found = watch.hidden()
+    assert found == (None if born is None else watch.events[born])
+
+
+@pytest.mark.parametrize(("to", "words"), [(torch.float16, "cast to float16"), (torch.float32, "copy")])
+def test_a_copy_into_another_dtype_is_a_cast(to: torch.dtype, words: str) -> None:
+    assert _operation(torch.ops.aten.copy_.default, (torch.zeros(2, dtype=to), torch.zeros(2)), {}) == words
+    assert _operation(torch.ops.aten._to_copy.default, (torch.zeros(2),), {"dtype": to}).startswith("cast to")
+    assert _operation(torch.ops.aten._to_copy.default, (torch.zeros(2),), {}) == "copy"

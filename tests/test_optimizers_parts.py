@@ -113,3 +113,10 @@ def test_bfloat16_weights_hold_no_float32_copy_between_steps(way: Any) -> None:
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert [t.numel() for t in stands_in] == [0]
+
+
+@pytest.mark.parametrize("name", ["epsilon", "coefficient"])
+def test_the_numbers_of_lars_are_above_zero(name: str) -> None:
+    inner = opt.Momentum([nn.Parameter(torch.ones(2))], 0.1, 0.9)
+    with pytest.raises(ValueError, match=name):
+        opt.LARS(inner, **{name: 0.0})

@@ -411,3 +411,15 @@ def test_every_scale_is_kept_of_up_to_four_million_policy_steps(monkeypatch, ste
 def test_a_tensor_of_zeros_or_with_a_bad_value_has_no_scale_of_its_own():
     part = trace_of([torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1e-6]), torch.tensor([1.0, np.inf])]).gradients
     assert flushed_by_current_scale(part, E5M2)[:, 0].tolist() == pytest.approx([np.nan, 0.0, np.nan], nan_ok=True)
+
+
+def test_what_is_lost_is_what_is_left_of_applied_steps_and_of_their_values():
+    """A share of the steps is skipped, and of the others a share of the values is 0: (1 - s)(1 - f) arrives."""
+    rows = [torch.tensor([1.0, 2.0**-30, 2.0**-36])] * 10
+    for step in (4, 7):
+        rows[step] = torch.tensor([2.0**10, 1.0, 2.0**-36])
+    row = replay(trace_of(rows), swept(2.0**10, 2, 1000), fmt="fp16").iloc[0]
+    assert 0 < row["skipped_share"] < 1
+    assert 0 < row["flushed"] < 1
+    arrives = (1 - row["skipped_share"]) * (1 - row["flushed"])
+    assert row["lost"] == pytest.approx(1 - arrives, rel=1e-15)

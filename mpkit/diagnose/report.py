@@ -99,7 +99,7 @@ def power(value: float) -> str:
     >>> power(65536.0), power(0.25), power(1000.0)
     ('2^16 = 65536', '2^-2 = 0.25', '1000')
     """
-    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
+    if math.frexp(value)[0] == 0.5:
         return f"2^{math.frexp(value)[1] - 1} = {value:.10g}"
     return f"{value:.10g}"
 
