@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from forked_kernels import offered
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support import ROOT
@@ -148,6 +149,12 @@ OPEN = """async (path) => { const app = window.jupyterapp;
   const opened = await app.commands.execute('docmanager:open', {path});
   await opened.context.ready;
   app.shell.activateById(opened.id); }"""
+
+# The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables.
+AXE = "05_dynamic_loss_scale.ipynb"
+THEME = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+OPENED = """() => { document.querySelectorAll('.mpk details').forEach((more) => { more.open = true; });
+  document.querySelectorAll('.mpk-choice').forEach((button) => button.click()); }"""
 
 # What every lesson imports; a kernel that is started ahead has done so when its notebook's turn comes.
 IMPORTS = "import anywidget, ipywidgets, matplotlib.figure, numpy, pandas, torch\n"
@@ -380,6 +387,8 @@ def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
         assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
         assert page.page.evaluate("window.__values") == [], "views that were only opened changed values by themselves"
+        if notebook == AXE:
+            assert violations(page) == []
         delays: list[float] = []
         for cell in page.outline():
             assert all(len(alt) > 10 for alt in cell["pictures"]), f"a picture without text in cell {cell['index']}"
@@ -390,6 +399,31 @@ def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
             print(f"{notebook}: slider to picture {statistics.median(delays):.0f} ms (median of {len(delays)})")
     finally:
         page.close()
+
+
+def violations(page: Page) -> list[tuple[str, str, str]]:
+    """(theme, rule, element) of all that axe finds in what a lesson puts on the page, light and dark.
+
+    Every table of a view is open and every prediction made; toolbars, editors and the rest of JupyterLab are not ours.
+    The head of a DataFrame is written by pandas: its cells without a name are the one thing that is left out.
+    """
+    ours = {"include": [[".jp-RenderedMarkdown"], [".jp-OutputArea-output"]]}
+    page.page.evaluate(OPENED)
+    page.settled(0)
+    found, looked = list[tuple[str, str, str]](), set[str]()
+    for theme in ("JupyterLab Dark", "JupyterLab Light"):  # as it was before, at the end
+        page.page.evaluate(THEME, theme)
+        light = str(theme.endswith("Light")).lower()
+        page.page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=light)
+        page.settled(0)
+        only = {} if light == "true" else {"runOnly": ["color-contrast"]}  # nothing but colours is another in the dark
+        seen = Axe().run(page.page, ours, options={"resultTypes": ["violations"], **only}).response
+        looked |= {f"{theme}: {rule['id']}" for rule in seen["passes"]}
+        nodes = [(theme, rule["id"], node["html"][:200]) for rule in seen["violations"] for node in rule["nodes"]]
+        found += [one for one in nodes if one[1:] != ("empty-table-header", "<th></th>")]
+    needed = ("Dark: color-contrast", "Light: color-contrast", "Light: heading-order", "Light: svg-img-alt")
+    assert looked >= {f"JupyterLab {rule}" for rule in needed}, looked
+    return found
 
 
 def use(page, cell):

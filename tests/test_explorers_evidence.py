@@ -182,7 +182,7 @@ def test_a_ceiling_drawn_by_hand_is_ridden_by_every_policy_and_can_be_undone() -
     model.set(factor=model.rides[0], window=model.rides[1])
     assert model.row["lost"] <= best
     untouched = model.scale[:100].copy()
-    view.press("Undo what was drawn")
+    view.press("Undo drawing")
     np.testing.assert_array_equal(model.scale[:100], untouched)
     view.press("Reset")
     assert look(view) == first

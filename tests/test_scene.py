@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from scenes import page, plain, weight
 
 from mpkit import widgets
+from mpkit.explorers.base import Explorer
 from mpkit.explorers.scaling import DynamicsExplorer
 from mpkit.plots.scaling import dynamics_scene
 from mpkit.plots.scene import KINDS, ROLES, Scene, exponents, linear, log2, names, power_of_two, unpack
@@ -220,13 +222,46 @@ def test_page_and_stored_picture_show_the_same(show, name):
         boxes = [_extent(shape, drawn) for shape in shapes]
         assert np.allclose(_hull(tab.evaluate(BOXES)), _hull(boxes), atol=2)
     assert tab.locator(".mpk-stage").bounding_box()["y"] < 60
-    assert tab.locator(".mpk-form").bounding_box()["height"] <= 54  # two rows
     for wide in (view.spec["width"] + 16, 816):  # and as narrow as the output of a cell in a window of 900 pixels
         tab.set_viewport_size({"width": wide, "height": 900})
         tab.wait_for_function(f"document.querySelector('.mpk-stage svg').clientWidth <= {wide}", polling=20)
         assert overlaps(tab) == []
         assert tab.evaluate(OUTSIDE) == [], "words that leave the picture"
         assert tab.evaluate(COVERED) == [], "words under a ball"
+    for what, given in shown_controls(name):
+        tab.evaluate("(given) => Object.entries(given).forEach(([name, value]) => models[0].put(name, value))", given)
+        assert tab.locator(".mpk-form").bounding_box()["height"] <= 54, f"three rows of controls after {what}"
+
+
+def shown_controls(name):
+    """(what leads there, what the page gets) of every set of controls that a view can come to show: by one or two
+    choices, and by what is drawn or trained then.
+    """
+    view, found = made(name), {}
+
+    def keep(what):
+        given = {k: plain(getattr(view, k)) for k in ("kept", "spec", "state")}
+        found.setdefault(tuple(view.state["idle"]), (what, given))
+
+    keep("opening")
+    if type(view.explorer).idle is not Explorer.idle:
+        view = VIEWS[name]()
+        options = {c["name"]: [v for _, v in c["options"]] for c in view.controls if c["kind"] == "choice"}
+        options |= {c["name"]: [False, True] for c in view.controls if c["kind"] == "checkbox"}
+        options = {k: [v for v in values if v != view.state[k]] for k, values in options.items()}
+        few = [k for k, values in options.items() if len(values) <= 4]
+        choices = [{k: v} for k, values in options.items() for v in values]
+        choices += [{a: x, b: y} for a, b in combinations(few, 2) for x in options[a] for y in options[b]]
+        for choice in [{}, *choices]:
+            view.ask({"reset": True} | choice)
+            keep(choice)
+            if name == "experiment.own_experiment":
+                view.explorer.results = view.explorer.shown
+                view.explorer.touch()
+            elif "undraw" in view.state["idle"]:
+                view.ask({"draw": {"0": 3.0}})
+            keep(f"{choice} and a deed")
+    return found.values()
 
 
 def _is_text(artist):

@@ -289,7 +289,7 @@ class WhatIfExplorer(Explorer):
     """
 
     controls = ("run", "init", "factor", "window")
-    actions = {"Take the best pair": "take", "Undo what was drawn": "undraw"}
+    actions = {"Take the best pair": "take", "Undo drawing": "undraw"}
     gestures = ("draw", "pair")
     factors, windows = FACTORS, WINDOWS
     run = Unicode("mlp_digits").tag(label="recorded run, or path")

@@ -245,7 +245,7 @@ class DecayExplorer(Explorer):
     controls = ("parameter", "place", "size", "learning_rate", "weight_decay", "step")
     parameter = Enum(NAMES, NAMES[0]).tag(label="parameter")
     place = Enum(PLACES, PLACES[0]).tag(label="handed over")
-    size = Float(0.1, min=1e-4, max=10.0).tag(label="size of its gradients", scale="log10", step=0.25)
+    size = Float(0.1, min=1e-4, max=10.0).tag(label="gradient size", scale="log10", step=0.25)
     learning_rate = Float(0.01, min=0.0, max=0.03).tag(label="learning rate", step=0.001)
     weight_decay = Float(0.1, min=0.0, max=0.5).tag(label="weight_decay", step=0.01)
     step = Int(STEPS, min=0, max=STEPS).tag(label="marked step")

@@ -106,21 +106,21 @@ class DynamicsExplorer(Explorer):
     """
 
     controls = (
-        *("run", "fmt", "init_exponent", "scale_factor", "apart", "down_factor", "scale_window", "floor_exponent"),
-        *("hold", "step"),
+        *("run", "fmt", "init_exponent", "hold", "scale_factor", "apart", "down_factor", "scale_window"),
+        *("floor_exponent", "step"),
     )
-    actions = {"Undo what was drawn": "undraw"}
+    actions = {"Undo drawing": "undraw"}
     gestures = ("draw", "put")
     ahead = ("scale_window", "scale_factor", "down_factor", "floor_exponent", "init_exponent", "put")
     FORMATS = FORMATS
     run = Enum(list(RUNS), "gpt_sums").tag(label="run", names=RUNS)
     fmt = Enum(list(FORMATS), "fp16").tag(label="format", names=FORMATS)
-    init_exponent = Int(24, min=0, max=32).tag(label="start, 2 to the")
-    scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", unit="times", scale="log2", step=0.25)
-    apart = Bool(False).tag(label="another factor down")
-    down_factor = Float(2.0, min=1.25, max=16.0).tag(label="factor down", unit="times", scale="log2", step=0.25)
+    init_exponent = Int(24, min=0, max=32).tag(label="start 2^")
+    scale_factor = Float(2.0, min=1.25, max=16.0).tag(label="scale_factor", scale="log2", step=0.25)
+    apart = Bool(False).tag(label="own factor down")
+    down_factor = Float(2.0, min=1.25, max=16.0).tag(label="factor down", scale="log2", step=0.25)
     scale_window = Int(50, min=1, max=400).tag(label="scale_window", unit="steps")
-    floor_exponent = Int(0, min=-24, max=10).tag(label="floor, 2 to the")
+    floor_exponent = Int(0, min=-24, max=10).tag(label="floor 2^")
     hold = Bool(False).tag(label="hold the scale")
     step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown")
 

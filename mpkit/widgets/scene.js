@@ -531,10 +531,10 @@ function render({ model, el }) {
 			const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
 			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true }, NaN)); continue; }
 			html(line, "span", {}, c.label);
-			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind === "check" ? "checkbox" : c.kind, min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
+			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
 			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
-			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number` });
-			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "check" ? input.checked : input.value);
+			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
+			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
 			if (box) on(box, "change", () => ask({ [c.name]: +box.value }));
 		}
@@ -548,7 +548,7 @@ function render({ model, el }) {
 			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = state[c.name];
 			line.hidden = state.idle?.includes(c.name);
 			if (!input) continue;
-			if (c.kind === "check") input.checked = v;
+			if (c.kind === "checkbox") input.checked = v;
 			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
 				input.hidden = handles.has(c.name);

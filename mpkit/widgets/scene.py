@@ -227,11 +227,12 @@ class View(_Widget):
                 shown = tags.get("names", {})
                 row |= {"kind": "choice", "options": [[str(shown.get(v, v)), str(v)] for v in values]}
             elif isinstance(trait, Bool):
-                row |= {"kind": "check"}
+                row |= {"kind": "checkbox"}
             elif isinstance(trait, Int | Float):
                 grid = _grid(trait)
                 even = math.isclose(grid[1] - grid[0], grid[-1] - grid[-2], abs_tol=1e-9)
                 row |= {"kind": "range", "grid": grid, "step": float(f"{grid[1] - grid[0]:.6g}") if even else "any"}
+                row |= {"wide": 3 + max(len(f"{v:.9g}") for v in grid)}  # digits, and room for the arrows
             else:
                 row |= {"kind": "text"}
             rows.append(row | ({"costly": True} if tags.get("costly") else {}))
