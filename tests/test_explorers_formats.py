@@ -72,7 +72,7 @@ def test_the_bits_of_a_tenth():
     assert (model.below, model.above) == tuple(float(np.nextafter(np.float16(0.1), np.float16(s))) for s in (0, 1))
     assert model.gap == float(np.spacing(np.float16(0.1)))
     assert model.bit_string() == "0 01011 1001100110"
-    assert model.formula() == "+ 2^-4 × (1 + 614/1024)"
+    assert model.formula() == "+ 2⁻⁴ × (1 + 614/1024), normal"
     assert "0.0999755859375 (off by -2.44e-05), a normal number" in model.summary()
 
 

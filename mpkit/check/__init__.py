@@ -92,7 +92,9 @@ def on_screen(figures: Any) -> Any:
             return "Run this cell: the figures of your machine then stand here."
 
     as_html = getattr(figures, "_repr_html_", None)
-    return OnScreen(as_html() if as_html else f"<pre>{html.escape(str(figures))}</pre>")
+    if as_html:  # a head without words, in the corner, would be read out as one
+        return OnScreen(as_html().replace("<th></th>", "<td></td>"))
+    return OnScreen(f"<pre>{html.escape(str(figures))}</pre>")
 
 
 def answer(lesson: str, name: str, value: Any = None) -> None:

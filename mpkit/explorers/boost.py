@@ -188,10 +188,10 @@ class BoostExplorer(Explorer):
     grad_freeze = Bool(False).tag(label="grad_freeze")
     adasum = Bool(False).tag(label="adasum")
     grad_accumulation = Bool(False).tag(label="grad_accumulation")
-    full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="steps without freezing (freeze_p)", step=0.05)
+    full_step_fraction = Float(0.7, min=0.0, max=1.0).tag(label="unfrozen steps", step=0.05)
     freeze_type = Enum((0, 1), 1).tag(label="freeze_type", names={0: "0 continuous", 1: "1 interleaved"})
-    compare = Enum(COMPARED, "none").tag(label="compare with")
-    beside = Enum(COMPARED, "O1").tag(label="its steps with")
+    compare = Enum(COMPARED, "none").tag(label="compare")
+    beside = Enum(COMPARED, "O1").tag(label="with")
 
     def compute(self) -> None:
         """Both configurations, resolved."""

@@ -15,6 +15,7 @@ from traitlets import Enum, Int, Unicode
 from mpkit.data import data_dir
 from mpkit.explorers.base import Explorer
 from mpkit.formats import FORMATS, Fields, FloatFormat, get_format
+from mpkit.plots.scene import power_of_two
 from mpkit.record import Trace
 from mpkit.rounding import round_to, ulp
 
@@ -177,13 +178,14 @@ class BitsExplorer(Explorer):
         return f"{bits[0]} {bits[1 : 1 + self.format.exponent_bits]} {bits[1 + self.format.exponent_bits :]}"
 
     def formula(self) -> str:
-        """How the three fields make the value."""
+        """How the three fields make the value, and of what kind it is."""
         fields, fmt = self.fields, self.format
         if fields.kind in ("inf", "nan"):
-            return "exponent all ones: " + ("infinity" if fields.kind == "inf" else "not a number")
+            ones = "exponent" if fmt.has_inf else "exponent and fraction"
+            return f"{ones} all ones: {'infinity' if fields.kind == 'inf' else 'not a number'}"
         lead, power = (1, fields.exponent - fmt.bias) if fields.exponent else (0, fmt.min_exponent)
         sign = "−" if fields.sign else "+"
-        return f"{sign} 2^{power} × ({lead} + {fields.fraction}/{2**fmt.fraction_bits})"
+        return f"{sign} {power_of_two(power)} × ({lead} + {fields.fraction}/{2**fmt.fraction_bits}), {fields.kind}"
 
     def summary(self) -> str:
         if self.fields.kind in ("inf", "nan"):

@@ -56,7 +56,8 @@ def _configurations(panel: Panel, data: BoostExplorer) -> None:
         panel.points([mean], [speed], color, glyph="s", size=5.5, quiet=True)
         before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
         anchor, dx = ("end", -8) if before else ("start", 8)
-        panel.text(name, speed, mean, anchor=anchor, dx=dx, dy=14, halo=True, color=color)
+        close = k > 1 and speed - speeds[k - 1] < 0.16 * (panel.given["x"]["hi"] - panel.given["x"]["lo"])
+        panel.text(name, speed, mean, anchor=anchor, dx=dx, dy=30 if close else 14, halo=True, color=color)
         panel.boxes(
             *([speed - 0.012], [mean - 0.4], [speed + 0.012], [mean + 0.4]),
             pick="compare_with",

@@ -150,7 +150,8 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
     inside = 0.02 * len(data.tops)  # or the ball would cover the axis
     panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=inside, note="start")
-    grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}"}
+    room = data.window < 0.8 * len(data.tops)
+    grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}" if room else "window"}
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
     texts = [f"{100 * v:.0f}" if v >= 0.1 else f"{100 * v:.1f}" for v in data.grid.flat]
     look: dict[str, Any] = {"pick": "pair", "keys": list(range(data.grid.size)), "size": 11}

@@ -64,10 +64,14 @@ def _bit_row(scene: Scene, data: BitsExplorer) -> None:
     )
     look: dict[str, Any] = {"color": "muted", "valign": "bottom"}
     panel.text("sign", left + 0.9, 1.15, anchor="end", **look)
-    panel.text(f"exponent, {fmt.exponent_bits} bits", left + 1.1, 1.15, anchor="start", **look)
+    panel.text(f"exponent, {_bits(fmt.exponent_bits)}", left + 1.1, 1.15, anchor="start", **look)
     below = {"anchor": "start", "valign": "top", "color": "muted"}
-    panel.text(f"fraction, {fmt.fraction_bits} bits", left + 1.1 + fmt.exponent_bits, -0.2, **below)
-    panel.text(f"{data.formula()}     {data.fields.kind}", 16, -1.1, size=15)
+    panel.text(f"fraction, {_bits(fmt.fraction_bits)}", left + 1.1 + fmt.exponent_bits, -0.2, **below)
+    panel.text(data.formula(), 16, -1.1, size=15)
+
+
+def _bits(count: int) -> str:
+    return f"{count} bit{'s' * (count != 1)}"
 
 
 def _whole_format(scene: Scene, data: BitsExplorer) -> None:
@@ -95,7 +99,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
         return
     low, high = data.window
-    axis: dict[str, Any] = {"label": "drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
+    axis: dict[str, Any] = {"label": "value; drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
     axis["ticks"] = [[v, f"{v:.{9 if data.format.fraction_bits > 20 else 7}g}"] for v in middle]
     panel = scene.panel(2, title=f"its neighbours, {data.gap:.4g} apart", x=axis, y=space(0, 1))

@@ -37,7 +37,8 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     _decisions(main, data, scale, kept, low, high)
     _grips(main, data, scale, low, high)
     _gradients(scene, data)
-    x, y = linear("step of the whole run", 0, len(steps), 8), log2("", low, high, 8 if high - low < 60 else 32)
+    every = next(k for k in (8, 16, 32, 64) if high - low < 3.5 * k)  # four names find room
+    x, y = linear("step of the whole run", 0, len(steps), 8), log2("", low, high, every)
     whole = scene.panel(1, 0, colspan=2, x=x, y=y)
     whole.band(kept, high, quiet=True)
     whole.line(kept, color="overflow", width=1)
@@ -89,7 +90,7 @@ def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, hig
     up, down = math.log2(data.scale_factor), math.log2(data.down_factor)
     window = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {data.scale_window}"}
     main.handle("x", "scale_window", data.scale_window, 1, 400, "scale_window, steps", **window)
-    factor = {"base": scale, "log2": True, "stem": True, "cross": 7, "step": 0.25}
+    factor = {"base": scale, "log2": True, "stem": True, "cross": 4, "step": 0.25}
     main.handle("y", "scale_factor", up, 0.25, 4, "scale_factor", note=f"× {data.scale_factor:.4g}", **factor)
     if data.apart:
         main.handle(
@@ -99,7 +100,7 @@ def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, hig
     main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
 
-TOP = 20  # of the axis of magnitudes, a power of two
+TOP = 20  # of the axis of magnitudes, a power of two; up to 40 where values lie above
 
 
 def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
@@ -108,7 +109,7 @@ def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
         (math.log2(fmt.min_subnormal) - 1, "zero", "become zero"),
         (fmt.min_exponent, "subnormal", "subnormal"),
         (fmt.max_exponent + 1, "normal", ""),
-        (max(TOP, fmt.max_exponent + 5), "overflow", "overflow"),
+        (math.inf, "overflow", "overflow"),
     ]
 
 
@@ -117,12 +118,15 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     part, low, regions = data.trace.gradients, -32.0, _regions(get_format(data.fmt))
     share = part.total() / part.size.sum()
     unit = 100 * share.max() / 255
-    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(f"magnitude in {data.FORMATS[data.fmt]}", low, TOP)
+    rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
+    ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
+    top = min(40, max(TOP, math.ceil((ends[rows] + np.log2(data.scale)).max())))
+    name = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
+    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(name, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
     for high, role, name in regions:
         panel.span("y", low, high, f"{role}/0.14", name)
         low = high
-    rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
     panel.bars(
         scene.keep("gradients", np.round(255 * share / share.max()).astype(np.uint8)),
         np.arange(part.lowest, part.lowest + part.bins) + 0.5,

@@ -174,7 +174,7 @@ def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any])
         at = index if m["at"] == "index" else m["at"]
         return line(at, color=colour(m["color"]), lw=PT * m.get("width", 1.2), ls=_dash(m.get("dash")), **look)
     if kind == "handle":
-        _handle(axes, m, index, z, p)
+        _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
     elif kind == "boxes":
         return _boxes(axes, m, index, z)
     elif kind == "bars":
@@ -185,7 +185,7 @@ def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any])
         values = [said(_item(v, index)) for v in m.get("fields", ())]
         for k, (text, x, y, ink) in enumerate(columns):
             if m.get("show") != "at" or k == index:
-                _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z)
+                _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
     elif kind == "arrows":
         for x0, y0, x1, y1 in zip(m["x0"], m["y0"], m["x1"], m["y1"]):
             arrow = {"arrowstyle": "-|>", "color": colour(m.get("color", "muted")), "lw": PT * m.get("width", 1.5)}

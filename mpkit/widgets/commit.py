@@ -40,7 +40,7 @@ class Commit(w.VBox):
         if letter not in self.buttons:
             raise ValueError(f"the answers are {', '.join(self.buttons)}, got {letter!r}")
         self.first = self.first or letter
-        self.buttons[self.first].button_style = "info"
+        self.buttons[self.first].add_class("mpk-chosen")
         self._say("One moment: the answer is being computed.")  # some lessons train for a few seconds
         self._say(self.prediction.told(self.first, letter))
 
@@ -57,5 +57,8 @@ class Commit(w.VBox):
         return data | {"text/plain": repr(self)}  # ipywidgets cuts it off after 110 characters
 
 
-# long answers take two lines
-_WRAPPED = ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"
+# long answers take two lines; the chosen one is framed, as JupyterLab's own colours for it are too pale for their words
+_WRAPPED = (
+    ".mpk-choice { white-space: normal; line-height: 1.5; padding: 4px 12px; text-align: left; }"
+    ".mpk-chosen { font-weight: 600; box-shadow: inset 0 0 0 2px currentColor; }"
+)
