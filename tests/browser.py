@@ -422,7 +422,9 @@ def violations(page: Page) -> list[tuple[str, str, str]]:
         light = str(theme.endswith("Light")).lower()
         page.page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=light)
         page.settled(0)
-        only = rules if light == "true" else {"runOnly": ["color-contrast"]}  # nothing but colours is another in the dark
+        only = (
+            rules if light == "true" else {"runOnly": ["color-contrast"]}
+        )  # nothing but colours is another in the dark
         seen = Axe().run(page.page, ours, options=only).response
         for rule in seen["passes"]:
             looked |= {f"{theme}: {part}" for node in rule["nodes"] for part in parts if part in node["html"]}

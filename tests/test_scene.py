@@ -895,18 +895,22 @@ def test_a_value_that_was_sent_ahead_is_drawn_without_the_kernel(show, name, mov
     there = tab.locator(f"[data-name={moved}], .pick[data-for={moved}]").first
     there.focus()
     assert tab.evaluate("models[0].sent.filter(([k]) => k === 'wish').at(-1)[1].name") == moved
+    tab.evaluate("""() => { const read = Response.prototype.arrayBuffer;
+        Response.prototype.arrayBuffer = async function () { const all = await read.call(this);
+          queueMicrotask(() => queueMicrotask(() => requestAnimationFrame(() => { window.read = true; }))); return all; }; }""")
     have = []
     while not view.ahead.get("whole"):
         have += ahead_of(view, moved, have=have)["values"]
-        tab.evaluate("(given) => models[0].put('ahead', given)", plain(view.ahead))
-    tab.wait_for_timeout(500)  # it unpacks them
+        tab.evaluate("(given) => { window.read = false; models[0].put('ahead', given); }", plain(view.ahead))
+        tab.wait_for_function("read", polling=20)
     before = tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length")
-    dawdle(tab)
+    slow(tab)
+    tab.evaluate("() => { window.later = []; window.setTimeout = (f) => { later.push(f); return -1; }; }")
     there.press(keys)
     assert tab.evaluate("models[0].sent.filter(([k]) => k === 'ask').length") == before
     assert tab.evaluate("document.querySelector('.mpk').ariaBusy") == "true"  # what it shows is not what the kernel has
     drawn = tab.inner_html(".mpk-stage")
-    tab.wait_for_function("models[0].sent.some(([k]) => k === 'ask')", polling=20)  # where it rests, once
+    tab.evaluate("later.forEach((f) => f())")  # the kernel hears where it rests
     view.ask(asked(tab)[-1])
     tab.evaluate(
         "([kept, spec]) => { models[0].put('kept', kept); models[0].put('spec', spec); }",
