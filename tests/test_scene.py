@@ -895,9 +895,10 @@ def test_a_value_that_was_sent_ahead_is_drawn_without_the_kernel(show, name, mov
     there = tab.locator(f"[data-name={moved}], .pick[data-for={moved}]").first
     there.focus()
     assert tab.evaluate("models[0].sent.filter(([k]) => k === 'wish').at(-1)[1].name") == moved
-    tab.evaluate("""() => { const read = Response.prototype.arrayBuffer;
-        Response.prototype.arrayBuffer = async function () { const all = await read.call(this);
-          queueMicrotask(() => queueMicrotask(() => requestAnimationFrame(() => { window.read = true; }))); return all; }; }""")
+    tab.evaluate("""() => { const unpack = Response.prototype.arrayBuffer;
+      Response.prototype.arrayBuffer = async function () { const all = await unpack.call(this);
+        requestAnimationFrame(() => { window.read = true; });
+        return all; }; }""")
     have = []
     while not view.ahead.get("whole"):
         have += ahead_of(view, moved, have=have)["values"]
