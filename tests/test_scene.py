@@ -701,7 +701,7 @@ def test_controls_have_names_and_stand_below_the_picture(show):
     assert top["y"] < 60
     assert form["y"] > top["y"] + top["height"]
     assert form["height"] < 70  # two rows
-    assert not tab.get_by_label("factor down, times, number").is_visible()  # acts only when both factors are apart
+    assert not tab.get_by_label("factor down, number").is_visible()  # acts only when both factors are apart
 
 
 def test_words_do_not_overlap(show):
