@@ -73,6 +73,10 @@ def test_what_if_and_its_grid(run):
         want = [(~good).sum(), len(tops), z["overflow"].sum(), np.log2(tops / scale)[rows][good[rows]].mean()]
         assert [float(v) for v in told] == pytest.approx([*want, 100 * lost], abs=0.051), m.state()
         assert float(told[4]) == pytest.approx(100 * lost, abs=0.0051)
+        left = np.where(z["overflow"], scale < z["scale"], scale > z["scale"])  # not what the recorded scale settles
+        sized = set(z["gradients_step"][z["gradients_nonfinite"].sum(1) == 0].tolist())
+        unknown = sum(bool(open_) and step not in sized for step, open_ in zip(z["step"].tolist(), left))
+        assert (f"an estimate in {unknown} of the steps" in m.summary()) == (unknown > 0), m.state()
     for m in swept(GridExplorer(run=run), samples=3, run=(), window=(5, 500)):
         lost = {}
         for factor in m.factors:

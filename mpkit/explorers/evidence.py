@@ -387,7 +387,24 @@ class WhatIfExplorer(Explorer):
         return (
             f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
             f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and {lost:.2%} of the gradient "
-            f"values become zero.{end}{self._ridden()}"
+            f"values become zero.{end}{self._estimated()}{self._ridden()}"
+        )
+
+    def _estimated(self) -> str:
+        """Says how many steps the recording leaves open: it lacks their gradients' size, and had another scale."""
+        trace, scale = self.trace, self.scale
+        if FP16.name in trace.measured:
+            return ""
+        settled = np.where(trace.overflow, scale >= trace.scale, scale <= trace.scale) & (trace.format == FP16.name)
+        settled |= ~np.isfinite(trace.loss)
+        settled[trace.rows[trace.gradients.nonfinite.sum(axis=1) == 0]] = True
+        settled[list(self.drawn)] = True
+        number = int((~settled).sum())
+        return (
+            f" Whether a step is skipped is an estimate in {number} of the steps: how large their gradients were is "
+            "not recorded."
+            if number
+            else ""
         )
 
     def _ridden(self) -> str:
