@@ -68,6 +68,7 @@ window.__sight = (index) => {
   const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
   const bar = all('progress', (e) => e.style.visibility + e.value);
   const text = [all('img', (e) => e.src), drawn, bar, words('[role=status]'), words('table')].join('#');
+  window.__shown = text;
   let hash = 2166136261;
   for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
   return text.length + ':' + (hash >>> 0);
@@ -441,7 +442,7 @@ def use(page, cell):
     first = None
     if reset:
         press(page, reset, "Enter")
-        first = page.settled(index)
+        first, shown = page.settled(index), page.page.evaluate("window.__shown")
         cell = next(c for c in page.outline() if c["index"] == index)  # other choices may be made now
     sliders = [c for c in cell["controls"] if c["kind"] == "slider"]
     for control in cell["controls"]:
@@ -475,5 +476,8 @@ def use(page, cell):
     assert dead == [], f"controls of cell {index} that change nothing, where the key arrived, questions so far: {dead}"
     if reset and not stop:
         press(page, reset, "Enter")
-        assert page.settled(index) == first, f"cell {index}: the same settings show another picture"
+        same, now = page.settled(index) == first, page.page.evaluate("window.__shown")
+        at = next((k for k, (a, b) in enumerate(zip(shown, now)) if a != b), 0)
+        parts = f"{shown[max(0, at - 100) : at + 200]!r} and then {now[max(0, at - 100) : at + 200]!r}"
+        assert same, f"cell {index}: the same settings show another picture: {parts}"
     return delays

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tarfile
 import time
+import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -142,6 +143,11 @@ def test_mpkit_lab_serves_the_lessons(installed, tmp_path):
                 time.sleep(0.1)
             assert where, log.read_text()
             get = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+            for _ in range(1200):  # the file is there a moment before the server listens
+                status = f"{where['url']}api/status?token={where['token']}"
+                with contextlib.suppress(urllib.error.URLError), get(status):
+                    break
+                time.sleep(0.1)
             with get(f"{where['url']}api/contents/00_start_here.ipynb?token={where['token']}&content=0") as answer:
                 assert json.load(answer)["writable"]
             with get(f"{where['url']}lab/tree/00_start_here.ipynb?token={where['token']}") as answer:
