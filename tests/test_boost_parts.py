@@ -80,6 +80,22 @@ def test_every_trial_of_every_step_repeats_the_dropout_of_its_own_forward(monkey
     assert not torch.equal(seen[1], seen[2])
 
 
+def test_every_trial_draws_the_same_numbers_where_a_loss_calls_the_network_twice() -> None:
+    """What a trial draws on its way must not become the state that the next trial begins with."""
+    net, x = nn.Dropout(0.5), torch.ones(64)
+    random = _RandomState(torch.device("cpu"))
+    net.register_forward_pre_hook(random)
+    net(x)
+    net(x)
+    trials = []
+    for _ in range(3):
+        with _undisturbed(net, random):
+            trials.append(torch.stack([net(x), net(x)]))
+    assert torch.equal(trials[0], trials[1])
+    assert torch.equal(trials[0], trials[2])
+    assert not torch.equal(trials[0][0], trials[0][1])
+
+
 def test_what_freezing_a_stage_saves_in_multiply_adds() -> None:
     """Its own weight gradient and the input gradient of the layer after it, of one sample."""
     dense = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -248,10 +248,11 @@ class _RandomState:
     def __init__(self, device: torch.device) -> None:
         self.devices = [device] if device.type == "cuda" else []
         self.state: list[Tensor] | None = None
+        self.frozen = False
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
-        # a trial begins where it was restored to, so it notes the same state again
-        self.state = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
+        if not self.frozen:
+            self.state = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
 
     def restore(self) -> None:
         if self.state is not None:
@@ -264,11 +265,13 @@ class _RandomState:
 def _undisturbed(network: nn.Module, random: _RandomState) -> Iterator[None]:
     """Run forward passes that leave buffers and random state as they were."""
     buffers = [(b, b.clone()) for b in network.buffers()]
+    random.frozen = True
     try:
         with torch.random.fork_rng(random.devices):
             random.restore()
             yield
     finally:
+        random.frozen = False
         for buffer, value in buffers:
             buffer.copy_(value)
 
