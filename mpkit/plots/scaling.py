@@ -121,8 +121,8 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     top = min(40, max(TOP, math.ceil((ends[rows] + np.log2(data.scale)).max())))
-    name = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
-    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(name, low, top)
+    magnitude = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
+    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(magnitude, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
     for high, role, name in regions:
         panel.span("y", low, high, f"{role}/0.14", name)
