@@ -185,7 +185,7 @@ def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
     return state
 
 
-def _check_storages(state: Any, sizes: Counter[int]) -> None:
+def _check_storages(state: object, sizes: Counter[int]) -> None:
     """Each storage has a record of its size: torch takes the number in the pickle, and would read beyond the record."""
     whole = sum(size * times for size, times in sizes.items())
     seen: dict[int, int] = {}
@@ -199,7 +199,7 @@ def _check_storages(state: Any, sizes: Counter[int]) -> None:
         raise ValueError(f"a storage of {next(iter(short_of))} bytes has no record of that size")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """The tensors in nested dicts and sequences, without a recursion that a file could make too deep."""
     import torch
 

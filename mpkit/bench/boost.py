@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,10 +173,10 @@ def _split(one: Contender, device: torch.device) -> dict[str, float]:
     spent = dict.fromkeys(("forward", "backward", "batch_norm", "update"), 0.0)
     started: dict[Any, float] = {}
 
-    def start(key: Any) -> Callable[..., None]:
+    def start(key: Hashable) -> Callable[..., None]:
         return lambda *_: started.__setitem__(key, _now(device))
 
-    def stop(key: Any, part: str) -> Callable[..., None]:
+    def stop(key: Hashable, part: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if key in started:
                 spent[part] += _now(device) - started.pop(key)

@@ -65,13 +65,15 @@ def centralize_where_marked(optimizer: Optimizer) -> None:
         centralize_gradients(optimizer)
 
 
-def _centralize(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _centralize(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before `step()` the gradients; for `step(closure)` those that the closure makes."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return _centralize_(optimizer)
 
-    def centralizing() -> Any:
+    def centralizing() -> object:
         loss = closure()
         _centralize_(optimizer)
         return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -227,7 +227,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
             raise ValueError(f"initial scales must be positive and in {self.min_scale}..{self.max_scale}, got {init}")
         return [check_number("init_loss_scale", s, open_low=True) for s in init]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> GroupLossScaleManager:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupLossScaleManager:
         """Follow the network to another device, but stay float32 when it is cast."""
         table = self.table
         super()._apply(fn, recurse)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ class Call:
     def __eq__(self, other: object) -> bool:
         return self.func == (other.func if isinstance(other, Call) else other)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         inputs = float_tensors((args, kwargs))
         reference = self._in_float64(args, kwargs) if self.count else None
         out = self.func(*args, **kwargs)
@@ -54,7 +52,7 @@ class Call:
                 self.overflowed += overflowed
         return out
 
-    def _in_float64(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _in_float64(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The result in float64; None where there is none to compare with, as for a function that draws at random."""
         if self.func in ops.IN_PLACE:
             return None

@@ -76,7 +76,7 @@ def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float =
     print(sentence)
 
 
-def on_screen(figures: Any) -> Any:
+def on_screen(figures: object) -> Any:
     """Show a DataFrame, or a text, of live figures in the browser; what is stored is one sentence without them.
 
     Returns a widget, so a cell ends with it, or calls IPython's `display` on it.
@@ -97,7 +97,7 @@ def on_screen(figures: Any) -> Any:
     return OnScreen(f"<pre>{html.escape(str(figures))}</pre>")
 
 
-def answer(lesson: str, name: str, value: Any = None) -> None:
+def answer(lesson: str, name: str, value: object = None) -> None:
     """Check one answer and print a sentence; without a value, print the question.
 
     Raises:  ValueError for a lesson or question that does not exist.
@@ -128,7 +128,7 @@ def judge(lesson: str, function: Callable[..., Any]) -> None:
     print(_of(lesson).TASK.verdict(function, _same)[1])
 
 
-def verdict(lesson: str, name: str, value: Any = None) -> tuple[bool | None, str]:
+def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, str]:
     """(right or wrong or None when nothing was answered, the sentence)."""
     questions = _of(lesson).QUESTIONS
     if name not in questions:
@@ -145,7 +145,7 @@ def verdict(lesson: str, name: str, value: Any = None) -> tuple[bool | None, str
     return False, "Not yet. " + question.hint
 
 
-def _in_any_order(value: Any, truth: Any) -> Any:
+def _in_any_order(value: object, truth: object) -> object:
     """A list of names or whole numbers is right in any order; one of True and False is not."""
     if isinstance(truth, list) and isinstance(value, list | tuple) and all(type(t) in (str, int) for t in truth):
         return sorted(value, key=lambda v: str(v).strip().lower())

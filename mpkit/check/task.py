@@ -42,14 +42,14 @@ class Task:
         return True, f"Right, in all {number + 1} cases. {self.right}"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Tensors and arrays as numbers and lists."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     value = _plain(value)
     if isinstance(value, float):
         return f"{value:.6g}"

@@ -45,7 +45,7 @@ def cells_of(grid: Any, describe: Description) -> list[Cell]:
     return [Cell(a, d, label) for a, d, label in zip(arguments, described, names or labels(described))]
 
 
-def _arguments(grid: Any) -> list[dict[str, Any]]:
+def _arguments(grid: object) -> list[dict[str, Any]]:
     if isinstance(grid, Mapping):
         for name, values in grid.items():
             if isinstance(values, str) or not isinstance(values, Iterable):
@@ -95,7 +95,7 @@ def named(cell: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name}={name_of(cell[name])}" for name in names if name in cell) or "(no arguments)"
 
 
-def baselines(described: Sequence[Mapping[str, Any]], baseline: Any, describe: Description) -> list[int]:
+def baselines(described: Sequence[Mapping[str, Any]], baseline: object, describe: Description) -> list[int]:
     """For each cell the number of the one that it is compared with.
 
     Args:    baseline: None for the first cell, a cell's number, or a dict of arguments. A cell is then compared with

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 from mpkit.files import read_json, read_npz, short, write_whole
 
@@ -45,7 +45,7 @@ MOST = 10**7  # runs of one experiment
 INDEX, STOP, TOKEN = "experiment.json", "stop", "token"
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """JSON in which equal values give equal text; nothing but finite numbers."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -148,7 +148,7 @@ class Outcome:
     Raises:  TypeError for anything else, so that the cell fails where its author sees it.
     """
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: object) -> None:
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.trace: Trace | None = None
@@ -159,7 +159,7 @@ class Outcome:
         for name, value in result.items():
             self._take(str(name), value)
 
-    def _take(self, name: str, value: Any) -> None:
+    def _take(self, name: str, value: object) -> None:
         if _is_trace(value):
             if self.trace is not None:
                 raise TypeError(f"a run returns at most one Trace, {name!r} is the second")
@@ -185,7 +185,7 @@ class Outcome:
             self.arrays[name] = array
 
 
-def _is_trace(value: Any) -> bool:
+def _is_trace(value: object) -> TypeGuard[Trace]:
     record = sys.modules.get("mpkit.record")  # who made a trace has loaded it
     return record is not None and isinstance(value, record.Trace)
 
@@ -251,7 +251,7 @@ def index_text(index: Mapping[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **index}, indent=1)
 
 
-def _is_index(index: Any) -> bool:
+def _is_index(index: object) -> bool:
     """Whether a file holds what `index_text` writes: cells, each with a name and a baseline among them, and seeds."""
     if not isinstance(index, dict) or index.get("schema") != SCHEMA:
         return False

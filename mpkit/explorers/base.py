@@ -170,7 +170,7 @@ class Explorer(HasTraits):
             self.busy = False
             self.touch()
 
-    def _changed(self, change: Any) -> None:
+    def _changed(self, change: object) -> None:
         if self._quiet:
             return
         with self.lock:

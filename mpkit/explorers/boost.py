@@ -362,7 +362,7 @@ def blocks_reached(index: int) -> list[str]:
     heard: set[str] = set()
 
     def listen(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
             if output.requires_grad:
                 output.register_hook(lambda _: heard.add(name))
 

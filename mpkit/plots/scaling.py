@@ -69,7 +69,7 @@ def _decisions(
     main.line(scale, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
     main.points(scale[skips], skips, "overflow", since=skips, glyph="x", size=4.5, show="upto", label="skipped step")
     share = data.good / max(1, min(data.scale_window, len(steps)))
-    ball = {"color": ["overflow", "own"], "hue": data.finite.astype(np.uint8), "size": 7, "glide": True}
+    ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": data.finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(scale, ring=share, show="at", **ball)
     codes = sorted(set(map(str, data.reasons)))
     index = np.searchsorted(codes, data.reasons.astype(str)).astype(np.uint8)
@@ -217,7 +217,7 @@ def zoo_scene(data: ZooExplorer) -> Scene:
 
 
 def _rule(
-    panel: Panel, data: ZooExplorer, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: object
+    panel: Panel, data: ZooExplorer, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: Any
 ) -> None:
     """One rule's scale up to the step shown, its skipped steps, and where it raises an error."""
     used = np.where(np.isnan(data.scales[:, i]), np.nan, exponents(data.scales[:, i], *ends))

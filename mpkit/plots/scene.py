@@ -8,11 +8,12 @@ thing means), "zero/0.3" is a tint of one. A mark with `show="upto"` reveals its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe and Ito 2008, "Color universal design"
     "ink": ("#1f1f1f", "#ececec"),
@@ -38,8 +39,11 @@ _NUMBERS = frozenset(
 _LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
 _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
+Numbers = ArrayLike | Mapping[str, str]
+"""Numbers of a mark, or what `Scene.keep` gave for them."""
 
-def exponents(values: Any, low: float, high: float) -> np.ndarray:
+
+def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
     """Values -> positions on an axis of powers of two; zero, negative and infinite ones lie on its edges, NaN stays."""
     values = np.asarray(values, dtype=float)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,15 +106,17 @@ class Panel:
             {"type": kind} | {k: pack(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
         )
 
-    def line(self, y: Any, x: Any = None, color: str = "own", **look: object) -> None:
+    def line(self, y: Numbers, x: Numbers | None = None, color: str = "own", **look: object) -> None:
         """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
         self.add("line", x=x, y=y, color=color, **look)
 
-    def points(self, y: Any, x: Any = None, color: Any = "own", **look: object) -> None:
+    def points(self, y: Numbers, x: Numbers | None = None, color: object = "own", **look: object) -> None:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
-    def band(self, y: Any, y2: Any, x: Any = None, color: str = "overflow/0.15", **look: object) -> None:
+    def band(
+        self, y: Numbers, y2: Numbers, x: Numbers | None = None, color: str = "overflow/0.15", **look: object
+    ) -> None:
         """The area between two lines."""
         self.add("band", x=x, y=y, y2=y2, color=color, **look)
 
@@ -142,14 +148,14 @@ class Panel:
         """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
         self.add("rule", axis=axis, at=at, color=color, **look)
 
-    def text(self, text: Any, x: Any, y: Any, **look: Any) -> None:
+    def text(self, text: str | Iterable[str], x: Numbers, y: Numbers, **look: Any) -> None:
         """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps."""
         values = look.pop("values", None)
         self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
         if values is not None:
             self.marks[-1]["fields"] = [pack(v) for v in values]
 
-    def boxes(self, x0: Any, y0: Any, x1: Any, y1: Any, **look: object) -> None:
+    def boxes(self, x0: Numbers, y0: Numbers, x1: Numbers, y1: Numbers, **look: object) -> None:
         """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key.
 
         What stood in them slides out when the text `leaves` is a new one.
@@ -166,21 +172,24 @@ class Panel:
             at = np.arange(np.shape(values)[-1])
         self.add("bars", values=values, at=at, count=np.size(at), **look)
 
-    def cells(self, values: Any, texts: Sequence[str], color: str = "zero", **look: object) -> None:
+    def cells(self, values: ArrayLike, texts: Sequence[str], color: str = "zero", **look: object) -> None:
         """A heat map, row 0 at the top of an axis that runs downwards: the darker, the larger."""
         values = np.asarray(values, dtype=float)
         span = max(float(np.ptp(values)), 1e-12)
         rows, cols = (a.ravel() for a in np.indices(values.shape))
         share = ((values - values.min()) / span).ravel()
         self.boxes(
-            *(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5),
+            cols - 0.5,
+            rows - 0.5,
+            cols + 0.5,
+            rows + 0.5,
             fill=[f"{color}/{0.06 + 0.94 * s:.2f}" for s in share],
             ink=["paper" if s > 0.6 else "ink" for s in share],
             text=list(texts),
             **look,
         )
 
-    def handle(self, axis: str, name: str, at: Any, low: float, high: float, label: str, **more: object) -> None:
+    def handle(self, axis: str, name: str, at: Numbers, low: float, high: float, label: str, **more: object) -> None:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
 
         It lies at base + slope * value of its axis ("x", "y", or "xy" for a pair), across the whole panel or, with
@@ -199,7 +208,7 @@ class Scene:
         self.step: dict[str, Any] | None = None
         self.kept: dict[str, Any] = {}
 
-    def keep(self, name: str, values: Any) -> dict[str, str]:
+    def keep(self, name: str, values: ArrayLike) -> dict[str, str]:
         """Numbers that stay the same while parameters move: they travel to the page once. Use the result in a mark."""
         self.kept[name] = pack(np.asarray(values))
         return {"ref": name}

@@ -157,7 +157,7 @@ def _item(value: Any, index: int) -> Any:
     return value[min(index, len(value) - 1)] if isinstance(value, (list, tuple, np.ndarray)) else value
 
 
-def _each(value: Any, n: int) -> list[Any]:
+def _each(value: object, n: int) -> list[Any]:
     own = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
     return own + own[-1:] * (n - len(own))  # as in the page, the last stands for all that follow
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mpkit.arguments import check_kind, check_number
@@ -43,7 +44,7 @@ class ScaleHistory:
         return explain(self.policy, np.concatenate([start, self.scale[:-1]]), self.scale, self.finite)
 
 
-def run(policy: ScalePolicy, finite: Any) -> ScaleHistory:
+def run(policy: ScalePolicy, finite: ArrayLike | Tensor) -> ScaleHistory:
     """Step `policy` through a run: finite (steps,) -> `ScaleHistory`. The Python oracle for one policy.
 
     A vector of n policies takes finite (steps,), the same run for all, or (steps, n), and is stepped as tensors. A
@@ -57,7 +58,7 @@ def run(policy: ScalePolicy, finite: Any) -> ScaleHistory:
     return _run_vector(policy, flags) if policy.shape else _run_one(policy, flags)
 
 
-def _flags(finite: Any) -> np.ndarray:
+def _flags(finite: ArrayLike | Tensor) -> np.ndarray:
     flags = finite.numpy(force=True) if isinstance(finite, Tensor) else np.asarray(finite)
     if flags.dtype != np.bool_:
         if flags.size:
@@ -106,7 +107,7 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     return ScaleHistory(policy, flags, scale, skipped, raised_at, sentences, state, start)
 
 
-def _plain_array(name: str, value: Any) -> np.ndarray:
+def _plain_array(name: str, value: object) -> np.ndarray:
     array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"{name} must be an array of numbers or truth values, got {array.dtype}")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mpkit.arguments import check_kind
@@ -53,7 +54,7 @@ class _Tally(NamedTuple):
 
 
 def simulate(
-    ceilings: Any,
+    ceilings: ArrayLike,
     policies: ScalePolicy,
     *,
     sample: Any = None,
@@ -102,7 +103,7 @@ def simulate(
     return _result(state, tally, [rows[i] for i in steps])
 
 
-def _checked_ceilings(ceilings: Any, shape: torch.Size) -> np.ndarray:
+def _checked_ceilings(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     try:
         tops = np.asarray(ceilings, dtype=np.float64)
     except OverflowError:
@@ -153,7 +154,9 @@ def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Si
     )
 
 
-def _step(policy: ScalePolicy, state: ScaleState, tally: _Tally, top: Tensor, index: Any) -> tuple[ScaleState, _Tally]:
+def _step(
+    policy: ScalePolicy, state: ScaleState, tally: _Tally, top: Tensor, index: int | Tensor
+) -> tuple[ScaleState, _Tally]:
     fits = state.scale <= top
     after, raised = advance(policy, state, fits)
     lowest = torch.minimum(tally.lowest, state.scale)
@@ -230,7 +233,7 @@ def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, Scal
     return replace(policy, **moved), ScaleState(*(v.to(narrow[v.dtype]) for v in state))
 
 
-def _in_float32(value: Any) -> bool:
+def _in_float32(value: float | Tensor) -> bool:
     if isinstance(value, Tensor):
         return bool((value.float().double() == value).all())
     return math.isinf(value) or float(np.float32(value)) == value

@@ -129,7 +129,7 @@ def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
     return [str(i) for i in range(len(policies))], stack(policies)
 
 
-def _numbers(value: Any) -> list[Any]:
+def _numbers(value: object) -> list[Any]:
     return list(value) if isinstance(value, Iterable) else [value]
 
 

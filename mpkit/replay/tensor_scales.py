@@ -127,7 +127,7 @@ def sweep_tensor_scales(
     return pd.concat(frames, ignore_index=True)
 
 
-def checked_amaxes(amax: Any) -> np.ndarray:
+def checked_amaxes(amax: object) -> np.ndarray:
     """(steps,) float32. Raises TypeError or ValueError for what is no series of largest magnitudes."""
     try:
         series = np.ascontiguousarray(amax, dtype=np.float32)
@@ -162,7 +162,9 @@ class _Windows:
         return np.maximum(level[self.steps :], level[self.steps - back : 2 * self.steps - back])
 
 
-def _scales_used(p: TensorScalePolicy, series: np.ndarray, tables: dict[Any, _Windows], shared: dict[Any, Any]) -> Any:
+def _scales_used(
+    p: TensorScalePolicy, series: np.ndarray, tables: dict[Any, _Windows], shared: dict[Any, Any]
+) -> np.ndarray:
     """(steps,) float32: the scale that each step is cast with."""
     if not p.delayed:
         return current_scale(p, torch.from_numpy(series.copy())).numpy()

@@ -103,7 +103,7 @@ class _Kept:
         self.items = {key: self._of(item, depth - 1) for key, item in items}
 
     @classmethod
-    def _of(cls, item: Any, depth: int) -> Any:
+    def _of(cls, item: object, depth: int) -> object:
         return cls(item, depth) if depth and isinstance(item, dict | list) else item
 
     def put_back(self) -> Any:

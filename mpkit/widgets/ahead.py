@@ -44,7 +44,7 @@ def nearest(places: Sequence[float], now: float) -> list[float]:
     return sorted(places, key=lambda place: abs(place - now))[:AT_MOST]
 
 
-def packed(base: Any, trees: Sequence[Any]) -> bytes:
+def packed(base: object, trees: Sequence[Any]) -> bytes:
     """What differs between a tree of dicts, lists, numbers, words and bytes and others: [path, values], compressed.
 
     The text comes first, after its length in four bytes; {"b": [from, length]} in it stands for a part of the bytes
@@ -52,7 +52,7 @@ def packed(base: Any, trees: Sequence[Any]) -> bytes:
     """
     store, where = bytearray(), dict[bytes, int]()
 
-    def told(value: Any) -> Any:
+    def told(value: object) -> object:
         if isinstance(value, bytes):
             if value not in where:
                 where[value] = len(store)

@@ -166,7 +166,7 @@ class View(_Widget):
         """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""
         cast(Any, super()).set_state({name: value for name, value in sync_data.items() if name != "index"})
 
-    def _heard(self, _: Any, question: dict[str, Any], __: Any) -> None:
+    def _heard(self, _: object, question: dict[str, Any], __: object) -> None:
         """One question of the page, with the step that it shows; whatever comes of it, the page may ask the next."""
         try:
             self.index = question.get("index", self.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.1
 class NormalDraws(Protocol):
     """What `pca_matrix` needs of a generator: numpy's Generator and RandomState both have it."""
 
-    def normal(self, *, size: tuple[int, int]) -> Any:
+    def normal(self, *, size: tuple[int, int]) -> np.ndarray:
         """Standard normal numbers of a shape."""
 
 

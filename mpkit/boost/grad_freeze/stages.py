@@ -96,7 +96,7 @@ def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
     place = {id(p): i for i, stage in enumerate(stages) for p in stage}
     work = [0.0] * (len(stages) + 1)
 
-    def count(module: Any, _inputs: Any, output: Tensor) -> None:
+    def count(module: nn.Linear | _ConvNd, _inputs: object, output: Tensor) -> None:
         outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
         work[place[id(module.weight)]] += outputs * module.weight.numel()
 

@@ -163,7 +163,9 @@ def _continuous(groups: int, share: float, length: int) -> list[int]:
     return cycle * -(-length // len(cycle))
 
 
-def _interleaved(groups: int, share: float, length: int, draw: Any) -> list[int]:
+def _interleaved(
+    groups: int, share: float, length: int, draw: np.random.RandomState | np.random.Generator
+) -> list[int]:
     """Frozen steps as soon as their share falls below 1 - p; index v drawn with probability ~ G - v."""
     indices = list(range(groups - 1, 0, -1))
     odds = np.arange(1, groups) / sum(range(1, groups))
