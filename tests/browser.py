@@ -464,8 +464,8 @@ def use(page, cell):
             dead.append((control["name"] or control["kind"], control["id"], *page.page.evaluate(HEARD)))
         elif control["kind"] == "slider" and delay is not None:
             delays.append(delay)
-        if control["name"] in PLAY and page.control(control).inner_text() == "Pause":  # it may have reached the end
-            press(page, control, "Enter")
+        if control["name"] in PLAY:  # asked and pressed at once: it may just reach the end, and would begin anew
+            page.control(control).evaluate("(button) => button.textContent === 'Pause' && button.click()")
         if control["kind"] == "checkbox":
             press(page, control, "Space")  # back again: other controls may depend on it
         if control["name"] == "Show as table":
