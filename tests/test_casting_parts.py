@@ -18,6 +18,7 @@ from mpkit.casting import (
     auto_mixed_precision,
     cast_like,
     custom_mixed_precision,
+    forward,
     frameworks,
     graphs,
     ledger,
@@ -26,6 +27,7 @@ from mpkit.casting import (
     within,
 )
 from mpkit.casting.mode import LOCAL, CastMode
+from mpkit.casting.table import MINDSPORE, OTHERS
 from mpkit.formats import E5M2, FloatFormat
 
 BIT = 2.0**-12  # beside 1 it is in float32, and in no narrower format
@@ -314,3 +316,47 @@ def test_a_method_is_watched_only_outside_of_the_forward(monkeypatch: pytest.Mon
     Helped().helper(x)  # of the same class, and at no level
     remove_mixed_precision(net).helper(x)
     assert entered == [""]
+
+
+@pytest.mark.parametrize("level", ["O3", "auto"])
+@pytest.mark.parametrize(
+    ("product", "shape", "words"),
+    [
+        (F.conv1d, (4, 4, 3), {"dilation": 2}),
+        (F.conv2d, (4, 2, 3, 3), {"groups": 2}),
+        (F.conv2d, (4, 4, 3, 3), {"padding": 2, "dilation": 2}),
+        (F.conv_transpose2d, (4, 4, 3, 3), {"dilation": 2}),
+        (F.conv_transpose2d, (4, 4, 3, 3), {"groups": 2}),
+        (F.conv_transpose1d, (4, 4, 3), {"stride": 2, "output_padding": 1}),
+    ],
+)
+def test_what_a_convolution_is_not_told_is_as_in_torch(level: str, product: Any, shape: Any, words: Any) -> None:
+    """A word given by name leaves the words before it at torch's own values."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randint(-2, 3, shape, generator=generator).float()
+    x = torch.randint(-2, 3, (1, 4, *[7] * (len(shape) - 2)), generator=generator).float()  # small whole numbers: exact
+    network = auto_mixed_precision(Apply(lambda v: product(v, weight, **words)), level, torch.bfloat16)
+    assert torch.equal(network(x).float(), product(x, weight, **words))
+
+
+def test_hooks_of_sharding_run_without_casts_and_those_of_others_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gathers a module's parameters inside a cast forward must not get rounded ones."""
+    monkeypatch.setattr(forward, "may_be_sharded", lambda: True)
+    seen: list[torch.dtype] = []
+
+    def gather(module: nn.Module, args: Any) -> None:
+        seen.append((torch.eye(2) @ torch.eye(2)).dtype)
+
+    def other(module: nn.Module, args: Any) -> None:
+        gather(module, args)
+
+    gather.__module__ = "torch.distributed.fsdp._fully_shard"
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2)), "O3", torch.bfloat16)
+    for hook in (gather, other):
+        network[0].register_forward_pre_hook(hook)
+    network(torch.ones(1, 2))
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_the_loss_is_computed_in_float32_at_the_levels_of_mindspore_that_cast_results() -> None:
+    assert {row.name for row in (*MINDSPORE.values(), *OTHERS.values()) if row.wide_loss} == {"O2", "O3", "auto"}

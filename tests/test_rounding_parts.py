@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkit import rounding
 from mpkit.formats import FloatFormat, get_format
-from mpkit.rounding import MODES, round_to
+from mpkit.rounding import MODES, OVERFLOWS, round_to
 
 
 @pytest.mark.parametrize("fraction_bits", [1, 2, 4, 5, 10, 20])
@@ -46,3 +46,25 @@ def test_a_block_is_as_large_as_it_may_be(numel: int, blocks: int, monkeypatch: 
     rounding._by_blocks(x, torch.empty_like(x), count)
     assert len(seen) == blocks
     assert sum(seen) == numel
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_in_place_every_bit_is_that_of_another_tensor(mode: str, dtype: torch.dtype) -> None:
+    """What rounds to zero from below keeps its sign: a way that looks at x once more must not find the result there."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.randint(-45, 20, (4096,), generator=generator, dtype=torch.float64).exp2()
+    edges = torch.tensor([-1e-40, 1e-40, -0.0, 0.0, -3e38, 3e38, -torch.inf, torch.inf, torch.nan], dtype=dtype)
+    within = torch.randn(4096, generator=generator, dtype=torch.float64).mul(scale).to(dtype)
+    for x in (within, within.clamp(-1, 1), torch.cat([within, edges])):
+        for fmt in map(get_format, ("fp16", "bf16", "tf32", "e5m2", "e4m3fn", "e2m1", "e4m7", "e8m3")):
+            for overflow in OVERFLOWS:
+                here = x.clone()
+                apart, here = (
+                    round_to(v, fmt, mode, overflow=overflow, generator=torch.Generator().manual_seed(1), out=out)  # type: ignore[arg-type]
+                    for v, out in ((x, torch.empty_like(x)), (here, here))
+                )
+                assert torch.equal(apart.isnan(), here.isnan()), (fmt, overflow)
+                apart, here = (v.nan_to_num(nan=7.0).view(bits) for v in (apart, here))
+                assert torch.equal(apart, here), (fmt, overflow)
