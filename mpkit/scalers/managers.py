@@ -112,8 +112,6 @@ class DynamicLossScaleManager(LossScaleManager):
         need_number("scale_factor", scale_factor)
         if init_loss_scale < 1:
             raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
-        if scale_factor <= 0:
-            raise ValueError(f"scale_factor must be above 0, got {scale_factor}")
         self.scale_factor, self.scale_window = scale_factor, check_count("scale_window", scale_window)
         self._policy = preset(
             "mindspore_manager",

@@ -54,11 +54,11 @@ def checked_loss(loss: object) -> Tensor:
 def backward(loss: Tensor, seed: Tensor, **options: Any) -> None:
     """Add the gradients of `loss * seed` to the parameters' `grad`; the loss itself is not multiplied.
 
-    The seed is cast to the loss's dtype first, so a float16 loss with a seed above 65504 starts from inf.
+    Autograd casts the seed to the loss's dtype, so a float16 loss with a seed above 65504 starts from inf.
     Source:  MindSpore nn.TrainOneStepWithLossScaleCell (`sens` seeds the gradient).
     """
-    if seed.requires_grad or seed.dtype != loss.dtype or seed.dim():  # most often there is nothing to convert
-        seed = seed.detach().to(loss.dtype).reshape(())
+    if seed.requires_grad or seed.dim():  # most often there is nothing to convert
+        seed = seed.detach().reshape(())
     loss.backward(seed, **options)
 
 
