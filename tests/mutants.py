@@ -71,7 +71,7 @@ SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-SILENT = {"stacklevel", "flush", "strict"}  # keywords that only printing shows, or that only guard, as an `assert` does
+SILENT = {"stacklevel", "flush", "strict", "total"}  # only printing or a type checker shows them, or they only guard
 
 # what no test can notice: name of the mutant -> why
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent_mutants.json").read_text())

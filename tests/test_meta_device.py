@@ -23,6 +23,7 @@ from mpkit.scalers import (
     PolicyLossScaler,
     StaticLossScaler,
 )
+from mpkit.schedules import PolynomialDecayLR
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
 NEEDED = {
@@ -86,3 +87,20 @@ def test_three_steps_read_nothing_on_the_host(casting, scaling, optimizer, boost
     assert all(p.device.type == "meta" for p in network.parameters())
     with pytest.raises(RuntimeError, match="meta"):  # so this device does refuse a read
         loss.item()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_decay_and_a_rate_that_change_are_not_read_on_the_host(optimizer):
+    weights = [nn.Parameter(torch.ones(3, 2, device="meta")), nn.Parameter(torch.ones(2, device="meta"))]
+    decay = 0.1 if optimizer == "SGD" else lambda step: 0.1 / (1 + step)
+    options = {}
+    if optimizer not in ("AdaFactor", "FTRL"):  # one has its own rate, which changes, the other takes a fixed one
+        options["learning_rate"] = PolynomialDecayLR(0.1, 0.01, 3, 1.0)
+    if optimizer == "Momentum":
+        options["momentum"] = 0.9
+    made = getattr(optimizers, optimizer)([{"params": weights, "weight_decay": decay}], **options)
+    made.found_inf = torch.zeros((), device="meta")
+    for _ in range(3):
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        made.step()
