@@ -30,6 +30,8 @@ ASKED = ["-q", "-p", "no:cacheprovider", "--capture=sys", "-m", "not slow and no
 MEMORY = 12 * 2**30  # bytes that a mutant may ask for
 ELSEWHERE = 99  # exit status of a fork that found no function to change
 OVERHEAD = 0.02  # seconds that pytest takes for a test, on a busy machine
+PROCESSES = Path("/proc")
+STILL = 60  # seconds without any work, after which a mutant waits for what never comes
 SHORT = 0.3  # seconds of a test that runs before longer ones, whatever their files
 
 
@@ -189,22 +191,36 @@ def _digest(paths: list[Path]) -> str:
 # --- one mutant
 
 
-def forked(run: Callable[[], int], seconds: float, wait: float = 12.0) -> int | str:
-    """The exit status of `run` in a fork, or "too long": above `seconds` of processor time, or `wait` times as long."""
+def forked(run: Callable[[], int], seconds: float) -> int | str:
+    """The exit status of `run` in a fork, or "too long": above `seconds` of processor time, or `STILL` without."""
     child = os.fork()
     if child == 0:
         _in_fork(run, seconds)
-    end = time.monotonic() + wait * seconds
-    while time.monotonic() < end:
+    worked, since = 0.0, time.monotonic()
+    while time.monotonic() - since < STILL:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             code = os.waitstatus_to_exitcode(status)
             _end_group(child)
             return "too long" if code == -signal.SIGXCPU else code
+        if time.monotonic() - since > 1 and (now := _worked(child)) > worked + 0.1:
+            worked, since = now, time.monotonic()
         time.sleep(0.01)
     _end_group(child)
     os.waitpid(child, 0)
     return "too long"
+
+
+def _worked(session: int) -> float:
+    """Processor seconds of a session's processes; where the system lists none, a clock, as if they always worked."""
+    if not PROCESSES.exists():
+        return time.monotonic()
+    total = 0
+    for stat in PROCESSES.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, _, _, own, *more = stat.read_text().rpartition(")")[2].split()
+            total += sum(map(int, more[7:11])) if int(own) == session else 0
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def _in_fork(run: Callable[[], int], seconds: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import mutant_runs
 import mutants
@@ -163,3 +164,10 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     held = json.loads((tmp_path / "out.json").read_text())
     changed = [f"mpkit/formats.py unused: return a - 1 => return {wrong}" for wrong in ("a + 1", "a - 2")]
     assert sorted(held["survived"]) == changed
+
+
+def test_a_mutant_that_waits_for_what_never_comes_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(mutant_runs, "STILL", 0.5)
+    assert mutant_runs.forked(lambda: time.sleep(600) or 0, seconds=60) == "too long"
+    monkeypatch.undo()
+    assert mutant_runs.forked(lambda: 7, seconds=60) == 7
