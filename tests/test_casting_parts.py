@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mpkit.casting import (
     auto_mixed_precision,
+    calls,
     cast_like,
     custom_mixed_precision,
     forward,
@@ -182,7 +183,12 @@ def test_a_summary_counts_the_casts_of_each_module() -> None:
 def test_autocast_knows_the_way_of_an_interpolation_given_in_order(way: str, dtype: torch.dtype) -> None:
     """So the compiler hands it over; outside of it torch gives all but the input by name."""
     image = torch.ones(1, 1, 4, 4, dtype=torch.bfloat16)
-    for args, kwargs in (((image, None, 0.5, way), {}), ((image,), {"scale_factor": 0.5, "mode": way})):
+    spelled: list[tuple[Any, Any]] = [
+        ((image, None, 0.5, way), {}),
+        ((image, None, 0.5), {"mode": way}),
+        ((image,), {"scale_factor": 0.5, "mode": way}),
+    ]
+    for args, kwargs in spelled:
         assert frameworks._interpolated.run(CastMode(), F.interpolate, args, kwargs).dtype is dtype
     plain = frameworks._interpolated.run(CastMode(), F.interpolate, (image,), {"scale_factor": 0.5})
     assert plain.dtype is torch.float32  # "nearest" where no way is given
@@ -360,3 +366,26 @@ def test_hooks_of_sharding_run_without_casts_and_those_of_others_with_them(monke
 
 def test_the_loss_is_computed_in_float32_at_the_levels_of_mindspore_that_cast_results() -> None:
     assert {row.name for row in (*MINDSPORE.values(), *OTHERS.values()) if row.wide_loss} == {"O2", "O3", "auto"}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_rows_of_a_table_come_in_float32_from_a_listed_module_and_in_low_at_o3(listed: bool) -> None:
+    network: Any = nn.Sequential(nn.Embedding(4, 3))
+    nn.init.constant_(network[0].weight, 1 + BIT)
+    if listed:
+        custom_mixed_precision(network, white_list=[nn.Embedding], dtype=torch.bfloat16)
+    else:
+        auto_mixed_precision(network, "O3", torch.bfloat16)
+    inside: list[torch.dtype] = []
+    network[0].register_forward_hook(lambda module, args, out: inside.append(out.dtype))
+    rows = network(torch.tensor([1, 2]))
+    assert inside == [torch.float32 if listed else torch.bfloat16]
+    assert rows.eq(1).all()  # rounded either way
+
+
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_operands_of_two_kinds_are_computed_in_the_promoted_one(first: torch.dtype) -> None:
+    last = torch.float32 if first is torch.bfloat16 else torch.bfloat16
+    assert calls._common([torch.ones(1, dtype=first), torch.ones(1, dtype=last)]) is torch.float32
+    assert calls._common([torch.ones(1, dtype=first)] * 2) is first
+    assert calls._common([]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -325,6 +326,27 @@ def test_the_run_in_float32_is_one_without_a_scale() -> None:
 
 
 # --- what is watched
+
+
+BORN = Event(0, "exp", "a", "forward", "", frozenset({"inf"}), (), (), (), False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"phase": "backward"},
+        {"parents": (0,)},
+        {"leaves": ("the input",)},
+        {"meant": True},
+        {"kinds": frozenset({"-inf"})},
+    ],
+    ids=str,
+)
+def test_only_what_a_forward_makes_of_finite_numbers_is_hidden(other: dict[str, Any]) -> None:
+    """The first event is of another kind, the second is one."""
+    watch = Watch(nn.Identity(), {})
+    watch.events += [replace(BORN, **other), replace(BORN, index=1)]
+    assert watch.hidden() == watch.events[1]
 
 
 def rounding_event(index: int, operation: str, *parents: int) -> Event:

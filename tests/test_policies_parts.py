@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpkit.formats import E4M3FN
-from mpkit.policies import ScalePolicy, run
+from mpkit.policies import ScalePolicy, preset, run
 from mpkit.policies.history import explain
 from mpkit.policies.rule import FLOAT32_MAX, STOPS, Stop, stack
 from mpkit.policies.tensor_scale import (
@@ -172,3 +172,9 @@ def test_a_current_scale_is_the_same_by_numbers_and_by_tensors(name: str, floor:
         number = advance_tensor_scale(policy, initial_tensor_scale(policy), amax).scale
         tensor = advance_tensor_scale(policy, initial_tensor_scale(policy, "cpu"), torch.tensor(amax)).scale
         assert number == float(tensor) or (math.isnan(number) and bool(tensor.isnan())), amax
+
+
+def test_mpkits_own_policy_doubles_and_halves() -> None:
+    policy = preset("mpkit", growth_interval=2)
+    assert run(policy, [True] * 4).scale.tolist() == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
+    assert run(policy, [False] * 2).scale.tolist() == [2.0**15, 2.0**14]

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from mpkit.policies import preset, run, stack
+from mpkit.replay import simulate
 from mpkit.replay.tensor_scales import _finite_max, _unused
 
 
@@ -36,3 +38,13 @@ def test_the_largest_of_a_run_leaves_out_what_is_no_number(values: list[float], 
 def test_what_a_scale_leaves_unused_is_a_mean_of_powers_of_two(values: list[float], plain: bool, bits: float) -> None:
     product = np.array(values, dtype=np.float32)
     assert _unused(product, plain, product > 448, 448.0) == bits
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.1, 1 + 2.0**-23, 1 + 2.0**-24])
+def test_a_vector_of_policies_rounds_its_scale_as_each_of_them_alone(factor: float) -> None:
+    """A factor that float32 does not hold multiplies in double precision; the scale is rounded after that."""
+    policies = [preset("torch", init_scale=3.0, growth_factor=f, growth_interval=1) for f in (factor, 1.3 * factor)]
+    tops = np.full(40, math.inf)
+    together = simulate(tops, stack(policies * 30), compiled=False).sampled
+    for i, policy in enumerate(policies):
+        np.testing.assert_array_equal(together[1:, i], run(policy, [True] * len(tops)).scale[:-1])  # used, and after
