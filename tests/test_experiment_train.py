@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from mpkit import networks, optimizers
 from mpkit.boost import AutoBoost
@@ -165,6 +165,13 @@ def pairs():
     return TensorDataset(*rows())
 
 
+class Stream(IterableDataset):
+    """Rows that nobody has counted."""
+
+    def __iter__(self):
+        return zip(*rows())
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -175,6 +182,7 @@ def pairs():
         {"train": rows()},
         {"train": [rows(16), rows(16, 1)], "test": [rows(8)]},
         DataLoader(pairs(), 16),
+        DataLoader(Stream(), 16),
         [rows(16), rows(16, 1)],
         lambda: DataLoader(pairs(), 16),
         "test_experiment_train:rows",
@@ -253,6 +261,9 @@ def test_experiment_trains_a_grid_and_draws_it():
         ({"data": {"test": rows()}}, ValueError, "'train' and perhaps 'test'"),
         ({"data": (torch.zeros(3, 4), torch.zeros(2))}, ValueError, "as many labels as rows"),
         ({"data": {"train": []}}, ValueError, "gave no batch"),
+        ({"data": {"train": rows(), "test": []}}, ValueError, "test data gives no batch"),
+        ({"data": {"train": rows(), "test": iter(())}}, ValueError, "test data gave no batch"),
+        ({"data": (torch.zeros(1, 4), torch.zeros(1))}, ValueError, "one row cannot be divided"),
         ({"optimizer": "Adem"}, ValueError, "no optimizer is called 'Adem'"),
         ({"optimizer": 3}, TypeError, "a name or a function"),
         ({"optimizer": lambda p: 3}, TypeError, "must return a torch.optim.Optimizer"),

@@ -106,7 +106,7 @@ def test_what_is_no_state_of_an_optimizer_is_told_from_one_of_another(saved: obj
 def test_bfloat16_weights_hold_no_float32_copy_between_steps(way: Any) -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = opt.BFloat16Weights(opt.SGD([p], 0.1), way)
-    stands_in = optimizer.inner.param_groups[0]["params"]
+    stands_in = list(optimizer._wide.values())
     for _ in range(2):
         assert [t.numel() for t in stands_in] == [0]
         p.grad = torch.ones_like(p)

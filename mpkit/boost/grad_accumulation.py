@@ -135,12 +135,19 @@ class GradientAccumulation(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counter and sums, so that a run can stop between two micro-steps."""
-        return {"counter": self.counter, "sums": dict(self._sums)}
+        return {"counter": self.counter, "sums": dict(self._sums), "steps": self.max_accumulation_step}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_extra_state` gave."""
         check_alike("the state of an accumulation", state, {"counter": 0, "sums": {}})
         counter, parameters = check_count("counter", state["counter"], low=0), self.weights
+        own = self.max_accumulation_step
+        saved = check_count("steps", state.get("steps", own))
+        if counter >= own or (counter and saved != own):  # each of the sums was divided by the saved number
+            raise ValueError(
+                f"the saved accumulation had {counter} of {saved} micro-steps, and this one updates after {own}; make "
+                "it with the max_accumulation_step that it was saved with"
+            )
         for i, held in state["sums"].items():
             if not 0 <= check_count("a position", i, low=0) < len(parameters):
                 raise ValueError(f"this state has a sum of parameter {i}, and there are {len(parameters)}")

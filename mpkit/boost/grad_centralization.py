@@ -89,8 +89,18 @@ def _centralize_(optimizer: Optimizer) -> None:
         for p in group["params"] if multiple else ():
             if p.grad is None:
                 continue
+            if p.grad.is_sparse:  # rows without an entry are 0, and so is their mean; no decay goes with them in torch
+                _centralize_rows_(p.grad.coalesce(), p, multiple)
+                continue
             decay = p * (_coupled_decay(optimizer, group) * (1.0 if scale is None else scale))
             p.grad.copy_(centralized(p.grad + decay, multiple) - decay)
+
+
+def _centralize_rows_(grad: Tensor, p: Tensor, multiple: int) -> None:
+    """The same for a coalesced sparse gradient whose rows are whole; one with entries in several axes is left alone."""
+    if grad.sparse_dim() == 1:
+        grad._values().copy_(centralized(grad.values(), multiple))
+        p.grad = grad
 
 
 def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:

@@ -199,6 +199,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
 
         Nothing is read on the host. Gradients are multiplied by the float32 reciprocal of the scale.
         """
+        if not self._groups:
+            raise ValueError("there is no group to unscale: assign loss_scale_groups, a list of parameters per group")
         used = self.scales.clone()
         grads = [[p.grad for p in group if p.grad is not None] for group in self._groups]
         clean = torch.zeros((), dtype=torch.float32, device=used.device)  # what a group without gradients shows
@@ -212,7 +214,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.passed.fill_(True)
         if self.unscale_with == "updated":
             for g, ratio in zip(grads, used / self.scales):
-                torch._foreach_mul_(g, ratio)
+                if g:
+                    torch._foreach_mul_(g, ratio)
         return found
 
     def _checked(self, number: int, init: float | Sequence[float]) -> list[float]:
@@ -253,6 +256,12 @@ class GroupScaling(Scaling):
     def unscale_(self, gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
         """Divide each group's gradients by its scale and move the scales of all."""
         manager = self.groups
+        known = {id(p.grad) for group in manager.loss_scale_groups for p in group if p.grad is not None}
+        if strange := [tuple(g.shape) for g in gradients if id(g) not in known]:
+            raise ValueError(
+                f"gradients of shapes {strange[:3]} belong to no loss scale group, so nobody knows their scale; add "
+                "the parameters to loss_scale_groups as they are added to the optimizer"
+            )
         if distributed.several_processes():  # an overflow that one process sees moves the scales of all alike
             manager.passed.copy_(distributed.agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()

@@ -76,7 +76,7 @@ class FrozenUpdate(Wrapped):
 
     def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Average the gradients of the layers that this step trains."""
-        self.inner.reduce(self.freezing.groups[self.freezing.index] if parameters is None else parameters)
+        self.inner.reduce(self.freezing.trained() if parameters is None else parameters)
 
     def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """As inside, and on to the next place."""

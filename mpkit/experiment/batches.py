@@ -61,6 +61,8 @@ def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Bat
     elif isinstance(data, tuple) and _is_pair(data) and _is_pair(data[0]):  # a list holds batches
         data, test = data
     elif _is_pair(data) and isinstance(data[0], Tensor):
+        if len(data[0]) == 1:
+            raise ValueError("one row cannot be divided for training and test; pass {'train': (x, y)} for no test")
         keep = len(data[0]) - max(1, len(data[0]) // 5)
         data, test = (data[0][:keep], data[1][:keep]), (data[0][keep:], data[1][keep:])
     elif isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__len__"):
@@ -68,8 +70,19 @@ def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Bat
         keep = len(rows) - max(1, len(rows) // 5)
         data, test = (torch.utils.data.Subset(data, part) for part in (rows[:keep], rows[keep:]))
     batches = _batches(data, batch, seed, True, device)
-    steps = len(batches) if isinstance(batches, Sized) else sum(1 for _ in batches)
-    return Batches(batches, None if test is None else _batches(test, 250, seed, False, device), steps)
+    tested = None if test is None else _batches(test, 250, seed, False, device)
+    if tested is not None and _length(tested) == 0:
+        raise ValueError("the test data gives no batch; leave 'test' out for a training without a test")
+    steps = _length(batches)
+    return Batches(batches, tested, sum(1 for _ in batches) if steps is None else steps)
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    """How many batches there are; None where that is not known, as of a stream."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _named(data: object) -> object:

@@ -153,6 +153,8 @@ def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple
             else:
                 total += float(parts.loss(out, y)) * len(y)
                 rows += len(y)
+    if not rows:
+        raise ValueError("the test data gave no batch; pass what can be iterated anew in every epoch, not a generator")
     return name, total / rows
 
 

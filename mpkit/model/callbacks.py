@@ -141,7 +141,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, every: int = 10, **options: object) -> None:
-        self.every = every
+        self.every = check_count("every", every)
         self.options = options
         self._bar: Any = None
 
@@ -161,7 +161,8 @@ class ProgressBar(Callback):
             self._bar.set_postfix(shown)
 
     def on_train_end(self, run: RunContext) -> None:
-        self._bar.close()
+        if self._bar is not None:  # a callback before this one may have failed when the run began
+            self._bar.close()
 
 
 def _text(value: Tensor) -> str:

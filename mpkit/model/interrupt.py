@@ -51,9 +51,8 @@ class _Step:
     def __enter__(self) -> None:
         self.guard._inside = True
 
-    def __exit__(self, *exception: object) -> None:
-        self.guard._inside = False
-        if self.guard._kept:
-            self.guard._kept = False
+    def __exit__(self, kind: object, *rest: object) -> None:
+        kept, self.guard._inside, self.guard._kept = self.guard._kept, False, False
+        if kept and kind is None:  # else the step was cut short, by an error or a second Ctrl-C, and that goes on
             self.guard.between_steps = True
             raise KeyboardInterrupt

@@ -47,16 +47,32 @@ class Metric:
 
 
 def _correct(output: Tensor, label: Tensor) -> Tensor:
-    labels = label.argmax(1) if label.dim() == output.dim() else label
-    return (output.argmax(1) == labels).sum()
+    """The sum over the samples of the share of right places; a sample has one, or one per pixel or token."""
+    places = (*output.shape[:1], *output.shape[2:])
+    if output.dim() < 2 or label.shape not in (output.shape, places):
+        raise ValueError(
+            f"accuracy needs scores of shape (samples, classes, ...) and labels of shape {places}, or of the scores' "
+            f"own, one-hot; got {tuple(output.shape)} and {tuple(label.shape)}"
+        )
+    right = output.argmax(1) == (label.argmax(1) if label.shape == output.shape else label)
+    return right.sum().double() * len(right) / max(right.numel(), 1)
+
+
+def _gaps(output: Tensor, label: Tensor) -> Tensor:
+    """output - label in float64; without the broadcasting that would compare each sample with all others."""
+    if output.numel() != label.numel():
+        raise ValueError(
+            f"mse and mae need a label for each output, got shapes {tuple(output.shape)} and {tuple(label.shape)}"
+        )
+    return (output - label.reshape(output.shape)).double()
 
 
 def _squared(output: Tensor, label: Tensor) -> Tensor:
-    return (output - label).double().square().sum()
+    return _gaps(output, label).square().sum()
 
 
 def _absolute(output: Tensor, label: Tensor) -> Tensor:
-    return (output - label).double().abs().sum()
+    return _gaps(output, label).abs().sum()
 
 
 METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

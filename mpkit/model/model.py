@@ -167,17 +167,23 @@ class Model:
         for metric in self._metrics.values():
             if metric is not None:
                 metric.clear()
-        losses = []
+        losses, empty = [], True
         with torch.no_grad():
             for batch in valid_dataset:
+                empty = False
                 loss, output, label = self._evaluated(network, self._inputs(batch))
                 if loss is not None:
                     losses.append(loss.float().mean())
                 for metric in self._metrics.values():
                     if metric is not None:
                         metric.update(output, label)
+        if empty:
+            raise ValueError(
+                "the data set of the evaluation gave no batch; pass something that can be iterated anew for every "
+                "evaluation, such as a list or a DataLoader, not a generator"
+            )
         if "loss" in self._metrics and not losses:
-            raise ValueError("the metric 'loss' needs a loss_fn and at least one batch")
+            raise ValueError("the metric 'loss' needs a loss_fn, or an eval_network that returns the loss")
         return {
             name: torch.stack(losses).mean().item() if metric is None else metric.eval()
             for name, metric in self._metrics.items()
@@ -244,7 +250,7 @@ class Model:
         if not isinstance(dataset, Iterable):
             raise TypeError(f"train_dataset must give batches, as a list or a DataLoader, got {type(dataset).__name__}")
         length = None
-        with suppress(TypeError):
+        with suppress(TypeError, NotImplementedError):  # samplers say it by either that they do not know
             length = len(dataset)  # type: ignore[arg-type]
         run = RunContext(self, epoch, length)
         loop = TrainingLoop(
@@ -257,10 +263,19 @@ class Model:
             manager=self._manager,
             after_epoch=lambda number: self._evaluate(loop, valid_dataset if number in due else None),
         )
+        self._go(loop)
+
+    def _go(self, loop: TrainingLoop) -> None:
+        """Run from the beginning, or from where `load` put the model."""
         if self._resumed is not None:
             loop.restore(self._resumed)
         self._loop, resumed, self._resumed = loop, self._resumed, None
-        loop.go(resumed)
+        try:
+            loop.go(resumed)
+        except BaseException:
+            if resumed is not None and loop.run.cur_step_num == resumed["step"]:
+                self._resumed = resumed  # not one step was done: the next call still goes on from the checkpoint
+            raise
 
     def _evaluate(self, loop: TrainingLoop, dataset: Iterable[Any] | None) -> None:
         if dataset is not None:
@@ -292,7 +307,7 @@ class Model:
 
     def _to_device(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         device = device_of(self.network.parameters())
-        return tuple(v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for v in values)
+        return map_tensors(lambda x: x.to(device, non_blocking=True), values)
 
 
 def _epochs(epoch: object, initial_epoch: object) -> None:

@@ -39,6 +39,7 @@ class AdaFactor(Optimizer):
 
     decay_in_formula = True
     decay_filter = False
+    switched = (("beta1", "moment1"),)
 
     def __init__(
         self,
@@ -70,7 +71,9 @@ class AdaFactor(Optimizer):
         check_number("beta1", beta1, high=1.0)
         check_number("weight_decay", weight_decay, high=1.0)
         hyper = {**{name: float(value) for name, value in pairs.items()}, "beta1": float(beta1), **flags}
-        super().__init__(params, learning_rate or 0.0, weight_decay, loss_scale, hyper, options)
+        super().__init__(
+            params, 0.0 if learning_rate is None else learning_rate, weight_decay, loss_scale, hyper, options
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "lr" in param_group:
@@ -81,7 +84,11 @@ class AdaFactor(Optimizer):
         slots = {"moment1": torch.zeros_like(weight)} if group["beta1"] else {}
         if weight.ndim < 2:
             return {**slots, "square": torch.zeros_like(weight)}
-        return {**slots, "row": weight.new_zeros(weight.shape[:-1]), "column": weight[..., 0, :].clone().zero_()}
+        return {
+            **slots,
+            "row": weight.new_zeros(weight.shape[:-1]),
+            "column": weight.new_zeros((*weight.shape[:-2], weight.shape[-1])),
+        }
 
     def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
         for factored in (True, False):  # the two kinds of state need an `Update` each

@@ -32,7 +32,7 @@ class RMSProp(Optimizer):
         decay:     d, a number in [0, 1).
         momentum:  u, a number >= 0; 0 keeps no p.
         epsilon:   number > 0, in the unit of g squared.
-        centered:  subtract the square of the running mean.
+        centered:  subtract the square of the running mean; the difference is at least 0, whatever rounding says.
         use_locking:  accepted for MindSpore's sake, without effect.
     Against torch:  s starts at 1 (torch: 0), eps is inside the root, lr inside the momentum buffer, and d is 0.9 by
                     default (torch: 0.99).
@@ -41,6 +41,7 @@ class RMSProp(Optimizer):
     """
 
     elementwise = True
+    switched = (("momentum", "velocity"), ("centered", "mean"))
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class RMSProp(Optimizer):
             u.decay_average_(mean, keep)
             torch._foreach_add_(mean, u.grads, alpha=1 - keep)
             torch._foreach_addcmul_(denominators, mean, mean, value=-1.0)
+            torch._foreach_clamp_min_(denominators, u.group["epsilon"])  # a variance; rounding may take it below 0
         torch._foreach_sqrt_(denominators)
         if not u.group["momentum"]:
             u.move_by_ratio_(u.weights, u.grads, denominators, u.lr)

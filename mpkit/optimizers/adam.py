@@ -35,11 +35,14 @@ class Adam(Optimizer):
         use_offload:   accepted for MindSpore's sake; the state stays on the weights' device.
         use_locking:   accepted for MindSpore's sake, without effect.
     Against torch:  eps stands outside the bias correction, so this is `torch.optim.Adam` with
-                    eps' = eps / sqrt(1 - b2^t). Weight decay is coupled (added to the gradient) in both.
+                    eps' = eps / sqrt(1 - b2^t). Weight decay is coupled (added to the gradient) in both. t counts the
+                    updates of the group, torch's those of the parameter: one that had no gradient at first (it was
+                    frozen) starts uncorrected, about 3 times lr in size; add it later as a group of its own.
     Source:  Kingma and Ba 2015, arXiv:1412.6980, end of section 2; MindSpore 2.7 nn.Adam.
     """
 
     elementwise = True
+    switched = (("use_amsgrad", "largest2"),)
 
     def __init__(
         self,

@@ -160,7 +160,7 @@ class Adam8bit(Optimizer):
         beta = u.group["betas"][k - 1]
         news = u.grads if k == 1 else torch._foreach_mul(u.grads, u.grads)
         if name in u.state:
-            new = [old.lerp(news[i], 1 - beta) for i, old in enumerate(u.state[name])]
+            new = [old.to(news[i].dtype).lerp(news[i], 1 - beta) for i, old in enumerate(u.state[name])]
             u.replace_(u.state[name], new)
             return new
         codes, scales = u.state[f"codes{k}"], u.state[f"scales{k}"]

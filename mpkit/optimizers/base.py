@@ -98,6 +98,7 @@ class Optimizer(torch.optim.Optimizer):
     decay_filter = True  # False where MindSpore ignores the beta/gamma rule
     centralizes = True
     elementwise = False  # True where `update` treats every value for itself, so that a CPU may take a tensor in slices
+    switched: tuple[tuple[str, str], ...] = ()  # (hyper-parameter that may be 0 at first, the slot that it needs)
     intermediates = True  # False where `update` writes its operands only, so that lots have nothing to keep in a cache
 
     def __init__(
@@ -131,7 +132,7 @@ class Optimizer(torch.optim.Optimizer):
         # least the number of applied steps, and known without a host read.
         self._counts: dict[str, Any] = {"global_step": 0, "calls": 0}
         self._plain_closure = False
-        self.rates_grouped = any("lr" in group for group in groups)
+        self.rates_grouped = False
         defaults = {
             "lr": learning_rate_of(learning_rate),
             "weight_decay": weight_decay_of(weight_decay),
@@ -140,7 +141,6 @@ class Optimizer(torch.optim.Optimizer):
             "updates": 0,
         }
         super().__init__(groups, {**defaults, **(hyper or {})})
-        self._check_rates()
         self._order = self._checked_order(order)
 
     def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -174,19 +174,18 @@ class Optimizer(torch.optim.Optimizer):
                 raise RuntimeError("a parameter is in two groups, or twice in one; it would be updated twice")
             mine.add(id(tensor))
         group["params"] = items
-        if "lr" in group:
+        if own_rate := "lr" in group:
             group["lr"] = learning_rate_of(group["lr"])
         if "weight_decay" in group:
             group["weight_decay"] = weight_decay_of(group["weight_decay"])
         check_flags(grad_centralization=group.get("grad_centralization", False))
+        rates = [g["lr"] for g in self.param_groups] + [group.get("lr", self.defaults["lr"])]
+        if len(lengths := {len(rate.values) for rate in rates if isinstance(rate, ListedLR)}) > 1:
+            raise ValueError(f"lists of learning rates must have one length in all groups, got {sorted(lengths)}")
         if self.param_groups:
             group["decay_by_name"] = False
         super().add_param_group(group)
-
-    def _check_rates(self) -> None:
-        lengths = {len(g["lr"].values) for g in self.param_groups if isinstance(g["lr"], ListedLR)}
-        if len(lengths) > 1:
-            raise ValueError(f"lists of learning rates must have one length in all groups, got {sorted(lengths)}")
+        self.rates_grouped = self.rates_grouped or own_rate
 
     def _checked_order(self, order: list[Tensor] | None) -> list[tuple[int, int]] | None:
         """`order_params` as (group, index) pairs, which survive a copy of the optimizer."""
@@ -326,7 +325,8 @@ class Optimizer(torch.optim.Optimizer):
         if narrow:
             # the master is the truth, unless somebody has written to the parameter since
             follow_(weights, params)
-        state = {name: [s[name] for s in states] for name in states[0] if name != "master"}
+        idle = {"master", *(slot for key, slot in self.switched if not group[key])}
+        state = {name: [s[name] for s in states] for name in states[0] if name not in idle}
         self._apply([p.grad for p in params], weights, state, group, chosen, numbers)
         if narrow:
             torch._foreach_copy_(params, weights)
@@ -359,7 +359,12 @@ class Optimizer(torch.optim.Optimizer):
             self.update(part)
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        return [self._state(p, group) for p in params]
+        states = [self._state(p, group) for p in params]
+        for slot in [slot for key, slot in self.switched if group[key]]:
+            for p, state in zip(params, states):
+                if slot not in state:  # somebody has switched it on since
+                    state[slot] = self.slots(state.get("master", p), group)[slot]
+        return states
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p] or self._begin(p, group)
@@ -434,25 +439,38 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:  ValueError for the state of another optimizer or of other groups; nothing is changed then.
         """
-        check_saved(self, state_dict, whole=True)
-        if "global_step" not in state_dict:
-            raise ValueError(f"this state has no global_step; {type(self).__name__} needs what its state_dict() gave")
-        before, step = self.param_groups, check_count("global_step", state_dict["global_step"], low=0)
-        self._check_slots(state_dict)
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for p, key in zip(
-            parameters_of(self), keys
-        ):  # torch has cast the state to the parameter's dtype: take the float32 again
-            for name, value in state_dict["state"].get(key, {}).items():
+        if not isinstance(state_dict, Mapping):
+            check_saved(self, state_dict)
+        taken: dict[str, Any] = {}
+        before = self.param_groups
+        # between the hooks of others: checked is what theirs have made of the state, and theirs see it complete
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, given: taken.update(self._checked(given))),
+            self.register_load_state_dict_post_hook(lambda _: self._complete(taken, before), prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _complete(self, saved: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        """What torch does not load as it was saved: float32 state of 16-bit parameters, schedules, counters."""
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        for p, key in zip(parameters_of(self), keys):
+            for name, value in saved["state"].get(key, {}).items():
                 self.state[p][name] = value.detach().to(p.device, copy=True)
         for old, new in zip(before, self.param_groups):
-            for key in ("lr", "weight_decay"):
-                new.setdefault(key, old[key])
-        self._counts = {"global_step": step, "calls": step}
+            for name in ("lr", "weight_decay"):
+                new.setdefault(name, old[name])
+        self._counts = {"global_step": saved["global_step"], "calls": saved["global_step"]}
 
-    def _check_slots(self, saved: dict[str, Any]) -> None:
+    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Raise TypeError or ValueError unless each saved weight has the tensors that it starts with here."""
+        check_saved(self, saved, whole=True)
+        if "global_step" not in saved:
+            raise ValueError(f"this state has no global_step; {type(self).__name__} needs what its state_dict() gave")
+        check_count("global_step", saved["global_step"], low=0)
         for group, there in zip(self.param_groups, saved["param_groups"]):
             check_count("updates", there["updates"], low=0)
             for p, key in zip(group["params"], there["params"]):
@@ -460,6 +478,7 @@ class Optimizer(torch.optim.Optimizer):
                     extra = {"master"} if "master" in held else set()
                     fresh = self.slots(p.detach(), group) | {name: p.detach() for name in extra}
                     check_alike(f"state[{key!r}]", held, fresh)
+        return saved
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_counts", "_plain_closure")

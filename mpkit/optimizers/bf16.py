@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from mpkit.arguments import check_alike, check_kind
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.saved import check_saved
 
 Way = Literal["stochastic", "kahan"]
@@ -64,23 +66,57 @@ class BFloat16Weights(TorchOptimizer):
             raise TypeError(f"need a torch.optim.Optimizer built on the bfloat16 parameters, got {optimizer!r}")
         if way not in ("stochastic", "kahan"):
             raise ValueError(f"way is 'stochastic' or 'kahan', got {way!r}")
-        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        if not any(p.dtype is torch.bfloat16 for group in groups for p in group["params"]):
+        if not any(p.dtype is torch.bfloat16 for p in parameters_of(optimizer)):
             raise ValueError("no parameter is bfloat16, so nothing would be rounded; network.to(torch.bfloat16) first")
         self.way: Way = way
         self.generator = generator
         self.inner = optimizer
-        super().__init__(groups, dict(optimizer.defaults))
-        self._lost: dict[Tensor, Tensor] = {}
-        self._wide: list[tuple[Tensor, Tensor]] = []  # (bfloat16 parameter, its float32 stand-in)
-        for group in optimizer.param_groups:
-            for i, p in enumerate(group["params"]):
-                if p.dtype is torch.bfloat16:
-                    wide = nn.Parameter(torch.empty(0, device=p.device))
-                    group["params"][i] = wide
-                    self._wide.append((p, wide))
-                    if way == "kahan":
-                        self._lost[p] = torch.zeros_like(p)
+        self._wide: dict[Tensor, Tensor] = {}  # bfloat16 parameter -> its float32 stand-in
+        self._lost: dict[Tensor, Tensor] = {}  # what rounding lost, where way is "kahan"
+        super().__init__(optimizer.param_groups, {})
+        self._share()
+        self._stand_ins()
+
+    def _share(self) -> None:
+        """One list of groups, with the network's own parameters: what one optimizer is given, the other has too."""
+        self.param_groups = self.inner.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside."""
+        if not any(group is param_group for group in self.inner.param_groups):  # else torch's constructor asks
+            self.inner.add_param_group(param_group)
+
+    def _stand_ins(self) -> list[tuple[Tensor, Tensor]]:
+        """(bfloat16 parameter, its stand-in) for all groups, those added later too."""
+        low = [p for p in parameters_of(self.inner) if p in self._wide or p.dtype is torch.bfloat16]
+        for p in low:
+            if p in self._wide:
+                continue
+            self._wide[p] = wide = nn.Parameter(torch.empty(0, device=p.device))
+            if p in self.inner.state:  # it has made steps already
+                held = {name: x for name, x in self.inner.state.pop(p).items() if name != "master"}
+                self.inner.state[wide] = {name: _widened(x) for name, x in held.items()}
+            if self.way == "kahan":
+                self._lost[p] = torch.zeros_like(p)
+        return [(p, self._wide[p]) for p in low]
+
+    @contextmanager
+    def _float32(self, filled: bool = True) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """While the optimizer inside works, float32 stand-ins (with or without values) are where bfloat16 was."""
+        pairs = self._stand_ins()
+        for p, wide in pairs if filled else ():
+            wide.data = p.float() + self._lost[p].float() if p in self._lost else p.float()
+            wide.grad = None if p.grad is None else p.grad.float()
+        kept = [list(group["params"]) for group in self.inner.param_groups]
+        try:
+            for group in self.inner.param_groups:
+                group["params"] = [self._wide.get(p, p) for p in group["params"]]
+            yield pairs
+        finally:
+            for group, params in zip(self.inner.param_groups, kept):
+                group["params"] = params
+            for _, wide in pairs:
+                wide.data, wide.grad = wide.data.new_empty(0), None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -89,27 +125,27 @@ class BFloat16Weights(TorchOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for own, group in zip(self.param_groups, self.inner.param_groups):
-            group.update({key: value for key, value in own.items() if key != "params"})  # a scheduler changed them
-        for p, wide in self._wide:
-            wide.data = p.float() + self._lost[p].float() if p in self._lost else p.float()
-            wide.grad = None if p.grad is None else p.grad.float()
-        self.inner.step()
-        for p, wide in self._wide:
-            if wide.grad is not None:
-                if p in self._lost:
-                    p.copy_(wide)
-                    self._lost[p].copy_(wide - p.float())
-                else:
-                    p.copy_(stochastic_bf16(wide.data, generator=self.generator))
-            wide.data, wide.grad = wide.data.new_empty(0), None
+        with self._float32() as pairs:
+            self.inner.step()
+            for p, wide in pairs:
+                if wide.grad is not None:
+                    self._round_(p, wide.data)
         return loss
+
+    def _round_(self, p: Tensor, wide: Tensor) -> None:
+        if p in self._lost:
+            p.copy_(wide)
+            self._lost[p].copy_(wide - p.float())
+        else:
+            p.copy_(stochastic_bf16(wide, generator=self.generator) if p.dtype is torch.bfloat16 else wide)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
         generator = None if self.generator is None else self.generator.get_state()
-        lost = [value.clone() for value in self._lost.values()]
-        return {"inner": self.inner.state_dict(), "way": self.way, "lost": lost, "generator": generator}
+        with self._float32(filled=False) as pairs:
+            inner = self.inner.state_dict()
+        lost = [self._lost[p].clone() for p, _ in pairs if p in self._lost]
+        return {"inner": inner, "way": self.way, "lost": lost, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
@@ -121,16 +157,22 @@ class BFloat16Weights(TorchOptimizer):
         check_saved(self.inner, state["inner"])
         if state.get("way") != self.way:
             raise ValueError(f"this state belongs to way={state.get('way')!r}, this optimizer has way={self.way!r}")
-        if [v.shape for v in state["lost"]] != [v.shape for v in self._lost.values()]:
+        lost = [self._lost[p] for p, _ in self._stand_ins() if p in self._lost]
+        if [v.shape for v in state["lost"]] != [v.shape for v in lost]:
             raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
-        for p, wide in self._wide:
-            wide.data = p.float()  # torch casts a state to the shape and dtype of its parameter
-        self.inner.load_state_dict(copy.deepcopy(state["inner"]))
-        for _, wide in self._wide:
-            wide.data = wide.data.new_empty(0)
-        for group, inner in zip(self.param_groups, self.inner.param_groups):
-            group.update({key: value for key, value in inner.items() if key != "params"})
-        for value, saved in zip(self._lost.values(), state["lost"]):
+        with self._float32():  # torch casts a state to the shape and dtype of its parameter
+            self.inner.load_state_dict(copy.deepcopy(state["inner"]))
+        self._share()
+        for value, saved in zip(lost, state["lost"]):
             value.copy_(saved)
         if self.generator is not None and state["generator"] is not None:
             self.generator.set_state(state["generator"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("way", "generator", "inner", "_wide", "_lost")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
+
+
+def _widened(value: object) -> object:
+    """A part of an optimizer's state in the precision of a stand-in."""
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value

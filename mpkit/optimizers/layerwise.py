@@ -156,7 +156,7 @@ class LARS(torch.optim.Optimizer):
         weight_norm, grad_norm = torch.stack(torch._foreach_norm(w)), torch.stack(torch._foreach_norm(g))
         q = self.coefficient * weight_norm / (grad_norm + wd * weight_norm + self.epsilon)
         if self.use_clip:
-            q = (q / numbers.lr).clamp(max=1.0)
+            q = torch.where(q > 0, (q / numbers.lr).clamp(max=1.0), q)  # 0 / 0 for weights of 0 at a rate of 0
         out = list(grads)
         if isinstance(wd, Tensor):
             new = torch._foreach_add(g, torch._foreach_mul(w, wd))

@@ -66,6 +66,7 @@ class SGD(Optimizer):
 
     elementwise = True
     intermediates = False
+    switched = (("momentum", "velocity"),)
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from mpkit.arguments import check_flags, check_kind
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.marking import protect_children
 from mpkit.casting.table import MINDSPORE, Level
+from mpkit.casting.targets import map_tensors
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_parts
 from mpkit.step.hooks import Hook
@@ -31,12 +32,8 @@ class Float32Loss(WithLossCell):
 
 
 def widened(value: Any) -> Any:
-    """Float tensors, alone or in a tuple or list, as float32; all else as it is."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(widened(item) for item in value)
-    return value
+    """Float tensors, alone or in a nest of tuples (named too), lists, dicts and dataclasses, as float32."""
+    return map_tensors(lambda x: x.float() if x.is_floating_point() else x, value)
 
 
 def build_train_network(

@@ -223,6 +223,7 @@ class TrainOneStepCell(nn.Module):
         state["hooks"] = [h.state_dict() if hasattr(h, "state_dict") else None for h in self.hooks]
         if self.pending:
             state["gradients"] = [p.grad for p in parameters_of(self.optimizer)]
+            state["accumulation_steps"] = self.accumulation_steps  # each gradient was divided by it
         return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -254,10 +255,12 @@ class TrainOneStepCell(nn.Module):
     def _checked_sums(self, state: dict[str, Any]) -> Sequence[Tensor | None]:
         """The gradients of the accumulation that a saved step had begun; none if it had not."""
         check_count("index", state["index"], low=0)
-        if check_count("pending", state["pending"], low=0) >= self.accumulation_steps:
+        pending, own = check_count("pending", state["pending"], low=0), self.accumulation_steps
+        saved = check_count("accumulation_steps", state.get("accumulation_steps", own))
+        if pending >= own or (pending and saved != own):
             raise ValueError(
-                f"the saved step had summed {state['pending']} micro-batches of one update, and this one updates after "
-                f"{self.accumulation_steps}; build the cell with the accumulation_steps that it was saved with"
+                f"the saved step had summed {pending} micro-batches of one update, and this one updates after {own}; "
+                "build the cell with the accumulation_steps that it was saved with"
             )
         return saved_gradients(parameters_of(self.optimizer), state.get("gradients")) if state["pending"] else ()
 

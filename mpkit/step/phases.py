@@ -65,9 +65,28 @@ def backward(loss: Tensor, seed: Tensor, **options: Any) -> None:
 def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the unscaled gradients so that their joint L2 norm is at most `max_norm`; returns the norm before.
 
-    No host read; with a non-finite gradient the result is NaN, and the step is skipped anyway.
+    No host read; with a non-finite gradient the result is NaN, and the step is skipped anyway. The norm of 16-bit
+    gradients is computed in float32: in float16 it could be inf, and they would all become 0. Sparse gradients count
+    with the values of their rows.
     """
-    return nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
+    held = [_strided(p) for p in parameters if p.grad is not None]
+    narrow = any(p.grad.dtype.itemsize < 4 for p in held)  # type: ignore[union-attr]
+    if not narrow:
+        return nn.utils.clip_grad_norm_(held, max_norm)
+    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients_of(held)]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(wide[0].device) for norm in wide]))
+    nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _strided(p: Tensor) -> Tensor:
+    """`p`, or a stand-in whose gradient is the values of p's sparse one."""
+    if p.grad is None or not p.grad.is_sparse:
+        return p
+    p.grad = p.grad.coalesce()
+    stand_in = torch.empty_like(p.grad._values())
+    stand_in.grad = p.grad._values()
+    return stand_in
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -26,7 +26,10 @@ def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
     done: list[tuple[Any, Any]] = []
     try:
         for part, saved in pairs:
-            done.append((part, part.state_dict()))
+            before = part.state_dict()
+            if isinstance(part, nn.Module):  # which loads into the very tensors that its state names
+                before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in before.items()}
+            done.append((part, before))
             part.load_state_dict(saved)
     except BaseException:
         for part, before in done:

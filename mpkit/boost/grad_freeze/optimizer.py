@@ -24,6 +24,8 @@ from mpkit.step.restore import load_all
 State = Literal["shared", "per_group"]
 PATCHES = frozenset({"step", "_opt_called"})
 """What a torch scheduler sets on the optimizer object that it drives."""
+OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
+"""Options of a group that schedulers and callbacks change."""
 PLACES = 8
 """torch.compile gives up after eight graphs of one function: a strategy of so many places is read outside of them."""
 
@@ -71,8 +73,13 @@ class FreezeOpt(Optimizer):
         # a dict, because torch.compile drops what a compiled step writes to attributes of an optimizer
         self._counts = {"step_index": 0, "steps": 0}
         self._plain_closure = False
+        self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
         self.optimizers = [opt] if state == "shared" else self._copies(train_strategy)
+        self._know()
+
+    def _know(self) -> None:
         self._members = [{id(p) for p in group} for group in self.groups]
+        self._known = {id(p) for p in self._held}
 
     # what a torch.optim.Optimizer is asked for
 
@@ -101,7 +108,7 @@ class FreezeOpt(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._members = [{id(p) for p in group} for group in self.groups]  # a copy has other parameters
+        self._know()  # a copy has other parameters
         for opt in self.optimizers:
             centralize_where_marked(inner(opt))
 
@@ -110,6 +117,14 @@ class FreezeOpt(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer that was wrapped (and to its copies); it is trained on every step."""
+        if "params" in param_group:
+            params = param_group["params"]
+            param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        for opt in dict.fromkeys((self.optimizer, *self.optimizers)):
+            opt.add_param_group(dict(param_group))
 
     # freezing
 
@@ -134,8 +149,13 @@ class FreezeOpt(Optimizer):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Every parameter that some group trains, in the order of the wrapped optimizer."""
+        """The parameters of the wrapped optimizer, in its order."""
         return parameters_of(self)
+
+    def trained(self, index: int | None = None) -> list[Tensor]:
+        """The parameters that a step of `index` (None: the coming step's) updates."""
+        members = self._members[self.index if index is None else index]
+        return [p for p in self.parameters if id(p) in members or id(p) not in self._known]
 
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
@@ -148,7 +168,7 @@ class FreezeOpt(Optimizer):
 
     def freeze_(self, index: int | None = None) -> list[Tensor]:
         """Switch off the gradients of everything outside the group; -> what was switched off, for `thaw_`."""
-        trained = self._members[self.index if index is None else index]
+        trained = {id(p) for p in self.trained(index)}
         still = [p for p in self.parameters if p.requires_grad and id(p) not in trained]
         for p in still:
             p.requires_grad_(False)
@@ -179,11 +199,12 @@ class FreezeOpt(Optimizer):
         if closure is not None:
             with torch.enable_grad(), self.frozen(index), plain_closure(self):
                 loss = closure()
-        trained = self._members[index]
+        trained = {id(p) for p in self.trained(index)}
         for p in self.parameters:
             if id(p) not in trained:
                 p.grad = None
         opt = self.optimizers[index % len(self.optimizers)]
+        self._hand_on(opt)
         for name in ("found_inf", "grad_scale"):
             setattr(opt, name, getattr(self, name, None))
         try:
@@ -198,8 +219,21 @@ class FreezeOpt(Optimizer):
         length = len(self.strategy) if self.strategy else len(self.groups)
         self._counts["step_index"] = (self.step_index + 1) % length
 
+    def _hand_on(self, opt: Optimizer, *, back: bool = False) -> None:
+        """Give a copy the options that somebody has set in the groups of the original; `back`: the other way round."""
+        if opt is self.optimizer:
+            return
+        for group in opt.param_groups:
+            here = {id(p) for p in group["params"]}
+            source = next(g for g in self.param_groups if any(id(p) in here for p in g["params"]))
+            have, get = (group, source) if back else (source, group)
+            # a schedule, or a function, belongs to the copy, which may have its own part of it
+            get.update({key: have[key] for key in OPTIONS & have.keys() if not callable(source[key])})
+
     def state_dict(self) -> dict[str, Any]:
         """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
+        for opt in self.optimizers:
+            self._hand_on(opt)
         return {
             "step_index": self.step_index,
             "steps": self.steps,
@@ -227,6 +261,8 @@ class FreezeOpt(Optimizer):
             raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
         steps = check_count("steps", state_dict.get("steps", 0), low=0)
         load_all(list(zip(self.optimizers, saved)))
+        for opt in self.optimizers:
+            self._hand_on(opt, back=True)
         self.strategy, self._counts = strategy, {"step_index": place, "steps": steps}
 
     def _copies(self, strategy: object) -> list[Optimizer]:
