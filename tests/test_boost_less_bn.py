@@ -249,6 +249,14 @@ EDGES = {
     "one channel is not depthwise": (Sum(chained(conv(1, 1, 3), conv(1, 1, 3))), {"branch.1"}),
     "groups that are not channels": (Sum(chained(conv(4, 4, 3, 2), conv(4, 4))), {"branch.1"}),
     "two deep branches": (Sum(two(), two()), set()),
+    "one convolution and two norms": (
+        Sum(nn.Sequential(*chained(conv(3, 3)), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU())),
+        set(),
+    ),
+    "a pooled shortcut": (
+        Sum(two(), nn.Sequential(nn.AvgPool2d(1), nn.ReLU(), nn.BatchNorm2d(3))),
+        {"branch.1", "shortcut.2"},
+    ),
     "a depthwise branch": (Sum(chained(conv(4, 4), conv(4, 4, 3, 4))), set()),
     "a sum in the branch": (Sum(nn.Sequential(Sum(chained(conv(3, 3))), *two())), set()),
     "inverted": (inverted(2, 4, 3), {"1"}),

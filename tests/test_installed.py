@@ -54,14 +54,15 @@ def archives(tmp_path_factory):
 def installed(archives, tmp_path_factory):
     """(scripts folder, empty folder, environment) of a new environment that holds the wheel."""
     folder = tmp_path_factory.mktemp("installed")
+    # pip too: with the checkout in PYTHONPATH it would find mpkit installed already
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MPKIT", "PYTEST", "JUPYTER"))}
     done([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     python = folder / "venv" / SCRIPTS / "python"
     options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
-    done([sys.executable, "-m", "pip", "--python", python, "install", *options, archives[1]], folder)
+    done([sys.executable, "-m", "pip", "--python", python, "install", *options, archives[1]], folder, env=inherited)
     site = Path(done([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
     # the packages of the running environment; its .pth files are not read, so an editable mpkit is not seen
     (site / "running.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MPKIT", "PYTEST", "JUPYTER"))}
     dirs = {f"JUPYTER_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
     assets = Path(sys.prefix) / "share" / "jupyter" / "lab"
     environment = inherited | dirs | {"JUPYTERLAB_DIR": str(assets), "IPYTHONDIR": str(folder / "ipython")}
