@@ -324,6 +324,7 @@ def test_gradient_accumulation_lives_as_fractions(parts, events):
         return GradientAccumulation(parts, torch.optim.SGD([weight], 1.0))
 
     gathered, weight, rows, loss = fresh(), [Fraction(0)] * 2, [], torch.tensor(0.0)
+    rounds = parts == 3  # thirds are no float32 numbers
     for event in events:
         if isinstance(event, tuple):
             gathered(loss, [torch.tensor(event)])
@@ -341,6 +342,7 @@ def test_gradient_accumulation_lives_as_fractions(parts, events):
             gathered.load_state_dict(copy.deepcopy(old.state_dict()))
             gathered.weights[0].data.copy_(old.weights[0])
         if len(rows) == parts or (event == "flush" and rows):
+            rounds |= len(rows) == 3
             weight = [w - sum(map(Fraction, column)) / len(rows) for w, column in zip(weight, zip(*rows))]
             if event == "flush":
                 assert gathered.flush()
@@ -349,7 +351,7 @@ def test_gradient_accumulation_lives_as_fractions(parts, events):
             assert not gathered.flush()
         assert gathered.counter == len(rows)
         got = gathered.weights[0].tolist()
-        assert got == pytest.approx([float(w) for w in weight], rel=0, abs=1e-4 if parts == 3 else 0)
+        assert got == pytest.approx([float(w) for w in weight], rel=0, abs=1e-4 if rounds else 0)
 
 
 CONFIGS = st.fixed_dictionaries(
