@@ -22,6 +22,7 @@ from mpkit.casting import (
     forward,
     frameworks,
     graphs,
+    handlers,
     ledger,
     remove_mixed_precision,
     watching,
@@ -389,3 +390,18 @@ def test_operands_of_two_kinds_are_computed_in_the_promoted_one(first: torch.dty
     assert calls._common([torch.ones(1, dtype=first), torch.ones(1, dtype=last)]) is torch.float32
     assert calls._common([torch.ones(1, dtype=first)] * 2) is first
     assert calls._common([]) is None
+
+
+@pytest.mark.parametrize("count", [2, 7, 8])
+def test_a_bag_of_rows_takes_its_arguments_in_order_or_by_name(count: int) -> None:
+    """In order as the compiler hands them over; the eighth says whether the gradient is sparse."""
+    table = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16().float().requires_grad_()
+    names = ("offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+    more = (None, None, 2.0, False, "sum", True)
+    args = (torch.tensor([[0, 2]]), table, *more[: count - 2])
+    kwargs = dict(zip(names[count - 2 :], more[count - 2 :]))
+    out: Any = handlers.summed_rows(torch.bfloat16, None).run(CastMode(), F.embedding_bag, args, kwargs)
+    assert torch.equal(out, (table[0] + table[2]).bfloat16()[None])
+    out.sum().backward()
+    assert table.grad is not None
+    assert table.grad.is_sparse

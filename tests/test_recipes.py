@@ -27,7 +27,8 @@ from mpkit.casting import (
     remove_mixed_precision,
     uniform,
 )
-from mpkit.formats import E4M3FN, E5M2, FP32
+from mpkit.casting.recipe import OperandRow, amax_of, row_of
+from mpkit.formats import E4M3FN, E5M2, FP32, get_format
 from mpkit.policies import tensor_scale_preset
 
 SHORT = tensor_scale_preset("te_delayed", amax_history_len=3)
@@ -503,3 +504,45 @@ def test_twenty_layers_are_listed(count, end):
     with pytest.raises(ValueError, match="matches no linear layer") as error:
         cast_like(nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))), "mxfp8", keep="head")
     assert str(error.value).endswith(end)
+
+
+# --- parts
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (3, 0)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_largest_magnitudes_along_an_axis_stay_beside_it(shape: tuple[int, int], axis: int) -> None:
+    x = torch.arange(-6.0, -6 + shape[0] * shape[1]).view(shape).bfloat16()
+    got = amax_of(x, axis)
+    assert got.dtype is torch.float32
+    want = [max(map(abs, part.tolist()), default=0.0) for part in x.unbind(1 - axis)]
+    assert got.flatten().tolist() == want
+    assert got.shape == torch.Size([1 if i == axis else n for i, n in enumerate(shape)])
+    assert amax_of(x).shape == ()
+
+
+def test_an_operand_in_high_precision_has_a_row_that_says_so() -> None:
+    assert row_of("net", "dgrad", "weight", None, True) == OperandRow(
+        "net", "dgrad", "weight", "high precision", 1.0, 1.0, 0.0, 0.0, True
+    )
+
+
+@pytest.mark.parametrize("bits", [16, 17])
+def test_a_cast_is_to_at_most_16_bits(bits: int) -> None:
+    fmt = get_format(f"e5m{bits - 6}")
+    if bits == 16:
+        assert Cast(fmt).fmt is fmt
+    else:
+        with pytest.raises(ValueError, match="needs no scale"):
+            Cast(fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_operand_in_high_precision_meets_one_that_is_cast(dtype: torch.dtype) -> None:
+    """Whatever it is stored in: the values of the other are float32."""
+    one = Cast(E4M3FN)
+    for recipe in (Recipe("input", fprop_input=one), Recipe("weight", fprop_weight=one)):
+        layer = cast_like(nn.Linear(2, 2, bias=False).to(dtype), recipe)
+        nn.init.eye_(layer.weight)
+        x = torch.tensor([[1.0, 0.5]], dtype=dtype)  # both are values of the format: nothing rounds
+        assert layer(x).tolist() == [[1.0, 0.5]]

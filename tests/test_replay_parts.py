@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from test_replay import trace_of
 
 from mpkit.policies import preset, run, stack
-from mpkit.replay import simulate
+from mpkit.replay import replay, simulate
 from mpkit.replay.tensor_scales import _finite_max, _unused
 
 
@@ -48,3 +50,13 @@ def test_a_vector_of_policies_rounds_its_scale_as_each_of_them_alone(factor: flo
     together = simulate(tops, stack(policies * 30), compiled=False).sampled
     for i, policy in enumerate(policies):
         np.testing.assert_array_equal(together[1:, i], run(policy, [True] * len(tops)).scale[:-1])  # used, and after
+
+
+@pytest.mark.parametrize(("steps", "told"), [(10, True), (11, False), (20, False)])
+def test_the_last_tenth_of_ten_steps_is_the_last_one(steps: int, told: bool) -> None:
+    gradients = [torch.ones(4)] * (steps - 1) + [torch.full((4,), 1e9)]  # more than float16 holds
+    if steps == 11:
+        gradients[-2] = gradients[-1]
+        gradients[-1] = torch.ones(4)
+    frame = replay(trace_of(gradients, form="fp32"), preset("torch", init_scale=1.0), fmt="fp16")
+    assert (frame.why[0] == "every step of the last tenth was skipped") is told

@@ -223,7 +223,7 @@ def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
     magnitude = x.detach().abs()
     if axis is None:
         return magnitude.amax().float() if x.numel() else torch.zeros((), device=x.device)
-    return magnitude.amax(axis, keepdim=True).float() if x.shape[axis] else magnitude.new_zeros(x.shape).sum(axis, True)
+    return (magnitude.amax(axis, keepdim=True) if x.shape[axis] else magnitude.sum(axis, keepdim=True)).float()
 
 
 @dataclass(frozen=True)
