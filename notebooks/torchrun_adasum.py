@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 notebooks/torchrun_adasum.py
 
-Any power of two of ranks works. CPU ranks talk over gloo; with one GPU per rank they use nccl. A rank that is not
+Any power of two of ranks works. CPU ranks talk over gloo; with one GPU per rank they use nccl. A CPU rank that is not
 answered within 60 s ends with an error that names the silent one.
 """
 

@@ -6,7 +6,9 @@ import statistics
 import struct
 from importlib import import_module
 
+import numpy as np
 import pytest
+import torch
 from support import ROOT
 
 from mpkit import check
@@ -256,6 +258,70 @@ def test_a_task_knows_right_from_wrong_and_unwritten(lesson, capsys):
     assert told(lesson, lambda *_: None, capsys).startswith("Write it yourself: ")
     assert "raised ZeroDivisionError" in told(lesson, lambda *_: 1 / 0, capsys)
     assert told(lesson, lambda: 1, capsys).startswith("Not yet. ")
+
+
+def counted(floor=1.0, cut=True, anew=True, late=0):
+    """The replay of lesson 15 with one of its usual mistakes."""
+
+    def skipped(ceilings, scale, window):
+        count = found = 0
+        for ceiling in ceilings:
+            if scale > ceiling:
+                found, count, scale = found + 1, 0 if cut else count, max(scale / 2, floor)
+            elif (count := count + 1) >= window + late:
+                scale, count = scale * 2, 0 if anew else count
+        return found
+
+    return skipped
+
+
+def only_inf(heard):
+    return next((name for name, out in heard if math.inf in map(abs, out)), "")
+
+
+def only_large(heard):
+    return next((name for name, out in heard if max(map(abs, out)) > 65504), "")
+
+
+MISTAKES = [
+    ("14", only_inf),
+    ("14", only_large),
+    ("15", counted(floor=0.0)),
+    ("15", counted(cut=False)),
+    ("15", counted(anew=False)),
+    ("15", counted(late=1)),
+    ("15", counted(late=-1)),
+    ("16", lambda gradients: sum(v != 0 and v <= 2**-25 for v in gradients) / len(gradients)),
+    ("16", lambda gradients: sum(0 < abs(v) < 2**-25 for v in gradients) / len(gradients)),
+    ("18", lambda block: 2.0 ** (math.floor(math.log2(max(block))) - 2)),
+]
+
+
+@pytest.mark.parametrize(("lesson", "wrong"), MISTAKES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_mistake_that_only_some_cases_show_is_found(lesson, wrong, capsys):
+    assert told(lesson, wrong, capsys).startswith("Not yet. ")
+
+
+def test_a_function_that_forgets_its_last_return_is_not_taken_for_an_unwritten_one(capsys):
+    def forgets(heard):
+        for name, out in heard:
+            if not all(map(math.isfinite, out)):
+                return name
+
+    assert "must give '', and gave None" in told("14", forgets, capsys)
+
+
+def test_a_right_answer_is_right_in_any_form():
+    for form in ([8, 16], (16, 8), {8, 16}, np.array([8, 16]), torch.tensor([16, 8])):
+        assert check.verdict("12", "sizes", form)[0], form
+    assert check.verdict("15", "collapse", np.False_)[0]
+    assert not check.verdict("15", "collapse", np.True_)[0]
+    assert check.verdict("12", "sixteen", torch.tensor([4.0]))[0]
+    scale = torch.tensor(1024.0) * torch.tensor(2.0**-0.5) * torch.tensor(2.0**-0.5)  # in float32, as a manager does
+    assert scale != 512
+    assert check.verdict("13", "two", scale)[0]
+    assert not check.verdict("13", "two", 1024 / 2**0.5)[0]
+    assert "right format" in check.verdict("14", "cure", "bfloat16")[1]
 
 
 def test_a_task_hands_out_copies(capsys):

@@ -114,6 +114,9 @@ def test_the_truth_of_two_directions_is_the_run_of_the_lesson():
     run = DimReduceExplorer(components=2)
     assert (StuckExplorer().truth == run.path.losses).all()
     assert "1.83 in 5 steps and is 1.82 after 40" in revealed(StuckExplorer(), run.path.losses[1:]).summary()
+    # what its words say: a low loss lies in the plane, and both trials go far beyond it
+    assert run.landscape[2].min() < 0.5
+    assert all(min(s.losses) > 5 * run.path.losses[-1] for s in run.path.searches[5:])
 
 
 E = np.arange(-24, 16)

@@ -54,6 +54,8 @@ def test_runs_arrive_stop_and_go_on():
     assert "fp16 O2 88.0, worse" in model.summary()  # 87, 88, 89
     model.set(seed=2, step=2)
     assert "Loss at step 2 from seed 2: float32 3.000, fp16 O2 4.000." in model.summary()
+    model.step = 100  # as the longer recorded runs allow
+    assert f"Loss at step {len(model.losses[0])} from seed 2: " in model.summary()
     model.show_recorded()
     assert "recorded" in model.summary()
 

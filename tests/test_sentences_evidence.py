@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import zipfile
 from functools import cache
 from itertools import pairwise
@@ -50,12 +51,14 @@ def test_recorded_runs():
             at = min(m.step, len(z["step"]) - 1)
             row = np.searchsorted(z["gradients_step"], at, "right") - 1
             head, loss, scale = read(r"step (\d+ of \d+): \w+, loss (not finite|\S+), scale (\S+)\. Of", m)
+            told = re.search(r"values of step (\d+), the last with recorded gradients, ", m.summary())
+            assert (int(told[1]) if told else at) == z["gradients_step"][row]
             assert head == f"{at} of {len(z['step'])}"
             assert ("skipped, loss" in m.summary()) == z["overflow"][at]
             assert (loss == "not finite") == (not np.isfinite(z["loss"][at]))
             assert loss == "not finite" or float(loss) == pytest.approx(z["loss"][at], rel=1e-3)
             assert power(scale) == pytest.approx(z["scale"][at], rel=4e-3)
-            told = read(r"Of (\d+) gradient values (\S+)% are zero, and (\d+) values are .* far: (\d+)\.", m)
+            told = read(r"Of (\d+) gradient values.* (\S+)% are zero, and (\d+) values are .* far: (\d+)\.", m)
             size = z["gradients_size"].sum()
             want = [size, 100 * z["gradients_zeros"][row].sum() / size, z["gradients_nonfinite"][row].sum()]
             assert [float(v) for v in told] == pytest.approx([*want, z["overflow"][: at + 1].sum()], abs=0.051)
@@ -77,14 +80,18 @@ def test_what_if_and_its_grid(run):
         sized = set(z["gradients_step"][z["gradients_nonfinite"].sum(1) == 0].tolist())
         unknown = sum(bool(open_) and step not in sized for step, open_ in zip(z["step"].tolist(), left))
         assert (f"an estimate in {unknown} of the steps" in m.summary()) == (unknown > 0), m.state()
+    unseen = np.isfinite(z["loss"])
+    unseen[rows[z["gradients_nonfinite"].sum(1) == 0]] = False
     for m in swept(GridExplorer(run=run), samples=3, run=(), window=(5, 500)):
-        lost = {}
+        lost, guessed = {}, {}
         for factor in m.factors:
             for window in m.windows:
                 scale = ridden(tops, 2.0**m.init, factor, window)
                 good = scale <= tops
                 flat = zeroed(m.chosen.trace.gradients, scale[rows])[good[rows]]
                 lost[factor, window] = 100 * (1 - good.mean() * (1 - flat.mean())), (~good).sum()
+                other = np.where(z["overflow"], scale < z["scale"], scale > z["scale"])  # no help
+                guessed[factor, window] = (other & unseen).any()
         own, skipped, factor, window, best = read(
             r": (\S+)% of the .* (\d+) steps are skipped\. The .* factor (\S+), window (\d+), with (\S+)%", m
         )
@@ -93,6 +100,9 @@ def test_what_if_and_its_grid(run):
         least = min(share for share, _ in lost.values())
         assert float(best) == pytest.approx(least, abs=0.0051)
         assert lost[float(factor), int(window)][0] == pytest.approx(least, abs=1e-6)
+        told = re.search(r"In (\d+) of 35 pairs(, this one among them,)? some skips are estimates", m.summary())
+        assert (int(told[1]) if told else 0) == sum(guessed.values())
+        assert bool(told and told[2]) == guessed[m.factor, m.window] == ("is an estimate in" in m.chosen.summary())
 
 
 def detective(case, cast, scale):

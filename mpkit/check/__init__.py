@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
+from mpkit.check.task import plain
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,11 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     question = questions[name]
     if value is None:
         return None, f"Question: {question.prompt}"
-    truth = question.truth()
+    truth, value = question.truth(), plain(value)
+    if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
+        value = value[0]
+    if isinstance(truth, list) and isinstance(value, str):
+        value = [value]
     if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
@@ -147,7 +152,7 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
 
 def _in_any_order(value: object, truth: object) -> object:
     """A list of names or whole numbers is right in any order; one of True and False is not."""
-    if isinstance(truth, list) and isinstance(value, list | tuple) and all(type(t) in (str, int) for t in truth):
+    if isinstance(truth, list) and isinstance(value, list) and all(type(t) in (str, int) for t in truth):
         return sorted(value, key=lambda v: str(v).strip().lower())
     return value
 

@@ -35,7 +35,7 @@ QUESTIONS = {
     "sizes": Question(
         "Which of 6, 8, 12 and 16 workers can be merged pair by pair? Give a list.",
         lambda: [n for n in (6, 8, 12, 16) if adasum_enabled(n, 1)],
-        "Every level halves the number of updates, and that ends at one only for a power of two.",
+        "Every round halves the number of updates, and that ends at one only for a power of two.",
         "Halve each number until you reach 1, or an odd number.",
     ),
 }
@@ -66,7 +66,8 @@ PREDICTIONS = {
             ),
             (
                 "The update a itself in the first case, the sum in the second.",
-                "What both propose counts once, what only one proposes counts in full. AdaSum does this at any angle.",
+                "What both propose counts once, what only one proposes counts in full. AdaSum gives both results, and "
+                "at the angles between them a length between.",
             ),
             (
                 "The sum in both cases.",

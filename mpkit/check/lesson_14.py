@@ -22,7 +22,7 @@ QUESTIONS = {
     "largest": Question(
         "What is the largest power-of-two loss scale with which training A's batch has finite gradients?",
         lambda: investigated("A", 24, "float16").max_scale,
-        "Above {truth:g} the scaled gradients pass 65504. A dynamic scaler would come down to this scale.",
+        "Above {truth:.0f} the scaled gradients pass 65504. A dynamic scaler would come down to this scale.",
         "Look at the last column of the table, or ask the detective.",
         ((2.0**24, "That is the scale that failed. Read `max_scale` of the report."),),
     ),
@@ -44,7 +44,10 @@ QUESTIONS = {
         lambda: recommend(load_run("growing_activations")).dtype,
         "The activations leave float16, and only a format with more range holds them.",
         "Can any loss scale repair a forward overflow?",
-        (("fp16", "From step 145 on the scale was halved down to 0, and no step worked."),),
+        (
+            ("fp16", "From step 145 on the scale was halved down to 0, and no step worked."),
+            ("bfloat16", "You mean the right format. Give it the name that `recommend` gives it."),
+        ),
     ),
 }
 
@@ -57,8 +60,8 @@ def _where(verdict: str) -> str:
 
 def _first_bad() -> list[tuple[tuple[list[tuple[str, list[float]]]], str]]:
     found = []
-    for gain in (1.0, 1e3, 1e30):
-        heard, values = [], torch.ones(2)
+    for start, gain in ((1.0, 1e3), (-1.0, 1e30), (math.nan, 1.0), (1.0, 1.0)):
+        heard, values = [("input", [0.5, 2.0])], torch.tensor([1.0, start])
         for name in ("first", "second", "third"):
             values = (values * gain).half().float()
             heard.append((name, values.tolist()))

@@ -5,14 +5,21 @@ import numpy as np
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
+from mpkit.data import data_dir
 from mpkit.explorers.evidence import load_run
 from mpkit.formats import FP16
 from mpkit.policies import ScalePolicy, preset
+from mpkit.record import Trace
 from mpkit.replay import replay, simulate, swept
 
 
 def _skips(run: str, name: str) -> int:
     return int(replay(load_run(run), preset(name), fmt=FP16).iloc[0]["skipped"])
+
+
+def _measured() -> Trace:
+    """The recording that knows the true ceiling of every step."""
+    return Trace.load(data_dir() / "traces" / "rare_outliers_float32.npz")
 
 
 QUESTIONS = {
@@ -32,10 +39,11 @@ QUESTIONS = {
         ((15, "15 finite steps in a row do happen, so a window of 15 still grows."),),
     ),
     "collapse": Question(
-        "Does rare_outliers collapse in a replay from 2^16 with factor 2 and window 10? Answer True or False.",
-        lambda: bool(replay(load_run("rare_outliers"), swept(2.0**16, 2, 10), fmt=FP16).iloc[0]["collapsed"]),
-        "False: the scale recovers between two outliers, so each outlier costs one step and nothing else.",
-        "Replay `swept(2**16, 2, 10)` and read the column `collapsed`.",
+        "Take the float32 recording of rare_outliers, a start at 2^16, factor 2 and window 12. Does this policy "
+        "collapse? Answer True or False.",
+        lambda: bool(replay(_measured(), swept(2.0**16, 2, 12), fmt=FP16).iloc[0]["collapsed"]),
+        "False: the scale recovers between two outliers, so each outlier costs one step and little else.",
+        "Replay `swept(2**16, 2, 12)` on the float32 recording with fmt='fp16', and read the column `collapsed`.",
     ),
 }
 
@@ -51,7 +59,12 @@ def _before_the_first() -> str:
 
 
 def _counted() -> list[tuple[tuple[list[float], float, int], int]]:
-    courses = ([16.0] * 8, 64.0, 3), ([16.0, 4.0, 16.0, 16.0, 2.0, 16.0], 16.0, 2), ([1e9] * 5, 2.0, 1)
+    courses = (
+        ([16.0] * 8, 64.0, 3),
+        ([8.0, 8.0, 8.0, 16.0, 16.0, 2.0, 4.0, 8.0, 4.0], 4.0, 2),  # a window that a skip cuts, and one that is full
+        ([0.5, 0.5, 0.25, 1.0, 0.5, 4.0], 1.0, 2),  # ceilings below the smallest scale
+        ([1e9] * 5, 2.0, 1),
+    )
     found = []
     for tops, start, window in courses:
         policy = ScalePolicy.by_factor(start, 2.0, window, floor=1.0)

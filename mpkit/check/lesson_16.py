@@ -107,7 +107,7 @@ PREDICTIONS: dict[str, object] = {}  # its eleven statements are judged at the s
 
 def _lost() -> list[tuple[tuple[list[float]], float]]:
     found = []
-    for gradients in ([1.0, 1e-9, 0.0, 2e-8], [1e-3, 3e-8], [0.0, 0.0], [1e-12, -1e-12]):
+    for gradients in ([1.0, 1e-9, 0.0, 2e-8], [1e-3, 3e-8], [0.0, 0.0], [1e-12, -1e-12], [-1.0, 2.0**-25, 3.0, 1e-3]):
         values = np.array(gradients)
         gone = (values != 0) & (values.astype(np.float16) == 0)
         found.append(((gradients,), float(gone.mean())))

@@ -58,7 +58,7 @@ def _next_block() -> str:
 
 
 def _shared() -> list[tuple[tuple[list[float]], float]]:
-    blocks = ([0.1, -0.6, 5.0], [6.1, 1.0], [1000.0, 5.0], [0.02, 0.01], [-7.9, 4.0])
+    blocks = ([0.1, -0.6, 5.0], [6.1, 1.0], [1000.0, 5.0], [0.02, 0.01], [-7.9, 3.0])
     return [((block,), float(quantize_blocks(torch.tensor(block), MXFP4).scales[0])) for block in blocks]
 
 

@@ -51,10 +51,10 @@ PREDICTIONS = {
         (
             (
                 "Yes: fewer bits end with a visibly higher loss.",
-                "Look at the seeds of float32 first: they differ by as much as the recipes do.",
+                "Look at the seeds of float32 first: they differ by more than the mean of any recipe does.",
             ),
             (
-                "No: the seeds of float32 differ by as much as any recipe differs from float32.",
+                "No: the seeds of float32 differ by more than any recipe, on average, differs from float32.",
                 "So this network tells neither which recipe is best nor which product is the cause.",
             ),
         ),

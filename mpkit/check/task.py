@@ -32,25 +32,25 @@ class Task:
         for number, (arguments, expected) in enumerate(self.cases()):
             call = f"{name}({', '.join(_shown(a) for a in arguments)})"
             try:
-                got = _plain(function(*copy.deepcopy(arguments)))
+                got = plain(function(*copy.deepcopy(arguments)))
             except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
                 return False, f"Not yet. {call} raised {type(error).__name__}: {error}"
             if got is None and number == 0:
                 return None, f"Write it yourself: {self.prompt}"
-            if not same(got, _plain(expected), self.rel):
+            if not same(got, plain(expected), self.rel):
                 return False, f"Not yet. {call} must give {_shown(expected)}, and gave {_shown(got)}. {self.hint}"
         return True, f"Right, in all {number + 1} cases. {self.right}"
 
 
-def _plain(value: object) -> Any:
-    """Tensors and arrays as numbers and lists."""
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+def plain(value: object) -> Any:
+    """Tensors, arrays and sets as numbers and lists."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _shown(value: object) -> str:
-    value = _plain(value)
+    value = plain(value)
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):

@@ -298,16 +298,16 @@ class StuckExplorer(DrawnExplorer):
         if np.abs(guess - self.descent[1:]).mean() < 0.15:
             return (
                 "You followed gradient descent. Two components hold nearly all of its movement. But DimReduce takes "
-                "larger steps along them, and soon no step there lowers the loss."
+                "larger steps along them, and soon both steps that it tries are far too long: it refuses them."
             )
         if guess[-1] < 0.5:
             return (
-                "You drew a training that succeeds. Two directions hold 99.8 % of the movement, but a low loss "
-                "needs the other directions too."
+                "You drew a training that succeeds. Points with a low loss lie in these two directions, but "
+                "DimReduce does not get there: soon both steps that it tries are far too long, and it refuses them."
             )
         if np.ptp(guess) < 0.2:
             return "You drew a loss that does not fall. The first steps in the two directions do lower it."
-        return "Look where the lines part. The loss falls while steps in two directions help, and then it stays."
+        return "Look where the lines part. The loss falls while a step that is tried is accepted, and then it stays."
 
     def opening(self) -> str:
         return (

@@ -260,10 +260,12 @@ class RunExplorer(Explorer):
         t, i = self.trace, self.at
         outcome = "skipped" if t.overflow[i] else "applied"
         loss = f"{t.loss[i]:.4g}" if np.isfinite(t.loss[i]) else "not finite"
+        seen = int(t.gradients.step[self.row])
+        of = "" if seen == i else f" of step {seen}, the last with recorded gradients,"
         return (
             f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {as_power(self.scale)}. "
-            f"Of {self.values} gradient values {self.zeros / self.values:.1%} are zero, and {self.nonfinite} values "
-            "are inf or NaN. "
+            f"Of {self.values} gradient values{of} {self.zeros / self.values:.1%} are zero, and {self.nonfinite} "
+            "values are inf or NaN. "
             f"Steps skipped so far: {int(t.overflow[: i + 1].sum())}."
         )
 
@@ -284,8 +286,9 @@ class WhatIfExplorer(Explorer):
     """A recorded run replayed with another start, factor and window, under its own ceiling or one drawn by hand.
 
     After `compute`: `tops` and `scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), `grid`
-    (factors, windows) with the share of the training signal that each pair loses under this ceiling, `rides`, the pair
-    that loses least, and `best_scale` (steps,), its scale.
+    (factors, windows) with the share of the training signal that each pair loses under this ceiling, `open` (factors,
+    windows) with the number of its steps that are estimates, `rides`, the pair that loses least, and `best_scale`
+    (steps,), its scale.
     """
 
     controls = ("run", "init", "factor", "window")
@@ -327,6 +330,7 @@ class WhatIfExplorer(Explorer):
         pairs = [(f, w) for f in FACTORS for w in WINDOWS]
         scales, lost = self._lost([swept(2.0**self.init, f, w) for f, w in pairs])
         self.grid = lost.reshape(len(FACTORS), len(WINDOWS))
+        self.open = self._unsettled(scales).reshape(self.grid.shape)
         self.rides = pairs[int(lost.argmin())]
         self.best_scale = scales[:, int(lost.argmin())]
 
@@ -390,16 +394,23 @@ class WhatIfExplorer(Explorer):
             f"values become zero.{end}{self._estimated()}{self._ridden()}"
         )
 
-    def _estimated(self) -> str:
-        """Says how many steps the recording leaves open: it lacks their gradients' size, and had another scale."""
-        trace, scale = self.trace, self.scale
+    def _unsettled(self, scales: np.ndarray) -> np.ndarray:
+        """(steps, policies) -> (policies,) the steps that the recording leaves open for each policy.
+
+        It lacks the size of their gradients, and had another scale.
+        """
+        trace = self.trace
         if FP16.name in trace.measured:
-            return ""
-        settled = np.where(trace.overflow, scale >= trace.scale, scale <= trace.scale) & (trace.format == FP16.name)
-        settled |= ~np.isfinite(trace.loss)
-        settled[trace.rows[trace.gradients.nonfinite.sum(axis=1) == 0]] = True
-        settled[list(self.drawn)] = True
-        number = int((~settled).sum())
+            return np.zeros(scales.shape[1], int)
+        known = ~np.isfinite(trace.loss)
+        known[trace.rows[trace.gradients.nonfinite.sum(axis=1) == 0]] = True
+        known[list(self.drawn)] = True
+        was = trace.scale[:, None]
+        settled = np.where(trace.overflow[:, None], scales >= was, scales <= was) & (trace.format == FP16.name)
+        return (~(settled | known[:, None])).sum(axis=0)
+
+    def _estimated(self) -> str:
+        number = int(self._unsettled(self.scale[:, None])[0])
         return (
             f" Whether a step is skipped is an estimate in {number} of the steps: how large their gradients were is "
             "not recorded."
@@ -475,7 +486,18 @@ class GridExplorer(Explorer):
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
             f"{self.lost(self.factor, self.window):.2%} of the training signal is lost, and "
             f"{self.chosen.row['skipped']} steps are skipped. The best of {self.grid.size} pairs is factor {factor:g}, "
-            f"window {window}, with {self.lost(factor, window):.2%}."
+            f"window {window}, with {self.lost(factor, window):.2%}.{self._estimated()}"
+        )
+
+    def _estimated(self) -> str:
+        """Says in how many pairs a skip is an estimate."""
+        open_ = self.chosen.open
+        if not open_.any():
+            return ""
+        own = ", this one among them," if open_[FACTORS.index(self.factor), WINDOWS.index(self.window)] else ""
+        return (
+            f" In {int((open_ > 0).sum())} of {open_.size} pairs{own} some skips are estimates: how large the gradients "
+            "of these steps were is not recorded."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -208,12 +208,10 @@ class OwnExperimentExplorer(Explorer):
         return "none yet" if np.isnan(mean) else f"{mean:.1f}"
 
     def _at_step(self) -> str:
-        told = [
-            f"{name} {run[min(self.step, len(run)) - 1]:.3f}"
-            for name, run in zip((self.one, self.other), self.losses)
-            if len(run)
-        ]
-        return f"Loss at step {self.step} from seed {self.seed}: {', '.join(told)}." if told else ""
+        at = min(self.step, max(map(len, self.losses)))  # the runs of another network can be shorter
+        runs = zip((self.one, self.other), self.losses)
+        told = [f"{name} {run[at - 1]:.3f}" for name, run in runs if 0 < at <= len(run)]
+        return f"Loss at step {at} from seed {self.seed}: {', '.join(told)}." if told else ""
 
     def table(self) -> list[dict[str, Any]]:
         return [
