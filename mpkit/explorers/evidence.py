@@ -496,8 +496,8 @@ class GridExplorer(Explorer):
             return ""
         own = ", this one among them," if open_[FACTORS.index(self.factor), WINDOWS.index(self.window)] else ""
         return (
-            f" In {int((open_ > 0).sum())} of {open_.size} pairs{own} some skips are estimates: how large the gradients "
-            "of these steps were is not recorded."
+            f" In {int((open_ > 0).sum())} of {open_.size} pairs{own} some skips are estimates: how large the "
+            "gradients of these steps were is not recorded."
         )
 
     def table(self) -> list[dict[str, Any]]:

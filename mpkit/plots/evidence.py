@@ -223,7 +223,7 @@ def two_rules(
     low, high, steps = -50, 50, len(naive)
     scene = Scene(height=400, width=900)
     panel = scene.panel(
-        title="a rule that never looks at a gradient runs away",
+        title="a rule that never looks at a gradient, and one that does",
         x=linear("step", 0, steps, 8),
         y=log2("loss scale; loss", low, high, 10),
     )
