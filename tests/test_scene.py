@@ -78,6 +78,19 @@ COVERED = f"""() => {{ {INSIDE}
       return balls.filter(([ball, b]) => ball.parentNode !== e.parentNode
         && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 3
         && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4).map(() => e.textContent); }}); }}); }}"""
+STRUCK = """() => [...document.querySelectorAll('g[clip-path]')].flatMap((g) => {
+  const cut = document.getElementById(g.getAttribute('clip-path').slice(5, -1)).firstChild.getBBox();
+  const page = g.ownerSVGElement.getBoundingClientRect(), later = Node.DOCUMENT_POSITION_FOLLOWING;
+  const between = (v, to) => 0 < v && v < to;
+  return [...document.querySelectorAll('path.grid')].filter((e) => { const a = e.getBoundingClientRect();
+    const x = (a.left + a.right) / 2 - page.left - cut.x, y = (a.top + a.bottom) / 2 - page.top - cut.y;
+    return !g.contains(e) && (g.compareDocumentPosition(e) & later) && between(x, cut.width) && between(y, cut.height);
+  }); }).length"""
+CUT = """() => [...document.querySelectorAll('select')].filter((e) => { const wide = e.offsetWidth;
+  e.style.maxWidth = 'none';
+  const cut = e.offsetWidth > wide;
+  e.style.maxWidth = '';
+  return cut; }).map((e) => e.dataset.control)"""
 SOURCE = (HERE / "scene.js").read_text()
 
 
@@ -228,6 +241,8 @@ def test_page_and_stored_picture_show_the_same(show, name):
         assert overlaps(tab) == []
         assert tab.evaluate(OUTSIDE) == [], "words that leave the picture"
         assert tab.evaluate(COVERED) == [], "words under a ball"
+    assert tab.evaluate(STRUCK) == 0, "grid lines over the marks"
+    assert tab.evaluate(CUT) == [], "choices that their box cuts"
     for what, given in shown_controls(name):
         tab.evaluate("(given) => Object.entries(given).forEach(([name, value]) => models[0].put(name, value))", given)
         assert tab.locator(".mpk-form").bounding_box()["height"] <= 54, f"three rows of controls after {what}"
@@ -262,6 +277,63 @@ def shown_controls(name):
                 view.ask({"draw": {"0": 3.0}})
             keep(f"{choice} and a deed")
     return found.values()
+
+
+STATES: list[tuple[str, dict[str, object], int | None]] = [  # crowded ones: what was chosen, and the step
+    ("scaling.dynamics", {"fmt": "bf16", "hold": True}, 120),
+    ("scaling.dynamics", {"run": "growing_activations"}, 200),
+    ("scaling.dynamics", {"run": "rare_outliers", "apart": True}, 60),
+    ("scaling.zoo", {"situation": "model", "same_start": False}, 199),
+    ("formats.bits", {"fmt": "fp32", "number": "1e-40", "pinned": "fp16"}, None),
+    ("formats.gradients", {"fmt": "bf16"}, 0),
+    ("evidence.run", {}, 399),
+    ("evidence.what_if", {}, None),
+    ("training.underflow", {"format": "e4m3"}, 30),
+    ("boost.less_bn", {"network": "LeNet-5"}, None),
+    ("optimizers.decay", {"parameter": "bn.beta"}, 200),
+]
+
+
+def test_words_find_room_in_crowded_states(show):
+    views = []
+    for name, chosen, step in STATES:
+        views.append(VIEWS[name]())
+        for control, value in chosen.items():
+            views[-1].ask({control: value})
+        if step is not None:
+            views[-1].index = step
+    tab = show(*views)
+    tab.set_viewport_size({"width": 816, "height": 900})
+    tab.wait_for_function(
+        "[...document.querySelectorAll('.mpk-stage svg')].every((e) => e.clientWidth <= 816)", polling=20
+    )
+    assert overlaps(tab) == []
+    assert tab.evaluate(OUTSIDE) == [], "words that leave the picture"
+    assert tab.evaluate(COVERED) == [], "words under a ball"
+    rows = tab.evaluate("[...document.querySelectorAll('.mpk-legend')].map((e) => e.clientHeight)")
+    assert max(rows) <= 26, "a legend of two rows"
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_words_in_the_cells_of_a_table_can_be_read(theme):
+    """Contrast of 4.5 in every cell, whatever it holds, as WCAG 2.2 asks (1.4.3)."""
+
+    def rgb(role):
+        return np.array([int(ROLES[role][theme][i : i + 2], 16) for i in (1, 3, 5)])
+
+    def light(colour):
+        return (
+            np.where(colour <= 10, colour / 3294.6, ((colour / 255 + 0.055) / 1.055) ** 2.4) * [0.2126, 0.7152, 0.0722]
+        ).sum()
+
+    for name in ("scaling.sweep", "evidence.grid", "evidence.what_if"):
+        cells = mark(made(name), "cell")
+        for k, fill in enumerate(cells["fill"]):
+            role, share = fill.split("/")
+            ink = cells.get("ink", "ink")
+            behind = light(float(share) * rgb(role) + (1 - float(share)) * rgb("paper"))
+            over = light(rgb(ink if isinstance(ink, str) else ink[k]))
+            assert (max(behind, over) + 0.05) / (min(behind, over) + 0.05) >= 4.5
 
 
 def _is_text(artist):
@@ -480,6 +552,20 @@ def test_words_stay_in_the_box_in_which_they_begin(show):
     for phase in range(8):
         tab.evaluate(f"models[0].put('index', {phase})")
         assert tab.evaluate(over) == []
+
+
+def test_the_names_of_steps_are_shown_whole_or_not_at_all(show):
+    """Where the axis moves under the marks, they are cut at its ends; a name there would be another number."""
+    view = made("scaling.dynamics")
+    tab = show(view)
+    ticks = f"""() => {{ {INSIDE} const cut = document.querySelector('[clip-path]');
+      return words(document).map((e) => cut.contains(e) ? '' : e.textContent).filter((t) => /^\\d+$/.test(t)); }}"""
+    for step, ends in ((300, ["240", "320"]), (301, ["260", "320"]), (319, ["260", "320"]), (320, ["260", "340"])):
+        tab.evaluate(f"models[0].put('index', {step})")
+        drawn = figure(view.spec | {"kept": view.kept}, step).axes[0]
+        stored = [label.get_text() for label in drawn.get_xticklabels()]
+        assert [stored[0], stored[-1]] == ends
+        assert tab.evaluate(ticks)[: len(stored)] == stored
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
@@ -918,3 +1004,29 @@ def test_a_value_that_was_sent_ahead_is_drawn_without_the_kernel(show, name, mov
         [plain(view.kept), plain(view.spec)],
     )
     assert tab.inner_html(".mpk-stage") == drawn
+
+
+def test_of_messages_that_overlap_none_is_lost(show, monkeypatch):
+    """They are unpacked side by side, and the first to come may be the last to be ready."""
+    monkeypatch.setattr(ahead, "PATIENCE", 0.01)
+    view = dynamics_view()
+    tab = show(view)
+    handle = tab.locator("[data-name=scale_window]")
+    handle.focus()
+    tab.evaluate("""() => { const unpack = Response.prototype.arrayBuffer;
+      window.gates = []; window.read = 0;
+      Response.prototype.arrayBuffer = async function () { const all = await unpack.call(this);
+        await new Promise((open) => gates.push(open));
+        requestAnimationFrame(() => { window.read += 1; });
+        return all; }; }""")
+    values: list[float] = []
+    for held in (1, 2):
+        sent = ahead_of(view, "scale_window", have=values)
+        assert sent["values"]
+        values = values + sent["values"]
+        tab.evaluate("(given) => models[0].put('ahead', given)", plain(sent | {"whole": False}))
+        tab.wait_for_function(f"gates.length === {held}", polling=20)
+    tab.evaluate("gates.reverse().forEach((open) => open())")
+    tab.wait_for_function("read === 2", polling=20)
+    have = tab.evaluate("models[0].sent.filter(([k]) => k === 'wish').at(-1)[1].have")
+    assert sorted(have) == sorted(values)  # what it does not have it would wish for again

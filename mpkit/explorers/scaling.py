@@ -28,7 +28,7 @@ RUNS = {
     "mlp_digits": "perceptron on digits, healthy",
     "gpt_sums": "small GPT on sums, healthy",
     "rare_outliers": "one huge batch in 16",
-    "growing_activations": "a broken model, from step 129 on",
+    "growing_activations": "broken from step 129 on",
 }
 SHOWN = 400  # steps of each recorded run
 

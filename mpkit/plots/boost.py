@@ -161,11 +161,12 @@ PER_ROW = 30
 
 def less_bn_scene(data: LessBNExplorer) -> Scene:
     """The layers of a network in definition order, row after row; a frame holds the layers of one block."""
-    rows = max(3, -(-len(data.layers) // PER_ROW))
+    rows = -(-len(data.layers) // min(PER_ROW, max(8, -(-len(data.layers) // 3))))
     width = -(-len(data.layers) // rows)
     scene = Scene(height=110 + 72 * rows, width=900)
     gone, norms = len(data.report.removed), len(data.report.removed) + len(data.report.kept)
-    title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order; arrows are shortcuts"
+    title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order"
+    title += "; arrows are shortcuts" if data.shortcuts else ""
     panel = scene.panel(title=title, x=linear("", -1, width), y=linear("", rows - 0.4, -0.7), bare=True)
     for row in range(rows):
         part = data.layers[row * width : (row + 1) * width]
@@ -207,7 +208,7 @@ def centralize_scene(data: CentralizeExplorer) -> Scene:
     entries.line([float(used.mean())] * 2, [-1, n], "overflow", dash="--", label="mean of what is used")
     before, after = data.grad.mean(1).numpy(), data.used.mean(1).numpy()
     top = 1.2 * max(float(np.abs(before).max()), 1e-12)
-    x, y = linear("output", -1, len(before), 5), linear("mean of its gradient", -top, top, 4)
+    x, y = linear("output", -1, len(before), 4), linear("mean of its gradient", -top, top, 4)
     means = scene.panel(0, 1, title=f"{data.layer}: mean of every output", x=x, y=y)
     means.rule("y", 0, "muted", width=0.8)
     means.points(before, color="reference", size=2.5, quiet=True)

@@ -99,7 +99,7 @@ def stuck_scene(data: StuckExplorer) -> Scene:
     panel = scene.panel(
         title=_title(data, "draw the loss of DimReduce with 2 components"),
         x=linear("step", -1, len(data.truth), 10),
-        y=linear("loss", data.low, data.high),
+        y=linear("loss, nats", data.low, data.high),
     )
     panel.line(data.descent, color="muted", width=1.6, dash=":", label="gradient descent")
     _pen(panel, data)

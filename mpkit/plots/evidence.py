@@ -134,7 +134,7 @@ def run_scene(data: RunExplorer) -> Scene:
     )
     nonfinite = part.nonfinite.sum(axis=1)[rows]
     look: dict[str, Any] = {"frame": True, "anchor": "end", "halo": True, "color": "overflow"}
-    right.text("{} values inf or NaN", 0.98, 0.78, values=[nonfinite], **look)
+    right.text("{} % inf or NaN", 0.98, 0.62, values=[100 * nonfinite / max(1, data.values)], **look)
     return scene
 
 
@@ -144,7 +144,7 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
     if (data.factor, data.window) != data.rides:
         best = exponents(data.best_scale, panel.given["y"]["lo"], panel.given["y"]["hi"])
-        panel.line(best, color="normal", dash="-.", width=1.6, step="post", label="the pair that loses least")
+        panel.line(best, color="normal", dash="-.", width=1.6, step="post", label="loses least")
     y = panel.given["y"]
     pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4, "quiet": True}
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)

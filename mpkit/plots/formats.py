@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.formats import FORMATS, FloatFormat, get_format
-from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, names, space
+from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, names, power_of_two, space
 
 if TYPE_CHECKING:
     from mpkit.explorers.formats import (  # upward: the types of its arguments
@@ -25,12 +25,12 @@ def field_of(index: int, fmt: FloatFormat) -> str:
     return "fraction" if index < fmt.fraction_bits else "exponent" if index < fmt.bits - 1 else "sign"
 
 
-def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float) -> None:
+def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float, *, unnamed: str = "") -> None:
     """Colour and name zero, subnormal, normal and overflow along an axis of powers of two; the edges are exponents."""
     ends = sorted((panel.given[axis]["lo"], panel.given[axis]["hi"]))
     edges = (ends[0], lost, normal, overflow, ends[1])
     for role, low, high in zip(("zero", "subnormal", "normal", "overflow"), edges, edges[1:]):
-        panel.span(axis, low, high, f"{role}/0.14", role)
+        panel.span(axis, low, high, f"{role}/0.14", "" if role == unnamed else role)
 
 
 def bits_scene(data: BitsExplorer) -> Scene:
@@ -81,9 +81,11 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     panel = scene.panel(
         1, title=f"all of {fmt.name}, a comb for each power of two", x=log2("magnitude", low, high), y=space(0, 1)
     )
-    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1)
+    narrow = high - low >= 60
+    kind = data.fields.kind if narrow else ""  # its name would lie under the ball, and stands in the formula above
+    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, unnamed=kind if kind == "subnormal" else "")
     panel.points([0.28] * len(data.binades), data.binades, "ink", glyph="|", size=6, width=1.2)
-    if high - low < 60:  # more would run together
+    if not narrow:  # more would run together
         teeth = [math.log2(1 + k / 2**bits) + e for e, bits in data.teeth for k in range(1, 2**bits)]
         panel.points([0.22] * len(teeth), teeth, "muted", glyph="|", size=3, width=1)
     if data.value and math.isfinite(data.value):
@@ -109,7 +111,9 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         panel.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= stored <= high:
             panel.points([height], [stored], "reference", glyph="D", size=4.5, label="stored")
-        panel.text(name, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
+        near = any(low <= v <= high for v in values)
+        text = name if near else f"{name} has no value so near"
+        panel.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     at = min(max(data.wanted, low), high)
     grip = {"step": (high - low) / 160, "cross": 0.78, "note": f"asked for {data.number[:18]}"}
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
@@ -168,7 +172,7 @@ def gradients_scene(data: GradientsExplorer) -> Scene:
         quiet=True,
     )
     peak = float(data.exponents[data.shares.mean(0).argmax()]) - data.scale_exponent
-    grip = {"base": peak + 0.5, "cross": 16, "note": f"× 2^{data.scale_exponent}"}
+    grip = {"base": peak + 0.5, "cross": 18, "note": f"× {power_of_two(data.scale_exponent)}"}
     panel.handle("x", "scale_exponent", data.scale_exponent, 0, 30, "loss scale, 2 to the", **grip)
     return scene
 

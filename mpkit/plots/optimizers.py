@@ -44,10 +44,10 @@ def decay_scene(data: DecayExplorer) -> Scene:
     scene, steps = Scene(height=380), len(data.curves["SGD"])
     scene.play("step", "step", steps, every=80)
     x, y = linear("step", 0, steps - 1, 8), linear("weight", -0.2, 1.4, 8)
-    title, room = f"{data.parameter}, {data.place}: {data.reach}", [28, 128, 42, 60]  # for the name AdamWeightDecay
+    title, room = f"{data.parameter}, {data.place}: {data.reach}", [28, 136, 42, 60]  # for the name AdamWeightDecay
     panel = scene.panel(title=title, x=x, y=y, pad=room)
     alone = (1 - data.learning_rate * data.weight_decay) ** np.arange(steps)
-    panel.line(alone, color="reference", dash=":", width=2.4, label="rate x decay off at each step")
+    panel.line(alone, color="reference", dash=":", width=2.4, label="× (1 − rate × decay) each step")
     _curves(panel, data.curves, data.step)
     return scene
 

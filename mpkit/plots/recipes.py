@@ -63,7 +63,7 @@ def recipe_scene(data: RecipeExplorer) -> Scene:
     panel = scene.panel(
         title="training loss, one line for each seed",
         x=linear("step", 0, int(at[-1])),
-        y=linear("loss", math.floor(low * 4) / 4, math.ceil(top * 4) / 4),
+        y=linear("loss, nats", math.floor(low * 4) / 4, math.ceil(top * 4) / 4),
     )
     for i, (plain, own) in enumerate(zip(data.plain, data.own)):
         panel.line(plain, at, "reference", width=1.4, dash="--", **({"label": "float32"} if not i else {}))

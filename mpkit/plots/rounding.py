@@ -61,7 +61,8 @@ def modes_scene(data: ModesExplorer) -> Scene:
 def staircase_scene(data: StaircaseExplorer) -> Scene:
     """Rounded against exact value, and the ulp against the magnitude."""
     scene, limit = Scene(height=380, cols=(1.15, 1)), data.limit
-    x, y = linear("x", -limit, limit, 4), linear("rounded x", -1.1 * limit, 1.1 * limit, 4)
+    x = linear("x", -limit, limit, 4)
+    y = linear("rounded x", -1.1 * limit, 1.1 * limit, 4) | {"ticks": x["ticks"]}
     stairs = scene.panel(title="rounding is a staircase", x=x, y=y)
     stairs.line([-limit, limit], [-limit, limit], "reference", dash=":", width=1.4, label="exact")
     at = _corners(data.y)[:: 2 if len(_corners(data.y)) > 2400 else 1]

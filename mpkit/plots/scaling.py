@@ -26,13 +26,16 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     steps = np.arange(len(data.scale))
     skips = np.flatnonzero(~data.finite)
     real = np.log2(data.ceiling[data.ceiling > 0]), np.log2(data.scale)
-    low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real))) + 3
+    low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real)))
+    high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
     scale = exponents(data.scale, low, high)
     scene = Scene(height=440, rows=(3.3, 1), cols=(2.7, 1))
     scene.play("step", "step", len(steps), every=100)
     kept = scene.keep("ceiling", exponents(data.ceiling, low, high))
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(steps), 20)]}
     title = "the scale is held" if data.hold else "the scale climbs until it meets the ceiling"
+    if data.ceiling[-1] < 0:
+        title = f"from step {np.flatnonzero(data.ceiling > 0)[-1] + 1} on no scale helps: the loss is not finite"
     main = scene.panel(title=title, x=x, y=log2("loss scale", low, high))
     _decisions(main, data, scale, kept, low, high)
     _grips(main, data, scale, low, high)
@@ -125,7 +128,7 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     x, y = linear("share, %", 0, 105 * share.max(), 3), log2(magnitude, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
     for high, role, name in regions:
-        panel.span("y", low, high, f"{role}/0.14", name)
+        panel.span("y", low, high, f"{role}/0.14", name, anchor="end")  # bars begin at the left
         low = high
     panel.bars(
         scene.keep("gradients", np.round(255 * share / share.max()).astype(np.uint8)),
@@ -139,6 +142,10 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
         label="share of the gradients, %",
         quiet=True,
     )
+    if np.isnan(data.zeros[-1]):
+        first = int(np.flatnonzero(np.isfinite(data.zeros))[-1]) + 1
+        words = "no gradients:\nthe loss is\nnot finite"
+        panel.text(words, 0.5, 0.5, frame=True, only=(first, len(data.scale) - 1))
 
 
 def sweep_scene(data: SweepExplorer) -> Scene:
@@ -197,18 +204,18 @@ def zoo_scene(data: ZooExplorer) -> Scene:
     low, high = max(-40, math.floor(real.min()) - 2), min(60, math.ceil(real.max()) + 2)
     ceiling = scene.keep("ceiling", exponents(data.ceiling, low, high))
     at, first, second = data.parting
-    x, y = linear("step", 0, count, 8), log2("loss scale", low, high)
+    x, y = linear("step", 0, count - 1, 8), log2("loss scale", low, high)
     apart = f"{data.names[first]} and {data.names[second]} differ first, at step {at}"
     title = apart if at >= 0 else "no two rules differ here"
     main = scene.panel(colspan=columns, title=title, x=x, y=y)
-    main.band(ceiling, high, label="here it would overflow")
+    main.band(ceiling, high, label="here it would overflow", step="mid")
     for i, color, dash in ((first, "own", None), (second, "zero", "--")):
         _rule(main, data, i, (low, high), color, width=2.4, dash=dash, tag=True)
     if at >= 0:
         main.rule("x", at, "muted", dash=":")
     for i, name in enumerate(data.names):
         row, column = divmod(i, columns)
-        x = linear("", 0, count, 2) | {"blank": True}
+        x = linear("", 0, count - 1, 2) | {"blank": True}
         y = log2("", low, high) | {"blank": True, "ticks": []}
         panel = scene.panel(row + 1, column, title=name, title_size=10.5, x=x, y=y, pad=[24, 6, 6, 8])
         panel.line(ceiling, color="overflow", width=1, step="mid")

@@ -121,7 +121,10 @@ class Panel:
         self.add("band", x=x, y=y, y2=y2, color=color, **look)
 
     def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: object) -> None:
-        """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty."""
+        """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty.
+
+        On axis "y" `anchor="end"` names it at the right.
+        """
         x, y = self.given["x"], self.given["y"]
         a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
         low, high = max(low, a), min(high, b)
@@ -142,7 +145,9 @@ class Panel:
                 **look,
             )
         elif text:
-            self.text(text, x["lo"], high, anchor="start", valign="top", dx=6, dy=3, **look)
+            right = look.get("anchor") == "end"
+            at: dict[str, Any] = {"anchor": "start", "valign": "top", "dx": -6 if right else 6, "dy": 3}
+            self.text(text, x["hi" if right else "lo"], high, **at | look)
 
     def rule(self, axis: str, at: float | str, color: str = "muted", **look: object) -> None:
         """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
@@ -183,8 +188,7 @@ class Panel:
             rows - 0.5,
             cols + 0.5,
             rows + 0.5,
-            fill=[f"{color}/{0.06 + 0.94 * s:.2f}" for s in share],
-            ink=["paper" if s > 0.6 else "ink" for s in share],
+            fill=[f"{color}/{0.06 + 0.54 * s:.2f}" for s in share],  # words stay readable, light and dark
             text=list(texts),
             **look,
         )
@@ -274,14 +278,15 @@ class Scene:
                 if y.size:
                     tagged.append([(y[-1] - g["y"]["lo"]) / (g["y"]["hi"] - g["y"]["lo"]) * pixels, m])
         tagged.sort(key=lambda pair: pair[0])
-        for _ in range(60):
+        for _ in range(60 if tagged else 0):
+            tagged[0][0], tagged[-1][0] = max(tagged[0][0], 5), min(tagged[-1][0], pixels)  # none under the axis
             for low, high in pairwise(tagged):
                 if (short := 14 - (high[0] - low[0])) > 0:
                     low[0], high[0] = low[0] - short / 2, high[0] + short / 2
         for place, m in tagged:
             y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
             ink = m["color"].partition("/")[0]
-            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=11 if m.get("glyph") else 6, free=True)
+            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=11, free=True)
 
 
 def _sample(m: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +311,7 @@ def _sample(m: dict[str, Any]) -> dict[str, Any]:
 def _pads(p: Panel) -> list[int]:
     """Room around a panel for title, tick names and labels: top, right, bottom, left."""
     g, tagged = p.given, max((len(m["label"]) for m in p.marks if m.get("tag")), default=0)
-    up, right = 28 if g.get("title") else 10, 14 + (8 + 7 * tagged if tagged else 0)
+    up, right = 28 if g.get("title") else 10, 14 + (13 + 7 * tagged if tagged else 0)
     if g.get("bare"):
         return [up, 6, 6, 6]
     x, y = g["x"], g["y"]

@@ -30,7 +30,8 @@ def start_scene(data: StartExplorer) -> Scene:
     y = panel.given["y"]
     at = exponents(data.plan, y["lo"], y["hi"])
     panel.line(at, color="muted", dash=":", width=1.4, step="post", label="without an overflow")
-    panel.handle("y", "init_exponent", data.init_exponent, 0, 30, "initial scale, 2 to the", cross=0, note="start")
+    inside = 0.03 * len(data.plan)  # or the ball would cover the axis
+    panel.handle("y", "init_exponent", data.init_exponent, 0, 30, "initial scale, 2 to the", cross=inside, note="start")
     return scene
 
 

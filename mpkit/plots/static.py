@@ -168,7 +168,7 @@ def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any])
         return _line(axes, m, index, look)
     if kind == "band":
         x = np.arange(np.size(m["y"])) if m.get("x") is None else m["x"]
-        return axes.fill_between(x, m["y"], m["y2"], color=colour(m["color"]), lw=0, **look)
+        return axes.fill_between(x, m["y"], m["y2"], step=m.get("step"), color=colour(m["color"]), lw=0, **look)
     if kind == "rule":
         line = axes.axvline if m["axis"] == "x" else axes.axhline
         at = index if m["at"] == "index" else m["at"]

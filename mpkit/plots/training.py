@@ -33,7 +33,7 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     left = scene.panel(
         title=f"gradients times the scale, in {data.format}",
         x=log2("magnitude", FIRST, LAST, 12),
-        y=linear("share of the values, %", 0, 20, 4),
+        y=linear("share of the values, %", 0, 24, 5),
     )
     regions(left, "x", *(float(e) for e in edges))
     heights = 100 * np.stack([_at_scale(data, int(e)) for e in SCALES])
@@ -46,12 +46,12 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
         **look,
     )
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5
-    grip = {"base": peak, "cross": 12, "note": "drag"}
+    grip = {"base": peak, "cross": 20.7, "note": "drag"}  # above all bars
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))
     words = ("{} % flushed to zero", "{} % overflow")
     for row, (text, values) in enumerate(zip(words, (lost, over))):
         look = {"values": [np.round(values, 1)], "frame": True, "anchor": "end", "valign": "top", "halo": True}
-        left.text(text, 0.99, 0.86 - 0.08 * row, color=("zero", "overflow")[row], **look)
+        left.text(text, 0.99, 0.78 - 0.08 * row, color=("zero", "overflow")[row], **look)
     left.handle("x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "static scale, 2 to the", **grip)
     _window(scene, data, edges)
     x, y = log2("static loss scale", -8, 30, 8), linear("share, %", -3, 103, 5)
@@ -59,7 +59,7 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     right.line(lost, SCALES, "zero", label="flushed to zero", every=4, glyph="o")
     right.line(over, SCALES, "overflow", dash="--", label="overflow", every=4, glyph="s")
     right.rule("x", data.best, "normal", dash=":", width=2)
-    side = {"anchor": "end", "dx": -6} if data.best > 12 else {"anchor": "start", "dx": 6}
+    side = {"anchor": "end", "dx": -6} if data.best > 16 else {"anchor": "start", "dx": 6}
     right.text("recommended", data.best, 96, color="normal", halo=True, **side)
     for values in (lost, over):
         right.points(values, SCALES, "own", show="at", size=5)
@@ -141,7 +141,8 @@ def _gate(panel: Panel, data: StepExplorer) -> None:
     if not shut:
         panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], role, width=2.6, only=(6, 7))
         _arrow(panel, (0.6, 1.07), (0.6, 1.29), role, width=2.6, only=(6, 7))
-    panel.line([0.99, 1.16] if shut else [1.13, 1.2], [1.2, 1.2], role, width=6, only=(6, 7))
+    bar = ([0.99, 1.16], [1.2, 1.2]) if shut else ([1.14, 1.14], [1.2, 1.37])  # across the way, or beside it
+    panel.line(*bar, role, width=6, only=(6, 7))
     if shut:
         panel.points([1.075], [1.2], "overflow", glyph="x", size=9, width=3, only=(6, 7))
     panel.text(words, 1.62, 1.07, color=role, anchor="start", weight="bold", only=(6, 7))

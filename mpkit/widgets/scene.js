@@ -21,6 +21,8 @@ const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[Math.min(i, a.length - 1)] : a);
 const length = (m) => Math.max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
 const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v));
+const within = (v, [a, b]) => a <= v && v <= b;
+const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 const px = (v) => Math.round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ...Object.fromEntries([..."⁰¹²³⁴⁵⁶⁷⁸⁹"].map((c, i) => [i, c])) };
 const plain = (v) => String(+(+v).toPrecision(4));
@@ -53,7 +55,6 @@ const GLYPH = {
 // How many items are there at step `i`: item k appears at step since[k], or k.
 const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.filter((from) => from <= i).length : Math.min(length(m), i + 1));
 
-// The row of bars that is shown.
 const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
 // The outline of a line; values that are not finite leave a gap.
@@ -96,25 +97,25 @@ const path = (g, m, kind, given = {}) => {
 // ---- marks: each draws into group `g` and returns what to do at step i, or between two steps
 const DRAW = {
 	line(g, p, m) {
-		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5 }).setAttribute("d", trace(p, m, length(m), m.was));
+		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5, d: trace(p, m, length(m), m.was) });
 		const line = path(g, m, "line", { "data-mark": m.type }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
 		return (i) => {
 			const n = reached(m, i);
-			line.setAttribute("d", trace(p, m, n));
-			spots?.setAttribute("d", glyphs(p, m, n, m.every));
+			set(line, { d: trace(p, m, n) });
+			if (spots) set(spots, { d: glyphs(p, m, n, m.every) });
 		};
 	},
 	band(g, p, m) {
 		const n = length(m), pick = (y) => Array.from({ length: n }, (_, i) => at(y, i)).reverse();
-		path(g, m, "band").setAttribute("d", trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z");
+		path(g, m, "band", { d: trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z" });
 	},
 	points(g, p, m) {
 		const ring = m.ring && ["ring back", "ring"].map((kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 })), spots = path(g, m, "glyph", { "data-mark": m.type });
-		if (m.show !== "at") return (i) => spots.setAttribute("d", glyphs(p, m, reached(m, i)));
+		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
 		return (i, pos) => {
 			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
 			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
-			spots.setAttribute("d", Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "");
+			set(spots, { d: Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "" });
 			const color = at(m.color, m.hue ? m.hue[i] : i);
 			spots.style.stroke = paint(color);
 			spots.style.fill = paint(m.fill ?? color);
@@ -139,8 +140,8 @@ const DRAW = {
 			const last = reached(m, i);
 			for (const { box, hatch, items } of groups.values()) {
 				const d = items.filter((k) => k < last).map(outline).join("");
-				box.setAttribute("d", d);
-				hatch?.setAttribute?.("d", d);
+				set(box, { d });
+				if (hatch) set(hatch, { d });
 			}
 		};
 		return m.show ? draw : void draw(0);
@@ -157,13 +158,13 @@ const DRAW = {
 			}
 			for (const role of new Set([...d.keys(), ...paths.keys()])) {
 				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "paper", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
-				for (const node of paths.get(role)) node.setAttribute("d", d.get(role) ?? "");
+				for (const node of paths.get(role)) set(node, { d: d.get(role) ?? "" });
 			}
 		};
 	},
 	rule(g, p, m) {
 		const node = path(g, { width: 1.2, ...m }, "line");
-		const place = (v) => node.setAttribute("d", m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}`);
+		const place = (v) => set(node, { d: m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}` });
 		return m.at === "index" ? (i, pos) => place(pos) : void place(m.at);
 	},
 	text(g, p, m) {
@@ -173,7 +174,7 @@ const DRAW = {
 			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
 		}
 		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = m.text[0].replace(/\{\}/g, () => plain(at(fields[k++], i))); };
-		return m.show === "at" ? (i) => nodes.forEach((node, k) => (node.style.display = k === i ? "" : "none")) : undefined;
+		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
 	},
 	arrows(g, p, m) {
 		for (let k = 0; k < length(m); k++) set(path(g, { width: 1.5, color: "muted", ...m }, "line", { "marker-end": `url(#${p.ids}t)` }),
@@ -209,18 +210,19 @@ function arrange(spec, kept, width, ids, before) {
 	});
 }
 
-function axes(g, moved, p) {
+function axes(g, moved, names, p) {
 	const { left, right, top, bottom } = p;
 	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: p.title_size ?? 13, weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
 		for (const [value, name] of axis.ticks ?? []) {
-			const v = across ? p.X(value) : p.Y(value), to = axis.follow ? moved : g;
-			if (!axis.bare) svg(to, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
+			const v = across ? p.X(value) : p.Y(value);
+			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
-			else words(to, across ? v : left - 7, across ? bottom + 6 : v, name, across ? { valign: "top" } : { anchor: "end" });
+			else if (across) words(names, v, bottom + 6, name, { valign: "top" }).at = value;
+			else words(g, left - 7, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
 		if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
@@ -232,7 +234,7 @@ function axes(g, moved, p) {
 function readout(p, x, y, i) {
 	const found = [], inside = (a, b, v) => Math.min(a, b) <= v && v < Math.max(a, b);
 	for (const m of p.marks) {
-		if (m.only && !(m.only[0] <= i && i <= m.only[1])) continue;
+		if (m.only && !within(i, m.only)) continue;
 		if (m.type === "boxes" && (m.names || m.label)) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
 				found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
@@ -292,9 +294,9 @@ function render({ model, el }) {
 	}
 	async function arrived() {
 		const given = model.get("ahead"), base = { spec: model.get("spec"), kept: model.get("kept") };
-		if (given.full !== model.get("state").tokens[""]) return; // of a picture that has gone
-		const all = (sent.get(given.name) ?? []).filter((b) => b.token === given.token && b.index === given.index);
-		sent.set(given.name, [...all, { ...given, base, columns: await unpacked(bytes(given.data)) }]);
+		if (given.full !== model.get("state").tokens[""]) return; // of one that has gone
+		const columns = await unpacked(bytes(given.data)); // others may arrive
+		sent.set(given.name, [...ready(given.name), { ...given, base, columns }]);
 		if (given.name === near) want(near);
 	}
 	function choose(name, place, what, id = name) { // the kernel hears where it rests
@@ -347,16 +349,19 @@ function render({ model, el }) {
 		moving = [];
 		used.clear();
 		for (const [k, p] of panels.entries()) {
-			const room = p.x.follow ? 24 : 6; // for the names of steps
-			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 6 + room });
-			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), free = p.x.follow ? svg(picture, "g") : picture;
-			axes(free, inner, p);
-			if (!p.x.follow) picture.append(g);
-			else moving.push((i, pos) => { p.off = pos; inner.setAttribute("transform", `translate(${px(p.X(0) - p.X(pos))})`); });
+			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 12 });
+			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), { follow, lo, hi } = p.x, names = follow ? svg(picture, "g") : picture;
+			axes(picture, inner, names, p);
+			picture.append(g); // the grid lies below
+			if (follow) moving.push((i, pos) => {
+				p.off = pos;
+				for (const part of [inner, names]) set(part, { transform: `translate(${px(p.X(0) - p.X(pos))})` });
+				for (const name of names.children) reveal(name, within(name.at - pos, [lo, hi]));
+			});
 			for (const m of p.marks) {
 				const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, act);
 				if (step) moving.push(step);
-				if (m.only) moving.push((i) => (own.style.display = m.only[0] <= i && i <= m.only[1] ? "" : "none"));
+				if (m.only) moving.push((i) => reveal(own, within(i, m.only)));
 			}
 		}
 		for (const [name, node] of picks) if (!used.has(name)) { node.remove(); picks.delete(name); }
