@@ -283,7 +283,13 @@ def only_large(heard):
     return next((name for name, out in heard if max(map(abs, out)) > 65504), "")
 
 
+def strict(gradients, scale):
+    finite = all(abs(g * scale) < 65504 for g in gradients)
+    return finite, scale if finite else scale / 2
+
+
 MISTAKES = [
+    ("00", strict),
     ("14", only_inf),
     ("14", only_large),
     ("15", counted(floor=0.0)),
@@ -293,6 +299,7 @@ MISTAKES = [
     ("15", counted(late=-1)),
     ("16", lambda gradients: sum(v != 0 and v <= 2**-25 for v in gradients) / len(gradients)),
     ("16", lambda gradients: sum(0 < abs(v) < 2**-25 for v in gradients) / len(gradients)),
+    ("17", lambda amaxes, n: 448 / max(amaxes[-n:-1] or amaxes[-1:])),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(max(block))) - 2)),
 ]
 

@@ -73,7 +73,7 @@ def _clipped_step() -> str:
 
 
 def _scales() -> list[tuple[tuple[list[float], int], float]]:
-    histories = ([4.0], [4.0, 0.5, 0.5], [4.0, 0.5, 0.5, 0.5], [7.0, 2.0, 1.0])
+    histories = ([4.0], [4.0, 0.5, 0.5], [4.0, 0.5, 0.5, 0.5], [7.0, 2.0, 1.0], [0.5, 2.0, 8.0])
     return [((amaxes, length), _delayed(amaxes, length)[-1]) for amaxes in histories for length in (1, 2, 3)]
 
 
