@@ -230,6 +230,19 @@ def test_adam8bit_goes_on_when_the_network_is_cast_to_float64(make, size):
     assert net.weight.isfinite().all()
 
 
+def test_ftrl_refuses_a_rate_that_came_down_to_zero_before_anything_moves():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = opt.FTRL([p], learning_rate=0.5)
+    stepped(optimizer)
+    before, state = p.tolist(), {name: x.tolist() for name, x in optimizer.state[p].items()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ValueError, match="end above 0"):
+        stepped(optimizer)
+    assert p.tolist() == before
+    assert {name: x.tolist() for name, x in optimizer.state[p].items()} == state
+    assert optimizer.global_step == 1
+
+
 # --- hooks of others around loading
 
 

@@ -17,7 +17,7 @@ from mpkit.boost import (
     GroupLossScaleManager,
 )
 from mpkit.boost.grad_centralization import centralize_gradients
-from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.step import ScaledStep, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.step.phases import clip_
 
 
@@ -117,6 +117,27 @@ def test_gradient_accumulation_refuses_sums_of_another_number_of_steps(theirs, c
     for _ in range(theirs - counted):
         same(torch.zeros(()), [torch.ones(1)])
     assert w.item() == -1.0
+
+
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_sparse_and_dense_micro_gradients_of_one_weight_are_added(sparse_first):
+    w = nn.Parameter(torch.zeros(3, 1))
+    accumulate = GradientAccumulation(2, torch.optim.SGD([w], 1.0))
+    micro = [torch.sparse_coo_tensor([[1]], [[2.0]], (3, 1)), torch.ones(3, 1)]
+    for gradient in micro if sparse_first else reversed(micro):
+        accumulate(torch.zeros(()), [gradient])
+    assert w.flatten().tolist() == [-0.5, -1.5, -0.5]
+
+
+@pytest.mark.parametrize("wrong", ["1", None, True])
+def test_a_scaled_step_wants_a_number_to_clip_to(wrong):
+    (w,) = weights(1.0)
+    step = ScaledStep(torch.optim.SGD([w], 1.0), torch.tensor(8.0))
+    step.backward((w * w).sum())
+    step.unscale_()
+    with pytest.raises(TypeError, match="max_norm must be a number"):
+        step.clip_(wrong)
+    assert w.grad.item() == 2.0
 
 
 # --- freezing

@@ -115,7 +115,10 @@ class GradientAccumulation(nn.Module):
             if grad is None:
                 continue
             share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.max_accumulation_step
-            self._sums[i] = self._sums[i].add_(share) if i in self._sums else share
+            held = self._sums.get(i)
+            if held is not None and held.is_sparse and not share.is_sparse:
+                held, share = share, held  # torch adds a sparse tensor to a dense one, and not the other way round
+            self._sums[i] = share if held is None else held.add_(share)
 
     @torch.no_grad()
     def _step(self, scale: float) -> None:

@@ -242,7 +242,8 @@ class FTRL(Optimizer):
         use_locking:    accepted for MindSpore's sake, without effect.
     Decay:   reaches every parameter: this optimizer ignores the beta/gamma rule.
     Against torch:  there is no namesake.
-    Raises:  ValueError for a rate that changes or differs between groups.
+    Raises:  ValueError for a rate that changes or differs between groups, and from `step` for one that a scheduler of
+             torch has set to 0.
     Source:  McMahan et al. 2013, KDD, algorithm 1; MindSpore 2.7 nn.FTRL, whose CPU kernel takes +l1 for negative z
              too; this follows the paper.
     """
@@ -285,6 +286,8 @@ class FTRL(Optimizer):
 
     def update(self, u: Update) -> None:
         square, linear, lr = u.state["square"], u.state["linear"], u.lr
+        if not isinstance(lr, Tensor) and lr == 0:
+            raise ValueError("FTRL divides by its learning rate, which came down to 0; let the scheduler end above 0")
         before = _powered(square, -u.group["lr_power"])
         torch._foreach_addcmul_(square, u.grads, u.grads)
         denominators = _powered(square, -u.group["lr_power"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_kind
+from mpkit.arguments import check_choice, check_kind, is_number
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import distributed
 from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of
@@ -119,6 +119,8 @@ class ScaledStep:
                 "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
                 "the scale; call unscale_() first"
             )
+        if not is_number(max_norm):
+            raise TypeError(f"max_norm must be a number, got {type(max_norm).__name__}")
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {max_norm}; leave clip_ out for no clipping")
         chosen = self.optimizers if optimizer is None else [optimizer]
