@@ -133,6 +133,38 @@ def test_an_evaluation_without_a_batch_is_a_value_error(metrics):
         linear_model(metrics=metrics).eval(iter(()))
 
 
+class OwnLoss(nn.Module):
+    """A network that returns its loss, from a batch of two or three."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, y, weight=1.0):
+        return ((self.linear(x) - y) * weight).square().mean()
+
+
+@pytest.mark.parametrize("batches", [BATCHES, [(*batch, torch.ones(4, 1)) for batch in BATCHES]], ids=["two", "three"])
+def test_a_network_that_returns_its_loss_is_evaluated_by_it(batches):
+    net = OwnLoss()
+    model = Model(net, None, torch.optim.SGD(net.parameters(), 0.1), metrics={"loss"})
+    model.train(1, batches)
+    assert model.eval(batches)["loss"] == pytest.approx(net(*batches[0]).item())
+
+
+def test_a_metric_without_an_output_says_what_it_needs():
+    net = OwnLoss()
+    model = Model(net, None, torch.optim.SGD(net.parameters(), 0.1), metrics={"accuracy"})
+    with pytest.raises(ValueError, match="accuracy need an output and a label"):
+        model.eval([(*batch, torch.ones(4, 1)) for batch in BATCHES])
+
+
+@pytest.mark.parametrize(("listed", "error"), [([1, "2"], TypeError), ([0], ValueError), ((1.5,), TypeError)])
+def test_the_epochs_of_evaluations_are_whole_numbers(listed, error):
+    with pytest.raises(error, match="each of valid_frequency"):
+        linear_model(metrics={"mse"}).fit(2, BATCHES, BATCHES, valid_frequency=listed)
+
+
 # --- interrupts, errors, and what a callback is told
 
 

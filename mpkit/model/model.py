@@ -150,7 +150,8 @@ class Model:
         due: Container[int] = frozenset()
         if valid_dataset is not None:
             every = range(0, epoch + 1, valid_frequency) if isinstance(valid_frequency, int) else valid_frequency
-            due = every if isinstance(every, range) else frozenset(every)
+            ranged = isinstance(every, range)
+            due = every if ranged else frozenset(check_count("each of valid_frequency", each) for each in every)
         self._train(epoch, train_dataset, callbacks, initial_epoch, due, valid_dataset)
 
     def eval(
@@ -287,7 +288,13 @@ class Model:
             out = network(*inputs)
             loss, output, label = (out[index] for index in self._eval_indexes)
             return loss, output, label
-        if self.loss_fn is None and len(inputs) != 2:
+        asked = [name for name, metric in self._metrics.items() if metric is not None]
+        if self.loss_fn is None and (len(inputs) != 2 or (self.optimizer is not None and not asked)):
+            if asked:
+                raise ValueError(
+                    f"{', '.join(asked)} need an output and a label, and without a loss_fn the network returns the loss "
+                    f"of a batch of {len(inputs)}; give an eval_network that returns (loss, output, label)"
+                )
             return network(*inputs), None, None
         data, label = inputs
         output = network(data)
