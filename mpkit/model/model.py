@@ -292,8 +292,8 @@ class Model:
         if self.loss_fn is None and (len(inputs) != 2 or (self.optimizer is not None and not asked)):
             if asked:
                 raise ValueError(
-                    f"{', '.join(asked)} need an output and a label, and without a loss_fn the network returns the loss "
-                    f"of a batch of {len(inputs)}; give an eval_network that returns (loss, output, label)"
+                    f"{', '.join(asked)} need an output and a label, and without a loss_fn a network returns a loss "
+                    f"of its {len(inputs)} inputs; give an eval_network that returns (loss, output, label)"
                 )
             return network(*inputs), None, None
         data, label = inputs
