@@ -69,7 +69,7 @@ def round_to(
         raise ValueError(f"overflow must be one of {', '.join(OVERFLOWS)} or None, got {overflow!r}")
     if out is not None and _likeness(out) != _likeness(x):
         raise TypeError(f"out must be like x, {_likeness(x)}, got {_likeness(out)}; torch.empty_like(x) makes one")
-    x, overflow = x.detach(), overflow or fmt.overflow
+    x, overflow = x.detach().resolve_neg(), overflow or fmt.overflow
     if torch.compiler.is_compiling():  # one fused kernel makes blocks and scratch space pointless
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
@@ -126,11 +126,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
     """Run a kernel over x and out block by block, both walked in the memory order of x."""
     final = out
-    if not (x.is_contiguous() and out.is_contiguous()):
+    if not (x.is_contiguous() and out.is_contiguous()) or out.is_neg():
         # in the order in which x lies in memory: else each block would be gathered from all of it
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, final = x.permute(order).contiguous(), out.permute(order)
-    target = final if final.is_contiguous() else torch.empty_like(x)
+    target = final if final.is_contiguous() and not final.is_neg() else torch.empty_like(x)
     size = min(BLOCK * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
     b, c = x.new_empty(2, size)
     for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
@@ -196,7 +196,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
     finite = torch.finfo(torch.float32).max
-    draw, spare = _random_words(generator), torch.empty(0)
+    draw, spare = _random_words(generator), torch.empty(0, device="cpu")
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         nonlocal spare
@@ -357,7 +357,7 @@ def _random_words(generator: torch.Generator | None) -> Callable[[Tensor, torch.
     def fill(target: Tensor, bits: torch.dtype) -> Tensor:
         nonlocal begun, fast
         if not begun and target.is_cpu and type(target) is Tensor and target.numel() >= SEEDED:
-            seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=generator)
+            seed = torch.empty((), dtype=torch.int64, device="cpu").random_(0, None, generator=generator)
             fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
         begun = True
         per_word = 64 // bits.itemsize // 8
@@ -381,7 +381,9 @@ def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Ove
         to_top = 2.0 ** (math.frexp(largest)[1] - 1 - fmt.max_exponent)
         rounded.mul_(to_top).mul_(1 / to_top)
     else:
-        torch.mul(rounded, largest / fmt.overflow_edge, out=scratch)  # +-inf just where |rounded| > max
+        factor = largest / fmt.overflow_edge  # +-inf just where |rounded| > max
+        # the compiler takes contiguous tensors only as an `out`
+        scratch = rounded * factor if torch.compiler.is_compiling() else torch.mul(rounded, factor, out=scratch)
         if overflow == "nan":
             rounded.add_(scratch, alpha=0)
         else:

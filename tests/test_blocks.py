@@ -332,3 +332,21 @@ def test_the_scale_of_a_block_never_comes_from_a_logarithm():
     below = torch.nextafter(powers, torch.zeros(()))  # float32 log2 gives these the exponent of the power
     q = quantize_blocks(below[:, None], MXFP8_E4M3)
     assert q.scale_codes()[:, 0].tolist() == [e - 1 + 127 - 8 for e in range(-100, 127)]
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+def test_the_default_device_is_not_asked(fmt: BlockFormat) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    wanted = quantize_blocks(x, fmt)
+    with torch.device("meta"):
+        got = quantize_blocks(x, fmt)
+        assert torch.equal(got.dequantize(), wanted.dequantize())
+        assert torch.equal(got.elements, wanted.elements)
+        assert torch.equal(got.scale_codes(), wanted.scale_codes())
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=str)
+def test_a_block_of_float64_too_small_for_a_finite_scale_is_that_of_float32(fmt: BlockFormat) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 1e-37
+    x[:, :32] *= 1e-3
+    assert torch.equal(quantize_blocks(x.double(), fmt).scales, quantize_blocks(x, fmt).scales)

@@ -254,6 +254,20 @@ class Projection(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.weight.T)
 
+    def named(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ getattr(self, "weight", x).T)
+
+    def dotted(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.get_parameter("inner.weight"))
+
+    def streamed(self, x: Tensor) -> Iterator[Tensor]:
+        yield x
+        yield torch.tanh(x @ self.weight.T)
+
+    async def awaited(self, x: Tensor) -> Tensor:
+        await asyncio.sleep(0)
+        return torch.tanh(x @ self.weight.T)
+
     def penalties(self) -> Tensor:
         away = ((self.weight - self.anchor) ** 2).sum() + self.weight.norm()
         return away + (self.weight.T @ self.weight - torch.eye(4)).abs().sum()
@@ -270,6 +284,10 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "tied": lambda n: n.tied(X),
     "listed": lambda n: n.listed(X),
     "scaled": lambda n: n.scaled,
+    "named": lambda n: n.named(X),
+    "dotted": lambda n: n.dotted(X),
+    "streamed": lambda n: torch.stack(list(n.streamed(X))),
+    "awaited": lambda n: asyncio.run(n.awaited(X)),
 }
 
 

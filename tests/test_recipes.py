@@ -546,3 +546,23 @@ def test_an_operand_in_high_precision_meets_one_that_is_cast(dtype: torch.dtype)
         nn.init.eye_(layer.weight)
         x = torch.tensor([[1.0, 0.5]], dtype=dtype)  # both are values of the format: nothing rounds
         assert layer(x).tolist() == [[1.0, 0.5]]
+
+
+def test_a_weight_that_is_computed_in_each_forward_ends_a_step_when_what_it_is_made_of_changes():
+    """The scale of the input does not depend on the weight, so a plain layer has the same."""
+    scales = []
+    for wrap in (lambda layer: layer, nn.utils.parametrizations.weight_norm):
+        torch.manual_seed(0)
+        network = cast_like(wrap(nn.Linear(16, 16)), "te_hybrid_delayed")
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        seen = []
+        for step in range(4):
+            for _ in range(2):  # two micro-batches
+                network(torch.randn(4, 16) * (step + 1)).square().mean().backward()
+                state = next(m for m in network.modules() if type(m).__name__ == "RecipeScales")
+                seen.append(float(state.sites["0"]["input"].scale))
+            optimizer.step()
+            optimizer.zero_grad()
+        scales.append(seen)
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) == 4

@@ -635,3 +635,34 @@ def test_noise_is_as_wide_as_what_it_decides(fraction_bits):
     x = torch.full((40_000,), 1 + 0.375 * fmt.eps)
     up = round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(0)) > 1
     assert float(up.float().mean()) == pytest.approx(0.375, abs=4 * (0.375 * 0.625 / 40_000) ** 0.5)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, BF16, TF32, FP16, FP32], ids=named)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_view_that_stands_for_negated_memory_is_rounded_as_its_values(mode, fmt):
+    x = torch.linspace(-400, 440, 31)
+    seeds = [torch.Generator().manual_seed(3) for _ in range(3)]
+    wanted = round_to(x, fmt, mode, generator=seeds[0])
+    negated = (-x).clone()
+    assert torch.equal(round_to(torch._neg_view(negated), fmt, mode, generator=seeds[1]), wanted)
+    out = torch._neg_view(torch.empty_like(x))
+    assert round_to(x, fmt, mode, generator=seeds[2], out=out) is out
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_device_is_not_asked(mode):
+    x = torch.linspace(-500, 700, rounding.SEEDED)
+    with torch.device("meta"):
+        got = round_to(x, E4M3FN, mode)
+    assert got.device == x.device
+    assert got.isfinite().any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in tracing
+@pytest.mark.parametrize(("fmt", "overflow"), [(E4M3FN, None), (E2M1, "inf"), (BF16, "nan"), (FP16, "inf")])
+def test_compiled_rounding_takes_a_transposed_tensor(fmt, overflow):
+    x = torch.linspace(-500, 70000, 12).reshape(3, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: quantize(x.T, fmt, fmt, overflow=overflow), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), quantize(x.T, fmt, fmt, overflow=overflow), rtol=0, atol=0, equal_nan=True)

@@ -44,7 +44,7 @@ def block_scales(amax: Tensor, fmt: BlockFormat, tensor_amax: Tensor | None, dty
     if rule in ("te", "torchao"):
         if rule == "te":
             encode = quotient(limit, amax)
-            encode = torch.where(encode.isinf(), torch.finfo(dtype).max, encode)
+            encode = torch.where(encode.isinf(), min(torch.finfo(dtype).max, FLOAT32_MAX), encode)
             encode = torch.where((amax == 0) | (amax > FLOAT32_MAX) | amax.isnan(), 1.0, encode).float()
         else:
             encode = quotient(limit.double(), amax.double().clamp(min=1e-12)).float()

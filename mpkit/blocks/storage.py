@@ -34,8 +34,8 @@ def widened(stored: Tensor) -> Tensor:
         return stored.float()
     four = stored.dtype is torch.float8_e4m3fn
     source = stored.contiguous().view(torch.int8)
-    out = torch.empty(source.shape, dtype=torch.float32)
-    scratch = torch.empty(min(CHUNK, out.numel()))
+    out = torch.empty(source.shape, dtype=torch.float32, device=source.device)
+    scratch = torch.empty(min(CHUNK, out.numel()), dtype=torch.float32, device=source.device)
     for piece, target in zip(source.view(-1).split(CHUNK), out.view(-1).split(CHUNK)):
         beyond = scratch[: len(piece)]
         half = beyond.view(torch.int16)[: len(piece)]

@@ -26,7 +26,7 @@ from mpkit.casting.neighbours import in_sequence, round_trip
 from mpkit.casting.rules import CASTING, PLAIN, Rule
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.steps import in_steps, takes_steps
-from mpkit.casting.targets import Target
+from mpkit.casting.targets import Mark, Target, round_behind_marks_
 from mpkit.casting.watching import watch, watch_methods
 
 
@@ -128,6 +128,8 @@ class Forward:
         self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         outer = mode.rule
+        if outer is mode.base and Mark.made and not is_compiling():
+            round_behind_marks_((args, kwargs))
         try:
             if rule.entry is not None:
                 mode.rule = CASTING  # a cast is no operation of the module
@@ -146,9 +148,8 @@ class Forward:
         finally:
             # also after an error: the mode lives on in the caller
             mode.rule = outer
-            if outer is PLAIN:
-                mode.kept.clear()
-                mode.used.clear()
+            if outer is mode.base:
+                mode.forget()
 
     def delivered(self, output: Any) -> Any:
         """A result with its float tensors cast as on the way out of the module."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
+from mpkit.casting.sparse import in_parts
 from mpkit.casting.targets import (
     MARK,
     Emulated,
@@ -40,6 +41,9 @@ class Caster(Protocol):
 
     def cast_all(self, values: Any, target: Target) -> Any:
         """Every float tensor in a nest of tuples, lists and dicts."""
+
+    def expose(self, x: Tensor) -> None:
+        """Somebody may write into `x` uncounted."""
 
     def __enter__(self) -> object:
         """From here on the mode sees the operations of this thread."""
@@ -124,6 +128,17 @@ def moved(out: object, args: tuple[Any, ...], target: Emulated) -> object:
         return marked_as_part(x, whole if isinstance(whole, Tensor) else x, target)
 
     return map_tensors(part, out)
+
+
+def attribute(handler: Handler | None) -> Handler:
+    """A tensor's attribute is read, as `handler` says; who reads `.data` can write where no version counts it."""
+
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if func == ops.DATA_OF:
+            mode.expose(args[0])
+        return func(*args) if handler is None else handler.run(mode, func, args, kwargs)
+
+    return Handler(handle)
 
 
 def computed_in(low: Target, result: Target | None = None) -> Handler:
@@ -246,7 +261,8 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
         if weight.dim() > 2:
             # one number per channel, the second axis of the result
             bias = bias.view(-1, *[1] * (weight.dim() - 2))
-        out = out + bias
+        # torch adds a dense tensor to a nested one in some layouts only
+        out = in_parts(lambda part: part + bias, out) if out.is_nested else out + bias
         return _finished(mode, out, low, result) if bias_in is low else out
 
     return Handler(handle, low, _left(product_then_bias, low, low, result) if bias_in is low else None)

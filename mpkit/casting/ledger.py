@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from mpkit.casting.handlers import Handler, looks_inside
 from mpkit.casting.mode import CastMode, running
 from mpkit.casting.recipe import Operand, OperandRow, row_of
 from mpkit.casting.rules import CASTING
-from mpkit.casting.sparse import is_dense
+from mpkit.casting.sparse import is_dense, values_of
 from mpkit.casting.targets import Emulated, Target, float_tensors, precision
 from mpkit.formats import dtype_name
 
@@ -114,7 +115,8 @@ class Ledger:
         self._measured: dict[int, Tensor] = {}
         for name, module in self.network.named_modules():
             self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
-            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+            leave = partial(self._leave, name)
+            self._hooks.append(module.register_forward_hook(leave, always_call=True))
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda x: x)
         self._saving.__enter__()
         self._running = running(ledger=self)
@@ -132,8 +134,9 @@ class Ledger:
         self._kept.clear()
         self._measured.clear()
 
-    def _leave(self, *_: object) -> None:
-        self._path.pop()
+    def _leave(self, name: str, *_: object) -> None:
+        if self._path and self._path[-1] == name:  # a hook of somebody's that raised before ours: it was not entered
+            self._path.pop()
 
     # --- called by the mode -------------------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class Ledger:
                 given,
                 name_of(computes) if computes is not None else name_of(precision(results[0])),
                 tuple(name_of(precision(x)) for x in results),
-                tuple(results[0].shape),
+                tuple(_plain(results[0]).shape),
                 sum(_bytes(x) for x in results),
                 len(made),
                 self._newly_kept(call),
@@ -184,7 +187,7 @@ class Ledger:
         name = self._parameters.get(id(x), "activation")
         where = self._path[-1] if self._path else ""
         source, target = name_of(precision(x)), name_of(precision(y))
-        self.casts.append(Cast(where, self._operation, name, source, target, x.numel(), *lost))
+        self.casts.append(Cast(where, self._operation, name, source, target, _plain(x).numel(), *lost))
 
     def operand_notes(self) -> Callable[..., None]:
         """What a product under a recipe calls for each operand, in the forward and later in the backward pass."""
@@ -294,7 +297,12 @@ def _bits(x: Tensor) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    return -(-x.numel() * _bits(x) // 8)
+    return -(-_plain(x).numel() * _bits(x) // 8)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Of a nested tensor its values, since that has no shape of numbers."""
+    return values_of(x) if x.is_nested else x
 
 
 def _total(values: Sequence[int | None]) -> int | None:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -224,8 +225,12 @@ def within(network: nn.Module) -> Iterator[None]:
     rule = getattr(mark_of(network), "rule", None)  # the mark itself is held by nobody else while its module runs
     if rule is None:
         raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
-    with running(rule):
-        yield
+    with running(replace(rule)) as mode:  # a rule of its own, so that a forward is known to end into this block
+        outside, mode.base = mode.base, mode.rule
+        try:
+            yield
+        finally:
+            mode.base = outside
 
 
 def remove_mixed_precision(network: Network) -> Network:

@@ -43,6 +43,8 @@ class CastMode(TorchFunctionMode):
         # `x.data = other` changes no version
         self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], tuple[int, int]]] = {}
         self.used: set[int] = set()  # ids of parameters that were cast once; one that is given again costs a look
+        self.exposed: set[int] = set()  # ids of parameters whose `.data` somebody holds: their casts are not kept
+        self.base: Rule = PLAIN  # the rule outside of every forward
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
 
@@ -85,8 +87,9 @@ class CastMode(TorchFunctionMode):
         return self._kept(x, target)
 
     def _kept(self, x: Tensor, target: Target) -> Tensor:
-        if peek_interpreter_stack() is not None or x.is_inference():
-            return self._cast(x, target)  # what vmap or grad cast belongs to their world; inference counts no writes
+        # what vmap or grad cast belongs to their world; inference counts no writes, nor does `.data`
+        if peek_interpreter_stack() is not None or x.is_inference() or id(x) in self.exposed:
+            return self._cast(x, target)
         # an id alone is not enough: it is given again when its owner dies, so the reference is asked too
         key, state = (id(x), target), (x._version, x.data_ptr())
         kept = self.kept.get(key)
@@ -95,6 +98,25 @@ class CastMode(TorchFunctionMode):
         y = self._cast(x, target)
         self.kept[key] = (y, weakref.ref(x), state)
         return y
+
+    def expose(self, x: Tensor) -> None:
+        """From now on `x` may be written into through `x.data`, which changes no version."""
+        if not is_compiling():
+            self.exposed.add(id(x))
+
+    def forget(self) -> None:
+        """Drop what was found out about parameters: they may change before the next forward."""
+        self.kept.clear()
+        self.used.clear()
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """A block in which no cast of a parameter is kept from before, as when it is computed again."""
+        outside, self.kept, self.used = (self.kept, self.used), {}, set()
+        try:
+            yield
+        finally:
+            self.kept, self.used = outside
 
     def _cast(self, x: Tensor, target: Target) -> Tensor:
         y = converted(x, target)

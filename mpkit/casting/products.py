@@ -42,16 +42,18 @@ class RecipeScales(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.sites: dict[str, dict[str, TensorScaler]] = {}
-        self.seen: dict[str, tuple[int, int]] = {}
+        self.seen: dict[str, tuple[tuple[int, int], ...]] = {}
 
-    def site(self, key: str, weight: Tensor) -> dict[str, TensorScaler]:
-        """The scalers of the layer's product number `key`, renewed if a step has ended."""
+    def site(self, key: str, weight: Tensor, layer: nn.Module) -> dict[str, TensorScaler]:
+        """The scalers of the product number `key` of `layer`, renewed if a step has ended."""
         if key not in self.sites:
             self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
         scalers = self.sites[key]
         owner = weight if weight._base is None else weight._base
+        # a weight that is computed in each forward is another tensor each time; what it is computed from is not
+        owners = [owner] if owner.is_leaf else layer.parameters()
         # an optimizer step moves the version on, so a new one says that the step is over
-        now = (id(owner), owner._version)
+        now = tuple((id(p), p._version) for p in owners)
         # a checkpoint runs the forward again there, which is no new step
         in_backward = torch._C._current_graph_task_id() != -1
         ended = self.seen.get(key) != now if owner.requires_grad else not in_backward
@@ -113,7 +115,7 @@ class RecipeForward(Forward):
         assert self.module is not None
         state = self.module._modules.get(STATE)
         key, self.calls = str(self.calls), self.calls + 1
-        return state.site(key, weight) if isinstance(state, RecipeScales) else {}
+        return state.site(key, weight, self.module) if isinstance(state, RecipeScales) else {}
 
 
 @cache

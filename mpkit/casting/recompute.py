@@ -11,7 +11,8 @@ re-entrance only, so it cannot serve a call that somebody else wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
@@ -42,7 +43,7 @@ class Carried:
         for x, target in zip(inputs, self.formats):
             if isinstance(target, Emulated) and precision(x) != target:
                 marked(x, target)
-        with running(self.rule, layer=self.layer):
+        with running(self.rule, layer=self.layer) as mode, mode.anew():
             return self.function(*args, **kwargs)
 
 
@@ -60,8 +61,11 @@ def install() -> None:
     with_graph = getattr(torch_checkpoint, name)
     without_graph = torch_checkpoint.CheckpointFunction.forward
 
-    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return with_graph(carrying(fn), *args, **kwargs)
+    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[object]:
+        # the function itself is called by whoever drives this, the first time
+        carried, mode = carrying(fn), current()
+        with nullcontext() if mode is None or carried is fn else mode.anew():
+            yield from with_graph(carried, *args, **kwargs)
 
     def forward(ctx: Any, run_function: Callable[..., Any], *args: object) -> Any:
         return without_graph(ctx, carrying(run_function), *args)

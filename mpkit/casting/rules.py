@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from mpkit.casting import operations as ops
 from mpkit.casting.handlers import (
     Handler,
+    attribute,
     computed_in,
     delivered_in,
     exactly_in,
@@ -83,9 +84,11 @@ PLAIN = Rule()
 CASTING = Rule()  # as PLAIN, while arguments or results of a module are cast
 
 
-def _table(*parts: tuple[Iterable[Any], Handler]) -> dict[str, Handler]:
+def _table(*parts: tuple[Iterable[Any], Handler], default: Handler | None = None) -> dict[str, Handler]:
     """Handlers by the name of the function: one operator has one name in all its homes. Later parts win."""
-    return {func.__name__: handler for functions, handler in parts for func in functions}
+    table = {func.__name__: handler for functions, handler in parts for func in functions}
+    name = ops.DATA_OF.__name__  # of every attribute
+    return {**table, name: attribute(table.get(name, default))}
 
 
 def _composed() -> list[tuple[Iterable[Any], Handler]]:
@@ -190,4 +193,5 @@ def operator_lists(
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
     recipe = (operator_lists, (low, to_low, to_wide, to_promote, bias_in_low, banned, entry))
-    return Rule(_table(*parts), follows if emulated else None, entry, recipe)
+    default = follows if emulated else None
+    return Rule(_table(*parts, default=default), default, entry, recipe)

@@ -1,4 +1,4 @@
-"""Sparse tensors are cast value by value, and so are the sparse gradients of dense ones."""
+"""Sparse and nested tensors are cast value by value, and so are the sparse gradients of dense ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 
 def is_dense(x: Tensor) -> bool:
     """Whether `x` has one block of memory of its own."""
-    return x.layout is torch.strided
+    return x.layout is torch.strided and not x.is_nested
 
 
 def values_of(x: Tensor) -> Tensor:
     """The stored values of a tensor of any layout, without a graph."""
     if is_dense(x):
         return x.detach()
+    if x.is_nested:
+        return x.detach().values()
     return x.detach()._values() if x.layout is torch.sparse_coo else x.detach().values()
 
 
@@ -28,11 +30,22 @@ def parts(x: Tensor) -> tuple[Tensor, ...]:
     if is_dense(x):
         return (x,)
     inner = x.detach()
+    if x.is_nested:
+        return (inner.offsets(), inner.values()) if x.layout is torch.jagged else (inner,)
     if inner.layout is torch.sparse_coo:
         return inner._indices(), inner._values()
     rows = inner.layout in _BY_ROWS
     pointers = (inner.crow_indices(), inner.col_indices()) if rows else (inner.ccol_indices(), inner.row_indices())
     return *pointers, inner.values()
+
+
+def in_parts(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`change`, which keeps shapes, of the tensors in a nested one, differentiable."""
+    if x.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor([change(part) for part in x.unbind()])
+    nested: Any = x
+    lengths, dim = nested.lengths(), nested._ragged_idx
+    return torch.nested.nested_tensor_from_jagged(change(x.values()), nested.offsets(), lengths, dim)
 
 
 def by_values(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

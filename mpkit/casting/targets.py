@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
-from mpkit.casting.sparse import by_values, cast_by_values, is_dense
+from mpkit.casting.sparse import by_values, cast_by_values, in_parts, is_dense
 from mpkit.formats import FloatFormat
-from mpkit.rounding import quantize
+from mpkit.rounding import quantize, round_to
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,12 @@ class Mark:
     """
 
     __slots__ = ("target", "version")
+    made = False  # whether there is any
 
     def __init__(self, target: Emulated, version: int) -> None:
         self.target = target
         self.version = version
+        Mark.made = True
 
 
 def _version(x: Tensor) -> int:
@@ -129,18 +132,21 @@ def unmarked(x: Tensor) -> Tensor:
 
 def converted(x: Tensor, target: Target) -> Tensor:
     """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
-    if x.layout is not torch.strided:
+    if x.layout is not torch.strided and not x.is_nested:
         return x if precision(x) == target else converted_by_values(x, target)
     if isinstance(target, Emulated):
         if precision(x) == target:
             return x
+        if x.is_nested:
+            return marked(in_parts(lambda part: quantize(part.float(), target.fmt, target.grad_fmt), x), target)
         # a format lives in float32, so 16-bit values are widened, exactly, before they are rounded
         wide = x if x.dtype is torch.float32 else x.to(torch.float32)
         return marked(quantize(wide, target.fmt, target.grad_fmt), target)
     if x.dtype is not target:
         return x.to(target)
     # a view of its own: unmarking x itself would take the format from everybody who holds it
-    return x if not hasattr(x, MARK) else x.view_as(x)  # the same numbers, no longer bound to the format
+    # the same numbers, no longer bound to the format
+    return x if not hasattr(x, MARK) else x.clone() if x.is_nested else x.view_as(x)
 
 
 def converted_by_values(x: Tensor, target: Target) -> Tensor:
@@ -184,6 +190,23 @@ def taken_again(x: Tensor, cast: Tensor, target: Target) -> Tensor:
 def round_in_place_(x: Tensor, target: Emulated) -> Tensor:
     """Round what an in-place operation wrote into a tensor that is bound to `target`, and stays so."""
     return still(x.copy_(quantize(x, target.fmt, target.grad_fmt)), target)
+
+
+@torch.no_grad()
+def round_behind_marks_(values: object) -> None:
+    """Round in place, without a new version, what was written into tensors of a format where no write is counted.
+
+    That is what came through `x.data` or NumPy, or in inference mode; a native dtype would have rounded it too.
+    """
+    for x in float_tensors(values):
+        target = precision(x)
+        if not isinstance(target, Emulated) or not is_dense(x) or peek_interpreter_stack() is not None:
+            continue
+        own = x.data
+        for dim in range(own.dim()):
+            if own.stride(dim) == 0:  # an expanded tensor cannot be written into, what it shows can
+                own = own.narrow(dim, 0, min(1, own.shape[dim]))
+        round_to(own, target.fmt, out=own)
 
 
 def still(x: Tensor, target: Emulated) -> Tensor:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from types import CodeType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,9 +25,11 @@ from mpkit.casting.entrances import codes, methods, passed_by
 from mpkit.casting.mode import LOCAL
 from mpkit.casting.operations import Function
 from mpkit.casting.rules import Rule
+from mpkit.casting.steps import in_steps
 from mpkit.casting.targets import float_tensors, precision
 
 _WATCHES = "_mpkit_watches"
+_BY_NAME = frozenset(("getattr", "get_parameter"))
 # what the methods of a class name: their attributes and globals, by (class that defines it, name)
 _NAMED: WeakKeyDictionary[type, dict[str, frozenset[str]]] = WeakKeyDictionary()
 
@@ -77,9 +80,17 @@ def _named_in(kind: type) -> dict[str, frozenset[str]]:
             # a static or class method has no network; a forward is where the level is
             ours = name != "forward" and not (name.startswith("__") and name.endswith("__"))
             if ours and (inspect.isfunction(attribute) or isinstance(attribute, property)):
-                names = {found for code in codes(attribute) for found in code.co_names}
+                names = {found for code in codes(attribute) for found in _names_in(code)}
                 named[name] = named.get(name, frozenset()) | names
     return named
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """What code names, also as `getattr(self, "weight")` and `self.get_parameter("inner.weight")`."""
+    names = set(code.co_names)
+    if names & _BY_NAME:
+        names.update(part for text in code.co_consts if isinstance(text, str) for part in text.split("."))
+    return names
 
 
 def _watching(method: Any, mark_of: MarkOf) -> Callable[..., Any]:
@@ -90,8 +101,11 @@ def _watching(method: Any, mark_of: MarkOf) -> Callable[..., Any]:
         mark = mark_of(self)
         if mark is None or mark.rule is None or type(_get_current_function_mode()) is Watch:
             return method(self, *args, **kwargs)
-        with Watch(self, mark.rule, mark.level, method):
-            return method(self, *args, **kwargs)
+        with (watch := Watch(self, mark.rule, mark.level, method)):
+            result = method(self, *args, **kwargs)
+        if type(result) in (GeneratorType, CoroutineType):  # its body has yet to run
+            return in_steps(result, lambda: watch, lambda value: value)
+        return result
 
     setattr(watching, _WATCHES, True)
     return watching

@@ -33,7 +33,7 @@ def exponent_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = x.detach().reshape(-1).to(torch.float32)
     if flat.device.type == "cpu":
         counted, zeros, largest, _ = host_counts(flat)
-        return torch.from_numpy(counted), torch.tensor(zeros), torch.tensor(largest, dtype=torch.float32)
+        return torch.from_numpy(counted), flat.new_tensor(zeros, dtype=torch.int64), flat.new_tensor(largest)
     if not flat.numel():
         return x.new_zeros(FIELDS, dtype=torch.int64), x.new_zeros((), dtype=torch.int64), flat.new_zeros(())
     fields = (flat.view(torch.int16)[1::2] >> 7 & (FIELDS - 1)).float()

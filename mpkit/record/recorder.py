@@ -164,7 +164,7 @@ class Recorder(Hook):
             raise ValueError(f"a recorder's state has an index >= 0, got {state!r}; use what state_dict() returned")
         check_alike("seconds", seconds := state.get("seconds", 0.0), 0.0)
         check_kind("seen", parts := state.get("seen", {}), Mapping, "a dict of histograms")
-        counts = torch.zeros(FIELDS, dtype=torch.int64)
+        counts = torch.zeros(FIELDS, dtype=torch.int64, device="cpu")
         for name, part in parts.items():
             check_alike(f"seen[{name!r}]", part, (counts, 0, 0.0, 0))
         device = next(iter(self._groups.values()))[0].device

@@ -38,7 +38,7 @@ class TensorScaler:
             raise ValueError(f"{policy.name or 'this policy'} takes its scale from the tensor itself and has no state")
         self.policy = policy
         self.state: TensorScaleState = initial_tensor_scale(policy, "cpu")
-        self.amax = torch.zeros(())
+        self.amax = torch.zeros((), dtype=torch.float32, device="cpu")
         self.pending = False  # whether an amax waits for `update_`
 
     @property
