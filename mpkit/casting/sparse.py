@@ -29,7 +29,7 @@ def parts(x: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors that a tensor of any layout consists of: itself, or its indices and its values."""
     if is_dense(x):
         return (x,)
-    inner = x.detach()
+    inner: Any = x.detach()
     if x.is_nested:
         return (inner.offsets(), inner.values()) if x.layout is torch.jagged else (inner,)
     if inner.layout is torch.sparse_coo:

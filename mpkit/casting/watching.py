@@ -101,10 +101,10 @@ def _watching(method: Any, mark_of: MarkOf) -> Callable[..., Any]:
         mark = mark_of(self)
         if mark is None or mark.rule is None or type(_get_current_function_mode()) is Watch:
             return method(self, *args, **kwargs)
-        with (watch := Watch(self, mark.rule, mark.level, method)):
+        with (seeing := Watch(self, mark.rule, mark.level, method)):
             result = method(self, *args, **kwargs)
         if type(result) in (GeneratorType, CoroutineType):  # its body has yet to run
-            return in_steps(result, lambda: watch, lambda value: value)
+            return in_steps(result, lambda: seeing, lambda value: value)
         return result
 
     setattr(watching, _WATCHES, True)
