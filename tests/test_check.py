@@ -12,6 +12,7 @@ import torch
 from support import ROOT
 
 from mpkit import check
+from mpkit.casting import get_black_list
 from mpkit.check.prediction import Prediction
 from mpkit.widgets.commit import Commit
 
@@ -100,6 +101,54 @@ def test_the_right_names_in_another_order_are_right(lesson, name):
     assert not check.verdict(lesson, name, [*truth, truth[0]])[0]
     assert not check.verdict(lesson, name, [truth[0], *truth[:-1]])[0]
     assert not check.verdict(lesson, name, truth[:-1])[0]
+
+
+# right, though not in the form that one would expect
+UNUSUAL = [
+    ("00", "weights", torch.float32),
+    ("00", "weights", "torch.float32"),
+    ("00", "largest", "65504"),
+    ("00", "largest", torch.finfo(torch.float16).max),
+    ("01", "smallest", 5.96e-8),  # as the table of the lesson prints it
+    ("01", "pattern", "0xC000"),
+    ("01", "beyond", math.nan),
+    ("02", "lost", 0.00049),
+    ("02", "tie", torch.tensor(2049.0).half()),
+    ("03", "bias", torch.float32),
+    ("03", "black", get_black_list()),
+    ("03", "black", {cls.__name__ for cls in get_black_list()}),
+    ("04", "forward", "False"),
+    ("04", "forward", np.bool_(False)),
+    ("08", "infinity", "inf"),
+    ("09", "promise", torch.tensor(False)),
+    ("09", "active", np.array(["less_bn", "grad_freeze"])),
+]
+
+
+@pytest.mark.parametrize(("lesson", "name", "value"), UNUSUAL)
+def test_a_right_answer_is_right_in_any_form(lesson, name, value):
+    assert check.verdict(lesson, name, value)[0] is True
+
+
+WRONG_FORMS = [
+    ("00", "weights", torch.float16),
+    ("00", "largest", "many"),
+    ("00", "largest", True),
+    ("01", "smallest", 2**-25),
+    ("01", "pattern", "0xzz"),
+    ("01", "beyond", math.inf),
+    ("02", "lost", 0.001),
+    ("03", "black", [torch.nn.LayerNorm]),
+    ("04", "forward", 0),
+    ("04", "forward", "True"),
+    ("08", "infinity", "0"),
+    ("09", "active", {"less_bn", "grad_freeze", "adasum"}),
+]
+
+
+@pytest.mark.parametrize(("lesson", "name", "value"), WRONG_FORMS)
+def test_a_wrong_answer_is_wrong_in_any_form(lesson, name, value):
+    assert check.verdict(lesson, name, value)[0] is False
 
 
 def test_the_order_of_verdicts_counts():
@@ -329,6 +378,29 @@ def test_a_right_answer_is_right_in_any_form():
     assert check.verdict("13", "two", scale)[0]
     assert not check.verdict("13", "two", 1024 / 2**0.5)[0]
     assert "right format" in check.verdict("14", "cure", "bfloat16")[1]
+
+
+def test_a_task_takes_rows_of_any_kind(capsys):
+    def by_numpy(gradient):
+        return [np.array(row) - np.mean(row) for row in gradient]
+
+    def by_torch(gradient):
+        return tuple(row - row.mean() for row in torch.tensor(gradient))
+
+    assert told("10", by_numpy, capsys).startswith("Right")
+    assert told("10", by_torch, capsys).startswith("Right")
+    assert told("00", lambda g, s: [np.bool_(decide(g, s)[0]), decide(g, s)[1]], capsys).startswith("Right")
+
+
+@pytest.mark.parametrize(
+    ("lesson", "tempting"),
+    [
+        ("01", lambda s, e, f: math.inf if e == 31 else decode(s, e, f)),  # -inf has a sign, too
+        ("04", lambda v: int(math.log2(65504 / v))),  # cuts off towards 0, and the logarithm may be negative
+    ],
+)
+def test_a_task_tells_what_is_nearly_right(lesson, tempting, capsys):
+    assert told(lesson, tempting, capsys).startswith("Not yet")
 
 
 def test_a_task_hands_out_copies(capsys):

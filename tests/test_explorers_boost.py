@@ -25,6 +25,7 @@ from mpkit.explorers.boost import (
     measured,
     relative_time,
 )
+from mpkit.plots.boost import _rows
 from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
 from mpkit.widgets.scene import View
 
@@ -227,3 +228,28 @@ def test_questions_know_their_answers(lesson: str) -> None:
         assert verdict(lesson, name, "nonsense")[0] is False
         for wrong, sentence in question.hints:
             assert verdict(lesson, name, wrong) == (False, "Not yet. " + sentence)
+
+
+def test_a_network_without_one_graph_is_refused_by_strict_with_the_way_out() -> None:
+    model = LessBNExplorer(network="LeNet-5")
+    with pytest.raises(ValueError, match=r"in LeNet-5: .*; untick strict, or choose another network"):
+        model.set(strict=True)
+    assert not model.strict
+    assert model.message.endswith("choose another network")
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_frame_holds_a_whole_block(network: str) -> None:
+    """The lesson says of a frame what it says of a block: no block is parted between two rows."""
+    layers = LessBNExplorer(network=network).layers
+    rows = _rows(layers)
+    assert [layer for row in rows for layer in row] == layers
+    blocks = [{name for name, _ in map(_split, row)} for row in rows]
+    assert all(not a & b for i, a in enumerate(blocks) for b in blocks[:i])
+    assert max(map(len, rows)) <= 32
+
+
+def _split(layer: tuple[str, str]) -> tuple[str, str]:
+    """The block of a layer, as `layer2.0` or `features.7`, and its kind."""
+    parts = layer[0].split(".")
+    return ".".join(parts[:2]), layer[1]

@@ -27,6 +27,7 @@ from mpkit.explorers.training import OrderExplorer, UnderflowExplorer, gradients
 from mpkit.explorers.zoo import STEPS, NaiveExplorer, ZooExplorer, zoo_policy
 from mpkit.formats import get_format
 from mpkit.policies import advance, initial
+from mpkit.rounding import round_to
 
 NARROW = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3}
 
@@ -96,9 +97,12 @@ def test_gradients(fmt):
             with np.errstate(over="ignore"):
                 value = abs(float(np.array(1.5 * 2.0 ** (int(e) + m.scale_exponent)).astype(dtype)))
             shares[0 if value == 0 else 1 if value < tiny else 2 if value <= largest else 3] += count
-        told = read(r"Step (\d+), ([\d,]+) non.* (\S+)% become 0, (\S+)% sub\S+ (\S+)% normal, (\S+)% over", m)
+        bound = r"(?:at (?:most|least) )?"
+        told = read(rf"Step (\d+), ([\d,]+) non.* (\S+)% become 0, (\S+)% sub\S+ {bound}(\S+)% n.*, {bound}(\S+)% o", m)
         assert [int(told[0]), int(told[1].replace(",", ""))] == [m.step, int(counts.sum())]
         assert [float(v) for v in told[2:]] == pytest.approx((100 * shares / counts.sum()).tolist(), abs=0.051)
+        last = counts[ranges.exponents + m.scale_exponent == math.floor(math.log2(largest))].sum() / counts.sum()
+        assert ("at least" in m.summary()) == (fmt == "e5m2" and last >= 0.0005)  # 57344 ends inside 2^15 to 2^16
 
 
 def test_ranges():
@@ -129,6 +133,23 @@ def test_modes():
             assert float(text) == pytest.approx(want, rel=1e-6), m.state()
         if left != right:
             assert float(read(r"probability (\S+)\.$", m)[0]) == pytest.approx(float(below / (below + above)), abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "top", "beyond"), [("fp16", 65504, math.inf), ("e4m3fn", 448, math.nan), ("e2m1", 6, 6), ("e3m2", 28, 28)]
+)
+@pytest.mark.parametrize("negative", [False, True])
+def test_modes_above_the_largest_number(fmt, top, beyond, negative):
+    m, sign = ModesExplorer(fmt=fmt, lower=str(top), offset=0.25, negative=negative), -1.0 if negative else 1.0
+    x = torch.full((4000,), m.x, dtype=torch.float64)
+    drawn = round_to(x, m.format, "stochastic", generator=torch.Generator().manual_seed(0))
+    stays = (drawn == sign * top).double().mean().item()
+    chance, ends = float(read(r"probability (\S+)\.$", m)[0]), (sign * top, sign * beyond)
+    assert chance == pytest.approx(stays if negative else 1 - stays, abs=4 * math.sqrt(0.25 * 0.75 / 4000))
+    up, down = ends if negative else ends[::-1]
+    last = m.table()[-1]
+    assert last["result"] == f"{up:g} with probability {chance:g}, else {down:g}"
+    assert last["error, ulp"] == ""  # inf and NaN have no mean, and of 6 and 8 only 6 is ever stored
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
@@ -260,7 +281,8 @@ def test_weight_decay():
 
 def test_the_rest():
     for m in swept(StartExplorer(), init_exponent=(0, 16), scale_factor=(2,)):
-        assert int(read(r"would be multiplied (\d+) times", m)[0]) == min(239 // m.scale_window, 127 - m.init_exponent)
+        grown = min(239 // m.scale_window, 127 - m.init_exponent)
+        assert read(r"would be multiplied (\d+) (times?) ", m) == [str(grown), "time" if grown == 1 else "times"]
     for m in swept(LossScaleExplorer(), samples=3, weight_decay=()):
         ratio = 2.0**m.sens_exponent / 2.0**m.scale_exponent
         assert float(read(r"arrive at (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)

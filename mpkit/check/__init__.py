@@ -27,7 +27,8 @@ class Question:
     Args:
         prompt:  what is asked, in one sentence, with the unit.
         truth:   computes the right answer (a number, string, bool, list or tuple); names and whole numbers in a list
-                 count in any order.
+                 count in any order. An answer may be a tensor or an array, a name may be the thing that bears it (a
+                 dtype, a class), and a number, True or False may stand in quotes.
         right:   the sentence for a right answer; `{truth}` is filled in.
         hint:    the sentence for a wrong answer without a hint of its own; does not give the answer away.
         hints:   pairs of a typical wrong answer (a value, or a predicate on the answer) and what it tells.
@@ -151,9 +152,9 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
 
 
 def _in_any_order(value: object, truth: object) -> object:
-    """A list of names or whole numbers is right in any order; one of True and False is not."""
+    """A list of names or whole numbers is right in any order, and may be a set; one of True and False is not."""
     if isinstance(truth, list) and isinstance(value, list) and all(type(t) in (str, int) for t in truth):
-        return sorted(value, key=lambda v: str(v).strip().lower())
+        return sorted(value, key=_name)
     return value
 
 
@@ -164,6 +165,21 @@ def _of(lesson: str) -> ModuleType:
         raise ValueError(f'there is no lesson {lesson!r} with questions; write two digits, as in "05"') from error
 
 
+def _name(value: Any) -> str:
+    """A name as a reader gives it: "float32", torch.float32, a class of that name, or math.nan for "nan"."""
+    return str(getattr(value, "__name__", value)).strip().lower().removeprefix("torch.")
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one in quotes such as "65504" or "0xc000"; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(int(value, 0)) if isinstance(value, str) and "x" in value else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _same(value: Any, truth: Any, rel: float) -> bool:
     if isinstance(truth, list | tuple):
         return (
@@ -171,12 +187,9 @@ def _same(value: Any, truth: Any, rel: float) -> bool:
             and len(value) == len(truth)
             and all(_same(a, b, rel) for a, b in zip(value, truth))
         )
-    if isinstance(truth, str):
-        return isinstance(value, str) and value.strip().lower() == truth.lower()
-    if isinstance(truth, bool) or isinstance(value, bool | str):
-        return value is truth or (isinstance(value, bool) and value == truth)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
+    if isinstance(truth, str | bool):
+        return _name(value) == _name(truth)
+    number = _number(value)
+    if number is None:
         return False
     return (math.isnan(number) and math.isnan(truth)) or math.isclose(number, truth, rel_tol=rel)

@@ -63,11 +63,12 @@ def _decisions() -> list[tuple[tuple[list[float], float], tuple[bool, float]]]:
 
 PREDICTIONS = {
     "overflow": Prediction(
-        "A gradient entry of 2.0 is multiplied by a loss scale of 65536. What does the check find?",
+        "In float16, a gradient entry of 2.0 is multiplied by a loss scale of 65536. What does the check find?",
         (
             (
                 "It is finite, and the step is applied.",
-                "131072 lies beyond 65504, the largest float16, so the product is inf.",
+                "131072 lies beyond 65504, the largest float16, so the product is inf. It stays inf when it is cast to "
+                "float32.",
             ),
             (
                 "It is inf in float16: the step is skipped, and the scale halves.",

@@ -18,6 +18,7 @@ QUESTIONS = {
             (FP16.min_normal, "That is the smallest *normal* number; below it the leading 1 is given up."),
             (FP16.min_subnormal / 2, "That is exactly half of it: a tie, which goes to the even neighbour, 0."),
         ),
+        rel=1e-2,
     ),
     "pattern": Question(
         "Which 16 bits, as an integer such as 0x1234, does fp16 use for -2.0?",
@@ -58,7 +59,8 @@ def _value(pattern: int) -> float:
 
 
 def _decoded() -> list[tuple[tuple[int, int, int], float]]:
-    fields = [(0, 15, 0), (1, 16, 512), (0, 30, 1023), (0, 1, 0), (0, 0, 1), (1, 0, 1023), (0, 0, 0), (0, 31, 0)]
+    fields = [(0, 15, 0), (1, 16, 512), (0, 30, 1023), (0, 1, 0), (0, 0, 1), (1, 0, 1023), (0, 0, 0)]
+    fields += [(0, 31, 0), (1, 31, 0)]
     return [((s, e, f), _value(s << 15 | e << 10 | f)) for s, e, f in fields]
 
 
@@ -98,7 +100,7 @@ PREDICTIONS = {
 TASK = Task(
     "the function gets the sign bit, the exponent field (0 to 31) and the fraction field (0 to 1023) of a float16. It "
     "returns the value. An exponent field of 0 means zero or a subnormal. An exponent field of 31 with a fraction of 0 "
-    "means inf.",
+    "means inf, or -inf.",
     _decoded,
     "You have written the decoder of float16.",
     "A normal number is 2^(exponent - 15) x (1 + fraction / 1024). A subnormal has no leading 1, and the exponent -14.",

@@ -45,6 +45,7 @@ QUESTIONS = {
         "Half an ulp of 1: {truth:.4g}. At exactly half the tie goes back to 1.0, which is even.",
         "How far is it from 1.0 to the middle between 1.0 and its upper neighbour?",
         ((FP16.eps, "That is the whole gap; beyond the middle, rounding goes up already."),),
+        rel=1e-2,
     ),
     "mean": Question(
         "x lies a quarter of an ulp above its lower neighbour. With which probability does stochastic rounding go up?",

@@ -52,7 +52,7 @@ def _share() -> str:
 
 
 def _largest_scales() -> list[tuple[tuple[float], int]]:
-    return [((v,), math.floor(math.log2(FP16.max / v))) for v in (1.0, 65504.0, 1e-3, 2.0**-20, 3.1e-7, 700.0)]
+    return [((v,), math.floor(math.log2(FP16.max / v))) for v in (1.0, 65504.0, 1e-3, 2.0**-20, 3.1e-7, 700.0, 1e5)]
 
 
 PREDICTIONS = {

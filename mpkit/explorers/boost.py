@@ -406,7 +406,13 @@ class LessBNExplorer(Explorer):
             n for n, m in net.named_modules() if isinstance(m, blocks) or getattr(m, "shortcut", 0) is True
         }
         order = [(name, m) for name, m in net.named_modules() if isinstance(m, _DRAWN)]
-        self.report = LessBN(net, self.fn_flag, strict=self.strict).report
+        try:
+            self.report = LessBN(net, self.fn_flag, strict=self.strict).report
+        except ValueError as error:
+            raise ValueError(
+                f"MindSpore's patterns cannot be looked for in {self.network}: what its forward pass does depends on "
+                "the size of the image; untick strict, or choose another network"
+            ) from error
         self.layers = [(name, self._kind(name, module)) for name, module in order]
 
     def _kind(self, name: str, module: nn.Module) -> str:

@@ -313,11 +313,21 @@ class GradientsExplorer(Explorer):
         """Magnitudes below two to this power, half the smallest subnormal, round to zero."""
         return self.format.min_subnormal_exponent - 1
 
+    @property
+    def split(self) -> bool:
+        """Whether gradients lie in the last power of two of a format that ends well inside it, as 8-bit formats do.
+
+        The recording counts by powers of two, so it does not tell how many of these overflow.
+        """
+        whole = self.format.overflow_edge > 0.99 * 2.0 ** (self.format.max_exponent + 1)
+        return not whole and float(self.share[self.exponents == self.format.max_exponent].sum()) >= 0.0005
+
     def summary(self) -> str:
+        most, least = ("at most ", "at least ") if self.split else ("", "")
         return (
             f"Step {self.step}, {self.values:,} non-zero gradients times 2^{self.scale_exponent} in {self.fmt}: "
-            f"{self.lost:.1%} become 0, {self.subnormal:.1%} subnormal, {self.normal:.1%} normal, "
-            f"{self.over:.1%} overflow."
+            f"{self.lost:.1%} become 0, {self.subnormal:.1%} subnormal, {most}{self.normal:.1%} normal, "
+            f"{least}{self.over:.1%} overflow."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -44,6 +44,14 @@ class ModesExplorer(Explorer):
         x = torch.tensor(self.x, dtype=torch.float64)
         self.results = {mode: float(round_to(x, fmt, mode)) for mode in MODES if mode != "stochastic"}
         self.share_right = (self.x - self.left) / self.gap
+        self.reached = self._reached(self.left), self._reached(self.right)
+        self.chance_up = self.share_right
+        if self.reached[0] == self.reached[1]:  # a format that saturates has one value for both
+            self.chance_up = float(self.negative)
+
+    def _reached(self, neighbour: float) -> float:
+        """What is stored of a neighbour: itself, or beyond the largest number what the format has in its place."""
+        return float(round_to(torch.tensor(neighbour, dtype=torch.float64), self.format))
 
     def parity(self, value: float) -> str:
         """ "even" or "odd" fraction field; "too large" beyond max."""
@@ -60,7 +68,7 @@ class ModesExplorer(Explorer):
         return (
             f"{short(self.x)} lies between {short(self.left)} ({self.parity(self.left)}) and {short(self.right)} "
             f"({self.parity(self.right)}) of {self.fmt}: {told}; stochastic goes up with probability "
-            f"{self.share_right:.3g}."
+            f"{self.chance_up:.3g}."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -68,8 +76,10 @@ class ModesExplorer(Explorer):
             {"mode": m, "result": short(v), "error, ulp": f"{(v - self.x) / self.gap:+.3f}"}
             for m, v in self.results.items()
         ]
-        either = f"{short(self.right)} with probability {self.share_right:.3g}, else {short(self.left)}"
-        return [*exact, {"mode": "stochastic", "result": either, "error, ulp": "0 on average"}]
+        low, high = map(short, self.reached)
+        either = f"{high} with probability {self.chance_up:.3g}, else {low}"
+        error = "0 on average" if self.reached == (self.left, self.right) else ""
+        return [*exact, {"mode": "stochastic", "result": either, "error, ulp": error}]
 
 
 class StaircaseExplorer(Explorer):

@@ -181,7 +181,7 @@ class StartExplorer(Explorer):
     def summary(self) -> str:
         settings = (
             f"{self.level} in {self.dtype}; the scale starts at 2^{self.init_exponent} and is multiplied by "
-            f"{self.scale_factor} after {self.scale_window} finite steps"
+            f"{self.scale_factor} after {self.scale_window} finite step{'s' * (self.scale_window != 1)}"
         )
         if self.run is None or not self.run.losses:
             return f"Set to {settings}. {self._grows()} Press Train."
@@ -189,7 +189,7 @@ class StartExplorer(Explorer):
 
     def _grows(self) -> str:
         grown = sum(a < b for a, b in zip(self.plan, self.plan[1:]))
-        return f"Without an overflow it would be multiplied {grown} times in {STEPS} steps."
+        return f"Without an overflow it would be multiplied {grown} time{'s' * (grown != 1)} in {STEPS} steps."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]

@@ -105,7 +105,8 @@ class ZooExplorer(Explorer):
         skipped = self.done.skipped
         stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
         raised = f" Rules that raise an error: {', '.join(stops)}." if stops else ""
-        start = f"start at 2^{self.start_exponent}" if self.same_start else "start at their own defaults"
+        own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
+        start = f"start at 2^{self.start_exponent}" if self.same_start else own
         least, most = int(skipped.min()), int(skipped.max())
         few, many = self.names[skipped.argmin()], self.names[skipped.argmax()]
         counts = f"The rules skip between {least} ({few}) and {most} ({many}) of {STEPS} steps."

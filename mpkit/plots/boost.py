@@ -161,29 +161,47 @@ PER_ROW = 30
 
 def less_bn_scene(data: LessBNExplorer) -> Scene:
     """The layers of a network in definition order, row after row; a frame holds the layers of one block."""
-    rows = -(-len(data.layers) // min(PER_ROW, max(8, -(-len(data.layers) // 3))))
-    width = -(-len(data.layers) // rows)
+    parts = _rows(data.layers)
+    rows, width = len(parts), max(map(len, parts))
     scene = Scene(height=110 + 72 * rows, width=900)
     gone, norms = len(data.report.removed), len(data.report.removed) + len(data.report.kept)
     title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order"
     title += "; arrows are shortcuts" if data.shortcuts else ""
     panel = scene.panel(title=title, x=linear("", -1, width), y=linear("", rows - 0.4, -0.7), bare=True)
-    for row in range(rows):
-        part = data.layers[row * width : (row + 1) * width]
-        panel.line([row, row], [0, max(0, len(part) - 1)], "grid", width=1.5)
+    places: list[tuple[int, int]] = []
+    for row, part in enumerate(parts):
+        panel.line([row, row], [0, len(part) - 1], "grid", width=1.5)
         _blocks(panel, part, row, data.shortcuts)
+        places += [(row, column) for column in range(len(part))]
     for kind, (color, glyph, label) in KINDS.items():
         at = [i for i, (_, own) in enumerate(data.layers) if own == kind]
         if at:
             fill = "paper" if kind == "kept" else None
-            where = [i // width for i in at], [i % width for i in at]
+            where = [places[i][0] for i in at], [places[i][1] for i in at]
             panel.points(*where, color, glyph=glyph, size=5.5, fill=fill, label=label)
     return scene
 
 
+def _block(layer: tuple[str, str]) -> str:
+    return ".".join(layer[0].split(".")[:2])
+
+
+def _rows(layers: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """The layers in rows of about equal length, two more where a block needs them; a block is never parted."""
+    count = -(-len(layers) // min(PER_ROW, max(8, -(-len(layers) // 3))))
+    width = -(-len(layers) // count) + 2
+    rows: list[list[tuple[str, str]]] = [[]]
+    for _, members in groupby(layers, key=_block):
+        block = list(members)
+        if rows[-1] and len(rows[-1]) + len(block) > width:
+            rows.append([])
+        rows[-1] += block
+    return rows
+
+
 def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int, shortcuts: Collection[str]) -> None:
     """A frame around the neighbours that belong to one block, with its name, and its shortcut below."""
-    for block, members in groupby(enumerate(layers), key=lambda item: ".".join(item[1][0].split(".")[:2])):
+    for block, members in groupby(enumerate(layers), key=lambda item: _block(item[1])):
         places = [i for i, _ in members]
         if len(places) > 1:
             ends = ([places[0] - 0.45], [row + 0.24], [places[-1] + 0.45], [row - 0.24])
@@ -224,7 +242,7 @@ def speedups(rows: Sequence[Mapping[str, Any]], promises: Mapping[str, float]) -
     scene = Scene(height=90 + 34 * len(rows), width=900)
     labels = [row["contender"] for row in rows]
     x = linear("speed-up against no boost", 0, max(1.6, 1.12 * float(high.max())), 8)
-    title = "bar: whole training; line: quartiles of its phases"
+    title = "bar: all rounds together; line: quartiles of single rounds"
     panel = scene.panel(title=title, x=x, y=names(labels, down=True))
     panel.bars(values, axis="y", width=0.6, fill="zero/0.4", edge="zero", label="speed-up", quiet=True)
     panel.rule("x", 1, "ink", width=1)

@@ -78,14 +78,13 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     fmt = data.format
     least = fmt.min_subnormal_exponent
     low, high = least - 2, fmt.max_exponent + 3
-    panel = scene.panel(
-        1, title=f"all of {fmt.name}, a comb for each power of two", x=log2("magnitude", low, high), y=space(0, 1)
-    )
-    narrow = high - low >= 60
-    kind = data.fields.kind if narrow else ""  # its name would lie under the ball, and stands in the formula above
+    combs = high - low < 60  # more would run together
+    title = f"all of {fmt.name}, a {'comb' if combs else 'tick'} for each power of two"
+    panel = scene.panel(1, title=title, x=log2("magnitude", low, high), y=space(0, 1))
+    kind = "" if combs else data.fields.kind  # its name would lie under the ball, and stands in the formula above
     regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, unnamed=kind if kind == "subnormal" else "")
     panel.points([0.28] * len(data.binades), data.binades, "ink", glyph="|", size=6, width=1.2)
-    if not narrow:  # more would run together
+    if combs:
         teeth = [math.log2(1 + k / 2**bits) + e for e, bits in data.teeth for k in range(1, 2**bits)]
         panel.points([0.22] * len(teeth), teeth, "muted", glyph="|", size=3, width=1)
     if data.value and math.isfinite(data.value):
@@ -104,7 +103,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
     axis: dict[str, Any] = {"label": "value; drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
     axis["ticks"] = [[v, f"{v:.{9 if data.format.fraction_bits > 20 else 7}g}"] for v in middle]
-    panel = scene.panel(2, title=f"its neighbours, {data.gap:.4g} apart", x=axis, y=space(0, 1))
+    panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1))
     for height, name, values, stored in ((0.42, data.fmt, *data.near), (0.1, data.pinned, *data.pinned_near)):
         if name == "none":
             continue
@@ -126,7 +125,7 @@ def ranges_scene(data: RangesExplorer) -> Scene:
     x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
     scene = Scene(height=370)
     panel = scene.panel(
-        title="left of the bars numbers become zero, right of them they overflow",
+        title="a power of two left of a bar becomes zero, one right of it overflows",
         x=x,
         y=names(list(data.kept), down=True),
         pad=[28, 14, 42, 60],

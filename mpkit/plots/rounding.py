@@ -47,7 +47,7 @@ def modes_scene(data: ModesExplorer) -> Scene:
             look: dict[str, Any] = {"anchor": "end", "dx": -10} if data.negative else {"anchor": "start", "dx": 10}
             panel.text(f"{result:g}", end, row, color=color, **look)
     row = len(modes) - 1
-    for at, chance, anchor in ((0, 1 - place, "end"), (1, place, "start")):
+    for at, chance, anchor in ((0, 1 - data.chance_up, "end"), (1, data.chance_up, "start")):
         if chance:
             panel.points([row], [at], "reference", size=2 + 6 * math.sqrt(chance))
         panel.text(f"{100 * chance:.0f} %", at, row, anchor=anchor, dx=-14 if at == 0 else 14)
