@@ -1,5 +1,7 @@
 """Predictions that are drawn: by hand, typed, judged once, and never told before."""
 
+import re
+
 import numpy as np
 import pytest
 from scenes import look
@@ -175,3 +177,15 @@ def test_the_others_tell_nothing_before_and_change_nothing_after(make):
     assert [model.guess[0], model.guess[-1]] == [float(words.split()[0]), float(words.split()[-1])]
     with pytest.raises(ValueError, match="each from"):
         model.set(typed=" ".join(["9999"] * model.count))
+
+
+@pytest.mark.parametrize("make", [DrawExplorer, GapExplorer, TotalExplorer, StuckExplorer])
+def test_nobody_is_told_to_have_drawn_what_stood_there(make):
+    model = make()
+    model.reveal()
+    assert "You drew" not in model.summary()
+    assert re.search("The line that you left as it was shows (a|one) ", model.summary())
+    model.reset()
+    model.draw({len(model.truth) - 1: model.guess[-1] + 0.05})
+    model.reveal()
+    assert "You drew" in model.summary()

@@ -25,7 +25,7 @@ from mpkit.explorers.boost import (
     measured,
     relative_time,
 )
-from mpkit.plots.boost import _rows
+from mpkit.plots.boost import _rows, boost_scene
 from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
 from mpkit.widgets.scene import View
 
@@ -253,3 +253,17 @@ def _split(layer: tuple[str, str]) -> tuple[str, str]:
     """The block of a layer, as `layer2.0` or `features.7`, and its kind."""
     parts = layer[0].split(".")
     return ".".join(parts[:2]), layer[1]
+
+
+def test_a_speed_that_nobody_measured_is_not_told() -> None:
+    model = BoostExplorer(mode="enable_all")  # runs dim_reduce
+    assert "Its speed was not measured; the speed-up of none is 1.00. Its accuracy was not measured." in model.summary()
+    assert model.table()[0]["speed-up"] == "not measured"
+    assert _drawn_speeds(model) == []
+    model.set(mode="auto")
+    assert _drawn_speeds(model) == ["this: 1.19"]
+
+
+def _drawn_speeds(model: BoostExplorer) -> list[str]:
+    marks = (mark for panel in boost_scene(model).spec()["panels"] for mark in panel["marks"])
+    return [text for mark in marks for text in mark.get("text", ()) if str(text).startswith("this: ")]

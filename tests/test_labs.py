@@ -278,6 +278,23 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
     assert all(s.note for s in scores if s.points == 0)
 
 
+# wrong, and once judged right
+NEARLY = [
+    ("lab01", "q5", "return total", "return rounded(math.fsum(values))"),  # the exact sum: no operation was rounded
+    ("lab01", "q5", "rounded(rounded(t - total) - y)", "(t - total) - y"),  # a compensation with more than FP16 holds
+    ("lab03", "q6", "nonfinite[row])[0]]", "nonfinite[row])[-1]]"),  # the last of the layers that broke
+]
+
+
+@pytest.mark.parametrize(("lab", "question", "right", "wrong"), NEARLY)
+def test_a_mistake_that_is_nearly_right_loses_points(lab, question, right, wrong):
+    source = nbformat.read(SOURCES[lab], as_version=4)
+    cell = next(c for c in source.cells if labs.mark(c).get("grade_id") == f"{lab}_{question}_answer")
+    assert cell.source.count(right) == 1
+    cell.source = cell.source.replace(right, wrong)
+    assert failed(source) == {f"{lab}_{question}_hidden"}
+
+
 @pytest.mark.parametrize(
     "share",
     ["(groups - 1) * (p / (1 - p))", "(groups - 1) / (1 / p - 1) if p else 0", "(groups - 1) * p / (1 - p) + 1e-9"],

@@ -118,6 +118,11 @@ class Effect:
         """Steps in the time of one without boost."""
         return 1 / self.step
 
+    @property
+    def timed(self) -> bool:
+        """Whether the benchmark timed what runs: it timed no step of dim_reduce."""
+        return not set(self.active) - {"less_bn", "grad_freeze"}
+
 
 def effect(boost: AutoBoost, trained: str = "", timed: str = "") -> Effect:
     """What a configuration does, with times from the stored benchmark: those of `timed`, or else of `trained`."""
@@ -251,12 +256,12 @@ class BoostExplorer(Explorer):
     def summary(self) -> str:
         this, other = self.this, self.other
         runs = ", ".join(this.active) or "nothing"
+        how = "measured" if this.trained else "computed from steps that were timed one by one"
+        speed = f"speed-up is {this.speedup:.2f}, {how}" if this.timed else "speed was not measured"
         text = (
             f"boost_level {self.level} in mode {self.mode} runs {runs}. It removes {this.removed} of {this.norms} "
             f"BatchNorms and freezes layers in {1 - this.odds[0]:.0%} of the steps. "
-            f"Its speed-up is {this.speedup:.2f}, "
-            f"{'measured' if this.trained else 'computed from steps that were timed one by one'}; the speed-up of "
-            f"{self.compare} is {other.speedup:.2f}. {self._accuracy_text()}"
+            f"Its {speed}; the speed-up of {self.compare} is {other.speedup:.2f}. {self._accuracy_text()}"
         )
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
         if ticked:
@@ -289,7 +294,7 @@ class BoostExplorer(Explorer):
                     "active": ", ".join(one.active) or "nothing",
                     "BatchNorms removed": one.removed,
                     "steps frozen": f"{1 - one.odds[0]:.0%}",
-                    "speed-up": round(one.speedup, 2),
+                    "speed-up": round(one.speedup, 2) if one.timed else "not measured",
                     "accuracy, %": "not measured" if row is None else row["mean"],
                 }
             )

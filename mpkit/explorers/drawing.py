@@ -43,6 +43,7 @@ class DrawnExplorer(Explorer):
     def __init__(self, **params: object) -> None:
         self.revealed = False
         super().__init__(**params)
+        self.given = self.guess.copy()
 
     def spread(self, typed: Sequence[float]) -> np.ndarray:
         """Typed values -> (N - first,): straight lines between them, at equal distances from the first point on."""
@@ -105,7 +106,10 @@ class DrawnExplorer(Explorer):
         if not self.revealed:
             return f"{self.opening()} Draw it with the mouse, or type it. Then press Show what happened."
         near = f"At {self.close} of {len(self.guess)} points your line is within {self.nearly}."
-        return f"{near} {self.word()} What happened: {self.happened()}"
+        word = self.word()
+        if np.array_equal(self.guess, self.given):  # Show was pressed at once
+            word = word.replace("You drew", "The line that you left as it was shows", 1)
+        return f"{near} {word} What happened: {self.happened()}"
 
 
 SHOWN, STEPS, EVERY = 40, 100, 10

@@ -36,8 +36,9 @@ def boost_scene(data: BoostExplorer) -> Scene:
         text = f"{name} promised {promise:.2f}"
         panel.text(text, promise, low, color="muted", rotate=90, dx=side, dy=-64, halo=True)
     _configurations(panel, data)
-    panel.rule("x", this, "own", width=1.8)
-    panel.text(f"this: {this:.2f}", this, high, color="own", valign="top", dx=36, halo=True)
+    if data.this.timed:
+        panel.rule("x", this, "own", width=1.8)
+        panel.text(f"this: {this:.2f}", this, high, color="own", valign="top", dx=36, halo=True)
     _frozen_stages(scene, data)
     _steps(scene, data)
     return scene
