@@ -126,7 +126,7 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize(("lesson", "name", "value"), UNUSUAL)
-def test_a_right_answer_is_right_in_any_form(lesson, name, value):
+def test_an_answer_to_these_lessons_is_right_in_any_form(lesson, name, value):
     assert check.verdict(lesson, name, value)[0] is True
 
 
