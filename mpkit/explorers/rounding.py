@@ -49,9 +49,9 @@ class ModesExplorer(Explorer):
         if self.reached[0] == self.reached[1]:  # a format that saturates has one value for both
             self.chance_up = float(self.negative)
 
-    def _reached(self, neighbour: float) -> float:
+    def _reached(self, end: float) -> float:
         """What is stored of a neighbour: itself, or beyond the largest number what the format has in its place."""
-        return float(round_to(torch.tensor(neighbour, dtype=torch.float64), self.format))
+        return float(round_to(torch.tensor(end, dtype=torch.float64), self.format))
 
     def parity(self, value: float) -> str:
         """ "even" or "odd" fraction field; "too large" beyond max."""
