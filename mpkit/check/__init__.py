@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
-from mpkit.check.task import plain
+from mpkit.check.task import plain as _plain
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     question = questions[name]
     if value is None:
         return None, f"Question: {question.prompt}"
-    truth, value = question.truth(), plain(value)
+    truth, value = question.truth(), _plain(value)
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
