@@ -151,9 +151,17 @@ OPEN = """async (path) => { const app = window.jupyterapp;
   await opened.context.ready;
   app.shell.activateById(opened.id); }"""
 
-# The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables.
-AXE = "05_dynamic_loss_scale.ipynb"
+# The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables. Others by hand:
+# MPKIT_AXE="01_number_formats.ipynb 14_overflow_detective.ipynb" python -m pytest tests/test_browser.py -k "01 or 14"
+WITH_ALL = "05_dynamic_loss_scale.ipynb"
+AXE = os.environ.get("MPKIT_AXE", WITH_ALL).split()
+PARTS = {"mpk-status": ".mpk-status", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
+ERRORS = ['[data-mime-type$="jupyter.error"] pre, [data-mime-type$="jupyter.stderr"] pre']
+ROUNDS = 3  # the first notebook of a tab is laid out to its new height when the theme changes once more
 THEME = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+LOOK = """async ([context, options]) => { const seen = await axe.run(context, options);
+  const nodes = (rules) => rules.flatMap((rule) => rule.nodes.map((node) => [rule.id, node.html.slice(0, 200)]));
+  return [nodes(seen.violations), nodes(seen.passes).map(([, html]) => html)]; }"""
 OPENED = """() => { document.querySelectorAll('.mpk details').forEach((more) => { more.open = true; });
   document.querySelectorAll('.mpk-choice').forEach((button) => button.click()); }"""
 # To axe all words are out of sight that are scrolled off, or that lie in a body without a height, as Lab's.
@@ -391,7 +399,7 @@ def visit(lab: Lab, context: Any, notebook: str, following: str = "") -> None:
         assert {c["index"]: c["errors"] for c in cells if c["errors"] and c["index"] not in expected} == {}
         assert [c["index"] for c in cells if not c["ran"]] == [], "cells that did not run"
         assert page.page.evaluate("window.__values") == [], "views that were only opened changed values by themselves"
-        if notebook == AXE:
+        if notebook in AXE:
             assert violations(page) == []
         delays: list[float] = []
         for cell in page.outline():
@@ -409,30 +417,36 @@ def violations(page: Page) -> list[tuple[str, str, str]]:
     """(theme, rule, element) of all that axe finds in what a lesson puts on the page, light and dark.
 
     Every table of a view is open and every prediction made; toolbars, editors and the rest of JupyterLab are not ours.
-    Two things are left out: tables by pandas, whose heads have empty cells, and that Lab's links are not underlined.
+    Left out are tables by pandas, whose heads have empty cells, IPython's tracebacks, and that Lab's links are not
+    underlined.
     """
-    ours = {"include": [[".jp-RenderedMarkdown"], [".jp-OutputArea-output"]], "exclude": [[".dataframe"]]}
-    rules = {"rules": {"link-in-text-block": {"enabled": False}}}
+    ours = {"include": [[".jp-RenderedMarkdown"], [".jp-OutputArea-output"]], "exclude": [[".dataframe"], ERRORS]}
+    few = {"selectors": False, "resultTypes": ["violations", "passes"]}  # what it costs to name elements nobody reads
     page.page.evaluate(OPENED)
     page.settled(0)
-    found, looked, parts = list[tuple[str, str, str]](), set[str](), ("mpk-status", "<summary", "<p", "<h2", "<td")
+    within = ".jp-RenderedMarkdown {0}, .mpk {0}"
+    there = {part for part, css in PARTS.items() if page.page.locator(within.format(css)).count()}
+    parts = set(PARTS) if page.notebook == WITH_ALL else there
+    found, looked = set[tuple[str, str, str]](), set[tuple[str, str]]()
     before = page.page.viewport_size
     page.page.set_viewport_size({"width": 1280, "height": page.page.evaluate(TALL) + 400})
-    for theme in ("JupyterLab Dark", "JupyterLab Light"):  # as it was before, at the end
-        page.page.evaluate(THEME, theme)
-        light = str(theme.endswith("Light")).lower()
+    page.page.evaluate(Axe().axe_script)
+    rules = {"Dark": {"runOnly": ["color-contrast"]}}  # nothing but colours is another there
+    rules["Light"] = {"rules": {"link-in-text-block": {"enabled": False}}}  # as it was before, at the end
+    wanted = {(theme, part) for theme in rules for part in parts}
+    for theme in [*rules] * ROUNDS:
+        if theme == "Dark" and looked >= wanted:
+            break
+        page.page.evaluate(THEME, f"JupyterLab {theme}")
+        light = str(theme == "Light").lower()
         page.page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=light)
         page.settled(0)
-        only = (
-            rules if light == "true" else {"runOnly": ["color-contrast"]}
-        )  # nothing but colours is another in the dark
-        seen = Axe().run(page.page, ours, options=only).response
-        for rule in seen["passes"]:
-            looked |= {f"{theme}: {part}" for node in rule["nodes"] for part in parts if part in node["html"]}
-        found += [(theme, rule["id"], node["html"][:200]) for rule in seen["violations"] for node in rule["nodes"]]
+        violated, passed = page.page.evaluate(LOOK, [ours, few | rules[theme]])
+        looked |= {(theme, part) for html in passed for part in PARTS if part in html}
+        found |= {(theme, *violation) for violation in violated}
     page.page.set_viewport_size(before)
-    assert found or looked == {f"JupyterLab {name}: {part}" for name in ("Dark", "Light") for part in parts}
-    return found
+    assert found or looked >= wanted
+    return sorted(found)
 
 
 def use(page, cell):
