@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from decimal import Decimal
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.dim_reduce.descent import DimReduceSGD, _RandomState, _undisturbed
-from mpkit.boost.grad_freeze import cell
+from mpkit.boost.dim_reduce.pca import prepare_pca
+from mpkit.boost.grad_freeze import cell, split_learning_rates
 from mpkit.boost.grad_freeze.stages import stage_costs
-from mpkit.boost.group_loss_scale import GroupLossScaleManager
+from mpkit.boost.group_loss_scale import GroupLossScaleManager, GroupScaling
+from mpkit.step import distributed
 
 
 class Bare(torch.optim.Optimizer):
@@ -168,3 +171,29 @@ def test_a_sum_over_processes_is_divided_by_the_degree_or_their_number(
     grads: list[Tensor] = [torch.ones(2)]
     cell.reduce_(grads, **options)
     assert seen == [(grads, over)]
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 1.0])
+def test_a_group_that_overflowed_in_another_process_overflowed(
+    elsewhere: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [[nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(2))]]
+    for (p,) in groups:
+        p.grad = torch.ones(2)
+    scaling = GroupScaling(GroupLossScaleManager(8.0, groups))
+    monkeypatch.setattr(distributed, "several_processes", lambda: True)
+    monkeypatch.setattr(distributed, "agree_", lambda found: found.clamp_(elsewhere))
+    found = scaling.unscale_([p.grad for (p,) in groups if p.grad is not None], torch.tensor(1.0))
+    assert scaling.group_overflow is not None
+    assert scaling.group_overflow.tolist() == [elsewhere > 0] * 2
+    assert found.item() == elsewhere
+
+
+def test_rates_are_split_to_as_many_groups_as_there_may_be() -> None:
+    assert split_learning_rates([0.1, 0.2], [0, 99], 100)[98:] == [[0.1, 0.2], [0.2]]
+    with pytest.raises(ValueError, match=r"at most the steps, or 2\*\*20"):
+        split_learning_rates([0.1], [0], 2**20 + 1)
+
+
+def test_a_rank_waits_half_an_hour_for_the_matrix_of_another() -> None:
+    assert inspect.signature(prepare_pca).parameters["timeout"].default == 30 * 60

@@ -7,7 +7,7 @@ import torch
 
 from mpkit.record import Ranges
 from mpkit.record.counts import host_counts
-from mpkit.record.rows import Rows
+from mpkit.record.rows import Rows, noted
 from mpkit.record.trace import HIGHEST, LOWEST
 
 
@@ -36,3 +36,12 @@ def test_a_histogram_spans_the_exponents_that_occur(values: list[float], lowest:
     assert found.counts[0, 0].tolist() == counts
     assert found.zeros.tolist() == [[values.count(0.0)]]
     assert found.nonfinite.tolist() == [[values.count(float("inf"))]]
+
+
+@pytest.mark.parametrize(
+    ("found", "overflow"), [([], 0.0), ([1.0], 1.0), ([1.0, 0.0], 1.0), ([0.0, 1.0], 1.0), ([0.0, 0.0], 0.0)]
+)
+def test_an_overflow_on_any_device_is_one(found: list[float], overflow: float) -> None:
+    """As torch's GradScaler notes it: a flag for each device that has gradients."""
+    flags = {f"device {i}": torch.tensor(value) for i, value in enumerate(found)}
+    assert noted({"found_inf_per_device": flags}) == overflow

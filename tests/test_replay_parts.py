@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -60,3 +61,13 @@ def test_the_last_tenth_of_ten_steps_is_the_last_one(steps: int, told: bool) -> 
         gradients[-1] = torch.ones(4)
     frame = replay(trace_of(gradients, form="fp32"), preset("torch", init_scale=1.0), fmt="fp16")
     assert (frame.why[0] == "every step of the last tenth was skipped") is told
+
+
+def test_a_scale_in_double_precision_stays_so_beside_others() -> None:
+    narrow = preset("torch", init_scale=3.0, growth_factor=1 + 2.0**-20, growth_interval=1)
+    policies = [narrow, dataclasses.replace(narrow, scale_bits=64)]
+    tops = np.full(40, math.inf)
+    together = simulate(tops, stack(policies * 30), compiled=False).sampled
+    for i, policy in enumerate(policies):
+        np.testing.assert_array_equal(together[1:, i], run(policy, [True] * len(tops)).scale[:-1])
+    assert together[-1, 0] != together[-1, 1]
