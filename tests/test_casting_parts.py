@@ -405,3 +405,28 @@ def test_a_bag_of_rows_takes_its_arguments_in_order_or_by_name(count: int) -> No
     out.sum().backward()
     assert table.grad is not None
     assert table.grad.is_sparse
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inner", ["O1", "O2", "O3", "auto"])
+@pytest.mark.parametrize("outer", ["O1", "auto"])
+def test_a_level_on_the_whole_takes_the_place_of_one_on_a_part(inner: str, outer: str) -> None:
+    """Only what `to_float` set is the user's own, which O1 and auto leave as it is."""
+    part, whole = (nn.Sequential(nn.Sequential(nn.LayerNorm(2)), nn.Linear(2, 2)) for _ in range(2))
+    auto_mixed_precision(part[0], inner, torch.bfloat16)
+    for network in (part, whole):
+        auto_mixed_precision(network, outer, torch.float16)
+    inside: list[torch.dtype] = []
+    for network in (part, whole):
+        network[0][0].register_forward_hook(lambda module, args, out: inside.append(out.dtype))
+        network(torch.ones(1, 2))
+    assert inside[0] is inside[1]
+
+
+def test_a_module_that_one_holder_has_is_not_looked_for_on_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look costs as much as a small layer."""
+    looked: list[object] = []
+    monkeypatch.setattr(forward.Forward, "_called_on", lambda self, frame: looked.append(frame) or self.module)
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2)), "O1", torch.bfloat16)
+    network(torch.ones(1, 2))
+    assert looked == []

@@ -45,3 +45,8 @@ def test_an_overflow_on_any_device_is_one(found: list[float], overflow: float) -
     """As torch's GradScaler notes it: a flag for each device that has gradients."""
     flags = {f"device {i}": torch.tensor(value) for i, value in enumerate(found)}
     assert noted({"found_inf_per_device": flags}) == overflow
+
+
+def test_flags_of_several_devices_meet_on_the_first() -> None:
+    flags = {"first": torch.zeros(1, device="meta"), "second": torch.ones(1)}
+    assert noted({"found_inf_per_device": flags}).device.type == "meta"

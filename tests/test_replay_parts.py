@@ -11,7 +11,7 @@ import torch
 from test_replay import trace_of
 
 from mpkit.policies import preset, run, stack
-from mpkit.replay import replay, simulate
+from mpkit.replay import can_compile, replay, simulate
 from mpkit.replay.tensor_scales import _finite_max, _unused
 
 
@@ -71,3 +71,16 @@ def test_a_scale_in_double_precision_stays_so_beside_others() -> None:
     for i, policy in enumerate(policies):
         np.testing.assert_array_equal(together[1:, i], run(policy, [True] * len(tops)).scale[:-1])
     assert together[-1, 0] != together[-1, 1]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_whether_a_compiler_is_there_is_found_by_trying(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: object) -> object:
+        if not works:
+            raise RuntimeError("no compiler")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    can_compile.cache_clear()
+    assert can_compile() is works
+    can_compile.cache_clear()  # not what this machine can
