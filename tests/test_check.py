@@ -339,6 +339,8 @@ def strict(gradients, scale):
 
 MISTAKES = [
     ("00", strict),
+    ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
+    ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
     ("14", only_inf),
     ("14", only_large),
     ("15", counted(floor=0.0)),

@@ -67,6 +67,15 @@ def test_dynamics(run, step):
             assert int(zeros) == pytest.approx(100 * (part.zeros[at].sum() + lost) / part.size.sum(), abs=0.51)
 
 
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_a_broken_run_is_called_broken_from_the_first_step_that_no_scale_helps(fmt):
+    tops = recorded("growing_activations", fmt)[1].tolist()
+    first = next(i for i, top in enumerate(tops) if top < 0)
+    for step in (first - 1, first):
+        told = DynamicsExplorer(run="growing_activations", fmt=fmt, step=step).summary()
+        assert told.startswith(f"Broken from step {first} on") and ("no scale helps" in told) == (step == first)
+
+
 @pytest.mark.parametrize("situation", ["drop", "outliers", "fixed", "model", "free"])
 def test_zoo(situation):
     for m in swept(ZooExplorer(situation=situation), samples=3, situation=()):
@@ -281,8 +290,9 @@ def test_weight_decay():
 
 def test_the_rest():
     for m in swept(StartExplorer(), init_exponent=(0, 16), scale_factor=(2,)):
-        grown = min(239 // m.scale_window, 127 - m.init_exponent)
+        grown = min(240 // m.scale_window, 127 - m.init_exponent)
         assert read(r"would be multiplied (\d+) (times?) ", m) == [str(grown), "time" if grown == 1 else "times"]
+        assert read(r"in (float32|float16|bfloat16); the scale", m) == ["float32" if m.level == "O0" else m.dtype]
     for m in swept(LossScaleExplorer(), samples=3, weight_decay=()):
         ratio = 2.0**m.sens_exponent / 2.0**m.scale_exponent
         assert float(read(r"arrive at (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)

@@ -89,5 +89,5 @@ TASK = Task(
     "scale does not grow here.",
     _decisions,
     "This is the decision that every loss scaler takes.",
-    "A step is applied when all gradients times the scale lie within 65504; otherwise the scale is halved.",
+    "A step is applied when all gradients times the scale are finite in float16; otherwise the scale is halved.",
 )

@@ -190,13 +190,18 @@ class DynamicsExplorer(Explorer):
         """Indices of the skipped steps up to the one shown."""
         return np.flatnonzero(~self.finite[: self.step + 1])
 
+    def _name(self) -> str:
+        """The run; a format with more range than float16 holds its activations for some steps more."""
+        broken = np.flatnonzero(recorded(self.run, self.fmt)[1] < 0)
+        return f"broken from step {broken[0]} on" if len(broken) else RUNS[self.run]
+
     def summary(self) -> str:
         i, skipped = self.step, len(self.skipped)
         so_far = (
             f"Up to here {skipped} of {i + 1} steps were skipped, so the optimizer was called {i + 1 - skipped} times"
         )
         inside = "" if self.fmt == "fp16" else f", with gradients in {FORMATS[self.fmt]}"
-        head = f"{_sentence(RUNS[self.run])}{inside}. Step {i}: the scale is {exponent(self.scale[i])}"
+        head = f"{_sentence(self._name())}{inside}. Step {i}: the scale is {exponent(self.scale[i])}"
         if self.ceiling[i] < 0:
             return f"{head}; no scale helps, because the loss itself is not finite. {so_far}."
         return (

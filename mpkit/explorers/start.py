@@ -161,10 +161,11 @@ class StartExplorer(Explorer):
 
     def compute(self) -> None:
         """The plan: the scale of each step if nothing overflowed."""
-        scaler, self.plan = self.scaler(), []
+        scaler, self.plan, self.grown = self.scaler(), [], 0
         for _ in range(STEPS):
             self.plan.append(float(scaler.scale_value))
             scaler.adjust(torch.tensor(True))
+            self.grown += float(scaler.scale_value) > self.plan[-1]  # the last step may fill a window too
 
     def train(self) -> None:
         """Train in the background; the finished run becomes the one to compare with."""
@@ -180,7 +181,7 @@ class StartExplorer(Explorer):
 
     def summary(self) -> str:
         settings = (
-            f"{self.level} in {self.dtype}; the scale starts at 2^{self.init_exponent} and is multiplied by "
+            f"{self.level} in {_used(self.level, self.dtype)}; the scale starts at 2^{self.init_exponent} and is multiplied by "
             f"{self.scale_factor} after {self.scale_window} finite step{'s' * (self.scale_window != 1)}"
         )
         if self.run is None or not self.run.losses:
@@ -188,16 +189,20 @@ class StartExplorer(Explorer):
         return f"Set to {settings}. {_told(self.run)}" + (f" Before: {_told(self.before)}" if self.before else "")
 
     def _grows(self) -> str:
-        grown = sum(a < b for a, b in zip(self.plan, self.plan[1:]))
-        return f"Without an overflow it would be multiplied {grown} time{'s' * (grown != 1)} in {STEPS} steps."
+        return f"Without an overflow it would be multiplied {self.grown} time{'s' * (self.grown != 1)} in {STEPS} steps."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]
 
 
+def _used(level: str, dtype: str) -> str:
+    """The format that a level computes in: O0 casts nothing."""
+    return "float32" if level == "O0" else dtype
+
+
 def _told(run: Run) -> str:
     end = f"accuracy {run.accuracy:.2f}" if run.accuracy is not None else f"loss {run.losses[-1]:.2f}"
     return (
-        f"{run.level} {run.dtype}, {len(run.losses)} steps: {end}, "
+        f"{run.level} {_used(run.level, run.dtype)}, {len(run.losses)} steps: {end}, "
         f"{len(run.skipped)} skipped, last scale {run.scales[-1]:g}."
     )
