@@ -34,7 +34,8 @@ QUESTIONS = {
     "recommended": Question(
         "For gradients of activations after 720 steps in fp16, the view recommends a scale of 2^n. Which n is it?",
         _recommended,
-        "The largest gradient then stands one to two powers of two below overflow, and nearly nothing is flushed to zero.",
+        "The largest gradient then stands one to two powers of two below overflow, and nearly nothing is flushed to "
+        "zero.",
         "Set the view to 720, activations, fp16 and press 'Recommended'.",
     ),
     "forward": Question(

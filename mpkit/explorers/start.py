@@ -181,15 +181,17 @@ class StartExplorer(Explorer):
 
     def summary(self) -> str:
         settings = (
-            f"{self.level} in {_used(self.level, self.dtype)}; the scale starts at 2^{self.init_exponent} and is multiplied by "
-            f"{self.scale_factor} after {self.scale_window} finite step{'s' * (self.scale_window != 1)}"
+            f"{self.level} in {_used(self.level, self.dtype)}; the scale starts at 2^{self.init_exponent} and is "
+            f"multiplied by {self.scale_factor} after {self.scale_window} finite step{'s' * (self.scale_window != 1)}"
         )
         if self.run is None or not self.run.losses:
             return f"Set to {settings}. {self._grows()} Press Train."
         return f"Set to {settings}. {_told(self.run)}" + (f" Before: {_told(self.before)}" if self.before else "")
 
     def _grows(self) -> str:
-        return f"Without an overflow it would be multiplied {self.grown} time{'s' * (self.grown != 1)} in {STEPS} steps."
+        return (
+            f"Without an overflow it would be multiplied {self.grown} time{'s' * (self.grown != 1)} in {STEPS} steps."
+        )
 
     def table(self) -> list[dict[str, Any]]:
         return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]
