@@ -169,6 +169,16 @@ def test_the_recorded_policy_gives_the_recorded_scale() -> None:
     np.testing.assert_array_equal(model.skipped, np.flatnonzero(model.trace.overflow))
 
 
+def test_one_step_is_told_as_one() -> None:
+    grid = GridExplorer(run="gpt_sums", init=16, factor=1.25, window=5)
+    for number, told in ((0, " 0 steps are skipped"), (1, " 1 step is skipped"), (21, " 21 steps are skipped")):
+        grid.chosen.row["skipped"] = number
+        assert told in grid.summary()
+    model = WhatIfExplorer()
+    model.draw({"100": 10.0})
+    assert " 1 step of the ceiling is drawn" in model.summary()
+
+
 def test_a_ceiling_drawn_by_hand_is_ridden_by_every_policy_and_can_be_undone() -> None:
     view = what_if_view()
     model, first = view.explorer, look(view)

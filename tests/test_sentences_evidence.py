@@ -93,7 +93,9 @@ def test_what_if_and_its_grid(run):
                 other = np.where(z["overflow"], scale < z["scale"], scale > z["scale"])  # no help
                 guessed[factor, window] = (other & unseen).any()
         own, skipped, factor, window, best = read(
-            r": (\S+)% of the .* (\d+) steps are skipped\. The .* factor (\S+), window (\d+), with (\S+)%", m
+            r": (\S+)% of the .* (\d+) (?:steps are|(?<=\b1 )step is) skipped\. The .* factor (\S+), window (\d+), "
+            r"with (\S+)%",
+            m,
         )
         assert float(own) == pytest.approx(lost[m.factor, m.window][0], abs=0.0051)
         assert int(skipped) == lost[m.factor, m.window][1]

@@ -421,8 +421,9 @@ class WhatIfExplorer(Explorer):
     def _ridden(self) -> str:
         if not self.drawn:
             return ""
+        drawn = "1 step of the ceiling is" if len(self.drawn) == 1 else f"{len(self.drawn)} steps of the ceiling are"
         return (
-            f" {len(self.drawn)} steps of the ceiling are drawn. Of {len(FACTORS) * len(WINDOWS)} pairs factor "
+            f" {drawn} drawn. Of {len(FACTORS) * len(WINDOWS)} pairs factor "
             f"{self.rides[0]:g} and window {self.rides[1]} lose least under this ceiling."
         )
 
@@ -482,10 +483,12 @@ class GridExplorer(Explorer):
 
     def summary(self) -> str:
         factor, window = self.best()
+        skipped = int(self.chosen.row["skipped"])
+        told = "1 step is" if skipped == 1 else f"{skipped} steps are"
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
             f"{self.lost(self.factor, self.window):.2%} of the training signal is lost, and "
-            f"{self.chosen.row['skipped']} steps are skipped. The best of {self.grid.size} pairs is factor {factor:g}, "
+            f"{told} skipped. The best of {self.grid.size} pairs is factor {factor:g}, "
             f"window {window}, with {self.lost(factor, window):.2%}.{self._estimated()}"
         )
 
