@@ -56,7 +56,7 @@ def data_dir() -> Path:
     That is `share/data` inside an installed package and `data/` beside the package in a checkout. `MPKIT_DATA` may
     also hold MNIST alone, in its folder `mnist`.
     """
-    asked = Path(os.environ.get("MPKIT_DATA", ""))
+    asked = Path(os.environ.get("MPKIT_DATA", "")).expanduser()
     if os.environ.get("MPKIT_DATA") and (asked / "digits.npz").exists():
         return asked
     installed = Path(__file__).resolve().parent / "share" / "data"
@@ -141,9 +141,9 @@ def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
     if root is not None:
-        return Path(root)
+        return Path(root).expanduser()
     if os.environ.get("MPKIT_DATA"):
-        return Path(os.environ["MPKIT_DATA"]) / "mnist"
+        return Path(os.environ["MPKIT_DATA"]).expanduser() / "mnist"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
 
 

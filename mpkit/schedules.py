@@ -9,7 +9,7 @@ steps (one step or many, on any device) a float32 tensor, with no host read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import check_count, check_flags, check_kind, is_number
+from mpkit.arguments import check_count, check_flags, check_kind, is_number, is_whole
 
 # --- checks, shared by both families
 
@@ -29,8 +29,8 @@ MOST = 10**8  # rates in a list
 def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
     if not isinstance(value, float | np.floating):
         raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
-    if not (value >= 0.0 if zero else value > 0.0):
-        raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'}, got {value}")
+    if not (value >= 0.0 if zero else value > 0.0) or value == math.inf:
+        raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
 
 
 def _check_count(name: str, value: object) -> None:
@@ -52,15 +52,29 @@ At = float | Tensor
 
 
 def _floor(x: At) -> At:
-    return x.floor() if isinstance(x, Tensor) else math.floor(x)
+    return x.floor() if isinstance(x, Tensor) else math.floor(x) if math.isfinite(x) else x
 
 
 def _ceil(x: At) -> At:
-    return x.ceil() if isinstance(x, Tensor) else math.ceil(x)
+    return x.ceil() if isinstance(x, Tensor) else math.ceil(x) if math.isfinite(x) else x
 
 
 def _exp(x: At) -> At:
-    return x.exp() if isinstance(x, Tensor) else math.exp(x)
+    if isinstance(x, Tensor):
+        return x.exp()
+    try:
+        return math.exp(x)
+    except OverflowError:  # as a tensor has it
+        return math.inf
+
+
+def _power(base: float, x: At) -> At:
+    if isinstance(x, Tensor):
+        return base**x
+    try:
+        return base**x
+    except OverflowError:
+        return math.inf
 
 
 def _cos(x: At) -> At:
@@ -75,12 +89,22 @@ def _at_least(x: At, least: float) -> At:
     return x.clamp(min=least) if isinstance(x, Tensor) else max(x, least)
 
 
+def _checked_step(step: object) -> float:
+    """A step of NumPy's as Python's own, so that no step is computed with in fewer bits."""
+    if isinstance(step, np.ndarray) and step.ndim == 0:
+        step = step.item()
+    if not is_number(step):
+        what = f"an array of shape {step.shape}" if isinstance(step, np.ndarray) else repr(step)[:80]
+        raise TypeError(f"a step is a number or a tensor, got {what}; for many steps pass torch.as_tensor(steps)")
+    return int(step) if is_whole(step) else float(step)
+
+
 # --- the formulas, once: `at` counts steps or epochs, `span` is in the same unit
 
 
 def _exponential(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
     power = at / span
-    return lr * rate ** (_floor(power) if stair else power)
+    return lr * _power(rate, _floor(power) if stair else power)
 
 
 def _natural_exp(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
@@ -131,6 +155,8 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
             raise TypeError(f"learning_rates must be floats, got {rate!r}")
         if step < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
+        if step > MOST:
+            raise ValueError(f"a milestone must be at most {MOST}: the list has one rate for each step; got {step}")
         rates += [rate] * (step - len(rates))
     return rates
 
@@ -270,7 +296,8 @@ class LearningRateSchedule:
 
     Shapes:  step int -> float; step () or (*) integer tensor -> float32 tensor of that shape on the same device.
     Units:   `step` counts optimizer updates from 0, so the first update uses `schedule(0)`.
-    Edges:   a negative step is not refused; the formulas are extended to it.
+    Edges:   a negative step is not refused; the formulas are extended to it. A rate too large for a float is inf.
+    Raises:  TypeError for a step that is neither a number nor a tensor.
     Source:  MindSpore 2.7 nn.learning_rate_schedule. It computes in float32; mpkit computes in float64 and rounds a
              tensor result once, which agrees to 1e-6 of max(lr, 0.1).
     """
@@ -282,6 +309,8 @@ class LearningRateSchedule:
     def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
+        if not isinstance(step, int | float):
+            step = _checked_step(step)
         return float(self.rate(step))
 
     def rate(self, at: At) -> At:
@@ -454,6 +483,7 @@ class ListedLR(LearningRateSchedule):
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_kind("values", self.values, Iterable, "a list of rates")
         object.__setattr__(self, "values", tuple(self.values))
         if not self.values:
             raise ValueError("a list of learning rates needs at least one entry")
@@ -491,7 +521,10 @@ def lambda_lr(
     """
     check_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     groups = optimizer.param_groups
-    schedules = [schedule] * len(groups) if isinstance(schedule, LearningRateSchedule) else list(schedule)
+    if not isinstance(schedule, Sequence):
+        check_kind("schedule", schedule, LearningRateSchedule, "a LearningRateSchedule, or a list of them,")
+        schedule = [schedule] * len(groups)
+    schedules = list(schedule)
     for each in schedules:
         if not isinstance(each, LearningRateSchedule):
             raise TypeError(f"need a LearningRateSchedule, got {each!r}; wrap a list in ListedLR(values)")

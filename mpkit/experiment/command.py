@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.show:
             results = Results.load(folder)
-            asked: dict[str, Any] = {}
+            asked: dict[str, Any] = read(options.grid) if options.grid.is_file() else {}
         else:
             asked = read(options.grid)
             results = _results(asked, folder, options)
@@ -71,6 +71,8 @@ def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -
 def cells(asked: dict[str, Any]) -> Any:
     """The grid of a file, with what is fixed in every cell."""
     grid, fixed = asked["grid"], asked.get("fixed", {})
+    if isinstance(grid, dict) and grid and all(isinstance(cell, dict) for cell in grid.values()):
+        return {name: {**fixed, **cell} for name, cell in grid.items()}
     if isinstance(grid, dict):
         return {**{name: [value] for name, value in fixed.items()}, **grid}
     return [{**fixed, **cell} if isinstance(cell, dict) else cell for cell in grid]
@@ -87,6 +89,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came!s:.200}")
     if not isinstance(asked["grid"], dict | list) or not isinstance(asked.get("fixed", {}), dict):
         raise ValueError(f"{path}: 'grid' must be an object or a list of objects, and 'fixed' an object")
+    metrics = asked.get("metrics", [])
+    if not isinstance(metrics, list) or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(f"{path}: 'metrics' must be a list of names, got {metrics!r:.80}")
+    if not isinstance(asked.get("run", ""), str):
+        raise ValueError(f"{path}: 'run' must be \"package.module:function\", got {asked['run']!r:.80}")
     return asked
 
 
@@ -95,7 +102,11 @@ def told(results: Results, metrics: Sequence[str] | None = None) -> str:
     usual = [m for m in ("accuracy", "seconds_per_step") if m in results.metrics] or results.metrics[:1]
     lines = [repr(results), results.note]
     for metric in metrics or usual:
-        lines += ["", metric, *(f"  {sentence}" for sentence in results.summary(metric)["sentence"])]
+        try:
+            said = list(results.summary(metric)["sentence"])
+        except ValueError as error:  # a metric of no run: the others, and what failed, are to be told all the same
+            said = [str(error)]
+        lines += ["", metric, *(f"  {sentence}" for sentence in said)]
     for (cell, seed), text in results.failures.items():
         lines += ["", f"failed: {cell}, seed {seed}: {text.strip().splitlines()[-1]}"]
     return "\n".join(lines)

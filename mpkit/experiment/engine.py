@@ -168,7 +168,9 @@ def _seeds(seeds: object) -> list[int]:
         raise TypeError(f"seeds are whole numbers, got {found}")
     if not found or len(set(found)) < len(found) or min(found) < 0:
         raise ValueError(f"seeds must be at least 1, or a list of different whole numbers from 0, got {seeds!r}")
-    return found
+    if max(found) >= 2**64:
+        raise ValueError(f"seeds must be below 2**64, as torch.manual_seed takes them, got {max(found)}")
+    return [int(seed) for seed in found]
 
 
 def _joblib() -> Any:

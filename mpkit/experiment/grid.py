@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,12 @@ def cells_of(grid: Any, describe: Description) -> list[Cell]:
 def _arguments(grid: object) -> list[dict[str, Any]]:
     if isinstance(grid, Mapping):
         for name, values in grid.items():
-            if isinstance(values, str) or not isinstance(values, Iterable):
+            if isinstance(values, Set):
+                raise TypeError(
+                    f"grid[{name!r}] must be a list, got a set, whose order and with it the baseline change from "
+                    f"process to process; write {list(values)!r}"
+                )
+            if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or _is_scalar(values):
                 raise TypeError(f"grid[{name!r}] must be a list of values, got {values!r}; write [{values!r}]")
         values = [list(v) for v in grid.values()]
         if not all(values):
@@ -70,6 +75,11 @@ def _arguments(grid: object) -> list[dict[str, Any]]:
         if "seed" in cell or "only_time" in cell:
             raise ValueError("a grid must not set seed or only_time; give the seeds to experiment(..., seeds=[...])")
     return cells
+
+
+def _is_scalar(values: object) -> bool:
+    """Whether an array or a tensor is one number, over which nothing can be iterated."""
+    return getattr(values, "ndim", 1) == 0
 
 
 def labels(described: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -50,6 +50,8 @@ class Description:
             return {"enum": f"{type(value).__qualname__}.{value.name}"}
         if isinstance(value, torch.dtype | torch.device):
             return {"torch": str(value)}
+        if isinstance(value, np.longdouble):
+            return {"longdouble": np.format_float_positional(value, unique=True)}
         if isinstance(value, np.generic):
             return self(value.item())
         if isinstance(value, Path):
@@ -238,10 +240,10 @@ def name_of(value: object) -> str:
     if isinstance(value, Mapping):
         if "code" in value:
             return str(value["code"]).rsplit(".", 1)[-1]
-        for key in ("torch", "enum", "path", "module", "float"):
+        for key in ("torch", "enum", "path", "module", "float", "longdouble"):
             if key in value:
                 return str(value[key]).removeprefix("torch.")
-        if "partial" in value:
+        if {"partial", "args", "keywords"} <= set(value):
             inner = ", ".join(
                 [*map(name_of, value["args"]), *(f"{k}={name_of(v)}" for k, v in value["keywords"].items())]
             )
@@ -251,7 +253,7 @@ def name_of(value: object) -> str:
             return str(named) if named else name_of(value["type"])
         if "type" in value:
             return name_of(value["type"])
-        if "tensor" in value or "array" in value:
+        if "shape" in value and ("tensor" in value or "array" in value):
             return f"tensor{value['shape']}"
         return "{" + ", ".join(f"{k}: {name_of(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

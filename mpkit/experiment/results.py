@@ -12,7 +12,7 @@ import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +20,13 @@ from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
-from mpkit.files import check_growth, short
+from mpkit.files import check_growth, short, write_whole
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_ALWAYS = ("cell", "seed", "run_seconds", "alone", "error")  # columns of every frame
 UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}\.(json|npz|trace\.npz)")  # of the files of a run
 DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
@@ -79,7 +80,7 @@ class Results:
         Raises:  FileNotFoundError where no experiment was; ValueError for a zip file that `save` did not make. Warns:
                  of files that were changed or cut.
         """
-        if Path(folder).suffix == ".zip":
+        if Path(folder).suffix == ".zip" and not Path(folder).expanduser().is_dir():
             unpacked = Path(tempfile.mkdtemp(prefix="mpkit-experiment-"))
             try:
                 _unpack(Path(folder), unpacked)
@@ -111,7 +112,7 @@ class Results:
         return Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """One zip file of these runs and no others, to keep or to send; `Results.load` opens it.
+        """One zip file of these runs and no others, whole or not at all, to keep or to send; `Results.load` opens it.
 
         Raises:  ValueError unless the name ends in .zip.
         """
@@ -121,9 +122,13 @@ class Results:
         files = {f"{r.stem}.{end}": self.folder for r in rows for end in ("json", "npz", "trace.npz")}
         held = {name: (home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
         held[INDEX] = index_text(self._index).encode()
-        with zipfile.ZipFile(path, "w") as file:
-            for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
-                file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
+
+        def pack(open_: IO[bytes]) -> None:
+            with zipfile.ZipFile(open_, "w") as file:
+                for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
+                    file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
+
+        write_whole(path, pack)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,14 +173,18 @@ class Results:
     def frame(self) -> pd.DataFrame:
         """One row a run: the cell's arguments, seed, numbers, wall seconds of the run, and what went wrong.
 
-        Times that were taken apart stand in the row of their cell and seed.
+        Times that were taken apart stand in the row of their cell and seed. An argument called like one of the columns
+        that are always there stands as "error (argument)", and a number called like one of them or like an argument as
+        "error (result)"; `summary` and `values` know it by its own name.
         """
         import pandas as pd
 
-        metrics = self.metrics
-        rows = [self._line(at, metrics) for at in self._order()]
-        arguments = list(dict.fromkeys(name for cell in self._index["cells"] for name in cell["cell"]))
-        return pd.DataFrame(rows, columns=["cell", *arguments, "seed", *metrics, "run_seconds", "alone", "error"])
+        names = dict.fromkeys(name for cell in self._index["cells"] for name in cell["cell"])
+        arguments = {name: f"{name} (argument)" if name in _ALWAYS else name for name in names}
+        metrics = {n: f"{n} (result)" if n in _ALWAYS or n in names else n for n in self.metrics}
+        rows = [self._line(at, arguments, metrics) for at in self._order()]
+        columns = ["cell", *arguments.values(), "seed", *metrics.values(), "run_seconds", "alone", "error"]
+        return pd.DataFrame(rows, columns=columns)
 
     @property
     def failures(self) -> dict[tuple[str, int], str]:
@@ -306,10 +315,11 @@ class Results:
     def _order(self) -> list[tuple[int, int]]:
         return [(i, s) for i in range(len(self.labels)) for s in self.seeds if (i, s) in self._rows]
 
-    def _line(self, at: tuple[int, int], metrics: Sequence[str]) -> dict[str, Any]:
+    def _line(self, at: tuple[int, int], arguments: Mapping[str, str], metrics: Mapping[str, str]) -> dict[str, Any]:
         row, cell = self._rows[at], self._index["cells"][at[0]]["cell"]
-        shown = {k: v if v is None or isinstance(v, int | float | str) else name_of(v) for k, v in cell.items()}
-        numbers = {name: value for name in metrics if (value := self._value(at, name)) is not None}
+        plain = (type(None), int, float, str)
+        shown = {arguments[k]: v if isinstance(v, plain) else name_of(v) for k, v in cell.items()}
+        numbers = {title: value for name, title in metrics.items() if (value := self._value(at, name)) is not None}
         tail = {"seed": at[1], "run_seconds": row.seconds, "alone": row.alone, "error": row.error}
         return {"cell": self.labels[at[0]], **shown, **numbers, **tail}
 

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,7 +170,10 @@ class Outcome:
             self.numbers[name] = math.nan
             return
         if hasattr(value, "detach"):
-            value = value.detach().cpu().numpy()
+            value = value.detach().cpu()
+            if value.is_floating_point() and value.dtype.itemsize < 4:  # NumPy has no bfloat16 and no eight bits
+                value = value.float()
+            value = value.numpy()
         if isinstance(value, bool | int | float):
             self.numbers[name] = float(value)
             return
@@ -211,7 +215,10 @@ def files_of(row: Row, outcome: Outcome | None) -> dict[str, bytes]:
         import numpy as np
 
         held = io.BytesIO()
-        np.savez_compressed(held, **outcome.arrays)  # type: ignore[arg-type]
+        with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as packed:  # np.savez refuses the name "file"
+            for name, array in outcome.arrays.items():
+                with packed.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
         files["npz"] = held.getvalue()
     if outcome is not None and outcome.trace is not None:
         held = io.BytesIO()
@@ -281,11 +288,12 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 class Folder:
     """The files of one experiment. Any number of processes may read and write it at the same time.
 
+    Args:    path: ~ is the home folder; a relative one stays where it was though a run changes the working folder.
     Raises:  ValueError when the path is a file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file; give the folder that the finished cells are to lie in")
 
@@ -296,9 +304,13 @@ class Folder:
         if not self.token:  # whole or not there: another process may read it at any moment
             whole = self.path / f"{uuid.uuid4().hex}.tmp"
             whole.write_text(uuid.uuid4().hex)
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(whole, self.path / TOKEN)
-            whole.unlink()
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                os.replace(whole, self.path / TOKEN)
+            whole.unlink(missing_ok=True)
 
     @property
     def token(self) -> str:

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from itertools import chain, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def train(
     memory = _Memory(device)
     if only_time:
         clock = _Clock(device)
-        endless = chain.from_iterable(repeat(given.train))
-        _steps(cell, (one for one, _ in zip(endless, range(WARM + TIMED))), device, clock)
+        while len(clock.seconds) < WARM + TIMED:  # a pass without a batch raises, where an endless chain would hang
+            _steps(cell, islice(given.train, WARM + TIMED - len(clock.seconds)), device, clock)
         return {"seconds_per_step": clock.per_step(), "peak_memory_mib": memory.peak()}
     return _whole(cell, parts, given, epochs, device, recorder, memory)
 

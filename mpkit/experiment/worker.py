@@ -67,11 +67,16 @@ def _ran(task: Task) -> dict[str, bytes]:
         start = time.perf_counter()
         try:
             outcome = Outcome(task.run(seed=task.row.seed, **task.arguments, **extra))
-        except Exception:
+        except (Exception, SystemExit):  # a script that gives up with sys.exit ends itself alone
             error = traceback.format_exc()
         seconds = time.perf_counter() - start
-    numbers = {} if outcome is None else outcome.numbers
-    return files_of(replace(task.row, numbers=numbers, seconds=seconds, error=error), outcome)
+    row = replace(task.row, seconds=seconds, error=error)
+    if outcome is not None:
+        try:
+            return files_of(replace(row, numbers=outcome.numbers), outcome)
+        except Exception:  # what cannot be stored, as a trace whose meta is no JSON
+            row = replace(row, error=traceback.format_exc())
+    return files_of(row, None)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind, is_number
+from mpkit.arguments import check_flags, check_kind, is_number
 from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
@@ -153,6 +153,7 @@ class ScalePolicy:
                 object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
             elif value != math.inf and value != int(value):
                 raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
+        check_flags(**{key: flag for key in _FLAGS if not isinstance(flag := getattr(self, key), Tensor)})
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
         for key in ("min_scale", "max_scale"):  # a bound between two numbers of the format is the nearer of them
@@ -219,8 +220,15 @@ _RANGES = {
     "tolerance": (-math.inf, math.inf),
     "stop_at": (-math.inf, math.inf),
     "max_consecutive": (0, math.inf),
+    "first_growth_lag": (-NEVER, NEVER),
+    "next_growth_lag": (-NEVER, NEVER),
+    "init_count": (-NEVER, NEVER),
 }
-_COUNTS = ("growth_interval", "hysteresis", "max_consecutive")
+_COUNTS = ("growth_interval", "hysteresis", "max_consecutive", "first_growth_lag", "next_growth_lag", "init_count")
+_FLAGS = (
+    *("hold_at_overflow", "growth_ge", "refill_on_growth", "refill_on_finite", "refill_on_backoff", "raise_at_min"),
+    *("error_at_zero", "error_at_inf", "clamp_both_ways", "delayed", "flush_subnormal"),
+)
 
 
 def _same(a: Value, b: Value) -> bool:

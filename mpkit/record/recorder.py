@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, is_whole
+from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, check_number, is_whole
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
@@ -98,13 +98,16 @@ class Recorder(Hook):
             scale:     what the loss was multiplied by; None asks the scaler (1 without one).
             unscaled:  whether the gradients were divided by the scale already. None asks the GradScaler, which knows
                        whether `scaler.unscale_(optimizer)` was called; without one they count as still scaled.
-        Raises:  TypeError, ValueError for a loss that is not one number, or a scaler that cannot tell its scale.
+        Raises:  TypeError, ValueError for a loss that is not one number, a scale that is not one from 0 on, or a scaler
+                 that cannot tell its scale.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             kind = ValueError if isinstance(loss, Tensor) else TypeError
             raise kind(f"record needs the loss as a tensor of one element, before .item(); got {what}")
-        scale = scale_of(self.scaler) if scale is None else scale
+        if unscaled is not None:
+            check_flags(unscaled=unscaled)
+        scale = scale_of(self.scaler) if scale is None else _checked_scale(scale)
         self._record(loss, scale, unscaled, None, self.optimizer)
 
     def after_unscale(self, ctx: StepContext) -> None:
@@ -262,6 +265,17 @@ class Recorder(Hook):
                 flat = output.detach().reshape(-1).float()
                 new = (*self._counts(flat, None)[:3], flat.numel())
             self._seen[name] = new if seen is None else added([seen, new])  # type: ignore[assignment]
+
+
+def _checked_scale(scale: object) -> float | Tensor:
+    """A scale that somebody gives: refused here and not when the trace is made, after all steps."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
+        return scale
+    if scale == math.inf:  # a policy without a cap can get there
+        return math.inf
+    return check_number("scale", scale)
 
 
 def _groups(network: nn.Module, by: str) -> dict[str, list[nn.Parameter]]:

@@ -45,7 +45,8 @@ def replay(
     Raises:   TypeError, ValueError for a trace without steps or anything that is no policy.
     Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
               `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
-              gradient values lost to zero there; `lost` share of the training signal lost to both, the rank;
+              gradient values lost to zero there; `lost` share of the training signal lost to both, the rank (to skipped
+              steps alone where `flushed` is NaN, since no applied step has a histogram);
               `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
     if not isinstance(trace, Trace):
@@ -130,6 +131,8 @@ def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
 
 
 def _numbers(value: object) -> list[Any]:
+    if isinstance(value, np.ndarray) and not value.ndim:
+        return [value.item()]
     return list(value) if isinstance(value, Iterable) else [value]
 
 
@@ -167,7 +170,7 @@ def _frame(
         "first_good": np.minimum(done.first_good, len(trace)),
         "headroom": _mean(bits, applied & np.isfinite(bits)),
         "flushed": flush,
-        "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=1.0))),
+        "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=0.0))),
         "final_scale": done.final,
         "lowest_scale": done.lowest,
     }
@@ -188,7 +191,7 @@ def _why(
     trace: Trace, done: Simulation, applied: np.ndarray, bits: np.ndarray, lost: np.ndarray, sample: np.ndarray
 ) -> list[str]:
     """For each policy the sentence that says how it collapsed; "" for one that did not."""
-    tail = sample >= len(trace) * 0.9
+    tail = sample >= min(len(trace) * 0.9, sample.max(initial=0))  # a short trace has a last step, if no last tenth
     stuck = applied[tail].sum(axis=0) == 0 if tail.any() else np.zeros(len(done.final), dtype=bool)
     gone = _mean(lost[tail], applied[tail])
     unused = _mean(bits[tail], applied[tail] & np.isfinite(bits[tail]))

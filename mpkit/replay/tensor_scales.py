@@ -112,6 +112,9 @@ def sweep_tensor_scales(
     """
     import pandas as pd
 
+    for name, value in (("history_len", history_len), ("margin", margin), ("algorithm", algorithm)):
+        if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
+            raise TypeError(f"{name} must be a list, got {value!r:.80}; write [{value!r:.80}]")
     named = dict(amaxes) if isinstance(amaxes, Mapping) else {"tensor": amaxes}
     policies = [
         tensor_scale_preset(preset, element, history_len=length, margin=m, amax_compute_algo=how)
