@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import os
@@ -91,6 +92,37 @@ def test_a_dict_with_a_key_of_the_description(key: str) -> None:
 
 def test_long_doubles_are_values() -> None:
     assert len(made(plain, {"x": [np.longdouble(1), np.longdouble("1e-4000")]}).labels) == 2
+
+
+def times(factor: float) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(**arguments: Any) -> dict[str, float]:
+            return {name: factor * value for name, value in function(**arguments).items()}
+
+        return wrapper
+
+    return decorate
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+class Held(Slotted):
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_a_decorator_belongs_to_the_code(tmp_path: Path) -> None:
+    assert made(times(2)(plain), folder=tmp_path).values(0, "y") == {0: 2.0}
+    with pytest.warns(RuntimeWarning, match="code of run has changed"):
+        assert made(times(3)(plain), folder=tmp_path).values(0, "y") == {0: 3.0}
+
+
+def test_slots_belong_to_a_value() -> None:
+    results = made(lambda seed, x: {"y": x.value}, {"x": [Held(1), Held(2)]})
+    assert results.frame["y"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("values", [{"framework": "torch"}, {"O0", "O2"}, b"ab", np.array(2.0)])
@@ -246,15 +278,17 @@ def test_rates_are_finite_and_lists_are_lists() -> None:
 @pytest.mark.parametrize("key", ["hold_at_overflow", "refill_on_growth", "raise_at_min", "delayed", "flush_subnormal"])
 def test_flags_of_a_policy_are_flags(key: str) -> None:
     for value in ("no", None, 0.5, 2):
+        wrong: dict[str, Any] = {key: value}
         with pytest.raises(TypeError, match=f"{key} must be True or False"):
-            ScalePolicy(**{key: value})
+            ScalePolicy(**wrong)
 
 
 @pytest.mark.parametrize("key", ["init_count", "first_growth_lag", "next_growth_lag"])
 def test_counts_of_a_policy_are_whole(key: str) -> None:
     for value, error in ((0.5, ValueError), (math.nan, ValueError), ("1", TypeError), (None, TypeError)):
+        wrong: dict[str, Any] = {key: value}
         with pytest.raises(error, match=key):
-            ScalePolicy(**{key: value})
+            ScalePolicy(**wrong)
 
 
 # --- recordings and replays
@@ -309,4 +343,4 @@ def test_settings_of_a_sweep() -> None:
     assert sweep(recorded(2), init=np.array(2.0))["init"].tolist() == [2.0]  # type: ignore[arg-type]
     for key in ("history_len", "margin", "algorithm"):
         with pytest.raises(TypeError, match=f"{key} must be a list"):
-            sweep_tensor_scales([1.0, 2.0], **{key: "max" if key == "algorithm" else 16})  # type: ignore[arg-type]
+            sweep_tensor_scales([1.0, 2.0], **{key: "max" if key == "algorithm" else 16})

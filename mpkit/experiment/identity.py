@@ -105,7 +105,8 @@ class Description:
                 f"cannot tell whether two objects of type {type(value).__qualname__} are equal in another process; "
                 "pass a function that builds the object instead"
             ) from None
-        return {"type": self(type(value)), "state": self(dict(state))}
+        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        return {"type": self(type(value)), "state": self({**slots, **state})}
 
     @staticmethod
     def _array(tensor: torch.Tensor) -> str:
@@ -123,6 +124,8 @@ class Description:
             found = "installed"
         elif isinstance(value, type):
             found = self._class(value)
+        elif isinstance(value, types.FunctionType):  # a decorator's too: what it wraps is in its closure
+            found = self._function(value)
         elif callable(value) and isinstance(function := inspect.unwrap(value), types.FunctionType):
             found = self._function(function)
         elif isinstance(value, types.MethodType):
@@ -165,6 +168,13 @@ class Description:
                 {name: self._member(value) for name, value in referred.items()},
             ]
         )
+
+
+def _slots(kind: type) -> set[str]:
+    """The attributes of a class and its bases that `vars` does not show."""
+    found = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = {name for names in found for name in ([names] if isinstance(names, str) else names)}
+    return {name for name in names if not name.startswith("__")}
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -128,7 +128,7 @@ class Results:
                 for name in sorted(held):  # stamped without the time, so that equal runs give an equal file
                     file.writestr(zipfile.ZipInfo(name), held[name], zipfile.ZIP_DEFLATED)
 
-        write_whole(path, pack)
+        write_whole(Path(path), pack)
 
     def __len__(self) -> int:
         return len(self._rows)

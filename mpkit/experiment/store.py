@@ -170,10 +170,9 @@ class Outcome:
             self.numbers[name] = math.nan
             return
         if hasattr(value, "detach"):
-            value = value.detach().cpu()
-            if value.is_floating_point() and value.dtype.itemsize < 4:  # NumPy has no bfloat16 and no eight bits
-                value = value.float()
-            value = value.numpy()
+            tensor: Any = value.detach().cpu()
+            narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
+            value = (tensor.float() if narrow else tensor).numpy()
         if isinstance(value, bool | int | float):
             self.numbers[name] = float(value)
             return
