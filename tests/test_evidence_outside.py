@@ -340,7 +340,7 @@ def test_a_short_trace_of_skipped_steps_collapses(steps: int) -> None:
 
 
 def test_settings_of_a_sweep() -> None:
-    assert sweep(recorded(2), init=np.array(2.0))["init"].tolist() == [2.0]  # type: ignore[arg-type]
+    assert sweep(recorded(2), init=np.array(2.0))["init"].tolist() == [2.0]
     for key in ("history_len", "margin", "algorithm"):
         wrong: dict[str, Any] = {key: "max" if key == "algorithm" else 16}
         with pytest.raises(TypeError, match=f"{key} must be a list"):
