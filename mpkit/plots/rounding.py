@@ -89,7 +89,7 @@ def updates_scene(data: UpdatesExplorer) -> Scene:
     scene = Scene(height=380)
     scene.play("progress", "% of the run", 101, every=80)
     panel = scene.panel(
-        title=f"a weight of 1 after 2,000 updates of {data.update:.3g}, kept in five ways",
+        title=f"a weight of 1 gets 2,000 updates of {data.update:.3g}, kept in five ways",
         x=linear("updates", 0, len(exact) - 1, 8),
         y=linear("weight", 1 - 0.08 * end, 1 + 1.08 * max(top, end), 5),
     )

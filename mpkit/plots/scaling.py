@@ -33,7 +33,7 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     scene.play("step", "step", len(steps), every=100)
     kept = scene.keep("ceiling", exponents(data.ceiling, low, high))
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, len(steps), 20)]}
-    title = "the scale is held" if data.hold else "the scale climbs until it meets the ceiling"
+    title = "the scale is held" if data.hold else "the loss scale and its ceiling"
     if data.ceiling[-1] < 0:
         title = f"from step {np.flatnonzero(data.ceiling > 0)[-1] + 1} on no scale helps: the loss is not finite"
     main = scene.panel(title=title, x=x, y=log2("loss scale", low, high))
