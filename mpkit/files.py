@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import sys
 import uuid
 import zipfile
 from collections import Counter
@@ -159,6 +160,8 @@ def _array(file: IO[bytes], size: int) -> np.ndarray:
         filled += got
     if dtype.kind == "b" and held.translate(None, b"\0\1"):
         raise ValueError("a truth value is neither 0 nor 1")
+    if dtype.kind == "U" and (np.frombuffer(held, np.dtype("u4").newbyteorder(dtype.byteorder)) > sys.maxunicode).any():
+        raise ValueError("a text has a character that Unicode does not have")
     return np.frombuffer(held, dtype).reshape(shape, order="F" if fortran else "C")
 
 

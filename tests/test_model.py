@@ -544,7 +544,7 @@ def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
     other.network[3] = nn.Linear(8, 4)
     other.save(path)
     before = copy.deepcopy(everything(ours))
-    with pytest.raises(ValueError, match=r"'network.backbone.3.bias' is \(4,\) there and \(3,\) here \(2 tensors"):
+    with pytest.raises(ValueError, match=r"'network.backbone.3.bias' is \(4,\) there and \(3,\) here \(2 entries"):
         ours.load(path)
     assert_same(before, everything(ours))
     torch.save(ours.network.state_dict(), path)

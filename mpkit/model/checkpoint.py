@@ -36,10 +36,10 @@ def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """ValueError unless both states have tensors of the same names and shapes."""
+    """ValueError unless both states have entries of the same names, and the same shapes where these are tensors."""
 
-    def shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    def shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...] | str]:
+        return {name: tuple(v.shape) if isinstance(v, torch.Tensor) else "no tensor" for name, v in state.items()}
 
     theirs, ours = shapes(saved), shapes(own)
     differ = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
@@ -47,5 +47,5 @@ def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: str | os
         name = differ[0]
         raise ValueError(
             f"{path} belongs to another network or train cell: {name!r} is {theirs.get(name, 'missing')} there and "
-            f"{ours.get(name, 'missing')} here ({len(differ)} tensors differ); build the model as it was saved"
+            f"{ours.get(name, 'missing')} here ({len(differ)} entries differ); build the model as it was saved"
         )
