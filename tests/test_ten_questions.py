@@ -43,8 +43,8 @@ TABLE: Table = {
     "00": [
         ("which level is shown at the start?", Start, {}, None, "O2 in float16"),
         ("how often would the scale grow if nothing overflowed?", Start, {}, None, "multiplied 4 times in 240"),
-        ("and with a window of 5?", Start, {"scale_window": 5}, None, "multiplied 47 times"),
-        ("and with a window as long as the run?", Start, {"scale_window": 240}, None, "multiplied 0 times"),
+        ("and with a window of 5?", Start, {"scale_window": 5}, None, "multiplied 48 times"),
+        ("and with a window as long as the run?", Start, {"scale_window": 240}, None, "multiplied 1 time in"),
         ("how high would it be after the run?", Start, {}, None, lambda m: m.plan[-1] == 2.0**20),
         ("how high with factor 16?", Start, {"scale_factor": 16}, None, lambda m: m.plan[-1] == 2.0**32),
         ("may I start at 2^30?", Start, {"init_exponent": 30}, None, "starts at 2\\^30"),
