@@ -371,8 +371,9 @@ def test_a_damaged_file_is_refused_in_a_sentence(name, place):
             kind.load(path)
         except kind.refused as raised:
             error = str(raised)  # not the error itself, which keeps the frames and what they hold
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
         assert kind.torch or peak <= limit + 6 * len(changed) * kind.text, f"{peak} bytes for {honest(raw)}"
         if error is not None:
             refused += 1
