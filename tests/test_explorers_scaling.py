@@ -14,6 +14,7 @@ import torch
 from scenes import look
 
 from mpkit.check import verdict
+from mpkit.explorers import scaling
 from mpkit.explorers.scaling import (
     RUNS,
     SHOWN,
@@ -276,5 +277,21 @@ def test_questions_know_their_answers(lesson):
         assert verdict(lesson, name)[1].startswith("Question: ")
 
 
-def test_the_title_of_a_held_scale_does_not_say_that_it_climbs():
-    assert ["climbs" in look(dynamics_view(hold=hold)) for hold in (False, True)] == [True, False]
+def test_the_title_of_a_held_scale_says_so():
+    assert ["the scale is held" in look(dynamics_view(hold=hold)) for hold in (False, True)] == [False, True]
+
+
+def test_an_interrupt_between_two_results_leaves_those_of_one_setting(monkeypatch):
+    """What was computed for a setting is not taken for a whole one when the one before comes back."""
+    explorer, calm = DynamicsExplorer(), DynamicsExplorer()
+    whole = scaling.zero_share
+
+    def interrupted(*given):
+        monkeypatch.setattr(scaling, "zero_share", whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scaling, "zero_share", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        explorer.set(scale_window=7)
+    assert explorer.state() == calm.state()
+    assert explorer.scale.tolist() == calm.scale.tolist()

@@ -301,15 +301,15 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / STOP).unlink(missing_ok=True)
         if not self.token:  # whole or not there: another process may read it at any moment
-            whole = self.path / f"{uuid.uuid4().hex}.tmp"
-            whole.write_text(uuid.uuid4().hex)
+            whole, token = self.path / f"{uuid.uuid4().hex}.tmp", uuid.uuid4().hex
+            whole.write_text(token)
             try:
                 os.link(whole, self.path / TOKEN)
             except FileExistsError:
                 pass
             except OSError:  # a file system without hard links
-                os.replace(whole, self.path / TOKEN)
-            whole.unlink(missing_ok=True)
+                write_whole(self.path / TOKEN, lambda file: file.write(token.encode()))
+            whole.unlink()
 
     @property
     def token(self) -> str:

@@ -172,6 +172,7 @@ class DynamicsExplorer(Explorer):
             return
         if self.floor_exponent > self.init_exponent:
             raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
+        self._key = None  # an interrupt from here on leaves results of two settings
         self.trace, self.ceiling = recorded(self.run, self.fmt)
         if self.drawn:
             self.ceiling = self.ceiling.copy()
