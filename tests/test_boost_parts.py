@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.boost.dim_reduce import DimReduce
+from mpkit.boost.dim_reduce import DimReduce, WeightSnapshots
 from mpkit.boost.dim_reduce.descent import DimReduceSGD, _RandomState, _undisturbed
 from mpkit.boost.dim_reduce.pca import prepare_pca
 from mpkit.boost.grad_freeze import cell, split_learning_rates
@@ -197,3 +197,7 @@ def test_rates_are_split_to_as_many_groups_as_there_may_be() -> None:
 
 def test_a_rank_waits_half_an_hour_for_the_matrix_of_another() -> None:
     assert inspect.signature(prepare_pca).parameters["timeout"].default == 30 * 60
+
+
+def test_a_snapshot_is_saved_every_ten_steps() -> None:
+    assert inspect.signature(WeightSnapshots).parameters["every"].default == 10
