@@ -335,6 +335,20 @@ def listing(folder: Path) -> set:
     return {p.relative_to(folder) for p in folder.rglob("*")}
 
 
+def loaded(kind: Kind, path: Path) -> tuple[int, str | None]:
+    """(bytes that loading a file asked for at most, what it was refused with)."""
+    error = None
+    tracemalloc.start()
+    try:
+        kind.load(path)
+    except kind.refused as raised:
+        error = str(raised)  # not the error itself, which keeps the frames and what they hold
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak, error
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -365,16 +379,11 @@ def test_a_damaged_file_is_refused_in_a_sentence(name, place):
         changed = damage(raw, kind, rng)
         path.write_bytes(changed)
         there = listing(place)
-        tracemalloc.start()
-        error = None
-        try:
-            kind.load(path)
-        except kind.refused as raised:
-            error = str(raised)  # not the error itself, which keeps the frames and what they hold
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert kind.torch or peak <= limit + 6 * len(changed) * kind.text, f"{peak} bytes for {honest(raw)}"
+        allowed = limit + 6 * len(changed) * kind.text
+        peak, error = loaded(kind, path)
+        if peak > allowed and not kind.torch:  # a file that asks for memory does so each time; a table of the
+            peak, error = loaded(kind, path)  # interpreter, as that of its 170,000 names, grows once, by 8 MB
+        assert kind.torch or peak <= allowed, f"{peak} bytes for {honest(raw)}"
         if error is not None:
             refused += 1
             assert "\n" not in error, "more than a sentence"
