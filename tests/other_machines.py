@@ -75,7 +75,8 @@ def variants(seeds: Sequence[int]) -> dict[str, list[Variant]]:
             Variant("oldest of all", OLDEST_X86),
             Variant("AVX2", AVX2),
         ],
-        "threads": [Variant(f"{n} threads", {"OMP_NUM_THREADS": str(n)}) for n in (2, 4)],
+        # idle threads that spin would take the cores from the other processes of this tool
+        "threads": [Variant(f"{n} threads", {"OMP_NUM_THREADS": str(n), "OMP_WAIT_POLICY": "PASSIVE"}) for n in (2, 4)],
         "versions": [Variant(name, python=name) for name in VERSIONS],
     }
 
@@ -183,7 +184,7 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
 
 def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> Iterator[tuple[Variant, Path, dict]]:
     """Run every notebook on every variant, `jobs` processes at a time; results as they come."""
-    found: Queue[tuple[Variant, Path, dict] | None] = Queue()
+    found: Queue[tuple[Variant, Path, dict] | Exception | None] = Queue()
     work = [(variant, path) for variant in todo for path in notebooks]
     lock = threading.Lock()
 
@@ -204,6 +205,10 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
                     kind = (variant.python, variant.variables)
                     server = started(variant)
                 found.put((variant, path, asked(server, notebook=str(path), seed=variant.seed)))
+        except Exception as error:  # a place that could not run is no place without differences
+            with lock:
+                work.clear()
+            found.put(error)
         finally:
             if server:
                 server.__exit__(None, None, None)  # closes its pipes, which ends it, and waits
@@ -213,7 +218,10 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
     for thread in threads:
         thread.start()
     for _ in threads:
-        yield from iter(found.get, None)
+        for result in iter(found.get, None):
+            if isinstance(result, Exception):
+                raise result
+            yield result
 
 
 def started(variant: Variant, package: str = str(ROOT)) -> subprocess.Popen[str]:
@@ -300,9 +308,15 @@ def asked(server: subprocess.Popen[str], **job: Any) -> dict[str, Any]:
     """What `run_here(**job)` returns in a fork of the server."""
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps(job) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+    try:
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+    except BrokenPipeError:  # it may have answered nothing, or ended before it was asked
+        pass
+    answer = server.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the process of a variant ended before it answered {job}; its message stands above")
+    return json.loads(answer)
 
 
 def main() -> int:

@@ -95,6 +95,11 @@ def test_a_notebook_is_run_in_a_fork_and_a_different_cell_is_named(tmp_path):
     assert [claim[:2] for claim in result["claims"]] == [["it is small", 0.1]]
 
 
+def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences():
+    with pytest.raises(RuntimeError, match="ended before it answered"):
+        list(other_machines.results([other_machines.Variant("none", {"PYTHONHOME": "nowhere"})], [ROOT] * 3, 2))
+
+
 def test_a_margin_is_three_times_the_spread():
     values = [0.50, 0.52, 0.51]
     assert other_machines.margin(values, 0.4, 1.0) == pytest.approx(0.10 / 0.02)
