@@ -396,7 +396,7 @@ def _is_check(hook: object) -> bool:
 
 def drop_scales(module: nn.Module) -> None:
     """Take the scales of a recipe off this one module."""
-    if isinstance(module._modules.get(STATE), RecipeScales):
+    if STATE in module._modules and isinstance(module._modules[STATE], RecipeScales):  # TorchScript knows no get
         del module._modules[STATE]
     for key in [key for key, hook in module._load_state_dict_pre_hooks.items() if _is_check(hook)]:
         del module._load_state_dict_pre_hooks[key]

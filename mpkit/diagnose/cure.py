@@ -24,7 +24,8 @@ class Cure:
 
     def __str__(self) -> str:
         return {
-            "keep": f"keep {self.what} in float32: to_float(network.get_submodule({self.what!r}), torch.float32)",
+            "keep": f"keep {self.what} in float32, once the level is on: "
+            f"to_float(network.get_submodule({self.what!r}), torch.float32)",
             "level": f"train at level {self.what}, which computes this in float32",
             "bfloat16": "use bfloat16, whose range is that of float32 (and which needs no loss scale)",
             "loss": "compute the loss in float32: loss_fn(output.float(), target)",

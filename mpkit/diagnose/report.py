@@ -118,6 +118,8 @@ _HINTS = {  # by a word in the name of the operation; of several the first count
 }
 
 
+AS_IT_IS = "as it is"  # the level of a report on a network with the levels that it has
+_NOT_TRIED = "no module kept in float32 ends this; call diagnose with level= and dtype=, and it tries those as well"
 _NO_CURE = "neither float32 for a module, nor another level, nor bfloat16 ends this: train the network in float32"
 
 
@@ -133,7 +135,10 @@ def _advice(report: Report) -> list[str]:
     elif report.verdict == "forward_overflow":
         hidden = "the loss stays finite only because a later operation turns the inf into a number, which is wrong"
         seen = "lowering the loss scale will not help: the forward pass does not see it"
-        advice = [*(cured or [_NO_CURE]), hidden if math.isfinite(report.low_loss) else seen]
+        advice = [
+            *(cured or [_NOT_TRIED if report.level == AS_IT_IS else _NO_CURE]),
+            hidden if math.isfinite(report.low_loss) else seen,
+        ]
     elif report.verdict == "gradient_overflow":
         fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
         advice = [*fits, *cured, "divide the loss (mean, not sum, over batch and positions)"]

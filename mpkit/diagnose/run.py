@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mpkit.arguments import is_number
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
+from mpkit.casting.marking import refuse_scripted
+from mpkit.casting.targets import map_tensors
+from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure, cures
-from mpkit.diagnose.report import Report, operation_of
+from mpkit.diagnose.report import AS_IT_IS, Report, operation_of
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
 from mpkit.formats import BF16, FloatFormat, dtype_name
+from mpkit.model.randomness import random_state, set_random_state
 
 LossFn = Callable[..., Tensor]
 SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
@@ -38,59 +40,78 @@ def diagnose(
     """Re-run one batch and say whether scale, format, model, data or weights make it non-finite, and where first.
 
     The batch runs in float32, then at the level; the backward pass at `scale`, at 1, and at the powers of two that find
-    the largest scale that works. Afterwards network, gradients, buffers and random state are as they were before.
+    the largest scale that works. All of it runs on copies of network, batch and loss, and with the same random numbers;
+    afterwards the random states of torch, CUDA, NumPy and Python are as they were before.
 
     Args:
         network:  any module, with or without a level on it. Its training mode is respected.
         batch:    (inputs, target): the loss is loss_fn(network(inputs), target); a tuple or dict of inputs is unpacked.
                   A single tensor: the loss is loss_fn(network(batch)).
-        loss_fn:  gives a scalar; None if network(*batch) is the loss.
+        loss_fn:  gives a scalar; None if network(*batch) is the loss. A module, or a method of one, may have a state.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
                   dtype, and an autocast context around this call. If the network has a recipe with delayed scales
                   (`cast_like`), the report names the scales that are too large for this batch.
         scale:    the loss scale to ask about (> 0, finite).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
-    Raises:  TypeError, ValueError for wrong arguments or a loss that is not one number; RuntimeError, with torch's own
-             words, for an operation that does not exist in the low precision.
+    Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied or is TorchScript, a loss that
+             is not one number; RuntimeError, with torch's own words, for a batch that does not run in float32, or uses
+             an operation that does not exist in the low precision.
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
+    refuse_scripted(network)
     if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
     if not 0 < scale <= sys.float_info.max:
         raise ValueError(f"scale must be above 0 and finite, got {scale}")
-    state = torch.random.get_rng_state()
-    devices = {p.device for p in network.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng([*devices]), torch.enable_grad():
-        full = _run(_plain_copy(network), _widened(batch), loss_fn, 1.0, autocast_off=True)
-        torch.random.set_rng_state(state)
+    with _same_numbers() as again, torch.inference_mode(False), torch.enable_grad():
+        with _saying("the batch does not even run in float32"):
+            full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
         if not full.finite:
             return _report(_blame_model(full), full, full, None, scale, level, dtype)
-        try:
-            low = _run(_low_copy(network, level, dtype), batch, loss_fn, scale)
-        except RuntimeError as error:
-            where = f"at level {level}" if level else "with the levels that the network has"
-            raise RuntimeError(f"the batch runs in float32 but not {where} in {dtype}: {error}") from error
+        again()
+        where = f"at level {level}" if level else "with the levels that the network has"
+        with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
+            low = _run(*_low_copy(network, loss_fn, level, dtype), batch, scale)
         largest = None if not math.isfinite(low.loss) else low.largest_scale()
         blame = _blame_precision(full, low, largest)
         report = _report(blame, full, low, largest, scale, level, dtype)
         if level is None and report.verdict == "healthy":
-            torch.random.set_rng_state(state)
-            return _with_stale_scales(report, copy.deepcopy(network), batch, loss_fn)
+            again()
+            return _with_stale_scales(report, *copied(network, loss_fn), copied_batch(batch))
         if report.verdict not in ("forward_overflow", "gradient_overflow") or report.phase == "":
             return report
 
         def works(cure: Cure) -> bool:
-            torch.random.set_rng_state(state)
+            again()
             run = _with_cure(cure, network, batch, loss_fn, level, dtype)
             return run is not None and run.finite and (full.watch.hidden() is not None or run.watch.hidden() is None)
 
         return replace(report, cures=cures(report.module, level, works))
 
 
-def _with_stale_scales(report: Report, network: nn.Module, batch: object, loss_fn: LossFn | None) -> Report:
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Errors of torch behind a sentence that says in which run they arose."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}: {error}") from error
+
+
+@contextmanager
+def _same_numbers() -> Iterator[Callable[[], None]]:
+    """A function that takes all random generators back to where they are now; the end of the context does so too."""
+    state = random_state(None)
+    try:
+        yield lambda: set_random_state(state, None)
+    finally:
+        set_random_state(state, None)
+
+
+def _with_stale_scales(report: Report, network: nn.Module, loss_fn: LossFn | None, batch: object) -> Report:
     """The report, or one that names the tensors that the delayed scales of a recipe cannot hold."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     stale = stale_operands(network, lambda: _gradients(_loss(network, batch, loss_fn), parameters, report.scale))
@@ -110,17 +131,17 @@ def _with_cure(
     """The batch at scale 1 once the advice is followed; None where a float32 result then meets a 16-bit weight."""
     if cure.kind == "bfloat16":
         dtype = BF16 if isinstance(dtype, FloatFormat) else torch.bfloat16
-    tried = _low_copy(network, cure.what if cure.kind == "level" else level, dtype)
+    tried, loss_fn = _low_copy(network, loss_fn, cure.what if cure.kind == "level" else level, dtype)
     if cure.kind == "keep":
         to_float(tried.get_submodule(cure.what), torch.float32)
 
     def of_float32(output: object, *target: object) -> Tensor:
         assert loss_fn is not None
-        return loss_fn(_widened(output), *target)
+        return loss_fn(map_tensors(lambda t: t.float() if t.is_floating_point() else t, output), *target)
 
     try:
-        return _run(tried, batch, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, 1.0)
-    except RuntimeError:
+        return _run(tried, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, batch, 1.0)
+    except Exception:  # whatever a network or a loss raises for a dtype that it does not take
         return None
 
 
@@ -155,15 +176,19 @@ class _Run:
         return all(bool(g.isfinite().all()) for g in self.again(2.0**exponent) if g is not None)
 
 
-def _run(network: nn.Module, batch: object, loss_fn: LossFn | None, scale: float, autocast_off: bool = False) -> _Run:
+def _run(network: nn.Module, loss_fn: LossFn | None, batch: object, scale: float, plain: bool = False) -> _Run:
+    """The batch, or a copy of it in float32 and without an autocast context if `plain`."""
     parameters = [p for p in network.parameters() if p.requires_grad]
+    batch = copied_batch(batch, widened=plain)
     watch = Watch(network, _leaves(network, batch))
     with ExitStack() as stack:
-        if autocast_off:
+        if plain:
             stack.enter_context(_no_autocast(parameters))
         stack.enter_context(watch)
-        with watch.attached():
-            loss = _loss(network, batch, loss_fn)
+        stack.enter_context(watch.attached())  # in the backward pass too: a re-entrant checkpoint runs modules there
+        loss = _loss(network, batch, loss_fn)
+        if not parameters:
+            raise ValueError("no parameter of the network has requires_grad=True, so there is no gradient to look at")
         wide = loss.float()
         watch.backward = True
         gradients = _gradients(wide, parameters, scale)
@@ -216,26 +241,23 @@ def _forward(network: nn.Module, inputs: object) -> object:
 
 
 def _leaves(network: nn.Module, batch: object) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path, value in torch.utils._pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(value, Tensor):
-            found[f"batch{torch.utils._pytree.keystr(path)}"] = value
+    found = dict(tensors_of("batch", batch))
     found |= {f"parameter {name}": p for name, p in network.named_parameters()}
     return found | {f"buffer {name}": b for name, b in network.named_buffers()}
 
 
-def _plain_copy(network: nn.Module) -> nn.Module:
-    return remove_mixed_precision(copy.deepcopy(network)).float()
+def _plain_copy(network: nn.Module, loss_fn: LossFn | None) -> tuple[nn.Module, LossFn | None]:
+    network, loss_fn = copied(network, loss_fn)
+    return remove_mixed_precision(network).float(), loss_fn.float() if isinstance(loss_fn, nn.Module) else loss_fn
 
 
-def _low_copy(network: nn.Module, level: str | None, dtype: torch.dtype | FloatFormat) -> nn.Module:
+def _low_copy(
+    network: nn.Module, loss_fn: LossFn | None, level: str | None, dtype: torch.dtype | FloatFormat
+) -> tuple[nn.Module, LossFn | None]:
+    network, loss_fn = copied(network, loss_fn)
     if level is None:
-        return copy.deepcopy(network)
-    return auto_mixed_precision(_plain_copy(network), level, dtype)
-
-
-def _widened(batch: object) -> object:
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+        return network, loss_fn
+    return auto_mixed_precision(remove_mixed_precision(network).float(), level, dtype), loss_fn
 
 
 def _no_autocast(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -286,7 +308,7 @@ def _report(
         loss=full.loss,
         low_loss=low.loss,
         scale=scale,
-        level=level or "as it is",
+        level=level or AS_IT_IS,
         dtype=dtype_name(dtype),
     )
 

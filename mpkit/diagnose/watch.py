@@ -85,7 +85,7 @@ class Watch(TorchDispatchMode):
         check_kind("leaves", leaves, dict, "a dict of tensors by name")
         super().__init__()
         self.network = network
-        bad = {name: t for name, t in leaves.items() if _checkable(t) and not bool(t.isfinite().all())}
+        bad = {name: t for name, t in leaves.items() if _checkable(t) and not _finite(t)}
         self.leaves = {_storage(t): (name, t) for name, t in bad.items()}  # as they were before anything ran
         self.events: list[Event] = []
         self.backward = False
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
         described = self._sources(inputs) if writes else None
         out = func(*args, **kwargs)
         name = func._overloadpacket.__name__
-        if not self.backward:
+        if not self.backward or self._path:  # a module that runs in the backward pass is one of a checkpoint
             node = torch.autograd._get_sequence_nr() - 1
             if node not in self._nodes:
                 self._nodes[node] = self._where(), _operation(func, args, kwargs)
@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
         if ROUNDING_TO.get() is not None:
             self._carry(args, out)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
-        bad = [t for t in results if not bool(t.isfinite().all())]
+        bad = [t for t in results if not _finite(t)]
         seen = {_storage(t) for t in inputs}
         if not writes:
             bad = [
@@ -131,7 +131,7 @@ class Watch(TorchDispatchMode):
         leaves: list[str] = []
         todo: list[int] = []
         for tensor in results:
-            if bool(tensor.isfinite().all()):
+            if _finite(tensor):
                 continue
             if self._leaf(tensor):
                 leaves.append(self.leaves[_storage(tensor)][0])
@@ -184,7 +184,7 @@ class Watch(TorchDispatchMode):
         """Describe the inputs: -> operands, events they come from, leaves they are, whether a leaf is only a mask."""
         parents, leaves, mask = [], [], False
         for t in inputs:
-            if bool(t.isfinite().all()):
+            if _finite(t):
                 continue
             if _storage(t) in self._made:
                 parents.append(self._made[_storage(t)][0])
@@ -213,7 +213,7 @@ class Watch(TorchDispatchMode):
         kinds = frozenset().union(*(_kinds(t) for t in bad))
         name = _operation(func, args, kwargs)
         module, of = self._where(), ""
-        if self.backward:
+        if self.backward and not self._path:
             module, of = self._origin()
         rounding = name.startswith(_ROUNDING)
         given = self._outside(parents) if rounding else [self.events[i] for i in parents]
@@ -289,15 +289,40 @@ class _Attached:
         self.watch._path.pop()
 
 
+def _stored(t: Tensor) -> Tensor:
+    """The dense tensor that holds the numbers of a dense or sparse one."""
+    if t.layout == torch.strided:
+        return t
+    return t._values() if t.layout == torch.sparse_coo else t.values()
+
+
 def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    return _stored(t).untyped_storage()._cdata
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """Them as real numbers of a dtype that every operation knows: of a complex one the real and imaginary parts."""
+    t = _stored(t.detach())
+    if t.is_complex():
+        return torch.view_as_real(t.resolve_conj())
+    return t.float() if t.dtype.itemsize == 1 else t
+
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}  # two numbers in a byte, which no operation reads
 
 
 def _checkable(t: Tensor) -> bool:
-    return t.is_floating_point() and t.layout == torch.strided and t.numel() > 0 and t.device.type != "meta"
+    kind = (t.is_floating_point() and t.dtype not in _PACKED) or t.is_complex()
+    return kind and t.layout in _LAYOUTS and t.device.type != "meta" and t.numel() > 0
+
+
+def _finite(t: Tensor) -> bool:
+    return bool(_numbers(t).isfinite().all())
 
 
 def _kinds(t: Tensor) -> set[str]:
+    t = _numbers(t)
     found = {"nan": t.isnan(), "inf": t == math.inf, "-inf": t == -math.inf}
     return {kind for kind, where in found.items() if bool(where.any())}
 
@@ -307,9 +332,10 @@ def _constant_kind(value: float) -> str:
 
 
 def _operand(t: Tensor) -> Operand:
-    finite = t[t.isfinite()].double() if t.dim() else t.reshape(1)[t.reshape(1).isfinite()].double()
+    numbers = _numbers(t).reshape(-1)
+    finite = numbers[numbers.isfinite()].double()
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (math.nan, math.nan)
-    return Operand(t.dtype, tuple(t.shape), low, high, t.numel() - finite.numel())
+    return Operand(t.dtype, tuple(t.shape), low, high, numbers.numel() - finite.numel())
 
 
 def _plain_name(name: str) -> str:

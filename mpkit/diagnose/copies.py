@@ -1,0 +1,86 @@
+"""Copies of a network, its loss and a batch: a diagnosis runs on nothing that anybody else holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+T = TypeVar("T")
+DEPTH = 6  # objects inside one another that are looked through for the tensors of a batch
+
+
+class _Copying(TorchFunctionMode):
+    """While entered, `copy.deepcopy` asks `change` for the copy of a tensor; None leaves it to torch."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and (found := self.change(args[0])) is not None:
+            return found
+        return func(*args, **(kwargs or {}))
+
+
+def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
+    """The network and its loss, which is copied with it if it is a module or a method of one, and may share weights.
+
+    Tensors that autograd made, as the weight of `torch.nn.utils.weight_norm` is one, are copied without their history.
+    Raises:  TypeError for a network that cannot be copied.
+    """
+    bound = isinstance(loss_fn, nn.Module) or isinstance(getattr(loss_fn, "__self__", None), nn.Module)
+    memo: dict[int, Any] = {}
+    try:
+        with _Copying(lambda t: None if t.is_leaf else t.detach().clone()):
+            return copy.deepcopy(network, memo), copy.deepcopy(loss_fn, memo) if bound else loss_fn
+    except Exception as error:  # whatever the parts of a network raise
+        raise TypeError(
+            f"diagnose runs a copy of the network, and this {type(network).__name__} cannot be copied: {error}; take "
+            "off it what has no copy, as a lock, a generator or an open file"
+        ) from error
+
+
+def copied_batch(batch: object, *, widened: bool = False) -> object:
+    """The batch with copies of its tensors, in float32 if `widened`; a part that cannot be copied stays as it is."""
+    memo: dict[int, Any] = {}
+
+    def tensor(t: Tensor) -> Tensor:
+        own = t.detach().clone()
+        own = own.float() if widened and t.is_floating_point() else own
+        return own.requires_grad_() if t.requires_grad else own
+
+    def part(value: object) -> object:
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception:  # as above
+            return value
+
+    with _Copying(tensor):
+        return tree_map(part, batch)
+
+
+def tensors_of(place: str, value: object, depth: int = DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """(how Python reaches it from `place`, tensor) of every tensor in a nest of containers and plain objects.
+
+    >>> [name for name, _ in tensors_of("batch", ({"x": Tensor(1)}, [0, Tensor(1)]))]
+    ["batch[0]['x']", 'batch[1][1]']
+    """
+    if isinstance(value, Tensor):
+        yield place, value
+    elif depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_of(f"{place}[{key!r}]", item, depth - 1)
+    elif depth and isinstance(value, tuple | list):
+        names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{i}]" for i in range(len(value))]
+        for name, item in zip(names, value):
+            yield from tensors_of(f"{place}{name}", item, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        for name, item in vars(value).items():
+            yield from tensors_of(f"{place}.{name}", item, depth - 1)

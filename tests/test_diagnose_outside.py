@@ -1,0 +1,275 @@
+"""diagnose on networks, losses and batches that nobody here wrote, with faults planted at known places."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_diagnose import diagnose
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
+from mpkit.diagnose.copies import copied_batch, tensors_of
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
+
+
+class Op(nn.Module):
+    """A module that runs a function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def mlp(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 2))
+
+
+TIMES = Op(lambda x: x * 1e6)
+
+
+class Round(torch.autograd.Function):
+    """A backward pass of one's own, which leaves float16 on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1e6 * 1e-6
+
+
+class Saved(nn.Module):
+    """A module that computes its part again in the backward pass."""
+
+    def __init__(self, last: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(8, 8), last, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda z: self.last(self.first(z)), x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_module_is_named(reentrant: bool) -> None:
+    """The backward pass of a re-entrant checkpoint has operations of its own, which run in it for the first time."""
+    report = diagnose(mlp(Saved(TIMES, reentrant)), batch(), F.mse_loss)
+    assert (report.phase, report.module, report.operation) == ("forward", "1.last", "mul")
+    network = mlp(Saved(Op(Round.apply), reentrant))
+    report = diagnose(network, batch(), F.mse_loss, scale=1.0)
+    assert (report.verdict, report.phase, report.module) == ("gradient_overflow", "backward", "1.last")
+    assert next((cure.kind, cure.what) for cure in report.cures) == ("keep", "1.last")
+
+
+COMPLEX = Op(lambda x: (torch.complex(x, x) * 1e30 * 1e30).real)
+SPARSE = Op(lambda x: torch.sparse.mm((x * 1e30 * 1e30).to_sparse(), torch.ones(8, 8)))
+SUM = Op(lambda x: (x.to_sparse() * 1e30 * 1e30).to_dense())
+
+
+@pytest.mark.parametrize("last", [COMPLEX, SPARSE, SUM], ids=["complex", "made sparse", "sparse"])
+def test_an_infinity_in_a_complex_or_sparse_tensor_is_named_where_it_arises(last: nn.Module) -> None:
+    report = diagnose(mlp(last), batch(), F.mse_loss)
+    assert (report.verdict, report.module, report.operation) == ("model_non_finite", "1", "mul")
+
+
+def test_tensors_of_eight_bits_are_read() -> None:
+    def narrow(x: Tensor) -> Tensor:
+        return x + x.detach().to(torch.float8_e4m3fn).to(x.dtype) * 0
+
+    assert diagnose(mlp(Op(narrow)), batch(), F.mse_loss, scale=1.0).verdict == "healthy"
+    beyond = Op(lambda x: (x.detach() * 1e5).to(torch.float8_e5m2).to(x.dtype) + x)
+    report = diagnose(mlp(beyond), batch(), F.mse_loss, level="O0")
+    assert (report.verdict, report.module, report.operation) == ("model_non_finite", "1", "cast to float8_e5m2")
+
+
+@dataclass
+class Sample:
+    x: Tensor
+
+
+class Takes(nn.Module):
+    def __init__(self, name: str = "x") -> None:
+        super().__init__()
+        self.layer, self.name = nn.Linear(4, 2), name
+
+    def forward(self, given: Any = None, **named: Tensor) -> Tensor:
+        out: Tensor = self.layer(named["x"] if named else given.x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (lambda x: collections.UserDict(x=x), "batch[0]['x']"),
+        (Sample, "batch[0].x"),
+        (lambda x: {"x": x}, "batch[0]['x']"),
+    ],
+    ids=["a mapping of one's own", "a dataclass", "a dict"],
+)
+def test_a_batch_in_any_container_is_looked_into(wrap: Callable[[Tensor], Any], place: str) -> None:
+    x, y = batch()
+    report = diagnose(Takes(), (wrap(x * torch.nan), y), F.mse_loss)
+    assert (report.verdict, report.module) == ("bad_data", place)
+    assert diagnose(Takes(), (wrap(x.half()), y), F.mse_loss, scale=1.0).verdict == "healthy"  # float32 runs in float32
+
+
+def test_the_tensors_of_a_batch_have_the_names_that_python_knows() -> None:
+    Point = collections.namedtuple("Point", "x y")
+    held = Point(torch.ones(1), [Sample(torch.ones(2)), {"a": torch.ones(3)}])
+    assert [name for name, _ in tensors_of("batch", held)] == ["batch.x", "batch.y[0].x", "batch.y[1]['a']"]
+    round_: list[Any] = [torch.ones(1)]
+    round_.append(round_)
+    assert len(list(tensors_of("batch", round_))) < 10
+    assert copied_batch((lock := threading.Lock(), 3)) == (lock, 3)
+
+
+class Doubles(nn.Module):
+    """Writes into what it is given, counts its calls, and draws from three generators."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x *= 2
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+        return x
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(output), target)
+
+
+drawn: list[tuple[float, float, float]] = []
+
+
+def test_network_batch_loss_and_random_states_are_left_alone_and_every_run_meets_the_same() -> None:
+    drawn.clear()
+    network, loss, (x, y) = nn.Sequential(Doubles(), nn.Linear(4, 2), TIMES, nn.Linear(2, 2)), Loss(), batch()
+    given = x.clone()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index] # noqa: NPY002
+    report = diagnose(network, (x, y), loss)
+    assert report.verdict == "forward_overflow"
+    assert len(drawn) >= 3  # in float32, at the level, for a cure
+    assert len(set(drawn)) == 1
+    assert torch.equal(x, given)
+    assert int(network[0].calls) == 0  # type: ignore[arg-type]
+    assert int(loss.norm.num_batches_tracked or 0) == 0
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index] # noqa: NPY002
+    assert states[:2] == after[:2]
+    assert torch.equal(states[2], after[2])
+
+
+def test_a_loss_that_is_a_method_of_the_network_computes_with_the_copy() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = nn.Linear(4, 2), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+        def loss(self, output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) * self.weight * torch.finfo(torch.float16).max
+
+    network = Own()
+    report = diagnose(network, batch(), network.loss, level="O0", scale=1.0)
+    assert report.verdict == "healthy"
+    assert network.weight.grad is None
+    network.weight.data.fill_(torch.inf)
+    report = diagnose(network, batch(), network.loss, level="O0", scale=1.0)
+    assert (report.verdict, report.module) == ("weights_non_finite", "parameter weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_a_network_with_tensors_that_autograd_made_is_copied() -> None:
+    network = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2)))
+    network(batch()[0])
+    assert diagnose(network, batch(), F.mse_loss, scale=1.0).verdict == "healthy"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_cannot_be_copied_or_watched_is_refused_in_a_sentence() -> None:
+    network = mlp()
+    network.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(
+        TypeError, match=r"this Sequential cannot be copied: cannot pickle '_thread.lock' object; take off"
+    ):
+        diagnose(network, batch(), F.mse_loss)
+    scripted = nn.Sequential(torch.jit.trace(mlp(), batch()[0]))
+    with pytest.raises(TypeError, match="0 is TorchScript, which runs in an interpreter of its own"):
+        diagnose(scripted, batch(), F.mse_loss)
+    remove_mixed_precision(scripted)
+    weight = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="no parameter of the network has requires_grad=True"):
+        diagnose(mlp().requires_grad_(False), batch(), lambda output, target: F.mse_loss(output, target) * weight)
+    with pytest.raises(RuntimeError, match=r"does not even run in float32: .*must have the same dtype"):
+        diagnose(mlp(Op(lambda x: x.half())), batch(), F.mse_loss)
+
+
+def test_inference_mode_around_it_does_not_matter() -> None:
+    network = mlp(TIMES)
+    with torch.inference_mode():
+        assert diagnose(network, batch(), F.mse_loss).verdict == "forward_overflow"
+
+
+def test_a_cure_that_a_network_refuses_is_no_cure_and_no_error() -> None:
+    def strict(x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            raise ValueError("not in bfloat16")
+        return x
+
+    report = diagnose(mlp(TIMES, Op(strict)), batch(), F.mse_loss)
+    assert (report.verdict, report.cures) == ("forward_overflow", ())
+
+
+def test_advice_on_the_network_as_it_is_claims_nothing_that_was_not_tried() -> None:
+    x, y = batch()
+    half = mlp(TIMES).half()
+    report = diagnose(half, (x.half(), y.half()), F.mse_loss, level=None)
+    assert report.cures == ()
+    assert "bfloat16 ends" not in str(report)
+    assert "call diagnose with level= and dtype=" in report.advice[1]
+    told = diagnose(half, (x, y), F.mse_loss, level="O2")
+    assert [cure.kind for cure in told.cures] == ["bfloat16"]
+
+
+def test_a_module_kept_in_float32_is_kept_once_the_level_is_on() -> None:
+    """A level that comes later overrides `to_float`: the advice says so."""
+    network = mlp(Op(lambda x: (x * 200).square().sum(-1, keepdim=True).expand(-1, 8) / 1e5))
+    report = diagnose(network, batch(), F.mse_loss, level="O2")
+    assert "keep 1 in float32, once the level is on: to_float" in str(report)
+    first, later = copy.deepcopy(network), copy.deepcopy(network)
+    auto_mixed_precision(first, "O2", torch.float16)
+    to_float(first.get_submodule("1"), torch.float32)
+    to_float(later.get_submodule("1"), torch.float32)
+    auto_mixed_precision(later, "O2", torch.float16)
+    assert bool(first(batch()[0]).isfinite().all())
+    assert not bool(later(batch()[0]).isfinite().all())
