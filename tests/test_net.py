@@ -351,7 +351,7 @@ BUGS = [
     Bug(
         "an advice that is lost",
         "diagnose/report.py",
-        "advice = [*(cured or [_NOT_TRIED if report.level == AS_IT_IS else _NO_CURE]), hidden if",
+        "advice = [*(cured or [none]), hidden if",
         "advice = [hidden if",
         "14_overflow_detective",
         7,

@@ -126,6 +126,7 @@ _NO_CURE = "neither float32 for a module, nor another level, nor bfloat16 ends t
 def _advice(report: Report) -> list[str]:
     hint = _hint(report.gradient_of) or _hint(report.operation.split(" ")[0])
     cured = [str(cure) for cure in report.cures]
+    none = _NOT_TRIED if report.level == AS_IT_IS else _NO_CURE
     advice: list[str] = []
     if report.verdict == "scale_too_high":
         advice = [
@@ -135,10 +136,7 @@ def _advice(report: Report) -> list[str]:
     elif report.verdict == "forward_overflow":
         hidden = "the loss stays finite only because a later operation turns the inf into a number, which is wrong"
         seen = "lowering the loss scale will not help: the forward pass does not see it"
-        advice = [
-            *(cured or [_NOT_TRIED if report.level == AS_IT_IS else _NO_CURE]),
-            hidden if math.isfinite(report.low_loss) else seen,
-        ]
+        advice = [*(cured or [none]), hidden if math.isfinite(report.low_loss) else seen]
     elif report.verdict == "gradient_overflow":
         fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
         advice = [*fits, *cured, "divide the loss (mean, not sum, over batch and positions)"]
