@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,8 +24,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; nothing of the others is imported.
 
     Args:    arguments: the words after `mpkit`; None takes those of the process.
-    Returns: the exit status: 0, or 2 for an unknown subcommand, or the subcommand's own.
+    Returns: the exit status: 0, or 2 for an unknown subcommand, or the subcommand's own; 141, as a shell
+             has it, where nobody reads any more what it prints (`mpkit info | head -1`).
     """
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):  # a terminal that lacks a letter of a path shows its number
+        out.reconfigure(errors="backslashreplace")
+    try:
+        status = _run(arguments)
+        if out is not None:  # None under pythonw, and where the shell has closed it
+            out.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _silence()
+        return 141
+
+
+def _silence() -> None:
+    """Send what is still held back nowhere: Python would write it at its end, and fail once more."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         print(f"mpkit {__version__}")
@@ -34,10 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mpkit: there is no {words[0]!r}; the subcommands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, function = COMMANDS[words[0]][0].split(":")
-    try:
-        return getattr(import_module(module), function)(words[1:])
-    except KeyboardInterrupt:
-        return 130
+    status: int = getattr(import_module(module), function)(words[1:])
+    return status
 
 
 def usage() -> str:

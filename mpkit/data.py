@@ -144,7 +144,10 @@ def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
         return Path(root).expanduser()
     if os.environ.get("MPKIT_DATA"):
         return Path(os.environ["MPKIT_DATA"]).expanduser() / "mnist"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise FileNotFoundError(f"{error} Pass root=, or set MPKIT_DATA or XDG_CACHE_HOME") from error
 
 
 def _read_idx(path: Path) -> np.ndarray:

@@ -31,14 +31,18 @@ def facts() -> Iterator[tuple[str, str]]:
         yield "extras", "unknown: mpkit is not installed here, it runs from its folder; pip install -e '.[lab]'"
     yield "packages", ", ".join(f"{name} {v}" for name in ("numpy", "pandas", "jupyterlab") if (v := version(name)))
     from mpkit.data import data_dir
-    from mpkit.device import describe
+    from mpkit.device import as_device, describe
     from mpkit.lab import installed_lessons
 
     data = data_dir()
     counts = (f"{len(list(data.glob(f'{folder}/*.{kind}')))} {folder}" for folder, kind in STORED)
     yield "data", f"{data}: {'digits' if (data / 'digits.npz').exists() else 'NO digits'}, {', '.join(counts)}"
     yield "lessons", str(installed_lessons() or "those of the checkout")
-    yield from describe().items()
+    try:
+        yield from describe().items()
+    except ValueError as error:  # MPKIT_DEVICE names what is not there: to be told here of all places
+        yield "device", f"none: {error}"
+        yield from list(describe(as_device("cpu")).items())[1:]
 
 
 STORED = (("traces", "npz"), ("benchmarks", "json"))

@@ -23,7 +23,7 @@ RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what diffe
 def main(arguments: Sequence[str] = ()) -> int:
     """Copy what is new, say what was kept, open JupyterLab at the first lesson; the exit status."""
     words = list(arguments)
-    folder = Path(words.pop(0) if words and not words[0].startswith("-") else DEFAULT).expanduser()
+    named = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     parser = argparse.ArgumentParser(
         prog="mpkit lab",
         usage="mpkit lab [FOLDER] [--copy-only] [OPTIONS OF JUPYTER LAB]",
@@ -35,10 +35,15 @@ def main(arguments: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--copy-only", action="store_true", help="copy, and do not start JupyterLab")
     options, others = parser.parse_known_args(words)
+    if not named:  # as in `mpkit lab "$FOLDER"` where the variable is not set
+        parser.error("the name of the folder is empty; . is the one that you are in")
+    if options.copy_only and others:
+        parser.error(f"{others[0]} means nothing beside --copy-only; FOLDER stands first")
     try:
+        folder = Path(named).expanduser()
         copied, kept = copy_lessons(folder)
-    except OSError as error:
-        return _fail(f"the lessons could not be copied into {folder} ({error}); name a folder that you may write in")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a ~ where nobody has a home
+        return _fail(f"the lessons could not be copied into {named} ({error}); name a folder that you may write in")
     print(f"mpkit: {copied} files are new in {folder.resolve()}", flush=True)
     if kept:
         print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
@@ -85,13 +90,21 @@ def _shipped(scratch: Path) -> Path:
 
 def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
     record = _read_record(folder / RECORD)
+    try:
+        return _copy_each(lessons, folder, record)
+    finally:  # after an interrupt too: what was copied by then is no reader's work
+        if record:
+            _write(folder / RECORD, json.dumps(record, indent=1).encode())
+
+
+def _copy_each(lessons: Path, folder: Path, record: dict[str, str]) -> tuple[int, list[str]]:
     written, kept = 0, []
     for source in sorted(path for path in lessons.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         name = source.relative_to(lessons).as_posix()
         content = as_opened(source.read_bytes()) if source.suffix == ".ipynb" else source.read_bytes()
         target = folder / name
         if target.is_symlink() or target.exists():
-            found = _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
+            found = _hash_of(target)
             if found is None or found not in (record.get(name), _sha256(content)):
                 kept.append(name)
                 continue
@@ -100,8 +113,15 @@ def _copy(lessons: Path, folder: Path) -> tuple[int, list[str]]:
                 continue
         _write(target, content)
         record[name], written = _sha256(content), written + 1
-    _write(folder / RECORD, json.dumps(record, indent=1).encode())
     return written, kept
+
+
+def _hash_of(target: Path) -> str | None:
+    """The hash of a plain file that can be read; None of anything else, which is then the reader's."""
+    try:
+        return _sha256(target.read_bytes()) if target.is_file() and not target.is_symlink() else None
+    except PermissionError:
+        return None
 
 
 def as_opened(content: bytes) -> bytes:

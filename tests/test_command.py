@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from support import ROOT
 
-from mpkit import __version__, command, info, lab
+from mpkit import __version__, command, data, info, lab
 
 
 def test_help_names_every_subcommand_and_an_unknown_one_is_refused_with_them(capsys):
@@ -165,3 +166,111 @@ def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
         assert cells
         assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
         assert not any("test" in cell["metadata"].get("tags", []) for cell in cells)
+
+
+# --- strange terminals, pipes and machines
+
+
+def mpkit(*words, stdout=subprocess.PIPE, code="", **environment):
+    """The command in a process of its own, which first runs `code`."""
+    start = f"import sys\n{code}\nfrom mpkit.command import main\nsys.exit(main({[*words]!r}))"
+    given = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", start], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, env=given
+    )
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_the_command_without_a_word():
+    for words in (["--help"], ["info"]):  # one is written at the end, the other line by line
+        reader, writer = os.pipe()
+        os.close(reader)
+        ended = mpkit(*words, stdout=writer)
+        os.close(writer)
+        assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_terminal_that_lacks_a_letter_shows_its_number(lessons, tmp_path):
+    folder = str(tmp_path / "süß")
+    code = f"from mpkit import lab\nfrom pathlib import Path\nlab.installed_lessons = lambda: Path({str(lessons)!r})"
+    ended = mpkit("lab", folder, "--copy-only", code=code, PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert r"3 files are new in" in ended.stdout
+    assert r"s\xfc\xdf" in ended.stdout
+
+
+def test_a_closed_output_is_no_error():
+    assert mpkit("--help", code="sys.stdout = None").returncode == 0
+
+
+def test_info_tells_that_the_device_is_not_there(monkeypatch, capsys):
+    monkeypatch.setenv("MPKIT_DEVICE", "gpu")
+    assert command.main(["info"]) == 0
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert said["device"] == "none: MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got 'gpu'"
+    assert {"python", "torch", "cuda"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["bench", "--quick"], "MPKIT_DEVICE must name a device such as cpu"),
+        (["lab", "", "--copy-only"], "the name of the folder is empty"),
+        (["lab", "--copy-only", "mine"], "mine means nothing beside --copy-only; FOLDER stands first"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_words_are_refused_in_one_line_before_anything_happens(words, says, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MPKIT_DEVICE", "gpu")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_somebody_without_a_home_is_told_so(monkeypatch, capsys):
+    def homeless(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(lab.Path, "expanduser", homeless)
+    assert lab.main(["~/lessons", "--copy-only"]) == 1
+    assert "could not be copied into ~/lessons (Could not determine home directory.)" in capsys.readouterr().err
+    monkeypatch.setattr(data.Path, "home", homeless)
+    for name in ("MPKIT_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(FileNotFoundError, match=r"home directory\. Pass root=, or set MPKIT_DATA"):
+        data.mnist()
+
+
+def test_what_an_interrupted_copy_wrote_is_brought_up_to_date_later(lessons, tmp_path, monkeypatch):
+    folder, write = tmp_path / "mine", lab._write
+
+    def interrupted(path, content):
+        if path.name.startswith("01"):
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(lab, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lab._copy(lessons, folder)
+    monkeypatch.setattr(lab, "_write", write)
+    (lessons / "00_start_here.ipynb").write_text("second edition")
+    assert lab._copy(lessons, folder) == (3, [])
+    assert (folder / "00_start_here.ipynb").read_text() == "second edition"
+
+
+def test_a_file_that_may_not_be_read_is_kept_and_the_others_are_copied(lessons, tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    lab._copy(lessons, folder)
+    (folder / "01_number_formats.ipynb").unlink()
+    read = lab.Path.read_bytes
+
+    def refused(path):
+        if path == folder / "00_start_here.ipynb":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(lab.Path, "read_bytes", refused)
+    assert lab._copy(lessons, folder) == (1, ["00_start_here.ipynb"])
