@@ -128,8 +128,8 @@ def test_a_refused_value_leaves_model_controls_and_picture_alone_and_says_why(vi
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"base": 64.0}, "base must be between 0.5 and 32.0, got 64.0"),
-        ({"count": 2.5}, "count must be between 1 and 12, got 2.5"),
+        ({"base": 64.0}, "base must be a number between 0.5 and 32.0, got 64.0"),
+        ({"count": 2.5}, "count must be a whole number between 1 and 12, got 2.5"),
         ({"sign": "both"}, "sign must be one of plus, minus, got 'both'"),
         ({"count": 7, "base": 1.0}, "base 1 has only one power"),
         ({"size": 1}, "there is no control 'size'"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from traitlets import Enum, Float, Int
 
+from mpkit.arguments import is_number
 from mpkit.boost.adasum import adasum, adasum_coefficients
 from mpkit.data import digits
 from mpkit.explorers.base import Explorer
@@ -47,6 +48,8 @@ class PairExplorer(Explorer):
 
     def drag_b(self, _step: int, tip: Sequence[float]) -> None:
         """Move the tip of b to [x, y], within the ranges of length and angle; a point below the axis is mirrored."""
+        if not (isinstance(tip, Sequence) and len(tip) == 2 and all(map(is_number, tip)) and math.isfinite(sum(tip))):
+            raise ValueError(f"a tip is two finite numbers, such as [1.5, 0.5], got {tip!r:.80}")
         length = min(round(math.hypot(*tip), 1), 3.0)
         self.set(length_b=length, angle=round(math.degrees(math.atan2(abs(tip[1]), tip[0]))) if length else self.angle)
 

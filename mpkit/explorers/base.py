@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from traitlets import Bool, Float, HasTraits, Int, TraitError, Unicode
+import numpy as np
+from traitlets import Bool, Bunch, Float, HasTraits, Int, TraitError, Unicode
+
+from mpkit.arguments import is_number
 
 
 class Explorer(HasTraits):
@@ -31,7 +35,7 @@ class Explorer(HasTraits):
     (0.0625, 2)
     >>> model.set(steps=11)
     Traceback (most recent call last):
-    ValueError: steps must be between 0 and 10, got 11
+    ValueError: steps must be a whole number between 0 and 10, got 11
     >>> model.state()
     {'steps': 4}
     """
@@ -44,26 +48,41 @@ class Explorer(HasTraits):
     ahead: ClassVar[tuple[str, ...]] = ()
     """Controls and gestures that the lesson is about: the pictures of their other values are sent to the page ahead."""
 
+    fresh: ClassVar[Mapping[str, Any]] = {}
+    """What the results depend on besides the parameters, such as what was drawn by hand, as it is before that."""
+
     revision = Int(0, help="raised after every recomputation; views redraw on it")
     message = Unicode("", help="why the last input was refused, or what is going on")
     busy = Bool(False, help="work is going on in the background")
     progress = Float(0.0, help="share of the background work that is done, 0 to 1")
 
     def __init__(self, **params: object) -> None:
-        self.lock = threading.RLock()
         self.changes = 0  # of results, by other means than the controls
-        self._quiet = True
+        self._alone()
+        vars(self).update(self.fresh)
+        super().__init__()
+        self.set(**params)
+        self._opened = self.state()
+
+    def _alone(self) -> None:
+        """What no copy shares with its original."""
+        self.lock = threading.RLock()
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
-        super().__init__()
-        self._quiet = False
-        self._good = self.state()
-        self.observe(self._changed, list(self.controls))
-        if params:
-            self.set(**params)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in super().__getstate__().items() if k not in ("lock", "_worker", "_stop")}
+        return kept | {"_trait_values": kept["_trait_values"] | {"busy": False}}  # work goes on in the original alone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._alone()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.controls:
+            self.set(**{name: value})
         else:
-            self._recompute()
-        self._opened = self.state()
+            super().__setattr__(name, value)
 
     def compute(self) -> None:
         """Parameters -> results. A ValueError refuses the parameters."""
@@ -85,29 +104,70 @@ class Explorer(HasTraits):
         return {name: getattr(self, name) for name in self.controls}
 
     def set(self, **params: object) -> None:
-        """Change several parameters at once, all or none. Raises ValueError, and says why in `message`."""
+        """Change several parameters at once, all or none. Raises ValueError, and says why in `message`.
+
+        Observers hear of it when all is computed. What one of them raises is its own, and the change stands.
+        """
         unknown = set(params) - set(self.controls)
         if unknown:
             raise ValueError(f"there is no control {min(unknown)!r}; controls are {', '.join(self.controls)}")
+        self._change(params)
+
+    def _change(self, params: Mapping[str, Any], **own: Any) -> None:
+        """Change parameters, and what else the results depend on."""
         with self.lock:
-            self._quiet = True
+            before, held = self.state(), {name: getattr(self, name) for name in own}
+            begun = done = False
             try:
-                for name, value in params.items():
-                    setattr(self, name, value)
-                self._recompute()
-            except (TraitError, ValueError, TypeError) as error:
-                self._restore()
-                self.message = self._reason(error, params)
+                wanted = {name: self._checked(name, value) for name, value in params.items()}
+                begun = True
+                self._trait_values.update(wanted)
+                vars(self).update(own)
+                self.compute()
+                after, done = self.state(), True
+                self.changes += bool(own)
+                self._tell(before, after)
+            except BaseException as error:
+                if done and isinstance(error, Exception):
+                    raise
+                if begun and not done:
+                    self._trait_values.update(before)
+                    vars(self).update(held)
+                    self.compute()
+                if not isinstance(error, ValueError | TypeError):
+                    self.revision += 1  # the reader has interrupted the kernel: views draw what is there
+                    raise
+                self.message = str(error)
                 raise ValueError(self.message) from None
-            except BaseException:
-                self._interrupted()
-                raise
-            finally:
-                self._quiet = False
+
+    def _tell(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        self.message = ""
+        self.revision += 1
+        for name in self.controls:
+            if before[name] != after[name]:
+                told = Bunch(name=name, old=before[name], new=after[name], owner=self, type="change")
+                self.notify_change(told)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """The value as Python's own kind and as the trait holds it. Raises ValueError for any other."""
+        trait: Any = self.traits()[name]
+        given = value = value.item() if isinstance(value, np.generic) else value
+        try:
+            if isinstance(trait, Int | Float):
+                low, high = _ends(trait)
+                value = value if is_number(value) and low <= value <= high else ...  # NaN lies nowhere
+            elif values := getattr(trait, "values", ()):
+                plain = is_number(value) or isinstance(value, str)
+                value = next((v for v in values if v is value or (plain and v == value)), ...)
+            elif isinstance(trait, Bool | Unicode) and not isinstance(value, bool if isinstance(trait, Bool) else str):
+                value = ...  # traitlets takes bytes and 0 or 1 too
+            return trait._validate(self, value)
+        except (TraitError, OverflowError):
+            raise ValueError(f"{name} must be {_allowed(trait)}, got {given!r:.80}") from None
 
     def reset(self) -> None:
-        """All parameters back to what they were when the explorer was made."""
-        self.set(**self._opened)
+        """All parameters back to what they were when the explorer was made, and nothing drawn."""
+        self._change(self._opened, **self.fresh)
 
     def idle(self) -> tuple[str, ...]:
         """Controls that change nothing as the others stand; a view hides them."""
@@ -170,59 +230,33 @@ class Explorer(HasTraits):
             self.busy = False
             self.touch()
 
-    def _changed(self, change: object) -> None:
-        if self._quiet:
-            return
-        with self.lock:
-            try:
-                self._recompute()
-            except (ValueError, TypeError) as error:
-                self._restore()
-                self.message = str(error)
-                raise ValueError(self.message) from None
-            except BaseException:
-                self._interrupted()
-                raise
 
-    def _recompute(self) -> None:
-        self.compute()
-        self._good = self.state()
-        self.message = ""
-        self.revision += 1
+def stroke(drawn: Mapping[Any, Any], steps: int, low: float, high: float) -> dict[int, float]:
+    """A stroke of the pen, step -> height: without what lies outside the steps, and no higher than the picture.
 
-    def _restore(self) -> None:
-        quiet, self._quiet = self._quiet, True
-        try:
-            for name, value in self._good.items():
-                setattr(self, name, value)
-        finally:
-            self._quiet = quiet
-        self.compute()
+    Raises ValueError unless all of it are numbers.
+    """
+    try:
+        points = {int(step): float(height) for step, height in drawn.items()}
+        if not all(map(math.isfinite, points.values())):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise ValueError(f'a stroke is the height at each step, such as {{"7": 16.5}}, got {drawn!r:.80}') from None
+    return {step: min(max(height, low), high) for step, height in points.items() if 0 <= step < steps}
 
-    def _interrupted(self) -> None:
-        """The reader has interrupted the kernel: parameters and results fit each other again, and views draw them."""
-        self._restore()
-        self.revision += 1
 
-    def _reason(self, error: Exception, params: Mapping[str, Any]) -> str:
-        """traitlets speaks of traits and instances; the reader sees sliders."""
-        if not isinstance(error, TraitError):
-            return str(error)
-        for name, value in params.items():
-            trait = self.traits()[name]
-            try:
-                trait._validate(self, value)
-            except TraitError:
-                return f"{name} must be {_allowed(trait)}, got {value!r}"
-        return str(error)
+def _ends(trait: Any) -> tuple[float, float]:
+    low, high = trait.min, trait.max
+    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def _allowed(trait: Any) -> str:
-    low, high, values = (getattr(trait, key, None) for key in ("min", "max", "values"))
-    if values is not None:
+    """In the reader's words: traitlets speaks of traits and instances."""
+    if values := getattr(trait, "values", None):
         return "one of " + ", ".join(map(str, values))
-    if low is not None and high is not None and low > -float("inf") and high < float("inf"):
-        return f"between {low} and {high}"
-    if low is not None and low > -float("inf"):
-        return f"at least {low}"
-    return trait.info()
+    if not isinstance(trait, Int | Float):
+        return "true or false" if isinstance(trait, Bool) else "text" if isinstance(trait, Unicode) else trait.info()
+    low, high = _ends(trait)
+    what = "a whole number" if isinstance(trait, Int) else "a number"
+    ends = [f"at least {low}" * (low > -math.inf), f"at most {high}" * (high < math.inf)]
+    return f"{what} between {low} and {high}" if all(ends) else " ".join(filter(None, [what, *ends]))

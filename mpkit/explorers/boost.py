@@ -225,9 +225,7 @@ class BoostExplorer(Explorer):
         before, self._mode = getattr(self, "_mode", "auto"), self.mode
         shown = self.full_step_fraction, self.freeze_type
         if shown == _freezing(before) != _freezing(self.mode):
-            quiet, self._quiet = self._quiet, True
-            self.full_step_fraction, self.freeze_type = _freezing(self.mode)
-            self._quiet = quiet
+            self._trait_values.update(zip(("full_step_fraction", "freeze_type"), _freezing(self.mode)))
 
     def _config(self) -> dict[str, Any]:
         flags = {name: getattr(self, name) for name in SWITCHES} if self.mode == "manual" else {}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from traitlets import Unicode
 
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, stroke
 from mpkit.explorers.dim_reduce import earlier_path, reduced_path
 from mpkit.explorers.rounding import running_sum
 from mpkit.explorers.scaling import exponent, recorded, stepped
@@ -29,6 +29,8 @@ class DrawnExplorer(Explorer):
     controls = ("typed",)
     actions = {"Show what happened": "reveal"}
     gestures = ("draw",)
+    fresh: ClassVar[Mapping[str, Any]] = {"revealed": False}
+    revealed: bool
     first: ClassVar[int] = 0
     low: ClassVar[float]
     high: ClassVar[float]
@@ -41,7 +43,6 @@ class DrawnExplorer(Explorer):
     typed = Unicode()
 
     def __init__(self, **params: object) -> None:
-        self.revealed = False
         super().__init__(**params)
         self.given = self.guess.copy()
 
@@ -60,24 +61,20 @@ class DrawnExplorer(Explorer):
             raise ValueError(f"type {self.asked}, each from {self.low:g} to {self.high:g}, got {self.typed!r}")
         self.guess = self.spread([float(word) for word in words])
 
-    def draw(self, stroke: Mapping[str, float]) -> None:
+    def draw(self, line: Mapping[str, float]) -> None:
         """Take over what the pen drew: point -> value. Raises ValueError once the truth is shown."""
         if self.revealed:
             raise ValueError("your prediction was made: press Reset to draw another one")
         with self.lock:
-            for point, height in stroke.items():
-                if self.first <= int(point) < len(self.truth):
-                    self.guess[int(point) - self.first] = min(max(float(height), self.low), self.high)
+            points = {p: v for p, v in stroke(line, len(self.truth), self.low, self.high).items() if p >= self.first}
+            guess = self.guess.copy()
+            guess[[p - self.first for p in points]] = list(points.values())
+            self.guess = guess
             self.touch()
 
     def reveal(self) -> None:
         """Show what happened."""
         self.revealed = True
-        self.touch()
-
-    def reset(self) -> None:
-        self.revealed = False
-        super().reset()
         self.touch()
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from traitlets import Enum, Float, Int, Unicode
 
+from mpkit.arguments import is_whole
 from mpkit.casting import auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.diagnose.report import power
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, stroke
+from mpkit.explorers.scaling import POWERS
 from mpkit.explorers.scaling import exponent as as_power
 from mpkit.formats import BF16, FP16
 from mpkit.policies import ScalePolicy, naive_loss_ratio, stack
@@ -282,6 +284,13 @@ FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
 WINDOWS = (5, 10, 20, 50, 100, 200, 500)
 
 
+def _cell(number: int) -> dict[str, float]:
+    """Factor and window of a cell of the grids, row by row from the top left."""
+    if not (is_whole(number) and 0 <= number < len(FACTORS) * len(WINDOWS)):
+        raise ValueError(f"the cells are numbered from 0 to {len(FACTORS) * len(WINDOWS) - 1}, got {number!r:.80}")
+    return {"factor": FACTORS[number // len(WINDOWS)], "window": WINDOWS[number % len(WINDOWS)]}
+
+
 class WhatIfExplorer(Explorer):
     """A recorded run replayed with another start, factor and window, under its own ceiling or one drawn by hand.
 
@@ -294,17 +303,15 @@ class WhatIfExplorer(Explorer):
     controls = ("run", "init", "factor", "window")
     actions = {"Take the best pair": "take", "Undo drawing": "undraw"}
     gestures = ("draw", "pair")
+    fresh: ClassVar[Mapping[str, Any]] = {"drawn": {}}
+    drawn: dict[int, float]
+    _drawn_on = ""
+    _ridden_on: Any = None
     factors, windows = FACTORS, WINDOWS
     run = Unicode("mlp_digits").tag(label="recorded run, or path")
     init = Int(16, min=0, max=32).tag(label="start at 2^")
     factor = Float(2.0, min=1.1, max=8.0).tag(label="scale_factor", step=0.1)
     window = Int(50, min=1, max=1024).tag(label="scale_window", unit="steps", scale="log2", step=1)
-
-    def __init__(self, **params: object) -> None:
-        self.drawn: dict[int, float] = {}
-        self._drawn_on = ""
-        self._ridden_on: Any = None
-        super().__init__(**params)
 
     def compute(self) -> None:
         """The replayed policy, and the recorded one as it was."""
@@ -357,27 +364,16 @@ class WhatIfExplorer(Explorer):
 
     def pair(self, number: int) -> None:
         """Set a pair by its number in `grid`, row by row from the top left."""
-        row, column = divmod(int(number), len(WINDOWS))
-        self.set(factor=FACTORS[row], window=WINDOWS[column])
+        self.set(**_cell(number))
 
-    def draw(self, stroke: Mapping[str, float]) -> None:
+    def draw(self, ceiling: Mapping[str, float]) -> None:
         """Take over a ceiling drawn by hand: step -> exponent."""
-        self._redo(self.drawn | {int(k): 2.0**v for k, v in stroke.items() if int(k) < len(self.trace)})
+        powers = stroke(ceiling, len(self.trace), *POWERS)
+        self._change({}, drawn=self.drawn | {k: 2.0**v for k, v in powers.items()})
 
     def undraw(self) -> None:
         """Forget what was drawn."""
-        self._redo({})
-
-    def reset(self) -> None:
-        self.drawn = {}
-        super().reset()
-        self.touch()
-
-    def _redo(self, drawn: dict[int, float]) -> None:
-        with self.lock:
-            self.drawn = drawn
-            self.compute()
-            self.touch()
+        self._change({}, **self.fresh)
 
     def idle(self) -> tuple[str, ...]:
         return () if self.drawn else ("undraw",)
@@ -464,14 +460,9 @@ class GridExplorer(Explorer):
         self.grid = swept_grid(self.run, self.init)
         self.chosen = WhatIfExplorer(run=self.run, init=self.init, factor=self.factor, window=self.window)
 
-    def pick(self, factor: float, window: int) -> None:
-        """Show the run of one cell."""
-        self.set(factor=factor, window=window)
-
     def cell(self, number: int) -> None:
         """Show the run of a cell by its number, row by row from the top left."""
-        row, column = divmod(int(number), len(WINDOWS))
-        self.pick(FACTORS[row], WINDOWS[column])
+        self.set(**_cell(number))
 
     def lost(self, factor: float, window: int) -> float:
         return float(self.grid[FACTORS.index(factor), WINDOWS.index(window)])

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from traitlets import Enum, Int, Unicode
 
+from mpkit.arguments import is_whole
 from mpkit.data import data_dir
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, stroke
 from mpkit.formats import FORMATS, Fields, FloatFormat, get_format
 from mpkit.plots.scene import power_of_two
 from mpkit.record import Trace
@@ -139,16 +140,17 @@ class BitsExplorer(Explorer):
 
     def toggle(self, index: int) -> None:
         """Flip one bit. Raises ValueError for a bit that the format does not have."""
-        if not 0 <= index < self.format.bits:
-            raise ValueError(f"{self.fmt} has bits 0 to {self.format.bits - 1}, got {index}")
+        if not (is_whole(index) and 0 <= index < self.format.bits):
+            raise ValueError(f"{self.fmt} has bits 0 to {self.format.bits - 1}, got {index!r:.80}")
         self._show(self.pattern ^ 1 << index)
 
     def shift_to(self, _step: int, exponent: float) -> None:
         """Keep the fraction and move to another power of two. Raises ValueError where there is none to keep."""
         if not self.value or not math.isfinite(self.value):
             raise ValueError(f"{self.value} has no power of two; choose a number")
-        shift = round(exponent) - math.floor(math.log2(abs(self.value)))
-        self.set(number=repr(self.value * 2.0**shift))
+        low, high = self.format.min_subnormal_exponent, self.format.max_exponent
+        power = round(stroke({0: exponent}, 1, low, high)[0])
+        self.set(number=repr(math.ldexp(self.value, power - math.floor(math.log2(abs(self.value))))))
 
     def up(self) -> None:
         """Go to the next larger value."""

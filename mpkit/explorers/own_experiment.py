@@ -116,8 +116,8 @@ class OwnExperimentExplorer(Explorer):
 
     def choose(self, number: int) -> None:
         """Choose a cell, or leave it out; float32 and one other cell always stay."""
-        name = f"cell_{int(number)}"
-        self.set(**{name: not getattr(self, name)})
+        name = f"cell_{number}"
+        self.set(**{name: not getattr(self, name, False)})
 
     def compute(self) -> None:
         if "float32" not in self.chosen or len(self.chosen) < 2:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.data import data_dir
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, stroke
 from mpkit.explorers.start import STEPS as LIVE_STEPS
 from mpkit.explorers.start import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, stack
@@ -31,7 +31,7 @@ RUNS = {
     "growing_activations": "broken from step 129 on",
 }
 SHOWN = 400  # steps of each recorded run
-
+POWERS = (-60, 120)  # what a hand may set: far beyond any axis, and within float32
 
 FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -111,6 +111,9 @@ class DynamicsExplorer(Explorer):
     )
     actions = {"Undo drawing": "undraw"}
     gestures = ("draw", "put")
+    fresh: ClassVar[Mapping[str, Any]] = {"drawn": {}, "puts": {}}
+    drawn: dict[int, float]
+    puts: dict[int, float]
     ahead = ("scale_window", "scale_factor", "down_factor", "floor_exponent", "init_exponent", "put")
     FORMATS = FORMATS
     run = Enum(list(RUNS), "gpt_sums").tag(label="run", names=RUNS)
@@ -124,12 +127,6 @@ class DynamicsExplorer(Explorer):
     hold = Bool(False).tag(label="hold the scale")
     step = Int(SHOWN - 1, min=0, max=SHOWN - 1).tag(label="step shown")
 
-    def __init__(self, **params: object) -> None:
-        self._key: Any = None
-        self.drawn: dict[int, float] = {}
-        self.puts: dict[int, float] = {}
-        super().__init__(**params)
-
     def policy(self) -> ScalePolicy:
         """MindSpore's rule with a floor that can be moved; held, neither factor acts."""
         up, floor = self.scale_factor, 2.0**self.floor_exponent
@@ -142,33 +139,26 @@ class DynamicsExplorer(Explorer):
         moving = ("scale_factor", "apart", "down_factor", "scale_window", "floor_exponent") if self.hold else ()
         return (*moving, *(() if self.apart else ("down_factor",)), *(() if self.drawn or self.puts else ("undraw",)))
 
-    def draw(self, stroke: Mapping[str, float]) -> None:
+    def draw(self, ceiling: Mapping[str, float]) -> None:
         """Take over a ceiling drawn by hand: step -> exponent."""
-        self._redo(self.drawn | {int(k): 2.0**v for k, v in stroke.items()}, self.puts)
+        powers = stroke(ceiling, SHOWN, *POWERS)
+        self._change({}, drawn=self.drawn | {k: 2.0**v for k, v in powers.items()})
 
     def put(self, step: int, power: float) -> None:
         """Set the scale of one step by hand; held, it is the scale of all steps."""
+        powers = stroke({step: power}, SHOWN, *((0, 32) if self.hold else POWERS))
         if self.hold:
-            return self.set(init_exponent=min(32, max(0, round(power))))
-        self._redo(self.drawn, self.puts | {int(step): 2.0**power})
+            self.set(init_exponent=round(next(iter(powers.values()), self.init_exponent)))
+        else:
+            self._change({}, puts=self.puts | {k: 2.0**v for k, v in powers.items()})
 
     def undraw(self) -> None:
         """Forget what was drawn and set by hand."""
-        self._redo({}, {})
-
-    def reset(self) -> None:
-        self.drawn, self.puts, self._key = {}, {}, None
-        super().reset()
-
-    def _redo(self, drawn: dict[int, float], puts: dict[int, float]) -> None:
-        with self.lock:
-            self.drawn, self.puts, self._key = drawn, puts, None
-            self.compute()
-            self.touch()
+        self._change({}, **self.fresh)
 
     def compute(self) -> None:
-        key = tuple(self.state().values())[:-1]
-        if key == self._key:  # only the step moved: the trajectory stays
+        key = [*self.state().values()][:-1], self.drawn, self.puts
+        if key == vars(self).get("_key"):  # only the step moved: the trajectory stays
             return
         if self.floor_exponent > self.init_exponent:
             raise ValueError(f"the floor 2^{self.floor_exponent} must not lie above the start 2^{self.init_exponent}")
@@ -179,6 +169,7 @@ class DynamicsExplorer(Explorer):
             self.ceiling[list(self.drawn)] = list(self.drawn.values())
         self.scale, self.finite, self.reasons = stepped(self.policy(), self.ceiling, {} if self.hold else self.puts)
         fresh = self.finite & np.append(True, (self.scale[1:] != self.scale[:-1]) | ~self.finite[:-1])
+        fresh[[] if self.hold else list(self.puts)] = True
         starts = np.maximum.accumulate(np.where(fresh, np.arange(SHOWN), 0))
         self.good = np.where(self.finite, (np.arange(SHOWN) - starts) % self.scale_window + 1, 0)
         self.zeros = zero_share(self.trace, self.scale[:, None], self.fmt)[:, 0]
@@ -297,13 +288,14 @@ class SteeredScaler(LossScaler):
     def __init__(self, policy: Callable[[], ScalePolicy]) -> None:
         self._policy = policy
         self._state: ScaleState = initial(policy())
-        self._lock, self._factor = threading.Lock(), 1.0
+        self._kicks = deque[float]()  # from any thread
         self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
 
     def adjust(self, grads_finite: Tensor) -> bool:
         """One step of the policy as it is now, and of what was asked for by hand."""
-        with self._lock:
-            factor, self._factor = self._factor, 1.0
+        factor = 1.0
+        while self._kicks:
+            factor *= self._kicks.popleft()
         self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
         if factor != 1:
             self.put(min(2.0**100, max(2.0**-40, self._state.scale * factor)))
@@ -315,8 +307,7 @@ class SteeredScaler(LossScaler):
 
         From any thread; kicks within a step multiply.
         """
-        with self._lock:
-            self._factor *= factor
+        self._kicks.append(factor)
 
     def put(self, scale: float) -> None:
         """Set the scale between two steps; the count of finite steps starts again."""

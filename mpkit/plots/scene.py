@@ -55,15 +55,22 @@ def power_of_two(exponent: float) -> str:
     return "2" + f"{exponent:g}".translate(_RAISED)
 
 
+def _check_ends(label: str, low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high) and low != high):
+        raise ValueError(f"the axis {label!r} needs two ends that are finite and not equal, got {low} and {high}")
+
+
 def log2(label: str, low: float, high: float, every: int | None = None, **more: object) -> dict[str, Any]:
     """An axis of powers of two."""
-    every = every or next(k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48) if (high - low) / k <= 8)
+    _check_ends(label, low, high)
+    every = every or next((k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48) if (high - low) / k <= 8), 256)
     ticks = [[e, power_of_two(e)] for e in range(math.ceil(low / every) * every, math.floor(high + 1e-9) + 1, every)]
     return {"label": label, "lo": low, "hi": high, "ticks": ticks, "format": "log2", **more}
 
 
 def linear(label: str, low: float, high: float, count: int = 6, **more: object) -> dict[str, Any]:
     """An axis with round ticks, about `count` of them; it may run downwards."""
+    _check_ends(label, low, high)
     raw = abs(high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * k for k in (1, 2, 2.5, 5, 10) if size * k >= raw * (1 - 1e-9))
@@ -252,7 +259,7 @@ class Scene:
         for m in (m for p in self.panels for m in p.marks):  # what several marks use travels once
             for k, v in m.items():
                 if isinstance(v, dict) and "ref" not in v:
-                    name = f"#{hash(next(iter(v.values()))) & 0xFFFFFFFF:x}"
+                    name = f"#{hash(tuple(v.items())) & 0xFFFFFFFFFFFF:x}"  # bytes of another kind are other numbers
                     spec["data"][name], m[k] = v, {"ref": name}
         return spec | ({"index": self.step} if self.step else {})
 
@@ -330,7 +337,7 @@ def pack(value: Any) -> Any:
         return float(value)
     array = np.asarray(value)
     if array.size <= 12 and np.isfinite(array.astype(float)).all():
-        return [float(f"{v:.7g}") for v in array.ravel().tolist()]
+        return [float(f"{v:.9g}") for v in array.ravel().tolist()]  # as many digits as float32 has, too
     if array.dtype == np.uint8:
         return {"u1": array.tobytes()}
     return {"f4": np.ascontiguousarray(array, dtype="<f4").tobytes()}

@@ -24,7 +24,7 @@ const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v))
 const within = (v, [a, b]) => a <= v && v <= b;
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 const px = (v) => Math.round(v * 10) / 10;
-const RAISED = { "-": "⁻", ".": "·", ...Object.fromEntries([..."⁰¹²³⁴⁵⁶⁷⁸⁹"].map((c, i) => [i, c])) };
+const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const plain = (v) => String(+(+v).toPrecision(4));
 const said = (v, axis) => axis.names?.[Math.round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
 	: plain(axis.format === "log10" ? 10 ** v : v) + (axis.unit ?? ""));
@@ -313,8 +313,8 @@ function render({ model, el }) {
 		rest = setTimeout(settle, 60);
 		mark();
 	}
-	on(root, "input", (e) => { typing = e.target; }); // what is being typed nobody writes over
-	on(root, "change focusout", () => { typing = null; }, true);
+	on(root, "input", (e) => (typing = e.target)); // what is being typed nobody writes over
+	on(root, "change focusout", () => (typing = null), true);
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
@@ -522,7 +522,7 @@ function render({ model, el }) {
 		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels[0];
 		if (!by || e.target !== over || !p) return;
 		e.preventDefault();
-		if (spec.index) { go(index + by); return hover(p, index, 0); }
+		if (spec.index) return go(index + by), hover(p, index, 0);
 		const width = Math.abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
 		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
 		status.textContent = tip.innerText.replaceAll("\n", ", ");
@@ -541,7 +541,7 @@ function render({ model, el }) {
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
-			if (box) on(box, "change", () => ask({ [c.name]: +box.value }));
+			if (box) on(box, "change", () => (box.value ? ask({ [c.name]: +box.value }) : showState()));
 		}
 		if (model.get("controls").some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
 		showState();
@@ -578,7 +578,7 @@ function render({ model, el }) {
 	}
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
-	if (!stage.isConnected) requestAnimationFrame(() => draw()); // its width is known only then
+	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known only then
 	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:sentence": showSentence, "change:rows": showRows };
 	for (const [name, handler] of Object.entries(events)) model.on(name, handler);

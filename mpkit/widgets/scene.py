@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from traitlets import Bool, Dict, Float, HasTraits, Int, List, TraitError, Unicode
+from traitlets import Bool, Dict, Float, HasTraits, Int, List, Unicode
 
+from mpkit.arguments import check_choice, is_number
 from mpkit.explorers.base import Explorer
 from mpkit.plots.scene import ROLES, Scene
 from mpkit.plots.static import png, static_bundle
@@ -69,13 +70,22 @@ class View(_Widget):
         self._step = play["name"] if play.get("name") in explorer.controls else None
         self._first = play.get("first", 0)
         super().__init__(controls=self._form())
-        explorer.observe(lambda _: self.redraw(), ["revision", "message", "busy"])  # told when all is computed
+        explorer.observe(self._told, ["revision", "message", "busy"])  # when all is computed
         if hasattr(self, "on_msg"):
             self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
         if self._step:
             self.observe(lambda change: self.ask({self._step: change["new"] + self._first}), "index")
         self.redraw()
+
+    def _told(self, _: object) -> None:
+        self.redraw()
+
+    def close(self) -> None:
+        """Take the view off the page; its explorer goes on without it."""
+        self.explorer.unobserve(self._told, ["revision", "message", "busy"])
+        if _Widget is not HasTraits:
+            cast(Any, super()).close()
 
     def redraw(self) -> None:
         """Send what has changed: the scene if a parameter other than the step did, sentence and state; one message."""
@@ -112,8 +122,9 @@ class View(_Widget):
         return png(self.spec | {"kept": self.kept}, self.index)
 
     def press(self, label: str) -> None:
-        """Press the button of that label. Raises KeyError if there is none."""
-        self.ask({next(c["name"] for c in self.controls if c["kind"] == "button" and c["label"] == label): True})
+        """Press the button of that label. Raises ValueError if there is none."""
+        buttons = {c["label"]: c["name"] for c in self.controls if c["kind"] == "button"}
+        self.ask({buttons[check_choice("a button", label, buttons)]: True})
 
     def __repr__(self) -> str:
         return self.explorer.stored()
@@ -142,7 +153,7 @@ class View(_Widget):
         told: dict[str, Any] = {"name": name, "token": self._token(base, name), "full": self._token(base)}
         if mark and mark.get("gesture"):
             told["index"] = index
-        if base.busy or name not in base.ahead:
+        if self.explorer.busy or name not in base.ahead:
             places = []
         now = (mark or {}).get("at", getattr(base, name, 0.0))
         now = now if isinstance(now, float | int) else 0.0
@@ -154,7 +165,7 @@ class View(_Widget):
             value = 2.0**place if mark and mark.get("log2") else place
             try:
                 self._do(other, name, [index, value] if "index" in told else value)
-            except (ValueError, TraitError):
+            except ValueError:
                 continue  # the kernel says why when the reader asks for it
             if not other.message:
                 tree = self.scene(other).spec()
@@ -189,7 +200,7 @@ class View(_Widget):
                 elif name in explorer.controls:
                     try:
                         self._do(explorer, name, value)
-                    except (ValueError, TraitError):  # the explorer kept its state and says why in its message
+                    except ValueError:  # the explorer kept its state and says why in its message
                         self._drawn = None
                         self.redraw()
                 else:
@@ -201,15 +212,15 @@ class View(_Widget):
         if name in explorer.actions.values():
             explorer.act(name)
         elif name in explorer.gestures:
-            explorer.act(name, *([value[0], value[1]] if isinstance(value, list) else [value]))
+            explorer.act(name, *(value if isinstance(value, list) else [value]))
         if name not in explorer.controls:
             return
         trait: Any = explorer.traits()[name]
-        value = round(value) if isinstance(trait, Int) else float(value) if isinstance(trait, Float) else value
-        if isinstance(trait, Unicode):  # a number from a handle, or words
-            value = f"{value:.9g}" if isinstance(value, float | int) else value
-        if isinstance(trait, Int | Float):  # a handle may be pulled over the end
-            value = min(max(value, trait.min), trait.max)
+        if isinstance(trait, Unicode) and is_number(value) and abs(value) < 1e308:  # from a handle
+            value = f"{value:.9g}"
+        elif isinstance(trait, Int | Float) and is_number(value) and value == value:
+            value = min(max(value, trait.min), trait.max)  # a handle may be pulled over the end
+            value = round(value) if isinstance(trait, Int) else value
         if values := getattr(trait, "values", None):  # the page knows words only
             value = next((v for v in values if str(v) == str(value)), value)
         if getattr(explorer, name) != value:
@@ -229,9 +240,11 @@ class View(_Widget):
             elif isinstance(trait, Bool):
                 row |= {"kind": "checkbox"}
             elif isinstance(trait, Int | Float):
+                if None in (trait.min, trait.max) or not math.isfinite(trait.min + trait.max):
+                    raise ValueError(f"the control {name} needs a min and a max, between which its slider moves")
                 grid = _grid(trait)
-                even = math.isclose(grid[1] - grid[0], grid[-1] - grid[-2], abs_tol=1e-9)
-                row |= {"kind": "range", "grid": grid, "step": float(f"{grid[1] - grid[0]:.6g}") if even else "any"}
+                even = math.isclose(step := grid[1] - grid[0], grid[-1] - grid[-2], abs_tol=1e-9)
+                row |= {"kind": "range", "grid": grid, "step": float(f"{step:.6g}") if even else "any"}
                 row |= {"wide": 3 + max(len(f"{v:.9g}") for v in grid)}  # digits, and room for the arrows
             else:
                 row |= {"kind": "text"}
