@@ -591,6 +591,14 @@ def test_the_arrows_of_a_number_box_go_as_far_as_those_of_its_slider(show):
     assert box.evaluate("(e) => e.checkValidity()")
 
 
+def test_an_emptied_box_asks_nothing_and_gets_its_value_back(show):
+    tab = show(dynamics_view())
+    box = tab.locator("[data-box=scale_window]")
+    box.fill("")
+    box.press("Tab")
+    assert (asked(tab), box.input_value()) == ([], "50")
+
+
 def test_bits_are_buttons_that_the_arrow_keys_walk_along(show):
     tab = show(VIEWS["formats.bits"]())
     tab.locator(".pick").first.press("Enter")

@@ -113,7 +113,7 @@ class Explorer(HasTraits):
             raise ValueError(f"there is no control {min(unknown)!r}; controls are {', '.join(self.controls)}")
         self._change(params)
 
-    def _change(self, params: Mapping[str, Any], **own: Any) -> None:
+    def _change(self, params: Mapping[str, Any], **own: object) -> None:
         """Change parameters, and what else the results depend on."""
         with self.lock:
             before, held = self.state(), {name: getattr(self, name) for name in own}
@@ -148,7 +148,7 @@ class Explorer(HasTraits):
                 told = Bunch(name=name, old=before[name], new=after[name], owner=self, type="change")
                 self.notify_change(told)
 
-    def _checked(self, name: str, value: Any) -> Any:
+    def _checked(self, name: str, value: object) -> object:
         """The value as Python's own kind and as the trait holds it. Raises ValueError for any other."""
         trait: Any = self.traits()[name]
         given = value = value.item() if isinstance(value, np.generic) else value

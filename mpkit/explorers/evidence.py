@@ -306,7 +306,7 @@ class WhatIfExplorer(Explorer):
     fresh: ClassVar[Mapping[str, Any]] = {"drawn": {}}
     drawn: dict[int, float]
     _drawn_on = ""
-    _ridden_on: Any = None
+    _ridden_on: object = None
     factors, windows = FACTORS, WINDOWS
     run = Unicode("mlp_digits").tag(label="recorded run, or path")
     init = Int(16, min=0, max=32).tag(label="start at 2^")

@@ -541,7 +541,7 @@ function render({ model, el }) {
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
-			if (box) on(box, "change", () => (box.value ? ask({ [c.name]: +box.value }) : showState()));
+			if (box) on(box, "change", () => (box.value ? ask({ [c.name]: +box.value }) : (box.value = model.get("state")[c.name])));
 		}
 		if (model.get("controls").some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
 		showState();
