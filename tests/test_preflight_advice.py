@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import compat
@@ -143,7 +144,7 @@ def test_states_in_16_bits_or_not_finite() -> None:
     for net, word in ((half, "optimizer state exp_avg_sq is bfloat16"), (network, "holds inf or NaN")):
         optimizer = torch.optim.Adam(net.parameters(), 1e-3)
         for size in (1.0, float("inf") if net is network else 1.0):
-            before = copy.deepcopy(optimizer.state_dict())
+            before, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
             for p in net.parameters():
                 p.grad = torch.full_like(p, size)
             optimizer.step()
@@ -155,6 +156,8 @@ def test_states_in_16_bits_or_not_finite() -> None:
                 p.grad = torch.ones_like(p)
             optimizer.step()
         else:  # go back to a checkpoint
+            assert named(net, "the parameter holds inf", optimizer=optimizer)  # the step was taken
+            net.load_state_dict(weights)
             optimizer.load_state_dict(before)
         assert not named(net, word, optimizer=optimizer)
 
@@ -240,3 +243,59 @@ def test_more_than_half_of_the_updates_that_move_must_round_away(kind: Any) -> N
     assert share([0.0], [2.0**15]) == []
     assert share([1.0], [2.0**15]) == ["100%"]
     assert share([4.0], [2.0**15]) == (["100%"] if kind is torch.optim.Adam else [])  # Adam moves by its rate
+
+
+def test_calls_on_one_line_count_in_their_order() -> None:
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    wrong = "scaler.scale(loss).backward(); clip_grad_norm_(p, 1); scaler.step(optimizer); scaler.update()"
+    (found,) = preflight(network, optimizer, loop=f"    {wrong}")  # as it stands in a loop
+    assert found.where == "line 1 of the loop"
+    right = "scaler.scale(loss).backward(); scaler.unscale_(optimizer); clip_grad_norm_(p, 1)"
+    assert preflight(network, optimizer, loop=right) == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "says"),
+    [
+        ("for x in", ValueError, "loop must be Python, got a text with invalid syntax in line 1"),
+        (len, TypeError, "loop must be a function or its source as a text, got <built-in function len>"),
+        (eval("lambda: 0"), ValueError, r"the source of loop is not at hand \(.*\); give it as a text"),
+    ],
+    ids=["no Python", "a built-in", "made by eval"],
+)
+def test_a_loop_that_cannot_be_read_is_refused_in_words(loop: Any, kind: type[Exception], says: str) -> None:
+    network = nn.Linear(2, 2)
+    with pytest.raises(kind, match=says):
+        preflight(network, torch.optim.SGD(network.parameters(), 0.1), loop=loop)
+
+
+@pytest.mark.parametrize("dtype", ["float16", None, torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_of_another_kind_is_refused(dtype: Any) -> None:
+    network = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"dtype must be torch\.float16, torch\.bfloat16 or a FloatFormat, got"):
+        preflight(network, torch.optim.SGD(network.parameters(), 0.1), dtype=dtype)
+
+
+def test_a_parameter_that_is_not_finite_is_an_error_and_not_a_small_update() -> None:
+    network = nn.Linear(2, 2)
+    with torch.no_grad():
+        network.weight[0, 0] = torch.inf
+    network.weight.grad = torch.ones(2, 2)
+    (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1))
+    assert (found.severity, found.where, found.what) == ("error", "weight", "the parameter holds inf or NaN")
+    network.reset_parameters()
+    assert preflight(network, torch.optim.SGD(network.parameters(), 0.1)) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lazy modules are new, says torch
+        lazy = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
+    assert preflight(lazy, torch.optim.SGD(lazy.parameters(), 0.1)) == []
+
+
+def test_a_state_in_eight_bits_is_read() -> None:
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    optimizer.state[network.weight]["momentum"] = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    assert preflight(network, optimizer) == []
+    optimizer.state[network.weight]["momentum"] = torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)
+    assert [found.what for found in preflight(network, optimizer)] == ["optimizer state momentum holds inf or NaN"]

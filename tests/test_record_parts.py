@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpkit.record import Ranges
+from mpkit.record import Ranges, Recorder
 from mpkit.record.counts import host_counts
 from mpkit.record.rows import Rows, noted
 from mpkit.record.trace import HIGHEST, LOWEST
@@ -50,3 +50,13 @@ def test_an_overflow_on_any_device_is_one(found: list[float], overflow: float) -
 def test_flags_of_several_devices_meet_on_the_first() -> None:
     flags = {"first": torch.zeros(1, device="meta"), "second": torch.ones(1)}
     assert noted({"found_inf_per_device": flags}).device.type == "meta"
+
+
+def test_a_complex_loss_is_refused_before_it_spoils_the_trace() -> None:
+    network = torch.nn.Linear(2, 2)
+    network(torch.ones(1, 2)).sum().backward()
+    recorder = Recorder(network)
+    with pytest.raises(TypeError, match=r"record needs a real loss, got torch\.complex64"):
+        recorder.record(torch.tensor(1 + 1j))
+    recorder.record(torch.tensor(1.0))
+    assert recorder.trace().loss.tolist() == [1.0]

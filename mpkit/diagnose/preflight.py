@@ -60,18 +60,38 @@ def preflight(
     if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
         got = f"{type(network).__name__} and {type(optimizer).__name__}"
         raise TypeError(f"preflight takes an nn.Module and then a torch.optim.Optimizer, got {got}")
-    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_NAMES.get(dtype, "fp32"))
+    if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _NAMES)):
+        raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or a FloatFormat, got {dtype!r}")
+    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_NAMES[dtype])
     named = {id(p): name for name, p in network.named_parameters()}
     found = [*_dtypes(network, level), *_ownership(network, optimizer, named)]
     found += [*_constants(optimizer, fmt, level), *_states(optimizer, named), *_small_updates(optimizer, named)]
     found += _overridden(network, level)
     if loop is not None:
-        found += _clip_order(loop if isinstance(loop, str) else textwrap.dedent(inspect.getsource(loop)))
+        found += _clip_order(_parsed(loop))
     return found
+
+
+def _parsed(loop: Callable[..., Any] | str) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(loop if isinstance(loop, str) else inspect.getsource(loop)))
+    except SyntaxError as error:
+        raise ValueError(f"loop must be Python, got a text with {error.msg} in line {error.lineno}") from error
+    except OSError as error:
+        raise ValueError(f"the source of loop is not at hand ({error}); give it as a text") from error
+    except TypeError as error:
+        raise TypeError(f"loop must be a function or its source as a text, got {loop!r:.60}") from error
 
 
 def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
     for name, p in network.named_parameters():
+        if not _is_finite(p):
+            yield Finding(
+                "error",
+                name,
+                "the parameter holds inf or NaN",
+                "initialize it anew, or load a checkpoint that is whole",
+            )
         if p.dtype in (torch.float16, torch.bfloat16) and level != "O0":
             yield Finding(
                 "error",
@@ -150,7 +170,7 @@ def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
                     f"optimizer state {key} is {dtype_name(value.dtype)}: squares of small gradients vanish in it",
                     "keep the states in float32",
                 )
-            if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
+            if isinstance(value, Tensor) and not _is_finite(value):
                 yield Finding(
                     "error",
                     named.get(id(p), "a parameter"),
@@ -164,7 +184,7 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
     adaptive = any(word in type(optimizer).__name__ for word in ("Adam", "Lamb", "RMSprop", "Adafactor"))
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is None or p.dtype not in _NAMES:
+            if p.grad is None or p.dtype not in _NAMES or not _is_finite(p):
                 continue
             fmt = get_format(_NAMES[p.dtype])
             grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
@@ -180,13 +200,20 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
                 )
 
 
-def _clip_order(source: str) -> Iterator[Finding]:
+def _is_finite(t: Tensor) -> bool:
+    """Whether no inf or NaN is in it; a lazy tensor, one on meta, and one of integers hold none."""
+    if nn.parameter.is_lazy(t) or t.is_meta or not (t.is_floating_point() or t.is_complex()):
+        return True
+    return bool((t.detach().float() if t.dtype.itemsize == 1 else t.detach()).isfinite().all())
+
+
+def _clip_order(tree: ast.AST) -> Iterator[Finding]:
     """Find a clip between `scale(loss).backward()` and `unscale_`."""
     calls = sorted(
-        ((node.lineno, _called(node)) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)),
+        (node.lineno, node.col_offset, _called(node)) for node in ast.walk(tree) if isinstance(node, ast.Call)
     )
     scaled, unscaled = False, False
-    for line, name in calls:
+    for line, _, name in calls:
         scaled |= name == "scale"
         unscaled |= name == "unscale_"
         if name in ("clip_grad_norm_", "clip_grad_value_") and scaled and not unscaled:

@@ -105,6 +105,8 @@ class Recorder(Hook):
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             kind = ValueError if isinstance(loss, Tensor) else TypeError
             raise kind(f"record needs the loss as a tensor of one element, before .item(); got {what}")
+        if loss.is_complex():  # it could be recorded, and then no trace be made
+            raise TypeError(f"record needs a real loss, got {loss.dtype}")
         if unscaled is not None:
             check_flags(unscaled=unscaled)
         scale = scale_of(self.scaler) if scale is None else _checked_scale(scale)
