@@ -227,6 +227,9 @@ def test_what_cannot_be_copied_or_watched_is_refused_in_a_sentence() -> None:
     with pytest.raises(TypeError, match="0 is TorchScript, which runs in an interpreter of its own"):
         diagnose(scripted, batch(), F.mse_loss)
     remove_mixed_precision(scripted)
+    for level, kind in (("O4", ValueError), ("", ValueError), (torch.ones(2), TypeError)):
+        with pytest.raises(kind, match="level must be"):
+            diagnose(mlp(), batch(), F.mse_loss, level=level)
     weight = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="no parameter of the network has requires_grad=True"):
         diagnose(mlp().requires_grad_(False), batch(), lambda output, target: F.mse_loss(output, target) * weight)

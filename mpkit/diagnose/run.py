@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import is_number
-from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
+from mpkit.arguments import check_choice, is_number
+from mpkit.casting import LEVELS, auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.casting.marking import refuse_scripted
 from mpkit.casting.targets import map_tensors
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
@@ -62,6 +62,8 @@ def diagnose(
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
     refuse_scripted(network)
+    if level is not None:
+        check_choice("level", level, LEVELS)
     if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
     if not 0 < scale <= sys.float_info.max:
@@ -72,7 +74,7 @@ def diagnose(
         if not full.finite:
             return _report(_blame_model(full), full, full, None, scale, level, dtype)
         again()
-        where = f"at level {level}" if level else "with the levels that the network has"
+        where = f"at level {level}" if level is not None else "with the levels that the network has"
         with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
             low = _run(*_low_copy(network, loss_fn, level, dtype), batch, scale)
         largest = None if not math.isfinite(low.loss) else low.largest_scale()
