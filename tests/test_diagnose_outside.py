@@ -227,7 +227,8 @@ def test_what_cannot_be_copied_or_watched_is_refused_in_a_sentence() -> None:
     with pytest.raises(TypeError, match="0 is TorchScript, which runs in an interpreter of its own"):
         diagnose(scripted, batch(), F.mse_loss)
     remove_mixed_precision(scripted)
-    for level, kind in (("O4", ValueError), ("", ValueError), (torch.ones(2), TypeError)):
+    levels: tuple[tuple[Any, type[Exception]], ...] = (("O4", ValueError), ("", ValueError), (torch.ones(2), TypeError))
+    for level, kind in levels:
         with pytest.raises(kind, match="level must be"):
             diagnose(mlp(), batch(), F.mse_loss, level=level)
     weight = nn.Parameter(torch.ones(()))
