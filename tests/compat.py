@@ -5,13 +5,13 @@
 
 Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
 within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
-plus sixteen units of the format's last place, where the true value is in the format's range; or sixteen times as far as
-torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). It is "beyond the format" where a
-ledger counts values of the forward pass that an emulated format turns into infinity or NaN, infinities included where
-the format has none. An error is torch's own ("torch has no kernel") if torch raises the very same one on 16 bits, or
-says that a kernel is not implemented for the dtype. A copy, a pickle, a checkpoint and a removal have to give the same
-bits; compiling, tried in one case of twenty, the same but for float32's own roundings, which torch changes without
-casts too.
+plus sixteen units of the format's last place, where the true value is in the format's range; or sixteen times as far
+as torch is on a network and inputs that are 16-bit themselves ("as torch in 16 bits"). It is "beyond the format" where
+a ledger counts values of the forward pass that an emulated format turns into infinity or NaN, infinities included
+where the format has none. An error is torch's own ("torch has no kernel") if torch raises the very same one on 16
+bits, or says that a kernel is not implemented for the dtype; "banned" is what the original of a preset refuses. A
+copy, a pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty, the same
+but for float32's own roundings, which torch changes without casts too.
 
 Needs `pip install "mpkit[compat]"`; the counts go to data/benchmarks/compat.json.
 """
@@ -25,6 +25,7 @@ import json
 import math
 import pickle
 import re
+import string
 import time
 import warnings
 import zlib
@@ -228,7 +229,8 @@ def within(got: list[Tensor], want: list[Tensor], nearby: list[Tensor], eps: flo
     return True
 
 
-FINE = ("within", "as torch in 16 bits", "beyond the format", "torch has no kernel", "not a case")
+FINE = ("within", "as torch in 16 bits", "beyond the format", "torch has no kernel", "banned", "not a case")
+BANS = ("torch_autocast", "apex_O1")  # whose originals refuse binary_cross_entropy in 16 bits
 _NO_KERNEL = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'")
 
 
@@ -250,6 +252,8 @@ def outcome(case: Case, treatment: str) -> str:
         if case.portable and (changed := _changed(case, treatment, got, want)):
             return f"not the same after {changed}"
     except Exception as error:
+        if str(error).startswith("binary_cross_entropy is unsafe") and treatment.startswith(BANS):
+            return "banned"
         known = _NO_KERNEL.fullmatch(str(error)) or (native and _words(error) == _words(_in_16_bits(case, dtype)))
         return "torch has no kernel" if known else type(error).__name__
     try:
@@ -373,7 +377,7 @@ def summary(runs: dict[str, str]) -> dict[str, Any]:
 def run(share: float, minutes: float, only: str | None, stored: Path = STORED, fresh: bool = False) -> dict[str, Any]:
     """Run what is left of a share of the cases, at most so long, and store outcomes and counts."""
     before = json.loads(stored.read_text()) if stored.exists() and not fresh else {}
-    runs: dict[str, str] = before.get("runs", {}) if before.get("versions") == versions() else {}
+    runs = unpacked(before["runs"]) if before.get("versions") == versions() else {}
     end = time.monotonic() + 60 * minutes
     for source in SOURCES if only is None else (only,):
         for case in SOURCES[source]():
@@ -382,9 +386,31 @@ def run(share: float, minutes: float, only: str | None, stored: Path = STORED, f
                 if name in runs or not chosen(name, share) or time.monotonic() > end:
                     continue
                 runs[name] = outcome(case, treatment)
-    result = {"versions": versions(), "share": share, **summary(runs), "runs": dict(sorted(runs.items()))}
+    result = {"versions": versions(), "share": share, **summary(runs), "runs": packed(runs)}
     stored.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def packed(runs: dict[str, str]) -> dict[str, Any]:
+    """Runs as they are stored: by case one letter a treatment, "-" where it did not run, and what the letters mean."""
+    letters = dict(zip(sorted(set(runs.values())), string.ascii_letters))
+    cases: dict[str, dict[str, str]] = {}
+    for name, result in sorted(runs.items()):
+        case, _, treatment = name.rpartition(" | ")
+        cases.setdefault(case, {})[treatment] = letters[result]
+    rows = {case: "".join(given.get(treatment, "-") for treatment in TREATMENTS) for case, given in cases.items()}
+    return {"letters": {letter: result for result, letter in letters.items()}, "treatments": [*TREATMENTS], **rows}
+
+
+def unpacked(stored: dict[str, Any]) -> dict[str, str]:
+    """{"source | case | treatment": outcome} of stored runs."""
+    rows = {case: row for case, row in stored.items() if case not in ("letters", "treatments")}
+    return {
+        f"{case} | {treatment}": stored["letters"][letter]
+        for case, row in rows.items()
+        for treatment, letter in zip(stored["treatments"], row)
+        if letter != "-"
+    }
 
 
 def main() -> None:

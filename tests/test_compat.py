@@ -95,6 +95,13 @@ def test_an_error_is_torchs_own_only_if_torch_raises_it_too() -> None:
     assert compat.outcome(case(linear_algebra), "O3 bfloat16") == "torch has no kernel"
 
 
+def test_what_the_original_of_a_preset_refuses_is_told_apart() -> None:
+    made = lambda: (nn.BCELoss(), (torch.full((3,), 0.5, requires_grad=True), torch.ones(3)), {})  # noqa: E731
+    case = compat.Case("loss", made, portable=False)
+    assert compat.outcome(case, "torch_autocast bfloat16") == "banned"
+    assert compat.outcome(case, "auto bfloat16") == "within"
+
+
 def test_numbers_that_torchs_own_16_bits_move_as_far_are_told_apart() -> None:
     """The kernel of a 16-bit layer norm adds the gradient of its bias up in 16 bits: 384 of 640."""
 
@@ -123,7 +130,7 @@ def test_it_goes_on_where_it_stopped_and_takes_a_share(tmp_path: Path, monkeypat
     monkeypatch.setattr(compat, "SOURCES", {"own": lambda: iter([case_of("perceptron")])})
     monkeypatch.setattr(compat, "TREATMENTS", {name: compat.TREATMENTS[name] for name in ("O0 bfloat16", "O2 bf16")})
     stored = tmp_path / "compat.json"
-    assert compat.run(1.0, 0.0, None, stored)["runs"] == {}  # no time
+    assert compat.unpacked(compat.run(1.0, 0.0, None, stored)["runs"]) == {}  # no time
     first = compat.run(1.0, 1.0, None, stored)
     assert first["counts"]["source"] == {"own": {"within": 2}}
     monkeypatch.setattr(compat, "outcome", lambda *_: pytest.fail("it was run before"))
@@ -136,5 +143,7 @@ def test_it_goes_on_where_it_stopped_and_takes_a_share(tmp_path: Path, monkeypat
 def test_the_stored_counts_are_those_of_the_stored_runs() -> None:
     stored = json.loads(compat.STORED.read_text())
     assert {"torch", "torchvision", "transformers"} == set(stored["versions"])
-    assert len(stored["runs"]) > 100
-    assert compat.summary(stored["runs"]) == {key: stored[key] for key in ("counts", "to_look_at")}
+    runs = compat.unpacked(stored["runs"])
+    assert len(runs) > 100
+    assert compat.packed(runs) == stored["runs"]
+    assert compat.summary(runs) == {key: stored[key] for key in ("counts", "to_look_at")}

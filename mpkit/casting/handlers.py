@@ -152,7 +152,10 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
             if result is None and type(low) is not Emulated:
                 return out
             return _finished(mode, out, low, result)
-        out = func(*mode.cast_all(args, low), **mode.cast_all(_without_out(func, kwargs, low), low))
+        inputs = mode.cast_all(args, low)
+        if type(low) is Emulated and kwargs.get("inplace") and inputs[0] is args[0]:
+            inputs = (args[0].clone(), *inputs[1:])  # backward may need what is written over
+        out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
         # `out=` gets the finished values: a kernel would write them before they are rounded or cast back
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 
