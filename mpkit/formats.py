@@ -135,12 +135,14 @@ class FloatFormat:
         return self.specials != "nan"
 
     def ulp(self, x: float) -> float:
-        """Gap between the values of this format around a finite magnitude; see `rounding.ulp` for tensors.
+        """Gap between the values of this format around a number; see `rounding.ulp` for tensors, whose edges these are.
 
         >>> FP16.ulp(1.0), FP16.ulp(2048.0), FP16.ulp(0.0)
         (0.0009765625, 2.0, 5.960464477539063e-08)
         """
-        exponent = math.frexp(x)[1] - 1 if x else self.min_exponent  # frexp puts the fraction into [0.5, 1)
+        if math.isnan(x):
+            return math.nan
+        exponent = self.max_exponent if math.isinf(x) else math.frexp(x)[1] - 1 if x else self.min_exponent
         return 2.0 ** (min(max(exponent, self.min_exponent), self.max_exponent) - self.fraction_bits)
 
     @property
@@ -177,7 +179,7 @@ class FloatFormat:
         return 2 ** (self.bits - 1) - (self.specials == "nan")
 
     def values(self) -> Tensor:
-        """Every finite value once (one zero), ascending, float32.
+        """Every finite value once (one zero), ascending, float32, on the CPU.
 
         Raises:  ValueError above 24 bits, where the table would take gigabytes.
 
@@ -188,7 +190,7 @@ class FloatFormat:
         if self.bits > 24:
             raise ValueError(f"{self.name} has 2**{self.bits} patterns, too many to list; decode() those you need")
         end = self._infinity if self.has_inf else self._first_nan
-        positive = self.decode(torch.arange(1, end))
+        positive = self.decode(torch.arange(1, end, device="cpu"))
         return torch.cat([-positive.flip(0), positive.new_zeros(1), positive])
 
     def decode(self, patterns: Tensor) -> Tensor:
@@ -232,7 +234,7 @@ class FloatFormat:
         >>> [hex(p) for p in FP16.encode(torch.tensor([1.0, -65504.0, 2.0**-24]))]
         ['0x3c00', '0xfbff', '0x1']
         """
-        x = torch.as_tensor(x, dtype=torch.float64) if isinstance(x, int | float) else x
+        x = torch.as_tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, int | float) else x
         if not isinstance(x, Tensor):
             raise TypeError(f"encode takes a number or a tensor, got {type(x).__name__}; torch.tensor(x) makes one")
         if x.dtype not in (torch.float32, torch.float64):

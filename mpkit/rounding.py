@@ -106,6 +106,14 @@ def _check(x: object, fmt: object) -> None:
         raise TypeError(f"need a float32 or float64 tensor, got {type(x).__name__}; torch.as_tensor(x) makes one")
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"formats are emulated inside float32 or float64, got {x.dtype}; call x.float() first")
+    check_dense(x)
+
+
+def check_dense(x: Tensor) -> None:
+    """Raise TypeError for a tensor that is no array of numbers in memory, such as a sparse or a nested one."""
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"need a dense tensor, got a {kind} one; give its values, or x.to_dense()")
 
 
 def _likeness(t: object) -> object:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_count, check_flags, check_kind
 from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32, FloatFormat
 
 _MX = "OCP Microscaling Formats (MX) Specification, version 1.0, 2023"
@@ -31,18 +31,19 @@ class PowerFormat:
         return f"PowerFormat({self.name})"
 
     def values(self) -> Tensor:
-        """The 255 powers of two, ascending, float32."""
-        return self.decode(torch.arange(255))
+        """The 255 powers of two, ascending, float32, on the CPU."""
+        return self.decode(torch.arange(255, device="cpu"))
 
     def decode(self, patterns: Tensor) -> Tensor:
-        """Bytes (*) of an integer dtype -> (*) float32, built from the bits; 2**-127 is a subnormal float32."""
-        _need_bytes(patterns)
+        """Bytes (*) of an integer dtype, 0 to 255 -> (*) float32, from the bits; 2**-127 is a subnormal float32."""
+        _need_patterns(patterns, self)
         byte = patterns.to(torch.int32)
         bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
         return bits.view(torch.float32)
 
     def encode(self, x: Tensor) -> Tensor:
         """Powers of two and NaN (*) float32 -> (*) int64 bytes. Raises ValueError for any other value."""
+        check_kind("x", x, Tensor, "a tensor of values")
         bits = x.to(torch.float32).view(torch.int32)
         byte = ((bits >> 23) & 0xFF).masked_fill(x.isnan(), 255).long()
         if not ((self.decode(byte) == x) | x.isnan()).all():
@@ -54,12 +55,20 @@ class PowerFormat:
 class IntFormat:
     """Two's complement integers times a fixed power of two: the values of MXINT8 are integer / 64, from -2 to 127/64.
 
+    Args:    bits (2 to 24) and how many of them count fractions (0 to `bits`).
+    Raises:  TypeError for what is no int, ValueError out of range.
     Source:  OCP MX 1.0, 5.3.4 (INT8); the specification leaves open whether -2 is used, here it is.
     """
 
     name: str = "int8"
     bits: int = 8
     fraction_bits: int = 6
+
+    def __post_init__(self) -> None:
+        check_kind("name", self.name, str, "a string")
+        for key, low, high in (("bits", 2, 24), ("fraction_bits", 0, self.bits)):
+            if check_count(key, getattr(self, key), low) > high:
+                raise ValueError(f"{key} must be at most {high}, got {getattr(self, key)}")
 
     @property
     def max(self) -> float:
@@ -78,12 +87,18 @@ class IntFormat:
         return (x * grid).round_().clamp_(low, high).add_(0.0).div_(grid)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Values (*) -> (*) int64 patterns, 0 to 2**bits - 1."""
-        return (x * 2.0**self.fraction_bits).long() & (2**self.bits - 1)
+        """Values (*) -> (*) int64 patterns, 0 to 2**bits - 1. Raises ValueError for what the format does not have."""
+        check_kind("x", x, Tensor, "a tensor of values")
+        whole = x.double() * 2.0**self.fraction_bits
+        known = (whole == whole.floor()) & (whole >= -(2 ** (self.bits - 1))) & (whole < 2 ** (self.bits - 1))
+        if not known.all():
+            first = x[~known].flatten()[0].item()
+            raise ValueError(f"{first!r} is not a value of {self.name}; round to one first")
+        return whole.long() & (2**self.bits - 1)
 
     def decode(self, patterns: Tensor) -> Tensor:
-        """Patterns (*) -> (*) float32 values."""
-        _need_bytes(patterns)
+        """Patterns (*), 0 to 2**bits - 1 -> (*) float32 values."""
+        _need_patterns(patterns, self)
         wide, half = patterns.long(), 2 ** (self.bits - 1)
         return ((wide ^ half) - half).float() / 2**self.fraction_bits
 
@@ -140,9 +155,9 @@ class BlockFormat:
         object.__setattr__(self, "block", _checked_block(self.block))
         if not isinstance(self.scale, FloatFormat | PowerFormat):
             raise TypeError(f"scale is E8M0, E4M3FN or FP32, got {self.scale!r}")
-        if self.scale.name not in RULES:
+        if self.scale not in (E8M0, E4M3FN, FP32):
             raise ValueError(f"scale is E8M0, E4M3FN or FP32, got {self.scale}")
-        if self.scale is not E8M0 and self.scale_rounding == "floor":
+        if self.scale != E8M0 and self.scale_rounding == "floor":
             object.__setattr__(self, "scale_rounding", "te")
         if self.scale_rounding not in (known := RULES[self.scale.name]):
             raise ValueError(
@@ -176,9 +191,13 @@ def _checked_block(block: object) -> tuple[int, int]:
     return pair
 
 
-def _need_bytes(patterns: object) -> None:
-    if not isinstance(patterns, Tensor) or patterns.dtype.is_floating_point or patterns.dtype is torch.bool:
+def _need_patterns(patterns: Tensor, fmt: PowerFormat | IntFormat) -> None:
+    kind = patterns.dtype if isinstance(patterns, Tensor) else None
+    if kind is None or kind is torch.bool or kind.is_floating_point or kind.is_complex:
         raise TypeError(f"bit patterns are a tensor of integers, got {patterns!r}")
+    low, high = map(int, patterns.long().aminmax()) if patterns.numel() else (0, 0)
+    if not 0 <= low <= high < 2**fmt.bits:
+        raise ValueError(f"patterns of {fmt.name} are 0 to {2**fmt.bits - 1:#x}, got {low} to {high}")
 
 
 MXFP8_E4M3 = BlockFormat("mxfp8_e4m3", E4M3FN)

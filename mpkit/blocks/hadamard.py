@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.arguments import check_flags, check_kind
+from mpkit.rounding import check_dense
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs of TransformerEngine 2.20."""
@@ -20,13 +21,16 @@ def hadamard(x: Tensor, dim: int = -1, *, signs: bool = True) -> Tensor:
     Shapes:  x (*) of a float dtype -> (*) float32 values rounded to bfloat16, since that is what is quantised; where
              the length of `dim` is no multiple of 16 it grows to the next one, filled up with zeros before.
     Edges:   orthogonal: the sum of products of two tensors along `dim` stays the same but for rounding.
-    Raises:  ValueError if `dim` does not exist.
+    Raises:  TypeError if `x` is no float tensor; ValueError if `dim` does not exist.
     Source:  arXiv:2509.25149, 4; TransformerEngine 2.20, pytorch/custom_recipes/reference_nvfp4.py.
 
     >>> hadamard(torch.eye(16)[0]).abs().unique()
     tensor([0.2500])
     """
     check_kind("x", x, Tensor, "a tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be a float tensor, got {x.dtype}; call x.float() first")
+    check_dense(x)
     check_kind("dim", dim, int, "an int")
     check_flags(signs=signs)
     if not -x.dim() <= dim < x.dim():

@@ -22,7 +22,7 @@ from mpkit.blocks.scales import (
 )
 from mpkit.blocks.storage import CHUNK, byte_dtype, casts, widened
 from mpkit.formats import FloatFormat
-from mpkit.rounding import MODES, Mode, round_to
+from mpkit.rounding import MODES, Mode, check_dense, round_to, ulp
 
 _MAGNITUDE = 0x7FFFFFFF
 
@@ -151,6 +151,7 @@ def _checked(x: object, fmt: object, dim: object, mode: object, bits: Tensor | N
         raise TypeError(f"fmt is a BlockFormat such as MXFP8_E4M3, got {fmt!r}; round_to takes a FloatFormat")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"need a float tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+    check_dense(x)
     if not is_whole(dim):
         raise TypeError(f"dim is an int, got {dim!r}")
     if mode not in MODES:
@@ -171,9 +172,7 @@ def _checked(x: object, fmt: object, dim: object, mode: object, bits: Tensor | N
         if bits.shape != x.shape:
             raise ValueError(f"bits need the shape of x, {tuple(x.shape)}, got {tuple(bits.shape)}")
         if isinstance(fmt.element, IntFormat):
-            raise ValueError(
-                "random bits are for elements of a float format, and INT8 has integers; give a generator instead"
-            )
+            raise ValueError("random bits are for elements of a float format; integers are rounded to nearest even")
     return dim
 
 
@@ -325,19 +324,23 @@ def round_with_bits(y: Tensor, element: FloatFormat, bits: Tensor) -> Tensor:
 
     Shapes:  y (*) float32, bits (*) uint8 -> (*) float32 values of `element`, at most its largest.
     Edges:   NaN gives the largest element where the format has no NaN. The chance is cut to multiples of 1/256.
+    Raises:  TypeError for other dtypes; ValueError for another shape of `bits`, or an element format with more than 15
+             fraction bits, to which float32 cannot add 8.
     Source:  TransformerEngine 2.20, common/util/ptx.cuh (what Blackwell's cvt.rs does in hardware).
     """
     check_kind("y", y, Tensor, "a tensor")
     check_kind("element", element, FloatFormat, "a FloatFormat such as E2M1")
     check_kind("bits", bits, Tensor, "a tensor of random bits")
+    if y.dtype is not torch.float32 or bits.dtype is not torch.uint8:
+        raise TypeError(f"y is float32 and bits are uint8, got {y.dtype} and {bits.dtype}; call y.float() first")
     if bits.shape != y.shape:
         raise ValueError(f"bits need the shape of y, {tuple(y.shape)}, got {tuple(bits.shape)}")
+    if element.fraction_bits > 15:
+        raise ValueError(f"8 random bits go with at most 15 fraction bits, {element.name} has {element.fraction_bits}")
+    y = y.detach()
     magnitude = y.abs()
-    field = (magnitude.view(torch.int32) >> 23).clamp(element.min_exponent + 127, element.max_exponent + 127)
-    # 2**(e - m) as a float32: its pattern holds nothing but the exponent
-    gap = ((field - element.fraction_bits) << 23).view(torch.float32)
     # at most one gap less 1/256 is added, so the cut reaches the next value at most
-    moved = magnitude + bits.float() * 2.0**-8 * gap
+    moved = magnitude + bits.float() * 2.0**-8 * ulp(magnitude, element)
     cut = round_to(moved, element, "toward_zero", overflow="saturate").copysign(y)
     return cut if element.has_nan else torch.where(y.isnan(), element.max, cut)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.blocks.format import E8M0, BlockFormat
+from mpkit.blocks.format import BlockFormat, PowerFormat
 from mpkit.formats import E4M3FN
 from mpkit.rounding import round_to
 
@@ -33,13 +33,13 @@ def block_scales(amax: Tensor, fmt: BlockFormat, tensor_amax: Tensor | None, dty
     Args:  tensor_amax is the largest magnitude of the tensor where `fmt.tensor_scale`; `dtype` is that of the input,
            whose largest number stands for an infinite scale in TransformerEngine's FP8 blocks.
     """
-    rule = fmt.scale_rounding
+    rule, power = fmt.scale_rounding, isinstance(fmt.scale, PowerFormat)
     if fmt.scale.name == "e4m3fn":
         return nvfp4_scales(amax, fmt, tensor_amax)
-    if fmt.scale is E8M0 and rule in ("floor", "ceil", "even", "rceil"):
+    if power and rule in ("floor", "ceil", "even", "rceil"):
         byte = mx_byte(amax, fmt)
-        return Scales(E8M0.decode(byte), power_of_two(254 - byte).masked_fill_(byte == 255, torch.nan))
-    power = fmt.scale is E8M0
+        decode = power_of_two(byte).masked_fill_(byte == 255, torch.nan)
+        return Scales(decode, power_of_two(254 - byte).masked_fill_(byte == 255, torch.nan))
     limit = constant(fmt.element.max, amax)
     if rule in ("te", "torchao"):
         if rule == "te":
@@ -130,5 +130,5 @@ def power_of_two(field: Tensor) -> Tensor:
 
 
 def floored_power(scale: Tensor) -> Tensor:
-    """Positive normal float32 -> the power of two at or below: the fraction bits cleared."""
-    return (scale.view(torch.int32) & ~_FRACTION).view(torch.float32)
+    """Positive float32 -> the power of two at or below, at least 2**-127: the fraction bits cleared."""
+    return power_of_two(scale.view(torch.int32) >> 23)

@@ -151,8 +151,10 @@ class ScalePolicy:
                 raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
             if key not in _COUNTS:
                 object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
-            elif value != math.inf and value != int(value):
+            elif math.isfinite(value) and value != int(value):
                 raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
+            else:  # what no training reaches is one number, which a counter of 64 bits can be compared with
+                object.__setattr__(self, key, int(max(-NEVER, min(value, NEVER))))
         check_flags(**{key: flag for key in _FLAGS if not isinstance(flag := getattr(self, key), Tensor)})
         if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
             raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")

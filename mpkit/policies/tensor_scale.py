@@ -69,6 +69,10 @@ class TensorScalePolicy:
             low = {"history_len": 1, "margin": -126}.get(key, 0)
             if not low <= value <= (126 if key == "margin" else math.inf) or (key == "element_max" and not value):
                 raise ValueError(f"{key} must be at least {low} and in range, got {value!r}")
+            if key == "element_max":
+                if value > FLOAT32_MAX or not (held := in_float32(float(value))):
+                    raise ValueError(f"element_max must be a positive number that float32 holds, got {value!r}")
+                object.__setattr__(self, key, held)  # as tensors have it
         for key in _FLAGS:
             if not isinstance(getattr(self, key), bool | Tensor):
                 raise TypeError(f"{key} must be True or False, got {getattr(self, key)!r}")
@@ -206,7 +210,7 @@ def _current(p: TensorScalePolicy, amax: float) -> float:
 
 
 def _powered(p: TensorScalePolicy, scale: float) -> float:
-    return 2.0 ** (math.frexp(scale)[1] - 1) if p.power_of_two else scale
+    return 2.0 ** (math.frexp(scale)[1] - 1) if p.power_of_two and scale else scale
 
 
 def _advance_tensors(p: TensorScalePolicy, state: TensorScaleState, amax: Tensor) -> TensorScaleState:
@@ -273,7 +277,8 @@ def _current_tensors(p: TensorScalePolicy, amax: Tensor) -> Tensor:
 def _powered_tensors(p: TensorScalePolicy, scale: Tensor) -> Tensor:
     if p.power_of_two is False:
         return scale
-    floored = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    # in float64, where every float32 has an exponent of its own
+    floored = (scale.double().view(torch.int64) & (0x7FF << 52)).view(torch.float64).float()
     return torch.where(torch.as_tensor(p.power_of_two, device=scale.device), floored, scale)
 
 
@@ -286,7 +291,7 @@ def _pick(flag: Value, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> T
 def _tensor(value: Value, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like.device, torch.float32)
-    return torch.full((), value, dtype=torch.float32, device=like.device)
+    return torch.full((), in_float32(value), dtype=torch.float32, device=like.device)
 
 
 def stack_tensor_scales(policies: Iterable[TensorScalePolicy], device: torch.device | str = "cpu") -> TensorScalePolicy:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from mpkit.arguments import check_kind
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial, stack
+from mpkit.policies.rule import NEVER
 
 _UNROLLED = 16  # steps per compiled call: the state stays in registers for that long
 _FEW = 16  # policies that are stepped faster one by one as Python numbers than together as tensors
+_INT32 = torch.iinfo(torch.int32)
 _WORTH_COMPILING = 1e9  # policy-steps; below that, compiling costs more than it saves
 
 
@@ -127,21 +129,20 @@ def _table(tops: np.ndarray, dtype: torch.dtype) -> Tensor:
 def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Simulation:
     """The same for a few policies, one after the other."""
     count = policies.shape[0]
-    used = np.full((len(tops), count), math.nan)
+    used, ran = np.full((len(tops), count), math.nan), np.zeros((len(tops), count), dtype=bool)
     columns = np.broadcast_to(tops if tops.ndim == 2 else tops[:, None], (len(tops), count))
     final, raised_at, raised = np.zeros(count), np.full(count, -1), np.zeros(count, dtype=np.int64)
     for lane in range(count):
         policy = policies[lane]
         state = initial(policy)
         for i, top in enumerate(columns[:, lane].tolist()):
-            used[i, lane] = state.scale
+            used[i, lane], ran[i, lane] = state.scale, True  # a scale may be NaN: an infinite one times 0
             after, code = advance(policy, state, state.scale <= top)
             if code:
                 raised_at[lane], raised[lane] = i, code
                 break
             state = after
         final[lane] = state.scale
-    ran = ~np.isnan(used)
     fits = ran & (used <= columns)
     return Simulation(
         sampled=used[steps],
@@ -213,7 +214,8 @@ def can_compile() -> bool:
 def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, ScaleState]:
     """The same policy and state in float32 and int32 where that gives the same results, twice as fast.
 
-    A scale kept in float32 times a factor that float32 holds is rounded once either way.
+    A scale kept in float32 times a factor that float32 holds is rounded once either way. A count beyond 32 bits is one
+    that no run reaches, unless its counter starts far from zero.
     """
     factors = [policy.growth_factor, policy.backoff_factor, policy.backoff_divisor, policy.min_scale, policy.max_scale]
     plain = policy.scale_bits == 32 if not isinstance(policy.scale_bits, Tensor) else False
@@ -222,15 +224,22 @@ def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, Scal
         return policy, state
     if not policy.tolerance < 0 or policy.stop_at != -math.inf:
         return policy, state
-    narrow = {torch.float64: torch.float32, torch.int64: torch.int32}
-    moved: dict[str, Any] = {}
-    for f in fields(policy):
-        value = getattr(policy, f.name)
-        if isinstance(value, Tensor) and value.dtype in narrow:
-            top = torch.iinfo(torch.int32)
-            value = value.clamp(top.min, top.max) if value.dtype == torch.int64 else value
-            moved[f.name] = value.to(narrow[value.dtype])
-    return replace(policy, **moved), ScaleState(*(v.to(narrow[v.dtype]) for v in state))
+    starts = (policy.init_count, policy.first_growth_lag, policy.next_growth_lag)
+    if any(bool((torch.as_tensor(start).abs() > _INT32.max // 4).any()) for start in starts):
+        return policy, state
+    moved = {f.name: _short(getattr(policy, f.name)) for f in fields(policy)}
+    if not isinstance(policy.max_consecutive, Tensor) and policy.max_consecutive == NEVER:
+        moved["max_consecutive"] = NEVER  # so written the rule leaves the part out
+    return replace(policy, **moved), ScaleState(*map(_short, state))
+
+
+def _short(value: Any) -> Any:
+    """A tensor in 32 bits, a count cut to them; anything else as it is."""
+    if isinstance(value, Tensor):
+        if value.dtype == torch.float64:
+            return value.float()
+        return value.clamp(_INT32.min, _INT32.max).int() if value.dtype == torch.int64 else value
+    return max(_INT32.min, min(value, _INT32.max)) if type(value) is int else value
 
 
 def _in_float32(value: float | Tensor) -> bool:

@@ -195,7 +195,8 @@ def _scales_used(
         latest = np.maximum.accumulate(np.where(valid, np.arange(len(after)), -1))
         after = np.where(latest >= 0, after[latest], np.float32(1))
     if p.power_of_two:
-        after = np.where(after == 1, after, (after.view(np.int32) & 0x7F800000).view(np.float32))
+        power = (after.astype(np.float64).view(np.int64) & (0x7FF << 52)).view(np.float64)
+        after = np.where(after == 1, after, power.astype(np.float32))
     if not p.unfused and len(after) != len(series):  # steps left out keep the scale before them
         counts = np.cumsum(series != 0)
         after = np.where(counts > 0, after[np.maximum(counts - 1, 0)], np.float32(1))

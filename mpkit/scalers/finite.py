@@ -14,6 +14,7 @@ from mpkit.arguments import check_kind
 
 _DTYPE = attrgetter("dtype")
 _IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NO_GRADIENTS = (
     "there is no gradient to look at: every gradient is missing. Call backward on a loss that depends on the "
     "parameters, and pass their .grad"
@@ -94,6 +95,8 @@ def check_and_unscale_(
     if scale.numel() != 1:
         raise ValueError(f"scale must be one number, got shape {tuple(scale.shape)}")
     check_kind("found_inf", found_inf, Tensor, "the result of an earlier call", optional=True)
+    if found_inf is not None and not found_inf.is_floating_point():
+        raise TypeError(f"found_inf must be the float32 result of an earlier call, got {found_inf.dtype}")
     if uniform is not True and uniform is not False:
         raise TypeError(f"uniform must be True or False, got {type(uniform).__name__}")
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
@@ -104,7 +107,9 @@ def check_and_unscale_(
         found = torch.zeros_like(inverse)
         try:
             _divide(grads, found, _cast(inverse, dtype))  # type: ignore[arg-type]
-        except NotImplementedError:  # a sparse gradient among them: refused before anything was changed
+        except RuntimeError:  # a sparse gradient or a negated view among them: refused before anything was changed
+            if all(g.layout is torch.strided and not g.is_neg() for g in grads):  # type: ignore[union-attr]
+                raise
             found = _by_group(grads, inverse)
     else:
         found = _by_group(grads, inverse)
@@ -140,6 +145,13 @@ def _one_dtype(grads: Sequence[Tensor | None]) -> torch.dtype | None:
     return first
 
 
+def _in_memory(g: Tensor) -> Tensor:
+    """The real numbers that lie in memory behind a gradient: signs and conjugates of views do not matter here."""
+    if g.is_complex():
+        g = torch.view_as_real(g.conj() if g.is_conj() else g)
+    return torch._neg_view(g) if g.is_neg() else g
+
+
 def _cast(inverse: Tensor, dtype: torch.dtype) -> Tensor:
     return inverse.to(dtype).float() if dtype in (torch.float16, torch.bfloat16) else inverse
 
@@ -150,12 +162,15 @@ def _by_group(grads: Sequence[Tensor | None], inverse: Tensor) -> Tensor:
     for g in grads:
         if g is None:
             continue
-        if g.is_sparse:
+        check_kind("each of grads", g, Tensor, "a tensor or None")
+        if g.layout in _COMPRESSED:
+            g = g.values()
+        elif g.is_sparse:
             if not g.is_coalesced():  # entries of one index are added later, and the sum may overflow
                 summed.append(g.coalesce().values())
             # only the stored values: the rest are zeros, finite at any scale
             g = g._values()
-        g = torch.view_as_real(g) if g.is_complex() else g
+        g = _in_memory(g)
         if g.dtype not in _IN_KERNEL:
             raise TypeError(f"a gradient must be float16, bfloat16, float32, float64 or complex, got {g.dtype}")
         groups.setdefault((g.device, g.dtype), []).append(g)

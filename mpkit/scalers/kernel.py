@@ -65,7 +65,7 @@ class TensorRule(NamedTuple):
     def advance_(self, scale: Tensor, good: Tensor, found_inf: Tensor) -> None:
         """As `FusedRule.advance_`."""
         wide = scale.double().reshape(())
-        state = initial(self.policy)._replace(scale=wide, decided=wide, good=good)
+        state = initial(self.policy)._replace(scale=wide, decided=wide, good=good.long())  # the interval may need it
         after, _ = advance(self.policy, state, found_inf.reshape(()) == 0)
         scale.copy_(after.scale)
         good.copy_(after.good)
@@ -101,7 +101,7 @@ def fused_rule(p: ScalePolicy) -> FusedRule | None:
     )
     if p != plain or not _same_quotient(p) or not (reached and bounded and (roomy or not room)):
         return None
-    interval = int(max(p.growth_interval, 1 if p.growth_ge else 0))
+    interval = max(p.growth_interval, 1 if p.growth_ge else 0)
     return FusedRule(p.growth_factor, backoff, interval, p.min_scale, p.max_scale, room)
 
 

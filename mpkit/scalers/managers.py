@@ -169,9 +169,16 @@ class DynamicLossScaleManager(LossScaleManager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
         need_keys(state, self.state_dict())
-        self.__init__(1, state["scale_factor"], state["scale_window"])  # type: ignore[misc]
-        self._state = self._state._replace(**{key: state[key] for key in self._state._fields})
-        self.cur_iter, self.last_overflow_iter = state["cur_iter"], state["last_overflow_iter"]
+        need_number("scale", scale := state["scale"])
+        if scale < 1:
+            raise ValueError(f"scale must be at least 1, got {scale}: this state is damaged")
+        cur_iter = check_count("cur_iter", state["cur_iter"])
+        last = check_count("last_overflow_iter", state["last_overflow_iter"], low=0)
+        # a new one, so that a wrong setting leaves this one as it was
+        fresh = DynamicLossScaleManager(1, state["scale_factor"], state["scale_window"])
+        fresh._state = fresh._state._replace(**{key: state[key] for key in fresh._state._fields})
+        fresh.cur_iter, fresh.last_overflow_iter = cur_iter, last
+        vars(self).update(vars(fresh))
 
 
 class FixedLossScaleUpdateCell(nn.Module):

@@ -142,7 +142,7 @@ class PolicyLossScaler(LossScaler):
         need_keys(state, self.state_dict())
         if state["stopped"] not in tuple(Stop) or not 0 <= state["index"] <= self.remember:
             raise ValueError(f"this state is damaged: stopped is {state['stopped']}, index {state['index']}")
-        self._load(ScaleState(**state["state"]))
+        self._load(ScaleState(**{key: state["state"][key] for key in ScaleState._fields}))
         self.stopped.fill_(state["stopped"])
         self._index.add_((state["index"] - self._newest()) * self._count)
         self._scales.copy_(state["scales"])
@@ -161,8 +161,12 @@ class PolicyLossScaler(LossScaler):
         """Take over a state of Python numbers, in place: a train cell looks at these very tensors."""
         own = [self.scale_value, self._counter] if self._fused else [self.scale_value, *self._state]
         new = [numbers.scale, numbers.good] if self._fused else [numbers.scale, *numbers]
-        for tensor, value in zip(own, new, strict=True):
-            tensor.copy_(torch.as_tensor(value, dtype=tensor.dtype))
+        try:  # all of them before the first is changed
+            values = [torch.as_tensor(value, dtype=tensor.dtype) for tensor, value in zip(own, new, strict=True)]
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"this state is damaged: {numbers} does not fit its counters ({error})") from None
+        for tensor, value in zip(own, values):
+            tensor.copy_(value)
 
     def _newest(self) -> int:
         """The row of the ring that was written last."""

@@ -141,8 +141,7 @@ class DynamicLossScaler(LossScaler):
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
         self.scale_value = _checked_scale(scale_value)
-        self.scale_factor = check_count("scale_factor", scale_factor)
-        self.scale_window = check_count("scale_window", scale_window)
+        self.scale_factor, self.scale_window = _settings(scale_factor, scale_window)
         self.counter = torch.zeros((), dtype=torch.int32)
 
     @property
@@ -178,14 +177,21 @@ class DynamicLossScaler(LossScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
         need_keys(state, self.state_dict())
-        scale, counter = float(state["scale_value"]), int(state["counter"])
-        settings = [check_count(name, state[name]) for name in ("scale_factor", "scale_window")]
-        self.scale_factor, self.scale_window = settings
-        self.scale_value.fill_(scale)
+        scale, counter = _checked_scale(state["scale_value"]), check_count("counter", state["counter"], low=0)
+        if counter >= 2**31:
+            raise ValueError(f"counter has 31 bits, got an int of {counter.bit_length()}")
+        self.scale_factor, self.scale_window = _settings(state["scale_factor"], state["scale_window"])
+        self.scale_value.copy_(scale)
         self.counter.fill_(counter)
 
     def _tensors(self) -> list[str]:
         return ["scale_value", "counter"]
+
+
+def _settings(scale_factor: object, scale_window: object) -> tuple[int, int]:
+    factor, window = check_count("scale_factor", scale_factor), check_count("scale_window", scale_window)
+    need_number("scale_factor", factor)
+    return factor, window
 
 
 def _policy(scale: float, factor: int, window: int) -> ScalePolicy:

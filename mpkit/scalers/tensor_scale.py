@@ -47,9 +47,12 @@ class TensorScaler:
         return self.state.scale
 
     def observe_(self, amax: Tensor) -> None:
-        """Take in the largest magnitude of one tensor, () float32; NaN stays visible to the policy."""
+        """Take in the largest magnitude of one tensor, one float number; NaN stays visible to the policy."""
+        check_kind("amax", amax, Tensor, "a tensor of one number, such as x.abs().amax()")
+        if amax.numel() != 1:
+            raise ValueError(f"amax is the largest magnitude of the tensor, got shape {tuple(amax.shape)}; take amax()")
         self.follow_(amax.device)
-        self.amax = torch.maximum(self.amax, amax.detach().float())
+        self.amax = torch.maximum(self.amax, amax.detach().float().reshape(()))
         self.pending = True
 
     def update_(self) -> None:
