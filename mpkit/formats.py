@@ -140,9 +140,9 @@ class FloatFormat:
         >>> FP16.ulp(1.0), FP16.ulp(2048.0), FP16.ulp(0.0)
         (0.0009765625, 2.0, 5.960464477539063e-08)
         """
-        if math.isnan(x):
-            return math.nan
-        exponent = self.max_exponent if math.isinf(x) else math.frexp(x)[1] - 1 if x else self.min_exponent
+        if not abs(x) < math.inf:  # in comparisons, which the compiler follows
+            return self.ulp(self.max) if abs(x) == math.inf else math.nan
+        exponent = math.frexp(x)[1] - 1 if x else self.min_exponent  # frexp puts the fraction into [0.5, 1)
         return 2.0 ** (min(max(exponent, self.min_exponent), self.max_exponent) - self.fraction_bits)
 
     @property

@@ -335,6 +335,7 @@ def round_with_bits(y: Tensor, element: FloatFormat, bits: Tensor) -> Tensor:
         raise TypeError(f"y is float32 and bits are uint8, got {y.dtype} and {bits.dtype}; call y.float() first")
     if bits.shape != y.shape:
         raise ValueError(f"bits need the shape of y, {tuple(y.shape)}, got {tuple(bits.shape)}")
+    # |y| and 8 more bits below its last one have to fit the 24 of a float32
     if element.fraction_bits > 15:
         raise ValueError(f"8 random bits go with at most 15 fraction bits, {element.name} has {element.fraction_bits}")
     y = y.detach()
