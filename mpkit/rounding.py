@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from mpkit.arguments import check_kind
 from mpkit.formats import FloatFormat
 
 Mode = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
@@ -111,6 +112,9 @@ def _check(x: object, fmt: object) -> None:
 
 def check_dense(x: Tensor) -> None:
     """Raise TypeError for a tensor that is no array of numbers in memory, such as a sparse or a nested one."""
+    check_kind("x", x, Tensor, "a tensor")
+    if torch.compiler.is_compiling():  # a compiled backward may not ask for a layout
+        return
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"need a dense tensor, got a {kind} one; give its values, or x.to_dense()")

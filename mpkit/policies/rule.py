@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind, is_number
+from mpkit.arguments import check_flags, check_kind, is_number, is_whole
 from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
@@ -151,7 +151,7 @@ class ScalePolicy:
                 raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
             if key not in _COUNTS:
                 object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
-            elif math.isfinite(value) and value != int(value):
+            elif not is_whole(value) and not math.isinf(value) and value != int(value):
                 raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
             else:  # what no training reaches is one number, which a counter of 64 bits can be compared with
                 object.__setattr__(self, key, int(max(-NEVER, min(value, NEVER))))

@@ -291,7 +291,8 @@ def _pick(flag: Value, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> T
 def _tensor(value: Value, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like.device, torch.float32)
-    return torch.full((), in_float32(value), dtype=torch.float32, device=like.device)
+    held = value if value <= FLOAT32_MAX else math.inf  # the compiler follows no more than that
+    return torch.full((), held, dtype=torch.float32, device=like.device)
 
 
 def stack_tensor_scales(policies: Iterable[TensorScalePolicy], device: torch.device | str = "cpu") -> TensorScalePolicy:
