@@ -370,7 +370,9 @@ def test_a_function_that_forgets_its_last_return_is_not_taken_for_an_unwritten_o
 
 
 def test_a_right_answer_is_right_in_any_form():
-    for form in ([8, 16], (16, 8), {8, 16}, np.array([8, 16]), torch.tensor([16, 8])):
+    keys = {16: "a", 8: "b"}
+    lists = [8, 16], (16, 8), {8, 16}, np.array([8, 16]), torch.tensor([16, 8])
+    for form in (*lists, keys.keys(), dict(enumerate(keys)).values(), range(8, 17, 8)):
         assert check.verdict("12", "sizes", form)[0], form
     assert check.verdict("15", "collapse", np.False_)[0]
     assert not check.verdict("15", "collapse", np.True_)[0]
@@ -380,6 +382,17 @@ def test_a_right_answer_is_right_in_any_form():
     assert check.verdict("13", "two", scale)[0]
     assert not check.verdict("13", "two", 1024 / 2**0.5)[0]
     assert "right format" in check.verdict("14", "cure", "bfloat16")[1]
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name(capsys):
+    class Mute(ValueError):
+        def __str__(self):
+            raise self
+
+    def raises(*_):
+        raise Mute
+
+    assert re.search(r"raised Mute$", told("10", raises, capsys).strip())
 
 
 def test_a_task_takes_rows_of_any_kind(capsys):

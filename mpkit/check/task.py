@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Task:
             try:
                 got = plain(function(*copy.deepcopy(arguments)))
             except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
-                return False, f"Not yet. {call} raised {type(error).__name__}: {error}"
+                return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
             if got is None and number == 0:
                 return None, f"Write it yourself: {self.prompt}"
             if not same(got, plain(expected), self.rel):
@@ -43,10 +43,19 @@ class Task:
 
 
 def plain(value: object) -> Any:
-    """Tensors, arrays and sets as numbers and lists."""
-    if isinstance(value, list | tuple | set | frozenset):
+    """Tensors, arrays, sets, ranges, and the keys and values of a dict as numbers and lists."""
+    if isinstance(value, list | tuple | Set | range | ValuesView):
         return [plain(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _said(error: Exception) -> str:
+    """What an error of the reader's says, if it says anything: its own words may raise, too."""
+    try:
+        words = str(error)
+    except Exception:
+        return ""
+    return f": {words}" if words else ""
 
 
 def _shown(value: object) -> str:
