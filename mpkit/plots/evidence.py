@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.plots.formats import regions
+from mpkit.formats import FP16
+from mpkit.plots.formats import edges, regions, zones
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two, space
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def detective_scene(data: DetectiveExplorer) -> Scene:
     x = log2("magnitude, as computed in float32", low, high, 8)
     y = names(labels, down=True) | {"hi": -1.2}
     panel = scene.panel(1, title="ranges of the values, as computed in float32", x=x, y=y)
-    least = float(np.log2(fmt.min_subnormal))
-    regions(panel, "x", least - 1, fmt.min_exponent, fmt.max_exponent + 1)
+    regions(panel, "x", *edges(fmt))
     for row, (name, small, large, gradient) in enumerate(data.bars):
         broken = "NaN" if math.isnan(large) else "inf" if math.isinf(large) else ""
         word = broken or ("too large" if large > fmt.max else "")
@@ -117,7 +117,7 @@ def run_scene(data: RunExplorer) -> Scene:
         x=log2("magnitude", -60, 40, 20),
         y=linear("share of all values, %", 0, 1.05 * float(shares.max()), 4),
     )
-    regions(right, "x", -25, -14, 16)
+    regions(right, "x", *edges(FP16))
     rows = np.clip(np.searchsorted(part.step, np.arange(len(t)), side="right") - 1, 0, None)
     with np.errstate(divide="ignore"):
         shift = np.maximum(np.log2(t.scale), -200)
@@ -128,7 +128,7 @@ def run_scene(data: RunExplorer) -> Scene:
         unit=float(shares.max()) / 255,
         rows=scene.keep("rows", rows),
         shift=scene.keep("shift", shift),
-        zones=[[-25, "zero"], [-14, "subnormal"], [16, "normal"], [None, "overflow"]],
+        zones=zones(edges(FP16)),
         label="share, %",
         quiet=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +26,28 @@ def field_of(index: int, fmt: FloatFormat) -> str:
     return "fraction" if index < fmt.fraction_bits else "exponent" if index < fmt.bits - 1 else "sign"
 
 
-def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float, *, unnamed: str = "") -> None:
-    """Colour and name zero, subnormal, normal and overflow along an axis of powers of two; the edges are exponents."""
+FATES = ("zero", "subnormal", "normal", "overflow")
+
+
+def edges(fmt: FloatFormat) -> tuple[int, int, int]:
+    """The powers of two below which a magnitude becomes zero, is subnormal, fits."""
+    return fmt.min_subnormal_exponent - 1, fmt.min_exponent, fmt.max_exponent + 1
+
+
+def zones(ends: Iterable[float]) -> list[tuple[float | None, str]]:
+    """The roles of bars over an axis of powers of two, for `Panel.bars`; the ends are exponents."""
+    return list(zip((*map(float, ends), None), FATES))
+
+
+def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float, /, **said: str) -> None:
+    """Colour and name zero, subnormal, normal and overflow along an axis of powers of two; the edges are exponents.
+
+    `said` are other names of the four, "" for none.
+    """
     ends = sorted((panel.given[axis]["lo"], panel.given[axis]["hi"]))
-    edges = (ends[0], lost, normal, overflow, ends[1])
-    for role, low, high in zip(("zero", "subnormal", "normal", "overflow"), edges, edges[1:]):
-        panel.span(axis, low, high, f"{role}/0.14", "" if role == unnamed else role)
+    look = {"anchor": "end"} if axis == "y" else {}  # bars begin at the left
+    for role, low, high in zip(FATES, (ends[0], lost, normal, overflow), (lost, normal, overflow, ends[1])):
+        panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
 
 
 def bits_scene(data: BitsExplorer) -> Scene:
@@ -82,7 +99,7 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     title = f"all of {fmt.name}, a {'comb' if combs else 'tick'} for each power of two"
     panel = scene.panel(1, title=title, x=log2("magnitude", low, high), y=space(0, 1))
     kind = "" if combs else data.fields.kind  # its name would lie under the ball, and stands in the formula above
-    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, unnamed=kind if kind == "subnormal" else "")
+    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, **{kind: ""} if kind == "subnormal" else {})
     panel.points([0.28] * len(data.binades), data.binades, "ink", glyph="|", size=6, width=1.2)
     if combs:
         teeth = [math.log2(1 + k / 2**bits) + e for e, bits in data.teeth for k in range(1, 2**bits)]
@@ -154,19 +171,14 @@ def gradients_scene(data: GradientsExplorer) -> Scene:
         x=log2("magnitude of loss scale × gradient", low, high, 8),
         y=linear("share of the gradients, %", 0, top, 4),
     )
-    regions(panel, "x", data.lost_below, fmt.min_exponent, fmt.max_exponent + 1)
+    regions(panel, "x", *edges(fmt))
     unit = 100 * data.shares.max() / 255
     panel.bars(
         scene.keep("shares", np.round(255 * data.shares / data.shares.max()).astype(np.uint8)),
         data.exponents + 0.5,
         width=1,
         unit=unit,
-        zones=[
-            [data.lost_below, "zero"],
-            [fmt.min_exponent, "subnormal"],
-            [fmt.max_exponent + 1, "normal"],
-            [None, "overflow"],
-        ],
+        zones=zones(edges(fmt)),
         label="share, %",
         quiet=True,
     )

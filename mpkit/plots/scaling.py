@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.formats import FloatFormat, get_format
+from mpkit.formats import get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
+from mpkit.plots.formats import edges, regions, zones
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
 
 if TYPE_CHECKING:
@@ -106,19 +107,9 @@ def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, hig
 TOP = 20  # of the axis of magnitudes, a power of two; up to 40 where values lie above
 
 
-def _regions(fmt: FloatFormat) -> list[tuple[float, str, str]]:
-    """Up to which power of two, role, name."""
-    return [
-        (math.log2(fmt.min_subnormal) - 1, "zero", "become zero"),
-        (fmt.min_exponent, "subnormal", "subnormal"),
-        (fmt.max_exponent + 1, "normal", ""),
-        (math.inf, "overflow", "overflow"),
-    ]
-
-
 def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     """This step's recorded gradients times its scale, over the regions of the format."""
-    part, low, regions = data.trace.gradients, -32.0, _regions(get_format(data.fmt))
+    part, low, fmt = data.trace.gradients, -32.0, get_format(data.fmt)
     share = part.total() / part.size.sum()
     unit = 100 * share.max() / 255
     rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
@@ -127,9 +118,7 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
     magnitude = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
     x, y = linear("share, %", 0, 105 * share.max(), 3), log2(magnitude, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
-    for high, role, name in regions:
-        panel.span("y", low, high, f"{role}/0.14", name, anchor="end")  # bars begin at the left
-        low = high
+    regions(panel, "y", *edges(fmt), zero="become zero", normal="")
     panel.bars(
         scene.keep("gradients", np.round(255 * share / share.max()).astype(np.uint8)),
         np.arange(part.lowest, part.lowest + part.bins) + 0.5,
@@ -138,7 +127,7 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
         unit=unit,
         rows=scene.keep("rows", rows),
         shift=np.log2(data.scale),
-        zones=[[None if role == "overflow" else upto, role] for upto, role, _ in regions],
+        zones=zones(edges(fmt)),
         label="share of the gradients, %",
         quiet=True,
     )

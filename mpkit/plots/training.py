@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.plots.formats import regions
+from mpkit.plots.formats import regions, zones
 from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
 
 if TYPE_CHECKING:
@@ -37,12 +37,11 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     )
     regions(left, "x", *(float(e) for e in edges))
     heights = 100 * np.stack([_at_scale(data, int(e)) for e in SCALES])
-    zones = [[float(e), role] for e, role in zip(edges, ("zero", "subnormal", "normal"))]
     look = {"width": 1, "label": "share, %", "quiet": True}
     left.bars(
         heights,
         np.arange(FIRST, LAST) + 0.5,
-        zones=[*zones, [None, "overflow"]],
+        zones=zones(edges),
         **look,
     )
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5

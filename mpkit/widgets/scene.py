@@ -70,7 +70,7 @@ class View(_Widget):
         self._step = play["name"] if play.get("name") in explorer.controls else None
         self._first = play.get("first", 0)
         super().__init__(controls=self._form())
-        explorer.observe(self._told, ["revision", "message", "busy"])  # when all is computed
+        explorer.observe(self.redraw, ["revision", "message", "busy"])  # when all is computed
         if hasattr(self, "on_msg"):
             self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
@@ -78,16 +78,13 @@ class View(_Widget):
             self.observe(lambda change: self.ask({self._step: change["new"] + self._first}), "index")
         self.redraw()
 
-    def _told(self, _: object) -> None:
-        self.redraw()
-
     def close(self) -> None:
         """Take the view off the page; its explorer goes on without it."""
-        self.explorer.unobserve(self._told, ["revision", "message", "busy"])
+        self.explorer.unobserve(self.redraw, ["revision", "message", "busy"])
         if _Widget is not HasTraits:
             cast(Any, super()).close()
 
-    def redraw(self) -> None:
+    def redraw(self, _: object = None) -> None:
         """Send what has changed: the scene if a parameter other than the step did, sentence and state; one message."""
         with self.explorer.lock, self._together():
             state = self.explorer.state()
