@@ -24,8 +24,8 @@ from mpkit.blocks import (
     quantize_blocks,
     round_with_bits,
 )
-from mpkit.casting import cast_like
-from mpkit.casting.products import recipe_rule
+from mpkit.casting import auto_mixed_precision, cast_like, to_float
+from mpkit.casting.products import recipe_linear, recipe_rule
 from mpkit.casting.recipe import RECIPES
 from mpkit.formats import BF16, E2M1, E4M3FN, FP16, FP32, FloatFormat
 from mpkit.policies import (
@@ -185,6 +185,55 @@ def test_the_way_out_of_random_bits_for_integers_exists():
     bits = torch.zeros(32, dtype=torch.uint8)
     with pytest.raises(ValueError, match="integers are rounded to nearest even"):
         quantize_blocks(torch.randn(32), MXINT8, mode="stochastic", bits=bits)
+
+
+def test_a_recipe_takes_float_tensors_of_any_size():
+    for recipe in (RECIPES["te_current"], RECIPES["mxfp8"]):
+        for kind in (torch.int32, torch.complex64):
+            with pytest.raises(TypeError, match="x and weight must be float tensors"):
+                recipe_linear(torch.ones(4, 32, dtype=kind), torch.ones(16, 32), recipe)
+        for rows, features, outputs in ((4, 0, 16), (4, 32, 0), (0, 32, 16)):
+            x, weight = (
+                torch.ones(rows, features, requires_grad=True),
+                torch.ones(outputs, features, requires_grad=True),
+            )
+            y = recipe_linear(x, weight, recipe)
+            y.sum().backward()
+            assert y.shape == (rows, outputs)
+            assert not y.any()
+            for grad in (x.grad, weight.grad):
+                assert grad is not None
+                assert not grad.any()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class _Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_the_way_out_for_an_autograd_function_of_ones_own(level: str):
+    """As `auto_mixed_precision` says: in a module that `to_float` puts to float32."""
+    net = auto_mixed_precision(nn.Sequential(nn.Linear(4, 4), _Own()), level, torch.bfloat16)
+    to_float(net[1], torch.float32)
+    net(torch.randn(3, 4)).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
 # --- policies, replays

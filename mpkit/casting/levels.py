@@ -54,6 +54,9 @@ def auto_mixed_precision(
     The call of the network is the way in. Its other methods, and threads that a forward starts, compute at the level
     inside `within(network)`; outside of it they warn when they call a module, or compute with a parameter, of it.
 
+    The backward of a `torch.autograd.Function` of your own runs without a level, as without an autocast: it finds what
+    its forward saved, float32 weights too, beside 16-bit gradients. The way out is a module under `to_float`.
+
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
         amp_level:  one of the above, case matters.

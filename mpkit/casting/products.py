@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -177,6 +178,8 @@ def recipe_linear(
     check_kind("weight", weight, Tensor, "a tensor")
     check_kind("recipe", recipe, Recipe, "a Recipe")
     check_kind("scalers", scalers, dict, "a dict of TensorScaler objects", optional=True)
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise TypeError(f"x and weight must be float tensors, got {x.dtype} and {weight.dtype}; call .float() first")
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x (*, in) and weight (out, in) must agree, got {tuple(x.shape)} and {tuple(weight.shape)}")
     return _RecipeLinear.apply(x, weight, recipe, scalers or {}, note, torch.is_grad_enabled())
@@ -193,7 +196,7 @@ class _RecipeLinear(torch.autograd.Function):
         note: Note | None,
         tracks: bool,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # of no features -1 would be any number
         scales = {name: scaler.scale for name, scaler in scalers.items()}
         for name, tensor in (("input", x), ("weight", weight)):
             if name in scalers:
@@ -211,7 +214,7 @@ class _RecipeLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         recipe, scalers, scales, note, shape = ctx.settings
-        grad = grads[0].reshape(-1, weight.shape[0])
+        grad = grads[0].reshape(rows.shape[0], weight.shape[0])
         # the scale of this gradient is not known before backward; those of input and weight were taken in forward
         if "grad" in scalers:
             scalers["grad"].follow_(grad.device)
