@@ -23,22 +23,12 @@ def group_scale_scene(data: GroupScaleExplorer) -> Scene:
     low, high = 0, float(np.ceil(np.log2(max(one.scales.max(), own.scales.max())))) + 2
     y = log2("loss scale", low, high)
     left = scene.panel(title="loss scale; × an overflow began", x=linear("step", 0, steps, 6), y=y)
-    left.line(
-        exponents(one.scales[:, 0], low, high),
-        color="reference",
-        step="post",
-        show="upto",
-        label="one scale",
-        tag=True,
-        width=2.6,
-        dash="1 2",
-    )
-    for i, (color, dash) in enumerate(zip(SERIES, DASHES)):
-        if i >= GROUPS:
-            break
+    look: dict[str, Any] = {"step": "post", "show": "upto", "tag": True}
+    at = exponents(one.scales[:, 0], low, high)
+    left.line(at, color="reference", label="one scale", width=2.6, dash="1 2", **look)
+    for i, (color, dash) in enumerate(zip(SERIES[:GROUPS], DASHES)):
         at = exponents(own.scales[:, i], low, high)
-        look: dict[str, Any] = {"color": color, "dash": dash, "step": "post", "show": "upto"}
-        left.line(at, label=f"group {i + 1}", tag=True, **look)
+        left.line(at, color=color, dash=dash, label=f"group {i + 1}", **look)
         bad = np.flatnonzero(own.overflows[:, i])
         if len(bad):
             left.points(at[bad], bad, color, since=bad, glyph="x", size=3.5, show="upto")

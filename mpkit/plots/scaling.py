@@ -49,16 +49,8 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     whole.line(scale, step="mid", width=1.6)
     whole.points(scale[skips], skips, "overflow", glyph="x", size=2.5, width=1.4)
     whole.handle("x", "step", data.step, 0, len(steps) - 1, "step")
-    whole.handle(
-        "y",
-        "init_exponent",
-        data.init_exponent,
-        0,
-        32,
-        "start, 2 to the",
-        cross=0.015 * len(steps),
-        note="start",
-    )
+    grip = {"cross": 0.015 * len(steps), "note": "start"}
+    whole.handle("y", "init_exponent", data.init_exponent, 0, 32, "start, 2 to the", **grip)
     return scene
 
 
