@@ -24,6 +24,7 @@ from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stage_
 from mpkit.data import data_dir, digits
 from mpkit.explorers.base import Explorer
 from mpkit.optimizers import centralized
+from mpkit.replay.percent import percent
 
 COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
 SWITCHES = ("less_bn", "grad_freeze", "adasum", "grad_accumulation")
@@ -344,14 +345,14 @@ class FreezeExplorer(Explorer):
         frozen = sum(v > 0 for v in self.sequence) / len(self.sequence)
         return (
             f"Step {self.step}: index {self.sequence[self.step]} freezes the first {self.frozen_now} of "
-            f"{len(self.names)} stages and saves {self.saved[self.step]:.0%} of its backward work. In {frozen:.0%} of "
-            f"the {FREEZE_STEPS} steps some stages are frozen. This saves {mean(self.saved):.1%} of all backward work; "
-            f"the formula says {self.formula:.1%}."
+            f"{len(self.names)} stages and saves {percent(self.saved[self.step])} of its backward work. In "
+            f"{percent(frozen)} of the {FREEZE_STEPS} steps some stages are frozen. This saves "
+            f"{percent(mean(self.saved), 1)} of all backward work; the formula says {percent(self.formula, 1)}."
         )
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"step": i, "index": v, "frozen stages": v * self.stride, "backward work saved": f"{self.saved[i]:.1%}"}
+            {"step": i, "index": v, "frozen stages": v * self.stride, "backward work saved": percent(self.saved[i], 1)}
             for i, v in enumerate(self.sequence)
         ]
 

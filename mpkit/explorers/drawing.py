@@ -135,22 +135,26 @@ class DrawExplorer(DrawnExplorer):
 
     def word(self) -> str:
         guess, top = self.guess, self.top[SHOWN:]
-        moves = np.abs(np.diff(guess))
+        moves = np.diff(guess)
         above = int((guess > top).sum())
         if self.close >= 54:
             return "This is the right picture: rests of 20 steps, single doublings, a fall at the ceiling."
         if np.ptp(guess) < 0.5:
             return (
-                "You drew a scale that rests. It cannot rest: 20 finite steps in a row always double it, until it"
-                " meets the ceiling again."
+                "You drew a scale that rests. It cannot rest so long: 20 finite steps in a row always double it, "
+                "until it meets the ceiling again."
             )
         if np.abs(guess - top).mean() < 0.6:
             return (
                 "You followed the ceiling. The scaler does not see it: it counts finite steps, and learns of the "
                 "ceiling only when a step overflows."
             )
-        if (moves > 0.01).sum() > 12:
-            return "You drew a smooth curve. The scale only doubles, halves, or rests."
+        if (changes := int(np.count_nonzero(moves))) > 12:
+            real = int((np.diff(self.hidden) != 0).sum())
+            return (
+                f"You drew a scale that changes {changes} times. It doubles, halves, or rests, and it changes only "
+                f"{real} times here."
+            )
         if above > 6:
             return (
                 f"Your line lies above the ceiling in {above} steps. It cannot stay there: each of these steps "
@@ -202,14 +206,13 @@ class GapExplorer(DrawnExplorer):
 
     def word(self) -> str:
         guess, small = self.guess, self.exponents < -14
-        slope = np.polyfit(self.exponents, guess, 1)[0]
         if self.close >= 36:
             return "This is the right picture: it rises with the numbers, and it is level at the left."
-        if abs(slope) < 0.15:
+        if np.ptp(guess) < 1:
             return (
                 "You drew one gap for all numbers. Whole numbers have that. In float16 the gap grows with the number."
             )
-        if slope < 0:
+        if np.corrcoef(self.exponents, guess)[0, 1] < -0.8:
             return "You drew larger gaps for smaller numbers. But small numbers lie closer together than large ones."
         if np.abs(guess - (self.exponents - 10)).mean() < 1:
             return (
@@ -250,20 +253,21 @@ class TotalExplorer(DrawnExplorer):
 
     def word(self) -> str:
         guess, exact = self.guess, self.each * np.arange(self.first, len(self.truth))
-        moves = np.diff(guess)
+        first, second = guess[len(guess) // 2] - guess[0], guess[-1] - guess[len(guess) // 2]
         if self.close >= 31:
             return "This is the right picture: exact up to 2048, and nothing after it."
         if np.abs(guess - exact).mean() < 120:
             return (
                 "You drew the exact sum. float16 holds 4000, but above 2048 it has no odd numbers: 2048 + 1 is a tie."
             )
-        if (moves < -30).any():
+        if (guess - exact > 120).any():
+            return "You drew a sum that is larger than the number of ones. No rounding here makes it larger."
+        if (np.maximum.accumulate(guess) - guess > 60).any():
             return "You drew a sum that falls. It cannot fall: at worst, adding 1 changes nothing."
         if np.ptp(guess[-5:]) < 120:
             return f"You drew a sum that stops near {guess[-1]:.0f}. It does stop, where the gap becomes 2."
-        return (
-            "You drew a sum that slows down. Up to 2048 every sum is exact. After it each addition is lost as a whole."
-        )
+        drew = "You drew a sum that slows down." if second < 0.8 * first else "Look where the lines part."
+        return f"{drew} Up to 2048 every sum is exact. After it each addition is lost as a whole."
 
     def opening(self) -> str:
         return "Ones are added in float16, one by one. The first 500 sums are exact. How does it go on up to 4000 ones?"
@@ -306,7 +310,7 @@ class StuckExplorer(DrawnExplorer):
                 "You drew a training that succeeds. Points with a low loss lie in these two directions, but "
                 "DimReduce does not get there: soon both steps that it tries are far too long, and it refuses them."
             )
-        if np.ptp(guess) < 0.2:
+        if np.ptp(guess) < 0.2 and abs(guess[0] - self.truth[0]) < 0.2:
             return "You drew a loss that does not fall. The first steps in the two directions do lower it."
         return "Look where the lines part. The loss falls while a step that is tried is accepted, and then it stays."
 

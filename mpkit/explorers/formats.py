@@ -18,6 +18,7 @@ from mpkit.explorers.base import Explorer, stroke
 from mpkit.formats import FORMATS, Fields, FloatFormat, get_format
 from mpkit.plots.scene import power_of_two
 from mpkit.record import Trace
+from mpkit.replay.percent import percent
 from mpkit.rounding import round_to, ulp
 
 NAMES = [name for name in FORMATS if name != "fp64"]
@@ -307,7 +308,7 @@ class GradientsExplorer(Explorer):
         lost, least = self.exponents < self.lost_below, self.exponents < self.format.min_exponent
         over = self.exponents > self.format.max_exponent
         self.lost, self.subnormal, self.normal, self.over = (
-            float(self.share[where].sum()) for where in (lost, least & ~lost, ~least & ~over, over)
+            float(counts[where].sum() / counts.sum()) for where in (lost, least & ~lost, ~least & ~over, over)
         )
 
     @property
@@ -328,13 +329,13 @@ class GradientsExplorer(Explorer):
         most, least = ("at most ", "at least ") if self.split else ("", "")
         return (
             f"Step {self.step}, {self.values:,} non-zero gradients times 2^{self.scale_exponent} in {self.fmt}: "
-            f"{self.lost:.1%} become 0, {self.subnormal:.1%} subnormal, {most}{self.normal:.1%} normal, "
-            f"{least}{self.over:.1%} overflow."
+            f"{percent(self.lost, 1)} become 0, {percent(self.subnormal, 1)} subnormal, {most}"
+            f"{percent(self.normal, 1)} normal, {least}{percent(self.over, 1)} overflow."
         )
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"exponent": int(exponent), "share": f"{share:.2%}"}
+            {"exponent": int(exponent), "share": percent(share, 2)}
             for exponent, share in zip(self.exponents, self.share)
             if share > 0
         ]

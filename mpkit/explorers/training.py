@@ -21,6 +21,7 @@ from mpkit.explorers.base import Explorer
 from mpkit.explorers.start import computed_in
 from mpkit.formats import FloatFormat, dtype_name, get_format
 from mpkit.networks import Network
+from mpkit.replay.percent import percent
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
@@ -118,11 +119,6 @@ def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
     return Shares(*(float(count / n) for count in (below, subnormal - below, fitting - subnormal, n - fitting)))
 
 
-def percent(share: float) -> str:
-    """A share in whole percents; small ones are told from none."""
-    return "0 %" if share == 0 else "below 1 %" if share < 0.01 else f"{100 * share:.0f} %"
-
-
 def recommended_exponent(magnitudes: np.ndarray, fmt: FloatFormat) -> int:
     """The largest power of two that leaves the largest gradient one power of two of room below overflow.
 
@@ -216,7 +212,7 @@ class StepExplorer(Explorer):
 
     def summary(self) -> str:
         now = self.phases[self.phase - 1]
-        end = "the update is skipped" if self.skipped else f"the weights move by {self.change:.3g}"
+        end = "the update is skipped" if self.skipped else f"the weights move by up to {self.change:.3g}"
         if self.lost:
             end = f"the check comes too late: {self.lost} of {self.phases[6].count} weights are not finite"
         spoilt = f", {now.bad} of {now.count} values not finite" if now.bad and self.phase < 7 else ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.plots.scene import Panel, Scene, linear, names
+from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
     from mpkit.explorers.boost import (  # upward: the types of its arguments
@@ -145,8 +146,7 @@ def freeze_scene(data: FreezeExplorer) -> Scene:
     fill = ["own/0.55", "reference/0.55", "paper"]
     right.bars(values, fill=fill, edge="reference", width=0.6, label="saved, %", quiet=True)
     for column in range(3):
-        shown = np.round(values[:, column], 1)
-        right.text("{} %", column, 104, values=[shown], valign="top")
+        right.text("{} %", column, 104, values=[percents(values[:, column] / 100)], valign="top")
     return scene
 
 

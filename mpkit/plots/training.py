@@ -10,6 +10,7 @@ import numpy as np
 
 from mpkit.plots.formats import regions, zones
 from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
+from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
     from mpkit.explorers.training import (  # upward: the types of its arguments
@@ -47,9 +48,10 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5
     grip = {"base": peak, "cross": 20.7, "note": "drag"}  # above all bars
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))
+    shown = (percents([getattr(s, name) for s in data.course]) for name in ("lost", "overflow"))
     words = ("{} % flushed to zero", "{} % overflow")
-    for row, (text, values) in enumerate(zip(words, (lost, over))):
-        look = {"values": [np.round(values, 1)], "frame": True, "anchor": "end", "valign": "top", "halo": True}
+    for row, (text, values) in enumerate(zip(words, shown)):
+        look = {"values": [values], "frame": True, "anchor": "end", "valign": "top", "halo": True}
         left.text(text, 0.99, 0.78 - 0.08 * row, color=("zero", "overflow")[row], **look)
     left.handle("x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "static scale, 2 to the", **grip)
     _window(scene, data, edges)
