@@ -1,6 +1,8 @@
 """The models and views of lesson 01, without a browser."""
 
+import bisect
 import math
+import re
 import threading
 from fractions import Fraction
 
@@ -155,6 +157,61 @@ def test_the_same_number_in_every_format():
     rows = {row["format"]: row for row in model.table()}
     assert rows["bf16"]["pattern, hex"] == "3e9a"
     assert rows["e4m3fn"]["value"] == "0.3125"
+
+
+HALF = sorted({*FP16.values().tolist()})
+
+
+def nearest_of_half(exact):
+    """The value of float16 that is nearest to a fraction, ties to the even pattern, by distances alone."""
+    at = bisect.bisect_left(HALF, exact)
+    return min(HALF[at - 1 : at + 1], key=lambda v: (abs(Fraction(v) - exact), int(FP16.encode(abs(v))) & 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("1e-400", Fraction(1, 10**400)),
+        ("-1e-400", -Fraction(1, 10**400)),
+        ("2^-1080", Fraction(1, 2**1080)),
+        ("1.00000000000000001", 1 + Fraction(1, 10**17)),
+        ("2049.0000000000000001", 2049 + Fraction(1, 10**16)),  # float64 makes the tie 2049 of it, which goes down
+        ("2050.9999999999999999", 2051 - Fraction(1, 10**16)),
+        ("1/3", Fraction(1, 3)),
+        ("2048", Fraction(2048)),
+        ("0e-999999999", Fraction(0)),
+    ],
+)
+def test_a_number_is_rounded_once_and_called_exact_where_it_is(text, exact):
+    model = BitsExplorer(number=text)
+    assert model.value == nearest_of_half(exact)
+    assert ("(exactly)" in model.summary()) == (Fraction(model.value) == exact)
+    error = {row["format"]: row["relative error"] for row in model.table()}["fp16"]
+    assert (float(error) == 0) == (Fraction(model.value) == exact)
+
+
+@pytest.mark.parametrize("number", ["9007199254740993", "16777217"])
+def test_a_whole_number_that_float32_does_not_hold_is_off(number):
+    model = BitsExplorer(fmt="fp32", number=number)
+    assert "(off by -1)" in model.summary()
+
+
+def test_float32_tells_its_neighbours_apart_and_the_ring_keeps_an_exponent():
+    model = BitsExplorer(fmt="fp32", number="0.1")
+    below, above = re.search(r"neighbours (\S+) and (\S+),", model.summary()).groups()
+    assert np.float32(below) == np.nextafter(np.float32(0.1), np.float32(0))
+    assert np.float32(above) == np.nextafter(np.float32(0.1), np.float32(1))
+    model.set(number="3.66e-5")
+    model.toggle(0)  # 3.659999492811039e-05: cut off, this would read as 3.66
+    assert float(model.asked().removeprefix("about ")) == pytest.approx(model.value, rel=1e-8)
+    assert model.asked() in str(bits_view(fmt="fp32", number=model.number).spec)
+
+
+def test_a_share_of_gradients_above_0_is_not_told_as_0():
+    model = GradientsExplorer(scale_exponent=20, step=0)
+    assert 0 < model.over < 0.0005
+    assert "below 0.1 % overflow" in model.summary()
+    assert "0.00" not in str(model.table())
 
 
 def test_up_down_and_sign_buttons_and_what_they_say_at_the_ends():

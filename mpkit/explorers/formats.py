@@ -24,21 +24,55 @@ from mpkit.rounding import round_to, ulp
 NAMES = [name for name in FORMATS if name != "fp64"]
 
 
+TINY = Fraction(1, 2**1200)
+"""What stands for a number so small that a float calls it 0: no format has a value near it."""
+
+
 def read_number(text: str) -> float:
-    """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "-2**10", "inf", "nan".
+    """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "-2**10", "inf", "nan"; the nearest float.
 
     Raises:  ValueError, with examples, for anything else.
 
     >>> read_number("2^-14"), read_number("1/3")
     (6.103515625e-05, 0.3333333333333333)
     """
+    return read_exactly(text)[0]
+
+
+def read_exactly(text: str) -> tuple[float, Fraction]:
+    """(the nearest float, the number itself); 0 beside inf and NaN. Raises ValueError as `read_number` does.
+
+    >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
+    (0.0, Fraction(1, 10))
+    """
     power = re.fullmatch(r"\s*(-?)\s*(\d+)\s*(?:\^|\*\*)\s*(-?\d{1,4})\s*", text)
     try:
         if power:
-            return (-1.0 if power[1] else 1.0) * float(Fraction(int(power[2])) ** int(power[3]))
-        return float(Fraction(text)) if "/" in text else float(text)
+            sign, exact = (-1 if power[1] else 1), Fraction(int(power[2])) ** int(power[3])
+            return float(sign) * float(exact), sign * exact
+        if "/" in text:
+            return float(Fraction(text)), Fraction(text)
+        near = float(text)
     except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
+    if not math.isfinite(near):
+        return near, Fraction(0)
+    if near == 0:  # not read exactly: the exponent may be huge
+        some = re.search("[1-9]", re.split("[eE]", text)[0]) is not None
+        return near, some * (TINY if math.copysign(1, near) > 0 else -TINY)
+    return near, Fraction(text.strip())
+
+
+def to_odd(near: float, exact: Fraction) -> float:
+    """A float from which any narrower format is rounded as from the number itself: where a float does not hold it, the
+    one of its two neighbours whose last bit is odd.
+
+    Source:  S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
+             to odd", IEEE Transactions on Computers 57 (2008) 462.
+    """
+    if not math.isfinite(near) or Fraction(near) == exact or Fraction(near) / Fraction(math.ulp(near)) % 2:
+        return near
+    return math.nextafter(near, math.inf if exact > Fraction(near) else -math.inf)
 
 
 def store(value: float, fmt: FloatFormat) -> int:
@@ -64,9 +98,9 @@ def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
     return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
 
 
-def short(value: float | None) -> str:
-    """A number in at most 7 significant digits."""
-    return "none" if value is None else f"{value:.7g}"
+def short(value: float | None, digits: int = 7) -> str:
+    """A number in at most so many significant digits: 7 tell apart the values of 16 bits, 9 those of float32."""
+    return "none" if value is None else f"{value:.{digits}g}"
 
 
 class BitsExplorer(Explorer):
@@ -126,14 +160,14 @@ class BitsExplorer(Explorer):
     def _read(self) -> tuple[float, int]:
         """The number asked for and its pattern; nan(0x7e01) stands for one particular NaN."""
         payload = re.fullmatch(r"nan\((0x[0-9a-f]+)\)", self.number)
-        wanted = math.nan if payload else read_number(self.number)
+        wanted, self.exact = (math.nan, Fraction(0)) if payload else read_exactly(self.number)
         if math.isnan(wanted) and not self.format.has_nan:
             raise ValueError(f"{self.fmt} has no NaN; choose another format or another number")
         if payload:
             pattern = int(payload[1], 16)
             if pattern < 2**self.format.bits and self.format.fields(pattern).kind == "nan":
                 return wanted, pattern
-        return wanted, store(wanted, self.format)
+        return wanted, store(to_odd(wanted, self.exact), self.format)
 
     def bit(self, index: int) -> int:
         """The value of one bit; bit 0 is the last of the fraction."""
@@ -193,13 +227,29 @@ class BitsExplorer(Explorer):
     def summary(self) -> str:
         if self.fields.kind in ("inf", "nan"):
             return f"{self.number} in {self.fmt} is {self.value} (bits {self.bit_string()})."
-        off, kind = self.value - self.wanted, self.fields.kind
+        kind, digits = self.fields.kind, self.digits
         told = "zero" if kind == "zero" else f"a {kind} number"
-        error = "exactly" if off == 0 else f"off by {off:.3g}"
         return (
-            f"{self.number} in {self.fmt} is {self.value!r} ({error}), {told}: bits "
-            f"{self.bit_string()}; neighbours {short(self.below)} and {short(self.above)}, ulp {self.gap:.4g}."
+            f"{self.number} in {self.fmt} is {self.value!r} ({self._error()}), {told}: bits {self.bit_string()}; "
+            f"neighbours {short(self.below, digits)} and {short(self.above, digits)}, ulp {self.gap:.4g}."
         )
+
+    @property
+    def digits(self) -> int:
+        """Significant digits that tell the values of the format apart."""
+        return 9 if self.format.fraction_bits > 20 else 7
+
+    def asked(self) -> str:
+        """The number asked for, in at most 18 characters."""
+        return self.number if len(self.number) <= 18 else f"about {self.wanted:.9g}"
+
+    def _error(self) -> str:
+        """How far the finite value is from the number asked for."""
+        if not math.isfinite(self.wanted):
+            return f"off by {self.value - self.wanted:.3g}"
+        off = Fraction(self.value) - self.exact
+        near = float(off)
+        return f"off by {near:.3g}" if near else "off by less than 1e-300" if off else "exactly"
 
     def table(self) -> list[dict[str, Any]]:
         """The same real number in every format."""
@@ -210,9 +260,11 @@ class BitsExplorer(Explorer):
                     {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
                 )
                 continue
-            pattern = store(self.wanted, fmt)
+            pattern = store(to_odd(self.wanted, self.exact), fmt)
             value = value_of(pattern, fmt)
-            error = abs(value - self.wanted) / abs(self.wanted) if self.wanted else 0.0
+            error = abs(value - self.wanted)
+            if math.isfinite(error) and self.exact:
+                error = float(abs(Fraction(value) / self.exact - 1))
             rows.append(
                 {
                     "format": fmt.name,
@@ -323,7 +375,7 @@ class GradientsExplorer(Explorer):
         The recording counts by powers of two, so it does not tell how many of these overflow.
         """
         whole = self.format.overflow_edge > 0.99 * 2.0 ** (self.format.max_exponent + 1)
-        return not whole and float(self.share[self.exponents == self.format.max_exponent].sum()) >= 0.0005
+        return not whole and float(self.share[self.exponents == self.format.max_exponent].sum()) > 0
 
     def summary(self) -> str:
         most, least = ("at most ", "at least ") if self.split else ("", "")

@@ -119,7 +119,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
     low, high = data.window
     axis: dict[str, Any] = {"label": "value; drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
-    axis["ticks"] = [[v, f"{v:.{9 if data.format.fraction_bits > 20 else 7}g}"] for v in middle]
+    axis["ticks"] = [[v, f"{v:.{data.digits}g}"] for v in middle]
     panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1))
     for height, name, values, stored in ((0.42, data.fmt, *data.near), (0.1, data.pinned, *data.pinned_near)):
         if name == "none":
@@ -131,7 +131,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         text = name if near else f"{name} has no value so near"
         panel.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     at = min(max(data.wanted, low), high)
-    grip = {"step": (high - low) / 160, "cross": 0.78, "note": f"asked for {data.number[:18]}"}
+    grip = {"step": (high - low) / 160, "cross": 0.78, "note": f"asked for {data.asked()}"}
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
