@@ -38,6 +38,16 @@ def swept(explorer: Explorer, samples: int = 6, **only):
     explorer.set(**opening)
 
 
+def in_percent(share: float, digits: int = 0) -> str:
+    """As words: rounded, but only nothing is 0 and only all is 100."""
+    unit = 10.0 ** -(2 + digits)
+    if share in (0, 1):
+        return f"{int(100 * share)} %"
+    if share < unit or share > 1 - unit:
+        return f"{'below' if share < unit else 'above'} {100 * (unit if share < unit else 1 - unit):.{digits}f} %"
+    return f"{100 * share:.{digits}f} %"
+
+
 def power(text: str) -> float:
     """2^17.75 and 0 as they stand in a sentence, as a number."""
     return 2.0 ** float(text[2:]) if text.startswith("2^") else float(text)

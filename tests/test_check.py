@@ -337,8 +337,20 @@ def strict(gradients, scale):
     return finite, scale if finite else scale / 2
 
 
+def judged_by(some):
+    """The decision by some of the gradients: a loop that forgets the others."""
+
+    def decided(gradients, scale):
+        finite = all(abs(g * scale) <= 65504 for g in some(gradients))
+        return finite, scale if finite else scale / 2
+
+    return decided
+
+
 MISTAKES = [
     ("00", strict),
+    ("00", judged_by(lambda gradients: gradients[:1])),
+    ("00", judged_by(lambda gradients: gradients[-1:])),
     ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
     ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
     ("14", only_inf),

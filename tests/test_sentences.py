@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sentences import power, read, swept
+from sentences import in_percent, power, read, swept
 
 from mpkit.explorers.boost import CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
@@ -30,16 +30,6 @@ from mpkit.policies import advance, initial
 from mpkit.rounding import round_to
 
 NARROW = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3}
-
-
-def in_percent(share, digits=0):
-    """As words: rounded, but only nothing is 0 and only all is 100."""
-    unit = 10.0 ** -(2 + digits)
-    if share in (0, 1):
-        return f"{int(100 * share)} %"
-    if share < unit or share > 1 - unit:
-        return f"{'below' if share < unit else 'above'} {100 * (unit if share < unit else 1 - unit):.{digits}f} %"
-    return f"{100 * share:.{digits}f} %"
 
 
 @pytest.mark.parametrize("run", ["gpt_sums", "mlp_digits", "rare_outliers", "growing_activations"])
@@ -68,13 +58,13 @@ def test_dynamics(run, step):
         if tops[step] < 0:
             assert "no scale helps" in m.summary()
             continue
-        ceiling, bits, zeros = read(r"the ceiling (\S+), the headroom (\S+) bits.* (\d+) % of this", m)
+        ceiling, bits, zeros = read(r"the ceiling (\S+), the headroom (\S+) bits.* times?\. (.+) of this", m)
         assert power(ceiling) == pytest.approx(tops[step], rel=4e-3)
         assert float(bits) == pytest.approx(math.log2(tops[step]) - math.log2(used), abs=0.051)
         if math.log2(used).is_integer():
             at = int(np.searchsorted(trace.rows, step, "right")) - 1
             lost = sum(n for e, n in zip(part.exponents, part.total()[at]) if e + 1 <= -25 - math.log2(used))
-            assert int(zeros) == pytest.approx(100 * (part.zeros[at].sum() + lost) / part.size.sum(), abs=0.51)
+            assert zeros.lower() == in_percent((part.zeros[at].sum() + lost) / part.size.sum())
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
@@ -118,7 +108,10 @@ def test_gradients(fmt):
                 value = abs(float(np.array(1.5 * 2.0 ** (int(e) + m.scale_exponent)).astype(dtype)))
             shares[0 if value == 0 else 1 if value < tiny else 2 if value <= largest else 3] += count
         bound = r"(?:at (?:most|least) )?"
-        told = read(rf"Step (\d+), ([\d,]+) non[^:]*: ([^,]+) become 0, ([^,]+) sub\w+, {bound}([^,]+) n\w+, {bound}([^,]+) o", m)
+        told = read(
+            rf"Step (\d+), ([\d,]+) non[^:]*: ([^,]+) become 0, ([^,]+) sub\w+, {bound}([^,]+) n\w+, {bound}([^,]+) o",
+            m,
+        )
         assert [int(told[0]), int(told[1].replace(",", ""))] == [m.step, int(counts.sum())]
         assert told[2:] == [in_percent(share / counts.sum(), 1) for share in shares]
         last = counts[ranges.exponents + m.scale_exponent == math.floor(math.log2(largest))].sum() / counts.sum()
@@ -164,12 +157,27 @@ def test_modes_above_the_largest_number(fmt, top, beyond, negative):
     x = torch.full((4000,), m.x, dtype=torch.float64)
     drawn = round_to(x, m.format, "stochastic", generator=torch.Generator().manual_seed(0))
     stays = (drawn == sign * top).double().mean().item()
-    chance, ends = float(read(r"probability (\S+)\.$", m)[0]), (sign * top, sign * beyond)
-    assert chance == pytest.approx(stays if negative else 1 - stays, abs=4 * math.sqrt(0.25 * 0.75 / 4000))
-    up, down = ends if negative else ends[::-1]
-    last = m.table()[-1]
-    assert last["result"] == f"{up:g} with probability {chance:g}, else {down:g}"
+    last, ends = m.table()[-1], (sign * top, sign * beyond)
+    assert m.summary().startswith(f"{m.x:.7g} lies {'below' if negative else 'above'} {sign * top:g}, the ")
+    if stays == 1:
+        assert m.summary().endswith(f"stochastic gives {sign * top:g} always.")
+        assert last["result"] == f"{sign * top:g}"
+    else:
+        chance = float(read(r"probability (\S+), else \S+\.$", m)[0])
+        assert chance == pytest.approx(stays if negative else 1 - stays, abs=4 * math.sqrt(0.25 * 0.75 / 4000))
+        up, down = ends if negative else ends[::-1]
+        assert last["result"] == f"{up:g} with probability {chance:g}, else {down:g}"
+        assert m.summary().endswith(f"stochastic gives {last['result']}.")
     assert last["error, ulp"] == ""  # inf and NaN have no mean, and of 6 and 8 only 6 is ever stored
+
+
+def test_a_number_of_the_format_lies_between_no_others():
+    for lower, offset in (("1", 0.0), ("1", 1.0), ("65504", 0.0)):
+        m = ModesExplorer(lower=lower, offset=offset)
+        x = np.float16(m.x)
+        assert m.summary().startswith(f"{float(x):.7g} is a number of fp16 (")
+        assert m.summary().endswith(f"stochastic gives {float(x):.7g} always.")
+        assert ("(odd)" in m.summary()) == bool(x.view(np.uint16) & 1)
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
@@ -241,7 +249,9 @@ def test_adam_state():
             step = kind(top / kind(kind(np.sqrt(v)) + eps))
         told = read(r"v is (\S+), eps \S+ becomes (\S+), and the step is (\S+) times.* the step is (\S+) times", m)
         exact = 2.0**m.gradient_exponent
+        assert float(read(r"= (\S+)\. In", m)[0]) == pytest.approx(exact, rel=0 if exact >= 1 else 5e-5)
         wide = 0.001**0.5 * exact / (0.001**0.5 * exact + m.eps)
+        assert float(told[0]) == pytest.approx(float(v), rel=6e-5)
         for text, want in zip(told, (v, eps, step, wide)):
             assert float(text) == pytest.approx(float(want), rel=6e-3, nan_ok=True), m.state()
 
@@ -316,15 +326,18 @@ def test_the_rest():
         assert int(share) == pytest.approx(100 * math.sqrt((left**2).sum() / (rows**2).sum()), abs=0.51)
     for m in swept(FreezeExplorer(step=10), samples=4):
         told = read(
-            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (\d+)% .*In (\d+)% of .*saves (\S+)% of",
+            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (.+) of its .*In (.+) of the 120 .*"
+            r"saves (.+) of all",
             m,
         )
         stride, work = len(m.names) // m.groups, np.array(m.costs)
         saved = [work[: v * stride].sum() / work.sum() for v in m.sequence]
         assert [int(v) for v in told[:4]] == [m.step, m.sequence[m.step], m.sequence[m.step] * stride, len(work)]
-        frozen = 100 * sum(v > 0 for v in m.sequence) / len(m.sequence)
-        want = [100 * saved[m.step], frozen, 100 * float(np.mean(saved))]
-        assert [float(v) for v in told[4:]] == pytest.approx(want, abs=0.51)
+        frozen = sum(v > 0 for v in m.sequence) / len(m.sequence)
+        want = [in_percent(saved[m.step]), in_percent(frozen), in_percent(float(np.mean(saved)), 1)]
+        assert told[4:] == want
+    last = FreezeExplorer(groups=21, full_step_fraction=0.0, freeze_type=0, step=19)
+    assert "freezes the first 20 of 21 stages and saves above 99 % of" in last.summary()  # the last one still trains
     for m in swept(LogSoftmaxExplorer(), fmt=("fp16",)):
         z = torch.arange(0, -33.0, -1.0)
         low = m.level in ("O2", "O3")

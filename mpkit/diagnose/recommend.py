@@ -11,6 +11,7 @@ from mpkit.formats import BF16, FP16, get_format
 from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, replay
+from mpkit.replay.percent import percent
 
 _CLOSE = 0.002  # scales that lose hardly more than the best: the largest of them is taken
 _LOST_TOO_MUCH = 0.05
@@ -60,9 +61,11 @@ def recommend(trace: Trace) -> Recommendation:
         return _never_finite(trace)
     tops = ceilings(trace, FP16)
     static, lost = _static(trace, tops)
-    spread = f"a static scale of {static:.10g} overflows in {np.mean(tops < static):.1%} of the steps"
+    spread = f"a static scale of {static:.10g} overflows in {percent(float(np.mean(tops < static)), 1)} of the steps"
     if lost > _LOST_TOO_MUCH:
-        reason = f"{spread} and still loses {lost:.1%} of the gradient values: they span more than float16 holds"
+        reason = (
+            f"{spread} and still loses {percent(lost, 1)} of the gradient values: they span more than float16 holds"
+        )
         return Recommendation("bf16", None, None, (reason, _bf16_sentence(trace)))
     policy, skipped = _best_policy(trace, static)
     return Recommendation(
@@ -70,7 +73,7 @@ def recommend(trace: Trace) -> Recommendation:
         static,
         policy,
         (
-            f"{spread} and loses {lost:.1%} of the gradient values to zero",
+            f"{spread} and loses {percent(lost, 1)} of the gradient values to zero",
             f"the dynamic policy would have skipped {skipped} of {len(trace)} steps",
         ),
     )
@@ -112,8 +115,8 @@ def _never_finite(trace: Trace) -> Recommendation:
 def _bf16_sentence(trace: Trace) -> str:
     low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
     return (
-        f"bfloat16 at scale 1 would lose {low:.1%} of the gradient values to zero: it has the range of float32, but "
-        "three fraction bits less than float16"
+        f"bfloat16 at scale 1 would lose {percent(float(low), 1)} of the gradient values to zero: it has the range of "
+        "float32, but three fraction bits less than float16"
     )
 
 

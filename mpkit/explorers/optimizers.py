@@ -131,8 +131,8 @@ class AdamStateExplorer(Explorer):
     def row(self, index: int) -> dict[str, Any]:
         """Gradient, stored second moment, and step sizes at one position of the curve."""
         return {
-            "gradient": float(f"{self.gradients[index]:.3g}"),
-            "v as stored": float(f"{self.narrow.moment2[index]:.3g}"),
+            "gradient": float(f"{self.gradients[index]:.5g}"),
+            "v as stored": float(f"{self.narrow.moment2[index]:.5g}"),
             "step, learning rates": float(f"{self.narrow.size[index]:.3g}"),
             "the same in float32": float(f"{self.wide.size[index]:.3g}"),
         }

@@ -65,21 +65,41 @@ class ModesExplorer(Explorer):
 
     def summary(self) -> str:
         told = ", ".join(f"{mode} {short(value)}" for mode, value in self.results.items())
-        return (
-            f"{short(self.x)} lies between {short(self.left)} ({self.parity(self.left)}) and {short(self.right)} "
-            f"({self.parity(self.right)}) of {self.fmt}: {told}; stochastic goes up with probability "
-            f"{self.chance_up:.3g}."
-        )
+        return f"{short(self.x)} {self._place()}: {told}; stochastic {self._drawn()}."
+
+    def _place(self) -> str:
+        """Where the number lies among the values of the format."""
+        largest, sign = self.format.max, "-" if self.negative else ""
+        if abs(self.x) > largest:
+            side = "below -" if self.negative else "above "
+            return f"lies {side}{short(largest)}, the {'smallest' if sign else 'largest'} number of {self.fmt}"
+        if self.offset in (0, 1):
+            return f"is a number of {self.fmt} ({self.parity(self.x)})"
+        ends = (f"{short(end)} ({self.parity(end)})" for end in (self.left, self.right))
+        return f"lies between {' and '.join(ends)} of {self.fmt}"
+
+    def _drawn(self) -> str:
+        """What stochastic rounding gives, in a sentence."""
+        low, high = self.reached
+        if low == high or self.chance_up in (0, 1):
+            return f"gives {short(high if self.chance_up else low)} always"
+        if abs(self.x) > self.format.max:
+            return f"gives {self._either()}"
+        return f"goes up with probability {self.chance_up:.3g}"
+
+    def _either(self) -> str:
+        low, high = map(short, self.reached)
+        return f"{high} with probability {self.chance_up:.3g}, else {low}"
 
     def table(self) -> list[dict[str, Any]]:
         exact = [
             {"mode": m, "result": short(v), "error, ulp": f"{(v - self.x) / self.gap:+.3f}"}
             for m, v in self.results.items()
         ]
-        low, high = map(short, self.reached)
-        either = f"{high} with probability {self.chance_up:.3g}, else {low}"
+        drawn = self._drawn()
+        result = drawn.removeprefix("gives ").removesuffix(" always") if " always" in drawn else self._either()
         error = "0 on average" if self.reached == (self.left, self.right) else ""
-        return [*exact, {"mode": "stochastic", "result": either, "error, ulp": error}]
+        return [*exact, {"mode": "stochastic", "result": result, "error, ulp": error}]
 
 
 class StaircaseExplorer(Explorer):
@@ -96,7 +116,7 @@ class StaircaseExplorer(Explorer):
         self.x = np.linspace(-self.limit, self.limit, 4097)
         x = torch.from_numpy(self.x)
         self.y = round_to(x, fmt, self.mode, overflow="saturate").numpy()
-        self.magnitudes = self.limit * 2.0 ** np.linspace(-10, 0, 512, endpoint=False)
+        self.magnitudes = self.limit * 2.0 ** (np.arange(-640, 0) / 64)  # the powers of two themselves are among them
         self.ulps = ulp(torch.from_numpy(self.magnitudes), fmt).numpy()
         values = fmt.values()
         self.steps = len(values[values.isfinite() & (values.abs() <= self.limit)].unique())  # 0 and -0 are one step

@@ -22,6 +22,7 @@ from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, s
 from mpkit.policies.rule import FLOAT32_MAX
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
+from mpkit.replay.percent import percent
 from mpkit.scalers import LossScaler
 
 RUNS = {
@@ -190,7 +191,8 @@ class DynamicsExplorer(Explorer):
     def summary(self) -> str:
         i, skipped = self.step, len(self.skipped)
         so_far = (
-            f"Up to here {skipped} of {i + 1} steps were skipped, so the optimizer was called {i + 1 - skipped} times"
+            f"Up to here {skipped} of {i + 1} steps were skipped, so the optimizer was called {i + 1 - skipped} "
+            f"time{'s' * (i + 1 - skipped != 1)}"
         )
         inside = "" if self.fmt == "fp16" else f", with gradients in {FORMATS[self.fmt]}"
         head = f"{_sentence(self._name())}{inside}. Step {i}: the scale is {exponent(self.scale[i])}"
@@ -199,7 +201,7 @@ class DynamicsExplorer(Explorer):
         return (
             f"{head}, the ceiling {exponent(self.ceiling[i])}, the headroom {self.headroom[i]:.1f} bits; decision: "
             f"{self.reasons[i]}{'' if self.finite[i] else ', and the optimizer sees nothing of this step'}. {so_far}. "
-            f"{100 * self.zeros[i]:.0f} % of this step's gradient values are zero."
+            f"{_sentence(percent(self.zeros[i]))} of this step's gradient values are zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -271,13 +273,19 @@ class SweepExplorer(Explorer):
         at = {name: grid[self.best] for name, grid in self.grids.items()}
         return head + (
             f"Factor {self.FACTORS[self.best[0]]:g} with window {self.WINDOWS[self.best[1]]} loses the least training "
-            f"signal, {at['lost']:.1f} %: it skips {at['skipped']:.0f} of 400 steps, and {at['zeros']:.1f} % of the "
-            "gradient values are zero."
+            f"signal, {percent(at['lost'] / 100, 1)}: it skips {at['skipped']:.0f} of 400 steps, and "
+            f"{percent(at['zeros'] / 100, 1)} of the gradient values are zero.{self._others()}"
         )
+
+    def _others(self) -> str:
+        """How many pairs lose as little as the one that is named."""
+        lost = self.grids["lost"]
+        others = int((lost == lost.min()).sum()) - 1
+        return f" {others} other pair{'s lose' if others > 1 else ' loses'} as little." if others else ""
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"factor": f, **{f"window {w}": round(float(v), 2) for w, v in zip(self.WINDOWS, values)}}
+            {"factor": f, **{f"window {w}": float(f"{v:.4g}") for w, v in zip(self.WINDOWS, values)}}
             for f, values in zip(self.FACTORS, self.grid)
         ]
 

@@ -12,6 +12,7 @@ from mpkit.formats import get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
 from mpkit.plots.formats import edges, regions, zones
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
+from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
     from mpkit.explorers.scaling import (  # upward: the types of its arguments
@@ -73,7 +74,7 @@ def _decisions(
     totals = [np.cumsum(~data.finite), steps + 1]
     words = "skipped {} of {} steps"
     if not np.isnan(data.zeros).any():  # a step whose loss is not finite has no gradients to count
-        totals.append(np.round(100 * data.zeros))
+        totals.append(percents(data.zeros))
         words += ";  {} % of this step's gradients are zero"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
 
@@ -133,7 +134,7 @@ def sweep_scene(data: SweepExplorer) -> Scene:
     """A table of factor x window, darker where the figure is larger; the pair that loses least is framed."""
     scene = Scene(height=400)
     digits = ".0f" if data.figure == "skipped" else ".1f"
-    texts = [format(v, digits) for v in data.grid.flat]
+    texts = [format(v, digits) if v == 0 or v >= 0.05 else "< 0.1" for v in data.grid.flat]
     panel = heat_map(scene, data.grid, texts, data.FACTORS, data.WINDOWS, data.FIGURES[data.figure])
     if data.best is not None:
         framed(panel, data.best, "normal", "least training signal lost")

@@ -50,8 +50,8 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))
     shown = (percents([getattr(s, name) for s in data.course]) for name in ("lost", "overflow"))
     words = ("{} % flushed to zero", "{} % overflow")
-    for row, (text, values) in enumerate(zip(words, shown)):
-        look = {"values": [values], "frame": True, "anchor": "end", "valign": "top", "halo": True}
+    for row, (text, told) in enumerate(zip(words, shown)):
+        look = {"values": [told], "frame": True, "anchor": "end", "valign": "top", "halo": True}
         left.text(text, 0.99, 0.78 - 0.08 * row, color=("zero", "overflow")[row], **look)
     left.handle("x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "static scale, 2 to the", **grip)
     _window(scene, data, edges)

@@ -1,4 +1,4 @@
-"""Shares in percent, for sentences, tables and pictures: what is not 0 is never told as 0, nor what is not all as all."""
+"""Shares in percent, for sentences, tables and pictures: no share above 0 is told as 0, none below 1 as all."""
 
 from __future__ import annotations
 
