@@ -190,6 +190,15 @@ def test_a_number_is_rounded_once_and_called_exact_where_it_is(text, exact):
     assert (float(error) == 0) == (Fraction(model.value) == exact)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_bits_print_is_exactly_their_value(name):
+    fmt = get_format(name)
+    for pattern in (1, 2, 3, 2 ** (fmt.bits - 1) - 3, int(FP16.encode(1.0)) + 1 if name == "fp16" else 4):
+        model = BitsExplorer(fmt=name, number=repr(value_of(pattern, fmt)))
+        if model.fields.value is not None:
+            assert "(exactly)" in model.summary()
+
+
 @pytest.mark.parametrize("number", ["9007199254740993", "16777217"])
 def test_a_whole_number_that_float32_does_not_hold_is_off(number):
     model = BitsExplorer(fmt="fp32", number=number)

@@ -68,7 +68,7 @@ TABLE: Table = {
         ("from which integer on are odd ones lost?", Bits, {"number": "2049"}, None, r"is 2048\.0 \(off by -1\)"),
         ("what does E4M3 do above its largest number?", Bits, {"number": "500", "fmt": "e4m3fn"}, None, "is nan"),
         ("does bfloat16 hold 1e30?", Ranges, {"exponent": 100}, None, "bf16 8 of 8 bits"),
-        ("how many real gradients are lost?", Gradients, {}, None, r"4\.6% become 0, 37\.2% subnormal"),
+        ("how many real gradients are lost?", Gradients, {}, None, r"4\.6 % become 0, 37\.2 % subnormal"),
     ],
     "02": [
         ("where does a tie go?", Modes, {"offset": 0.5}, None, r"nearest_even 1, nearest_away 1\.000977"),

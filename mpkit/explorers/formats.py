@@ -60,6 +60,8 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     if near == 0:  # not read exactly: the exponent may be huge
         some = re.search("[1-9]", re.split("[eE]", text)[0]) is not None
         return near, some * (TINY if math.copysign(1, near) > 0 else -TINY)
+    if repr(near) == text.strip() and float(np.float32(near)) == near:  # what the bits print stands for their value
+        return near, Fraction(near)
     return near, Fraction(text.strip())
 
 
