@@ -69,8 +69,8 @@ def test_staircase():
         values = every_value(dtype)
         for m in swept(StaircaseExplorer(fmt=name), fmt=(), mode=("nearest_even", "up")):
             assert int(read(r": (\d+) values within", m)[0]) == (np.abs(values) <= 2.0**m.span).sum()
-            for start in (row["from magnitude"] for row in m.table()):
-                assert start == f"{2.0 ** round(math.log2(float(start))):.4g}", m.state()
+            for first in (row["from magnitude"] for row in m.table()):
+                assert first == f"{2.0 ** round(math.log2(float(first))):.4g}", m.state()
             ends = read(r"from (\S+) to (\S+)\.$", m) if "grows" in m.summary() else read(r"stays (\S+)\.$", m) * 2
             info, top = ml_dtypes.finfo(dtype), math.floor(math.log2(values.max()))
             low, high = (
