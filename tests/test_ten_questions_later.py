@@ -48,11 +48,11 @@ def only(*cells):
 
 TABLE: Table = {
     "10": [
-        ("how many steps are frozen at freeze_p 0.7?", Freeze, {}, None, "In 30% of the 120 steps"),
-        ("so at freeze_p 1 all are frozen?", Freeze, {"full_step_fraction": 1.0}, None, "In 0% of the 120 steps"),
-        ("what does that save?", Freeze, {}, None, r"saves 11\.5% of all"),
-        ("is type 0 better?", Freeze, {"freeze_type": 0}, None, r"saves 15\.7% of all"),
-        ("and if every step froze some stages?", Freeze, {"full_step_fraction": 0.0}, None, r"formula says 39\.2%"),
+        ("how many steps are frozen at freeze_p 0.7?", Freeze, {}, None, "In 30 % of the 120 steps"),
+        ("so at freeze_p 1 all are frozen?", Freeze, {"full_step_fraction": 1.0}, None, "In 0 % of the 120 steps"),
+        ("what does that save?", Freeze, {}, None, r"saves 11\.5 % of all"),
+        ("is type 0 better?", Freeze, {"freeze_type": 0}, None, r"saves 15\.7 % of all"),
+        ("and if every step froze some stages?", Freeze, {"full_step_fraction": 0.0}, None, r"formula says 39\.2 %"),
         (
             "is the last stage ever frozen?",
             Freeze,
