@@ -279,6 +279,15 @@ class Projection(nn.Module):
         return self.tied(self.project(x)) + self.listed(x).sum() + self.scaled
 
 
+def driven(coroutine: Any) -> Any:
+    """In this thread, where the level is, without its event loop, which may be Playwright's."""
+    try:
+        while True:
+            coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+
+
 METHODS: dict[str, Callable[[Any], Any]] = {
     "project": lambda n: n.project(X),
     "tied": lambda n: n.tied(X),
@@ -287,7 +296,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "named": lambda n: n.named(X),
     "dotted": lambda n: n.dotted(X),
     "streamed": lambda n: torch.stack(list(n.streamed(X))),
-    "awaited": lambda n: asyncio.run(n.awaited(X)),
+    "awaited": lambda n: driven(n.awaited(X)),
 }
 
 

@@ -175,6 +175,15 @@ def test_without_a_finite_step_the_scale_must_have_come_down_to_1() -> None:
             recommend(trace_of(bad, scale=scale))
 
 
+def test_steps_whose_gradients_are_all_zero_say_nothing_about_a_scale() -> None:
+    with pytest.raises(ValueError, match="all gradients of the 4 recorded steps are zero"):
+        recommend(trace_of([torch.zeros(3)] * 4))
+    some = [torch.full((3,), 2.0**-10), *[torch.zeros(3)] * 3]
+    assert recommend(trace_of(some)).static == recommend(trace_of(some[:1] * 4)).static == 2.0**24
+    half = [torch.zeros(3), torch.full((3,), torch.inf)] * 4  # no histogram shows how large the gradients were
+    assert recommend(trace_of(half, scale=8.0)).static == 4.0
+
+
 # --- stale scales
 
 

@@ -49,7 +49,7 @@ def recommend(trace: Trace) -> Recommendation:
 
     bf16 when the forward pass left float16 (no scale repairs that) or when even the best scale loses over 5 % of the
     gradient values; else fp16. The policy is the best of a replayed sweep over starts, factors and windows.
-    Raises:  ValueError for a trace without histograms, or too short to have seen finite gradients.
+    Raises:  ValueError for a trace without histograms, too short to have seen finite gradients, or with zeros alone.
     """
     check_kind("trace", trace, Trace, "a Trace")
     if not len(trace.gradients.step):
@@ -60,6 +60,11 @@ def recommend(trace: Trace) -> Recommendation:
     if trace.overflow.all():
         return _never_finite(trace)
     tops = ceilings(trace, FP16)
+    if not np.isfinite(tops).any():
+        raise ValueError(
+            f"all gradients of the {len(trace)} recorded steps are zero, which tells nothing about a scale; if they "
+            "should not be, record in float32, or at a higher loss scale: in float16 small gradients become zero"
+        )
     static, lost = _static(trace, tops)
     spread = f"a static scale of {static:.10g} overflows in {percent(float(np.mean(tops < static)), 1)} of the steps"
     if lost > _LOST_TOO_MUCH:
@@ -123,7 +128,8 @@ def _bf16_sentence(trace: Trace) -> str:
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
     """The largest power of two among the best, and the mean share of gradient values that it loses to zero."""
     scales = 2.0 ** np.arange(-14, 25)
-    usual = np.median(tops[tops > 0]) if (tops > 0).any() else 1.0
+    known = tops[(tops > 0) & np.isfinite(tops)]  # where all gradients are zero no scale is too large
+    usual = np.median(known) if len(known) else 1.0
     scales = scales[scales >= min(usual / 2.0**_UNUSED, scales[-1])]  # lower, most of the format would lie idle
     skipped = (tops[:, None] < scales).mean(axis=0)
     zeroed = flushed(trace, np.broadcast_to(scales, (len(trace.gradients.step), len(scales))), FP16).mean(axis=0)
