@@ -48,6 +48,21 @@ def in_percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+PERCENT = r"((?:below |above )?[\d.]+) ?%"
+
+
+def tells(text: str, share: float, digits: int = 0) -> bool:
+    """Whether what stands before a percent sign tells this share (0 to 1): 0 is none of it, 100 is all."""
+    least, found = 10.0**-digits, 100 * share
+    if text.startswith("below"):
+        return 0 < found < 1.001 * least and float(text[6:]) == least
+    if text.startswith("above"):
+        return 100 - 1.001 * least < found < 100 and float(text[6:]) == 100 - least
+    if float(text) in (0, 100):
+        return abs(found - float(text)) < 1e-9
+    return abs(found - float(text)) <= 0.51 * least
+
+
 def power(text: str) -> float:
     """2^17.75 and 0 as they stand in a sentence, as a number."""
     return 2.0 ** float(text[2:]) if text.startswith("2^") else float(text)

@@ -328,6 +328,10 @@ def only_inf(heard):
     return next((name for name, out in heard if math.inf in map(abs, out)), "")
 
 
+def only_plus_inf(heard):
+    return next((name for name, out in heard if any(v == math.inf or math.isnan(v) for v in out)), "")
+
+
 def only_large(heard):
     return next((name for name, out in heard if max(map(abs, out)) > 65504), "")
 
@@ -354,6 +358,7 @@ MISTAKES = [
     ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
     ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
     ("14", only_inf),
+    ("14", only_plus_inf),
     ("14", only_large),
     ("15", counted(floor=0.0)),
     ("15", counted(cut=False)),

@@ -28,7 +28,7 @@ from mpkit.explorers.group_scale import (
     surviving,
     train_step,
 )
-from mpkit.plots.adasum import training_curves
+from mpkit.plots.adasum import training_curves, workers_scene
 from mpkit.plots.static import still
 from mpkit.widgets.adasum import adasum_view, workers_view
 from mpkit.widgets.dim_reduce import dim_reduce_view
@@ -129,6 +129,16 @@ def test_workers_that_agree_average_and_others_add_up() -> None:
     model.set(agreement=0.0, dimension=256)
     assert model.lengths["AdaSum"][-1] == pytest.approx(math.sqrt(16), rel=0.15)
     assert "16 workers" in model.summary()
+
+
+def test_no_length_or_cosine_leaves_the_picture() -> None:
+    for seed in (0, 18, 91):
+        model = WorkersExplorer(agreement=0.0, dimension=2, seed=seed)
+        for panel, shown in zip(workers_scene(model).panels, (model.lengths, model.cosines)):
+            low, high = min(map(min, shown.values())), max(map(max, shown.values()))
+            if shown is model.lengths:
+                low, high = math.log2(low), math.log2(high)
+            assert panel.given["y"]["lo"] <= low <= high <= panel.given["y"]["hi"], (seed, low, high)
 
 
 def test_adasum_trains_faster_than_the_mean_at_the_rate_of_one_worker_and_the_sum_diverges() -> None:

@@ -72,6 +72,13 @@ def test_shares_of_clipped_blocks_are_those_of_gaussian_data():
     assert abs(values.std() - 1) < 1e-3
 
 
+def test_a_value_at_the_bottom_of_the_picture_is_zero():
+    for fmt, outlier, size in itertools.product(("MXFP8", "MXFP4", "NVFP4"), (0, 3, 6, 10), (16, 128)):
+        model = BlockExplorer(fmt=fmt, outlier=outlier, size=size, rule="ceil")
+        kept = np.abs(np.concatenate([model.x, model.decoded[model.decoded != 0]]))
+        assert np.log2(kept.min()) > block_scene(model).panels[0].given["y"]["lo"], model.state()
+
+
 def test_an_outlier_costs_more_in_larger_blocks():
     for fmt, rule in itertools.product(("MXFP4", "NVFP4"), ("rceil",)):
         snr = [BlockExplorer(fmt=fmt, rule=rule, size=size, outlier=6).snr for size in (16, 32, 64, 128)]

@@ -1,9 +1,9 @@
 """What a lesson asks and checks: predictions, questions, tasks, claims about a live training, figures for the screen.
 
 They live in `mpkit/check/lesson_NN.py`: `PREDICTIONS` and `QUESTIONS`, dicts from a short name to a `Prediction` or a
-`Question`, and `TASK`, a `Task`. The truth of each is computed, never written down. The last digits of a live training
-differ from machine to machine, so a lesson stores a `claim` that holds with a margin on all of them, and `on_screen`
-shows the reader the digits themselves.
+`Question`, and `TASK`, a `Task`. A truth is computed wherever a computation can give it. The last digits of a live
+training differ from machine to machine, so a lesson stores a `claim` that holds with a margin on all of them, and
+`on_screen` shows the reader the digits themselves.
 """
 
 from __future__ import annotations

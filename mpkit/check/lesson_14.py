@@ -22,7 +22,7 @@ QUESTIONS = {
     "largest": Question(
         "What is the largest power-of-two loss scale with which training A's batch has finite gradients?",
         lambda: investigated("A", 24, "float16").max_scale,
-        "Above {truth:.0f} the scaled gradients pass 65504. A dynamic scaler would come down to this scale.",
+        "{truth:.0f}: at twice this scale a scaled gradient passes 65504. A dynamic scaler would come down to it.",
         "Look at the last column of the table, or ask the detective.",
         ((2.0**24, "That is the scale that failed. Read `max_scale` of the report."),),
     ),
@@ -60,7 +60,7 @@ def _where(verdict: str) -> str:
 
 def _first_bad() -> list[tuple[tuple[list[tuple[str, list[float]]]], str]]:
     found = []
-    for start, gain in ((1.0, 1e3), (-1.0, 1e30), (math.nan, 1.0), (1.0, 1.0)):
+    for start, gain in ((1.0, 1e3), (-1.0, 1e30), (math.nan, 1.0), (1.0, 1.0), (-300.0, 100.0)):  # -inf alone
         heard, values = [("input", [0.5, 2.0])], torch.tensor([1.0, start])
         for name in ("first", "second", "third"):
             values = (values * gain).half().float()

@@ -63,7 +63,7 @@ class PairExplorer(Explorer):
         one, two = self.coefficients
         return (
             f"a of length {self.length_a:.1f} and b of length {self.length_b:.1f} at {self.angle} degrees. "
-            f"Lengths: {lengths}. AdaSum = {one:.2f} a + {two:.2f} b."
+            f"Lengths: {lengths}. AdaSum = {one:.2f} a {'-' if two < 0 else '+'} {abs(two):.2f} b."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from traitlets import Enum, Int
 from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
 from mpkit.explorers.base import Explorer
+from mpkit.replay.percent import percent
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
 RATE = 0.5
@@ -155,8 +156,8 @@ class DimReduceExplorer(Explorer):
         return (
             f"{self.components} components, step {at}: the line search {told}. The loss is {self.path.losses[at]:.3f} "
             f"(gradient descent {self.earlier.losses[at]:.3f}); after {STEPS} steps it is {self.path.losses[-1]:.3f} "
-            f"(gradient descent {self.earlier.losses[-1]:.3f}). {self.path.residual[at]:.0%} of the gradient's length "
-            "lies outside the subspace."
+            f"(gradient descent {self.earlier.losses[-1]:.3f}). {percent(self.path.residual[at], gap='')} of the "
+            "gradient's length lies outside the subspace."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -167,7 +168,7 @@ class DimReduceExplorer(Explorer):
                 "loss, gradient descent": round(float(self.earlier.losses[t]), 3),
                 "step size": search.rho,
                 "trials": len(search.losses),
-                "outside": f"{self.path.residual[t]:.0%}",
+                "outside": percent(self.path.residual[t], gap=""),
             }
             for t, search in enumerate(self.path.searches)
         ]

@@ -28,6 +28,7 @@ from mpkit.formats import BF16, FP16
 from mpkit.policies import ScalePolicy, naive_loss_ratio, stack
 from mpkit.record import Recorder, Trace
 from mpkit.replay import ceilings, flushed, replay, simulate, sweep, swept
+from mpkit.replay.percent import percent
 
 TRACES = ("mlp_digits", "gpt_sums", "mnist_lenet", "resnet_digits", "growing_activations", "rare_outliers")
 FORMATS = {"float16": FP16, "bfloat16": BF16}
@@ -195,8 +196,8 @@ class DetectiveExplorer(Explorer):
         where = f" {born} {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
         where = where or (f" The inf or NaN sits in {r.module}." if r.module else "")
         works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
-        weight = "" if r.verdict == "healthy" else "; the gradient of a weight is not"
-        walk = f"All {len(self.stops)} steps forward and back are finite{weight}."
+        part = "" if r.verdict == "healthy" else "; the gradient of a parameter is not"
+        walk = f"All {len(self.stops)} steps forward and back are finite{part}."
         if self.born is not None:
             stop = self.stops[self.born]
             what = f"gradient of {stop.name}" if stop.backward else stop.name
@@ -266,8 +267,8 @@ class RunExplorer(Explorer):
         of = "" if seen == i else f" of step {seen}, the last with recorded gradients,"
         return (
             f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {as_power(self.scale)}. "
-            f"Of {self.values} gradient values{of} {self.zeros / self.values:.1%} are zero, and {self.nonfinite} "
-            "values are inf or NaN. "
+            f"Of {self.values} gradient values{of} {percent(self.zeros / self.values, 1, '')} are zero, and "
+            f"{self.nonfinite} values are inf or NaN. "
             f"Steps skipped so far: {int(t.overflow[: i + 1].sum())}."
         )
 
@@ -296,8 +297,8 @@ class WhatIfExplorer(Explorer):
 
     After `compute`: `tops` and `scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), `grid`
     (factors, windows) with the share of the training signal that each pair loses under this ceiling, `open` (factors,
-    windows) with the number of its steps that are estimates, `rides`, the pair that loses least, and `best_scale`
-    (steps,), its scale.
+    windows) with the number of its steps that are estimates, `least`, where the pairs stand that lose least, `rides`,
+    the first of them, and `best_scale` (steps,), its scale.
     """
 
     controls = ("run", "init", "factor", "window")
@@ -338,6 +339,7 @@ class WhatIfExplorer(Explorer):
         scales, lost = self._lost([swept(2.0**self.init, f, w) for f, w in pairs])
         self.grid = lost.reshape(len(FACTORS), len(WINDOWS))
         self.open = self._unsettled(scales).reshape(self.grid.shape)
+        self.least = least_lost(self.grid)
         self.rides = pairs[int(lost.argmin())]
         self.best_scale = scales[:, int(lost.argmin())]
 
@@ -386,8 +388,8 @@ class WhatIfExplorer(Explorer):
         lost = 0.0 if math.isnan(r["flushed"]) else r["flushed"]
         return (
             f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
-            f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and {lost:.2%} of the gradient "
-            f"values become zero.{end}{self._estimated()}{self._ridden()}"
+            f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and "
+            f"{percent(lost, 2, '')} of the gradient values become zero.{end}{self._estimated()}{self._ridden()}"
         )
 
     def _unsettled(self, scales: np.ndarray) -> np.ndarray:
@@ -418,10 +420,9 @@ class WhatIfExplorer(Explorer):
         if not self.drawn:
             return ""
         drawn = "1 step of the ceiling is" if len(self.drawn) == 1 else f"{len(self.drawn)} steps of the ceiling are"
-        return (
-            f" {drawn} drawn. Of {len(FACTORS) * len(WINDOWS)} pairs factor "
-            f"{self.rides[0]:g} and window {self.rides[1]} lose least under this ceiling."
-        )
+        pair, many = f"factor {self.rides[0]:g} and window {self.rides[1]}", len(self.least)
+        who = pair if many == 1 else f"{many}, among them {pair},"
+        return f" {drawn} drawn. Of {self.grid.size} pairs {who} lose least under this ceiling."
 
     def table(self) -> list[dict[str, Any]]:
         every = max(1, len(self.trace) // 20)
@@ -434,6 +435,11 @@ class WhatIfExplorer(Explorer):
             }
             for i in range(0, len(self.trace), every)
         ]
+
+
+def least_lost(grid: np.ndarray) -> list[tuple[int, int]]:
+    """(row, column) of each cell that loses least; many pairs do where the scale never grows."""
+    return [(int(row), int(column)) for row, column in np.argwhere(grid <= grid.min() + 1e-12)]
 
 
 @lru_cache(maxsize=16)
@@ -458,6 +464,7 @@ class GridExplorer(Explorer):
         """The grid of lost shares, and the scale over the steps in the chosen cell."""
         load_run(self.run)
         self.grid = swept_grid(self.run, self.init)
+        self.least = least_lost(self.grid)
         self.chosen = WhatIfExplorer(run=self.run, init=self.init, factor=self.factor, window=self.window)
 
     def cell(self, number: int) -> None:
@@ -474,13 +481,16 @@ class GridExplorer(Explorer):
 
     def summary(self) -> str:
         factor, window = self.best()
+        pair, many = f"factor {factor:g}, window {window}", len(self.least)
+        best = f"The best of {self.grid.size} pairs is {pair}"
+        if many > 1:
+            best = f"{many} of {self.grid.size} pairs are the best, one of them {pair}"
         skipped = int(self.chosen.row["skipped"])
         told = "1 step is" if skipped == 1 else f"{skipped} steps are"
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
-            f"{self.lost(self.factor, self.window):.2%} of the training signal is lost, and "
-            f"{told} skipped. The best of {self.grid.size} pairs is factor {factor:g}, "
-            f"window {window}, with {self.lost(factor, window):.2%}.{self._estimated()}"
+            f"{percent(self.lost(self.factor, self.window), 2, '')} of the training signal is lost, and "
+            f"{told} skipped. {best}, with {percent(self.lost(factor, window), 2, '')}.{self._estimated()}"
         )
 
     def _estimated(self) -> str:
@@ -495,7 +505,7 @@ class GridExplorer(Explorer):
         )
 
     def table(self) -> list[dict[str, Any]]:
-        return [{"factor": f, **{f"window {w}": f"{self.lost(f, w):.2%}" for w in WINDOWS}} for f in FACTORS]
+        return [{"factor": f, **{f"window {w}": percent(self.lost(f, w), 2, "") for w in WINDOWS}} for f in FACTORS]
 
 
 # a wrong rule

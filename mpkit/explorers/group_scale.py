@@ -16,6 +16,7 @@ from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.data import digits
 from mpkit.explorers.base import Explorer
 from mpkit.formats import E5M2, FP16, FP32, FloatFormat
+from mpkit.replay.percent import percent
 from mpkit.rounding import quantize, round_to
 
 FORMATS = {"float16": FP16, "E5M2": E5M2}
@@ -187,11 +188,12 @@ class GroupScaleExplorer(Explorer):
 
     def summary(self) -> str:
         one, own = (self.runs[way].scales[self.step] for way in WAYS)
+        kept = [percent(self.survive[way][0], gap="") for way in WAYS]
         layers = f"{self.depth} layer{'s' * (self.depth > 1)} per group"
         return (
             f"{self.format}, {layers}, step {self.step}: the one scale is {_power(one[0])}, the scales per group are "
             f"{', '.join(_power(s) for s in own)}. Values of group 1 that survive: "
-            f"{self.survive[WAYS[0]][0]:.0%} with one scale and {self.survive[WAYS[1]][0]:.0%} with four. "
+            f"{kept[0]} with one scale and {kept[1]} with four. "
             f"Steps skipped: {self.skipped(WAYS[0])} with one scale and {self.skipped(WAYS[1])} with four."
         )
 
@@ -201,7 +203,7 @@ class GroupScaleExplorer(Explorer):
                 "group": i + 1,
                 "largest gradient": _power(gradient_trace(self.depth).largest[self.step, i]),
                 **{f"{way}": _power(run.scales[self.step, i]) for way, run in self.runs.items()},
-                **{f"survive, {way}": f"{self.survive[way][i]:.0%}" for way in WAYS},
+                **{f"survive, {way}": percent(self.survive[way][i], gap="") for way in WAYS},
             }
             for i in range(GROUPS)
         ]

@@ -258,16 +258,22 @@ class DecayExplorer(Explorer):
             self.reach = "it is not trained"
 
     def summary(self) -> str:
-        ends = ", ".join(f"{seen[self.step]:.2f} in {name}" for name, seen in self.curves.items())
+        ends = ", ".join(f"{_shortly(seen[self.step])} in {name}" for name, seen in self.curves.items())
+        steps = f"{self.step} step{'s' * (self.step != 1)}"
         return (
             f"{self.parameter}, {self.place}: {self.reach}. The learning rate is {self.learning_rate:.3g}, "
             f"weight_decay is {self.weight_decay:.3g}, and the gradients are -{self.size:.3g} and +{self.size:.3g} in "
-            f"turn. After {self.step} steps a weight of 1 becomes {ends}."
+            f"turn. After {steps} a weight of 1 becomes {ends}."
         )
 
     def table(self) -> list[dict[str, Any]]:
         steps = sorted({self.step, *range(0, STEPS + 1, 40)})
-        return [{"step": k, **{name: f"{seen[k]:.2f}" for name, seen in self.curves.items()}} for k in steps]
+        return [{"step": k, **{name: _shortly(seen[k]) for name, seen in self.curves.items()}} for k in steps]
+
+
+def _shortly(weight: float) -> str:
+    """A weight to two digits after the point; a small one keeps its first digit, or it would look like 0."""
+    return f"{weight:.2f}" if abs(weight) >= 0.005 or not weight else f"{weight:.1g}"
 
 
 # --- the static loss scale, multiplied and divided in two places

@@ -19,6 +19,7 @@ from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
 from mpkit.record import AmaxTrace
 from mpkit.replay import replay_tensor_scales
+from mpkit.replay.percent import percent
 
 SHOWN = ("h.0.attn.c_attn", "h.1.mlp.2")
 TENSORS = tuple(f"{layer}.{tensor}" for layer in SHOWN for tensor in ("input", "weight", "grad"))
@@ -63,14 +64,16 @@ class AmaxExplorer(Explorer):
     def summary(self) -> str:
         worst = float(self.replayed.worst[0])
         how = f"the largest of the last {self.history_len} amaxes"
-        how = "its own amax" if self.current else "the last amax" if self.most_recent else how
+        how = "its own amax" if self.current else "the last amax" if self.most_recent or self.history_len == 1 else how
         clipped = len(self.clipped)
         told = f"clipped in {clipped} of {len(self.amax)} steps" + (
             f", at worst by a factor of {worst:.3g}" if clipped else ""
         )
         others = " in the other steps" if clipped else ""
         unused = f"{self.replayed.unused_bits[0]:.1f} bits of the range are unused on average{others}"
-        return f"{self.tensor} in {self.element.name}, with a scale from {how}: {told}; {unused}."
+        return (
+            f"{self.tensor} in {self.element.name}, with a scale from {how}: {told}; {unused}, counted in whole bits."
+        )
 
     def table(self) -> list[dict[str, Any]]:
         return [
@@ -125,7 +128,8 @@ class BlockExplorer(Explorer):
         self.snr = float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
         self.flushed = float(((y == 0) & (many != 0)).double().mean())
         self.x, self.decoded = many[0].numpy(), y[0].numpy()
-        self.scales = q.scales[0].numpy()
+        whole = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
+        self.scales = whole * q.scales[0].numpy()  # what an element is multiplied by
 
     def idle(self) -> tuple[str, ...]:
         return ("rule",) if self.fmt == "NVFP4" else ()
@@ -133,9 +137,10 @@ class BlockExplorer(Explorer):
     def summary(self) -> str:
         rule = "scales in E4M3" if self.fmt == "NVFP4" else f"scale rule {self.rule}"
         outlier = f"an outlier of 1.9 x 2^{self.outlier}" if self.outlier else "no outlier"
+        clipped, zero = (percent(share, 1) for share in (self.clipped_blocks, self.flushed))
         return (
-            f"{self.fmt}, blocks of {self.size}, {rule}, {outlier}: {self.snr:.1f} dB signal to noise, "
-            f"{100 * self.clipped_blocks:.1f} % of the blocks clipped, {100 * self.flushed:.1f} % of the values zero."
+            f"{self.fmt}, blocks of {self.size}, {rule}, {outlier}: {self.snr:.1f} dB signal to noise, {clipped} of "
+            f"the blocks clipped, {zero} of the values zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -193,13 +198,14 @@ class RecipeExplorer(Explorer):
     def summary(self) -> str:
         low, high = self.gap.min(), self.gap.max()
         return (
-            f"{self.recipe}: its loss differs from that of float32 with the same seed, at the end by {low:+.3f} to "
-            f"{high:+.3f}, at step {self.at} by {self.gap_now.min():+.3f} to {self.gap_now.max():+.3f}. The seeds of "
-            f"float32 themselves differ at the end by {self.spread:.3f}."
+            f"{self.recipe}: its loss differs from that of float32 with the same seed, after the training by "
+            f"{low:+.3f} to {high:+.3f} (mean of four batches), and in step {self.at} by {self.gap_now.min():+.3f} to "
+            f"{self.gap_now.max():+.3f} (its own batch). After the training the seeds of float32 themselves differ by "
+            f"{self.spread:.3f}."
         )
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"operand": name, "clipped": f"{100 * clipped:.2f} %", "flushed": f"{100 * flushed:.2f} %"}
+            {"operand": name, "clipped": percent(clipped, 2), "flushed": percent(flushed, 2)}
             for name, (clipped, flushed) in self.shares.items()
         ]

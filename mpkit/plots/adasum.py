@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,14 @@ def workers_scene(data: WorkersExplorer) -> Scene:
     scene = Scene(height=380, width=940, cols=(1, 1))
     counts = np.log2(data.counts)
     x = log2("workers", -0.2, 4.2) | {"ticks": [[float(e), str(n)] for e, n in zip(counts, data.counts)]}
-    lengths = scene.panel(title="length of the merged update", x=x, y=log2("length, in single updates", -3, 4.2))
-    x, y = dict(x), linear("cosine", -0.5, 1.05, 4)
+    least = min(-3, math.floor(math.log2(max(1e-9, min(map(min, data.lengths.values()))))))
+    lengths = scene.panel(title="length of the merged update", x=x, y=log2("length, in single updates", least, 4.2))
+    x, y = dict(x), linear("cosine", min(-0.5, min(map(min, data.cosines.values())) - 0.05), 1.05, 4)
     cosines = scene.panel(0, 1, title="cosine with the shared direction", x=x, y=y)
     for panel in (lengths, cosines):
         panel.rule("x", float(np.log2(data.workers)), "own", width=2)
     for rule, look in LOOK.items():
-        lengths.line(np.log2(np.maximum(data.lengths[rule], 2.0**-3)), counts, label=rule, tag=True, **look)
+        lengths.line(np.log2(np.maximum(data.lengths[rule], 1e-9)), counts, label=rule, tag=True, **look)
     for rule, name in (("mean", "mean and sum"), ("AdaSum", "AdaSum")):
         cosines.line(data.cosines[rule], counts, label=name, tag=True, **LOOK[rule])
     return scene

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from mpkit.formats import FP16
 from mpkit.plots.formats import edges, regions, zones
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two, space
+from mpkit.replay.percent import percent
 
 if TYPE_CHECKING:
     from mpkit.explorers.evidence import (  # upward: the types of its arguments
@@ -142,7 +144,9 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     """The replayed scale under its ceiling, recorded or drawn; beside it what every pair loses under that ceiling."""
     scene = Scene(height=400, width=1000, cols=(1.75, 1))
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
-    if (data.factor, data.window) != data.rides:
+    chosen = [(f, w) for f, w in ((data.factor, data.window),) if f in data.factors and w in data.windows]
+    cells = [(data.factors.index(f), data.windows.index(w)) for f, w in chosen]
+    if not set(cells) & set(data.least):
         best = exponents(data.best_scale, panel.given["y"]["lo"], panel.given["y"]["hi"])
         panel.line(best, color="normal", dash="-.", width=1.6, step="post", label="loses least")
     y = panel.given["y"]
@@ -153,13 +157,13 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     room = data.window < 0.8 * len(data.tops)
     grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}" if room else "window"}
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
-    texts = [f"{100 * v:.0f}" if v >= 0.1 else f"{100 * v:.1f}" for v in data.grid.flat]
+    texts = [short(v).removesuffix("%") for v in data.grid.flat]
     look: dict[str, Any] = {"pick": "pair", "keys": list(range(data.grid.size)), "size": 11}
     title = "lost with each pair, %"
     pairs = heat_map(scene, data.grid, texts, data.factors, data.windows, title, col=1, **look)
-    framed(pairs, (data.factors.index(data.rides[0]), data.windows.index(data.rides[1])), "normal", "loses least")
-    if data.factor in data.factors and data.window in data.windows:
-        framed(pairs, (data.factors.index(data.factor), data.windows.index(data.window)), "own", "chosen")
+    framed(pairs, data.least, "normal", "loses least")
+    if cells:
+        framed(pairs, cells, "own", "chosen")
     return scene
 
 
@@ -190,23 +194,26 @@ def heat_map(
     return panel
 
 
-def framed(panel: Panel, cell: tuple[int, int], color: str, label: str) -> None:
-    """A frame around one cell (row, column) of a heat map."""
-    row, col = cell
-    ends = ([col - 0.47], [row - 0.47], [col + 0.47], [row + 0.47])
-    panel.boxes(*ends, edge=color, width=3, label=label)
+def framed(panel: Panel, cells: Sequence[tuple[int, int]], color: str, label: str) -> None:
+    """A frame around each of some cells (row, column) of a heat map."""
+    rows, cols = np.array(cells, dtype=float).T
+    panel.boxes(cols - 0.47, rows - 0.47, cols + 0.47, rows + 0.47, edge=color, width=3, label=label)
+
+
+def short(share: float) -> str:
+    """A share as it fits a cell, from a tenth on in whole percents; "0%" is none at all."""
+    return percent(share, 0 if share >= 0.1 else 1, "").replace("below ", "<").replace("above ", ">")
 
 
 def grid_scene(data: GridExplorer) -> Scene:
     """The heat map of a sweep with the chosen cell framed, and that cell's run."""
     scene = Scene(height=400, width=980, cols=(1, 1))
-    texts = [f"{v:.0%}" if v >= 0.1 else f"{v:.1%}" for v in data.grid.flat]
+    texts = [short(v) for v in data.grid.flat]
     keys = list(range(data.grid.size))
     look: dict[str, Any] = {"pick": "cell", "keys": keys}
     left = heat_map(scene, data.grid, texts, data.factors, data.windows, "training signal lost; choose a cell", **look)
-    best = data.best()
-    for pair, color, label in ((best, "normal", "loses least"), ((data.factor, data.window), "own", "chosen")):
-        framed(left, (data.factors.index(pair[0]), data.windows.index(pair[1])), color, label)
+    framed(left, data.least, "normal", "loses least")
+    framed(left, [(data.factors.index(data.factor), data.windows.index(data.window))], "own", "chosen")
     _draw_run(scene, 1, data.chosen, "the run of the chosen cell")
     return scene
 

@@ -41,7 +41,7 @@ def amax_scene(data: AmaxExplorer) -> Scene:
 def block_scene(data: BlockExplorer) -> Scene:
     """128 values and how they are stored, with the borders of the blocks."""
     scene = Scene(height=420)
-    low, high = -6, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
+    low, high = -8, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
     panel = scene.panel(
         title="128 magnitudes in a row, and how they are stored; zero is at the bottom",
         x=linear("place in the row", -1, 128, 8),

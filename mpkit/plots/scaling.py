@@ -137,7 +137,7 @@ def sweep_scene(data: SweepExplorer) -> Scene:
     texts = [format(v, digits) if v == 0 or v >= 0.05 else "< 0.1" for v in data.grid.flat]
     panel = heat_map(scene, data.grid, texts, data.FACTORS, data.WINDOWS, data.FIGURES[data.figure])
     if data.best is not None:
-        framed(panel, data.best, "normal", "least training signal lost")
+        framed(panel, [data.best], "normal", "least training signal lost")
     return scene
 
 
