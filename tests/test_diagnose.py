@@ -698,7 +698,7 @@ def test_preflight_counts_updates_below_half_an_ulp():
         weight.weight.fill_(1.0)
     weight.weight.grad = torch.full((4, 4), 1e-3).half()
     lost = preflight(weight, torch.optim.SGD(weight.parameters(), 0.1), "O0")  # 1e-4 < 2**-11 = half an ulp of 1
-    assert "100% of the updates" in words(lost)
+    assert "100 % of the updates" in words(lost)
     after = weight.weight - (0.1 * weight.weight.grad)
     assert (after == 1).all()  # and so it is
     weight.weight.grad.fill_(1.0)

@@ -39,14 +39,14 @@ def report(verdict: str, **given: Any) -> Report:
 
 LEVEL = "The level is O2 in float16. Your loss scale is 2^16 = 65536."
 SCALES = f"{LEVEL} The largest scale that works is 2^3 = 8."
-LOST = "Of the gradient values, 10.0% are lost to zero at scale 1"
+LOST = "Of the gradient values, 10.0 % are lost to zero at scale 1"
 BORN = "The first inf or NaN was born in the forward pass of module a.b, in the operation mul."
 
 
 @pytest.mark.parametrize(
     ("told", "lines"),
     [
-        (report("scale_too_high"), [BORN, SCALES, f"{LOST}, and 20.0% at 2^16 = 65536."]),
+        (report("scale_too_high"), [BORN, SCALES, f"{LOST}, and 20.0 % at 2^16 = 65536."]),
         (report("forward_overflow", lost_at_scale=math.nan), [BORN, SCALES, f"{LOST}."]),
         (report("gradient_overflow", lost=math.nan, operation=""), [SCALES]),
         (
@@ -92,8 +92,8 @@ def test_what_went_in_is_told_in_words(operand: Operand, words: str) -> None:
     ("told", "first", "count"),
     [
         (report("healthy", lost_at_scale=0.05), "", 0),
-        (report("healthy", lost_at_scale=0.051), "5.1% of the gradient values are lost at this scale: raise it up", 1),
-        (report("healthy", lost_at_scale=0.051, max_scale=None), "5.1% of the gradient values are lost at this", 1),
+        (report("healthy", lost_at_scale=0.051), "5.1 % of the gradient values are lost at this scale: raise it up", 1),
+        (report("healthy", lost_at_scale=0.051, max_scale=None), "5.1 % of the gradient values are lost at this", 1),
         (report("scale_too_high"), "lower the scale to 2^3 = 8 or below", 2),
         (report("forward_overflow", operation="add"), "neither float32 for a module, nor", 2),
         (report("forward_overflow", operation="mul"), "a product grows", 3),

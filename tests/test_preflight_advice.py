@@ -238,11 +238,11 @@ def test_more_than_half_of_the_updates_that_move_must_round_away(kind: Any) -> N
         return [found.what.split()[0] for found in named(layer, "half an ulp", optimizer=optimizer)]
 
     assert share([1.0, 1.0], [2.0**14, 2.0**14]) == []  # an update of 2**-10 is half an ulp of 2**14
-    assert share([1.0, 1.0, 1.0, 0.0], [2.0**15, 2.0**15, 1.0, 2.0**15]) == ["67%"]  # a gradient of 0 moves nothing
+    assert share([1.0, 1.0, 1.0, 0.0], [2.0**15, 2.0**15, 1.0, 2.0**15]) == ["67 %"]  # a gradient of 0 moves nothing
     assert share([1.0, 1.0], [2.0**15, 1.0]) == []
     assert share([0.0], [2.0**15]) == []
-    assert share([1.0], [2.0**15]) == ["100%"]
-    assert share([4.0], [2.0**15]) == (["100%"] if kind is torch.optim.Adam else [])  # Adam moves by its rate
+    assert share([1.0], [2.0**15]) == ["100 %"]
+    assert share([4.0], [2.0**15]) == (["100 %"] if kind is torch.optim.Adam else [])  # Adam moves by its rate
 
 
 def test_calls_on_one_line_count_in_their_order() -> None:

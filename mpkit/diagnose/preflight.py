@@ -18,6 +18,7 @@ from mpkit.casting.table import MINDSPORE
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.formats import FloatFormat, dtype_name, get_format
 from mpkit.optimizers.arguments import parameters_of
+from mpkit.replay.percent import percent
 from mpkit.rounding import ulp
 
 _STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
@@ -195,7 +196,8 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
                 yield Finding(
                     "warning",
                     named.get(id(p), "a parameter"),
-                    f"{lost:.0%} of the updates are below half an ulp of their {fmt.name} weight and change nothing",
+                    f"{percent(lost)} of the updates are below half an ulp of their {fmt.name} weight and "
+                    "change nothing",
                     "store the weights in float32" if fmt.bits <= 16 else "raise the learning rate",
                 )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.watch import Event, Operand
+from mpkit.replay.percent import percent
 
 VERDICTS = {
     "healthy": "Nothing is wrong with this batch: loss and gradients are finite.",
@@ -88,8 +89,12 @@ class Report:
         )
         lines = [f"  The level is {self.level} in {self.dtype}. Your loss scale is {power(self.scale)}. {largest}"]
         if not math.isnan(self.lost):
-            here = "" if math.isnan(self.lost_at_scale) else f", and {self.lost_at_scale:.1%} at {power(self.scale)}"
-            lines.append(f"  Of the gradient values, {self.lost:.1%} are lost to zero at scale 1{here}.")
+            here = (
+                ""
+                if math.isnan(self.lost_at_scale)
+                else f", and {percent(self.lost_at_scale, 1)} at {power(self.scale)}"
+            )
+            lines.append(f"  Of the gradient values, {percent(self.lost, 1)} are lost to zero at scale 1{here}.")
         return lines
 
 
@@ -157,7 +162,7 @@ def _advice(report: Report) -> list[str]:
         ]
     elif report.lost_at_scale > 0.05:
         advice = [
-            f"{report.lost_at_scale:.1%} of the gradient values are lost at this scale: raise it"
+            f"{percent(report.lost_at_scale, 1)} of the gradient values are lost at this scale: raise it"
             + (f" up to {power(report.max_scale)}" if report.max_scale else "")
         ]
     return ([hint] if hint and report.verdict not in ("healthy", "scale_too_high") else []) + advice

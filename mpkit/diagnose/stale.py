@@ -13,6 +13,7 @@ from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
 from mpkit.record import AmaxRecorder, AmaxTrace, Trace
 from mpkit.replay.ceilings import flushed_by_current_scale
+from mpkit.replay.percent import percent
 from mpkit.replay.tensor_scales import replay_tensor_scales
 
 _FLUSHED_TOO_MUCH = 0.05
@@ -139,7 +140,8 @@ def _flushed_reasons(histograms: object) -> list[str]:
     shares = flushed_by_current_scale(histograms.activations, E4M3FN)
     means = np.nanmean(np.where(np.isnan(shares).all(axis=0), 0.0, shares), axis=0)
     return [
-        f"one scale for {histograms.activations.names[i]} would flush {means[i]:.1%} of its values to zero in E4M3"
+        f"one scale for {histograms.activations.names[i]} would flush {percent(means[i], 1)} of its values to zero "
+        "in E4M3"
         for i in np.argsort(-means)[:3]
         if means[i] > _FLUSHED_TOO_MUCH
     ]

@@ -259,7 +259,7 @@ class BoostExplorer(Explorer):
         speed = f"speed-up is {this.speedup:.2f}, {how}" if this.timed else "speed was not measured"
         text = (
             f"boost_level {self.level} in mode {self.mode} runs {runs}. It removes {this.removed} of {this.norms} "
-            f"BatchNorms and freezes layers in {1 - this.odds[0]:.0%} of the steps. "
+            f"BatchNorms and freezes layers in {percent(1 - this.odds[0])} of the steps. "
             f"Its {speed}; the speed-up of {self.compare} is {other.speedup:.2f}. {self._accuracy_text()}"
         )
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
@@ -268,7 +268,7 @@ class BoostExplorer(Explorer):
         text += "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
         told = (
             f"The first {CYCLE} steps of {r.name} take as long as {r.total:.1f} steps without boost, and BatchNorms "
-            f"take {r.parts[0, 1] / r.parts[0].sum():.0%} of a full step."
+            f"take {percent(r.parts[0, 1] / r.parts[0].sum())} of a full step."
             for r in self.rows
         )
         return f"{text} {' '.join(dict.fromkeys(told))}"
@@ -292,7 +292,7 @@ class BoostExplorer(Explorer):
                     "configuration": name,
                     "active": ", ".join(one.active) or "nothing",
                     "BatchNorms removed": one.removed,
-                    "steps frozen": f"{1 - one.odds[0]:.0%}",
+                    "steps frozen": percent(1 - one.odds[0]),
                     "speed-up": round(one.speedup, 2) if one.timed else "not measured",
                     "accuracy, %": "not measured" if row is None else row["mean"],
                 }
@@ -484,7 +484,7 @@ class CentralizeExplorer(Explorer):
         taken = "is subtracted from" if self.centralize else "stays in"
         return (
             f"{self.layer}, output {self.output}: the mean {float(self.row.mean()):+.1e} {taken} its {len(self.row)} "
-            f"entries; the layer's gradient keeps {self.norm_ratio:.0%} of its length."
+            f"entries; the layer's gradient keeps {percent(self.norm_ratio)} of its length."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -374,7 +374,7 @@ class LiveExplorer(Explorer):
         settings = f"factor {self.scale_factor}, window {self.scale_window}, floor 2^{self.floor_exponent}"
         if self.run is None or not self.run.losses:
             return f"Set to {settings}: press Train, and move the sliders while it trains."
-        right = "" if self.run.accuracy is None else f", {self.run.accuracy:.0%} of the test digits right"
+        right = "" if self.run.accuracy is None else f", {percent(self.run.accuracy)} of the test digits right"
         return (
             f"Set to {settings}; after {len(self.run.losses)} steps: loss {self.run.losses[-1]:.2f}, scale "
             f"{exponent(self.run.scales[-1])}, {len(self.run.skipped)} steps skipped{right}."

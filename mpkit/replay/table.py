@@ -14,6 +14,7 @@ from mpkit.formats import FloatFormat
 from mpkit.policies import STOPS, ScalePolicy, stack
 from mpkit.record import Trace
 from mpkit.replay.ceilings import CAVEAT, ceilings, flushed
+from mpkit.replay.percent import percent
 from mpkit.replay.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _why(
         elif stuck[p]:
             words.append("every step of the last tenth was skipped")
         elif gone[p] > 0.5:
-            words.append(f"{gone[p]:.0%} of the gradient values were lost in the last tenth")
+            words.append(f"{percent(gone[p])} of the gradient values were lost in the last tenth")
         else:
             far = unused[p] > _FAR_BELOW
             words.append(f"the scale ended {unused[p]:.0f} bits below the ceiling" if far else "")
