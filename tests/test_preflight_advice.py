@@ -235,7 +235,7 @@ def test_more_than_half_of_the_updates_that_move_must_round_away(kind: Any) -> N
         layer.weight = nn.Parameter(torch.tensor([weights]))
         layer.weight.grad = torch.tensor([gradients])
         optimizer = kind(layer.parameters(), lr=2.0**-10)
-        return [found.what.split()[0] for found in named(layer, "half an ulp", optimizer=optimizer)]
+        return [" ".join(found.what.split()[:2]) for found in named(layer, "half an ulp", optimizer=optimizer)]
 
     assert share([1.0, 1.0], [2.0**14, 2.0**14]) == []  # an update of 2**-10 is half an ulp of 2**14
     assert share([1.0, 1.0, 1.0, 0.0], [2.0**15, 2.0**15, 1.0, 2.0**15]) == ["67 %"]  # a gradient of 0 moves nothing

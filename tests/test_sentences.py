@@ -319,7 +319,7 @@ def test_the_rest():
         assert told == [kinds.count("removed"), kinds.count("removed") + kinds.count("kept")]
     for m in swept(CentralizeExplorer(), output=(0, 3, 5)):
         row = np.array(m.grad[m.output].tolist())
-        mean, count, share = read(r"the mean (\S+) .* its (\d+) entries.*keeps (\d+)% of", m)
+        mean, count, share = read(r"the mean (\S+) .* its (\d+) entries.*keeps (\d+) % of", m)
         rows = np.array(m.grad.tolist())
         left = rows - rows.mean(1, keepdims=True) if m.centralize else rows
         assert (float(mean), int(count)) == (pytest.approx(row.mean(), rel=0.06), len(row))

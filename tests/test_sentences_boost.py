@@ -103,7 +103,8 @@ def test_boost():
             mixed = 1 / sum(p / ratio[f"{network} index {v}"] for v, p in enumerate(odds))
             speed = ratio["O2" if (name, m.level) == ("O1", "O2") else name] if name else mixed
             told = read(
-                r"runs (.*)\. It removes (\d+) of 20 .* in (\d+)% of .*speed-up is (\S+), (\w+).* of .* is (\S+)\. I", m
+                r"runs (.*)\. It removes (\d+) of 20 .* in (\d+) % of .*speed-up is (\S+), (\w+).* of .* is (\S+)\. I",
+                m,
             )
             ran = ", ".join(["less_bn"] * norms + ["grad_freeze"] * freezes) or "nothing"
             assert told[0] == ran, m.state()

@@ -205,11 +205,17 @@ TABLE: Table = {
             Boost,
             {"mode": "manual", "less_bn": True},
             None,
-            "11 of 20.* 0% of the steps",
+            "11 of 20.* 0 % of the steps",
         ),
-        ("freezing alone?", Boost, {"mode": "manual", "grad_freeze": True}, None, " 0 of 20.* 30% of the steps"),
-        ("what does tuned do?", Boost, {"mode": "tuned"}, None, "50% of the steps"),
-        ("can I freeze more?", Boost, {"full_step_fraction": 0.3}, None, "70% of the steps.*accuracy was not measured"),
+        ("freezing alone?", Boost, {"mode": "manual", "grad_freeze": True}, None, " 0 of 20.* 30 % of the steps"),
+        ("what does tuned do?", Boost, {"mode": "tuned"}, None, "50 % of the steps"),
+        (
+            "can I freeze more?",
+            Boost,
+            {"full_step_fraction": 0.3},
+            None,
+            "70 % of the steps.*accuracy was not measured",
+        ),
         ("what does it cost in accuracy?", Boost, {"mode": "tuned"}, None, r"-\d\.\d points against no boost"),
         ("does a switch count in mode auto?", Boost, {"less_bn": True}, None, "Read in mode manual only: less_bn"),
     ],
@@ -239,6 +245,6 @@ def test_skipped_steps_do_not_hurt_the_accuracy():
     live.steps = 120
     live.train()
     live.wait()
-    skipped, right = re.search(r"(\d+) steps skipped, (\d+)% of the test digits right", live.summary()).groups()
+    skipped, right = re.search(r"(\d+) steps skipped, (\d+) % of the test digits right", live.summary()).groups()
     assert int(skipped) > 15
     assert int(right) > 80

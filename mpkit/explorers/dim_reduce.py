@@ -156,7 +156,7 @@ class DimReduceExplorer(Explorer):
         return (
             f"{self.components} components, step {at}: the line search {told}. The loss is {self.path.losses[at]:.3f} "
             f"(gradient descent {self.earlier.losses[at]:.3f}); after {STEPS} steps it is {self.path.losses[-1]:.3f} "
-            f"(gradient descent {self.earlier.losses[-1]:.3f}). {percent(self.path.residual[at], gap='')} of the "
+            f"(gradient descent {self.earlier.losses[-1]:.3f}). {percent(self.path.residual[at])} of the "
             "gradient's length lies outside the subspace."
         )
 
@@ -168,7 +168,7 @@ class DimReduceExplorer(Explorer):
                 "loss, gradient descent": round(float(self.earlier.losses[t]), 3),
                 "step size": search.rho,
                 "trials": len(search.losses),
-                "outside": percent(self.path.residual[t], gap=""),
+                "outside": percent(self.path.residual[t]),
             }
             for t, search in enumerate(self.path.searches)
         ]

@@ -267,7 +267,7 @@ class RunExplorer(Explorer):
         of = "" if seen == i else f" of step {seen}, the last with recorded gradients,"
         return (
             f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {as_power(self.scale)}. "
-            f"Of {self.values} gradient values{of} {percent(self.zeros / self.values, 1, '')} are zero, and "
+            f"Of {self.values} gradient values{of} {percent(self.zeros / self.values, 1)} are zero, and "
             f"{self.nonfinite} values are inf or NaN. "
             f"Steps skipped so far: {int(t.overflow[: i + 1].sum())}."
         )
@@ -389,7 +389,7 @@ class WhatIfExplorer(Explorer):
         return (
             f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
             f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and "
-            f"{percent(lost, 2, '')} of the gradient values become zero.{end}{self._estimated()}{self._ridden()}"
+            f"{percent(lost, 2)} of the gradient values become zero.{end}{self._estimated()}{self._ridden()}"
         )
 
     def _unsettled(self, scales: np.ndarray) -> np.ndarray:
@@ -489,8 +489,8 @@ class GridExplorer(Explorer):
         told = "1 step is" if skipped == 1 else f"{skipped} steps are"
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
-            f"{percent(self.lost(self.factor, self.window), 2, '')} of the training signal is lost, and "
-            f"{told} skipped. {best}, with {percent(self.lost(factor, window), 2, '')}.{self._estimated()}"
+            f"{percent(self.lost(self.factor, self.window), 2)} of the training signal is lost, and "
+            f"{told} skipped. {best}, with {percent(self.lost(factor, window), 2)}.{self._estimated()}"
         )
 
     def _estimated(self) -> str:
@@ -505,7 +505,7 @@ class GridExplorer(Explorer):
         )
 
     def table(self) -> list[dict[str, Any]]:
-        return [{"factor": f, **{f"window {w}": percent(self.lost(f, w), 2, "") for w in WINDOWS}} for f in FACTORS]
+        return [{"factor": f, **{f"window {w}": percent(self.lost(f, w), 2) for w in WINDOWS}} for f in FACTORS]
 
 
 # a wrong rule

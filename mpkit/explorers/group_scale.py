@@ -188,7 +188,7 @@ class GroupScaleExplorer(Explorer):
 
     def summary(self) -> str:
         one, own = (self.runs[way].scales[self.step] for way in WAYS)
-        kept = [percent(self.survive[way][0], gap="") for way in WAYS]
+        kept = [percent(self.survive[way][0]) for way in WAYS]
         layers = f"{self.depth} layer{'s' * (self.depth > 1)} per group"
         return (
             f"{self.format}, {layers}, step {self.step}: the one scale is {_power(one[0])}, the scales per group are "
@@ -203,7 +203,7 @@ class GroupScaleExplorer(Explorer):
                 "group": i + 1,
                 "largest gradient": _power(gradient_trace(self.depth).largest[self.step, i]),
                 **{f"{way}": _power(run.scales[self.step, i]) for way, run in self.runs.items()},
-                **{f"survive, {way}": percent(self.survive[way][i], gap="") for way in WAYS},
+                **{f"survive, {way}": percent(self.survive[way][i]) for way in WAYS},
             }
             for i in range(GROUPS)
         ]
