@@ -260,7 +260,11 @@ def test_calls_on_one_line_count_in_their_order() -> None:
     [
         ("for x in", ValueError, "loop must be Python, got a text with invalid syntax in line 1"),
         (len, TypeError, "loop must be a function or its source as a text, got <built-in function len>"),
-        (eval("lambda: 0"), ValueError, r"the source of loop is not at hand \(.*\); give it as a text"),
+        (
+            eval(compile("lambda: 0", "<a test>", "eval")),
+            ValueError,
+            r"the source of loop is not at hand \(.*\); give it as a text",
+        ),
     ],
     ids=["no Python", "a built-in", "made by eval"],
 )
