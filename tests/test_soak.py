@@ -1,0 +1,26 @@
+"""What `make soak` presses and counts, without its kernels."""
+
+from __future__ import annotations
+
+import ast
+import random
+from typing import Any
+
+import soak
+
+
+def test_every_press_is_answered_and_half_a_run_is_torn() -> None:
+    space: dict[str, Any] = {}
+    exec(soak.SET_UP, space)
+    rng, explorer = random.Random(0), space["view"].explorer
+    for what in ({"train": True}, *(soak.presses(rng) for _ in range(30)), {"reset": True}, {"train": True}):
+        answer = ast.literal_eval(repr(space["press"](what)))  # as it comes out of a kernel
+        assert not soak.torn(answer), answer
+    explorer.wait()
+    answer = space["press"]({"stop": True})
+    losses, scales, skipped = answer["run"]
+    assert losses > 0
+    assert not soak.torn(answer)
+    assert soak.torn(answer | {"run": [losses, scales - 1, skipped]})
+    assert soak.torn(answer | {"run": [losses, scales, losses]})  # a skip beyond the last step
+    assert soak.torn(answer | {"sentence": "Set to factor 99, window 1, floor 2^0"})
