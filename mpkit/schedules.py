@@ -26,23 +26,31 @@ from mpkit.arguments import check_count, check_flags, check_kind, is_number, is_
 MOST = 10**8  # rates in a list
 
 
-def _check_rate(name: str, value: object, *, zero: bool = False) -> None:
+def _check_rate(name: str, value: object, *, zero: bool = False) -> float:
     if not isinstance(value, float | np.floating):
         raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
     if not (value >= 0.0 if zero else value > 0.0) or value == math.inf:
         raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
+    return float(value)
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object) -> int:
     if (count := check_count(name, value)) >= 2**63:
         raise ValueError(f"{name} counts steps and must be below 2**63, got an int of {count.bit_length()} bits")
+    return count
 
 
-def _check_span(low: float, high: float) -> None:
-    _check_rate("min_lr", low, zero=True)
-    _check_rate("max_lr", high)
+def _check_span(low: float, high: float) -> tuple[float, float]:
+    low, high = _check_rate("min_lr", low, zero=True), _check_rate("max_lr", high)
     if low >= high:
         raise ValueError(f"need min_lr < max_lr, got min_lr={low}, max_lr={high}")
+    return low, high
+
+
+def _hold(schedule: object, **checked: float | tuple[float, ...]) -> None:
+    """Store checked numbers as Python's own: NumPy's float16 and int8 would compute the rates in as many bits."""
+    for name, value in checked.items():
+        object.__setattr__(schedule, name, value)
 
 
 # --- arithmetic on a number or on a tensor
@@ -68,17 +76,19 @@ def _exp(x: At) -> At:
         return math.inf
 
 
-def _power(base: float, x: At) -> At:
-    if isinstance(x, Tensor):
-        return base**x
+def _power(base: At, x: At) -> At:
     try:
         return base**x
     except OverflowError:
         return math.inf
 
 
+def _divided(x: float, by: At) -> At:
+    return x / by if isinstance(by, Tensor) or by else math.inf  # the pole, as a tensor has it
+
+
 def _cos(x: At) -> At:
-    return x.cos() if isinstance(x, Tensor) else math.cos(x)
+    return x.cos() if isinstance(x, Tensor) else math.cos(x) if math.isfinite(x) else math.nan
 
 
 def _at_most(x: At, most: float) -> At:
@@ -113,7 +123,7 @@ def _natural_exp(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
 
 def _inverse(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
     quotient = at / span
-    return lr / (1.0 + rate * (_floor(quotient) if stair else quotient))
+    return _divided(lr, 1.0 + rate * (_floor(quotient) if stair else quotient))
 
 
 def _cosine(at: At, low: float, high: float, span: int) -> At:
@@ -122,7 +132,7 @@ def _cosine(at: At, low: float, high: float, span: int) -> At:
 
 def _polynomial(at: At, lr: float, end: float, span: int, power: float, update: bool) -> At:
     whole = span * _at_least(_ceil(at / span), 1) if update else span
-    return (lr - end) * (1.0 - (at if update else _at_most(at, span)) / whole) ** power + end
+    return (lr - end) * _power(1.0 - (at if update else _at_most(at, span)) / whole, power) + end
 
 
 def _warm_up(at: At, lr: float, span: int) -> At:
@@ -150,18 +160,19 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
         raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
     rates: list[float] = []
     for step, rate in zip(milestone, learning_rates):
-        _check_count("milestone", step)
-        if not isinstance(rate, float):
+        step = _check_count("milestone", step)
+        if not isinstance(rate, float | np.floating):
             raise TypeError(f"learning_rates must be floats, got {rate!r}")
         if step < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
         if step > MOST:
             raise ValueError(f"a milestone must be at most {MOST}: the list has one rate for each step; got {step}")
-        rates += [rate] * (step - len(rates))
+        rates += [float(rate)] * (step - len(rates))
     return rates
 
 
 def _per_epoch(rate_at: Callable[[int], At], total_step: int, step_per_epoch: int) -> list[float]:
+    total_step, step_per_epoch = _check_count("total_step", total_step), _check_count("step_per_epoch", step_per_epoch)
     if total_step > MOST:
         raise ValueError(
             f"total_step must be at most {MOST}, since the list has one rate for each step; a schedule has no limit"
@@ -169,13 +180,14 @@ def _per_epoch(rate_at: Callable[[int], At], total_step: int, step_per_epoch: in
     return [float(rate_at(step // step_per_epoch)) for step in range(total_step)]
 
 
-def _check_decay(lr: object, rate: object, total: object, per_epoch: object, span: object, stair: object) -> None:
-    _check_rate("learning_rate", lr)
-    _check_rate("decay_rate", rate)
-    _check_count("total_step", total)
-    _check_count("step_per_epoch", per_epoch)
-    _check_count("decay_epoch", span)
+def _check_decay(lr: object, rate: object, span: object, stair: bool) -> tuple[float, float, int, bool]:
     check_flags(is_stair=stair)
+    return (
+        _check_rate("learning_rate", lr),
+        _check_rate("decay_rate", rate),
+        _check_count("decay_epoch", span),
+        stair,
+    )
 
 
 def exponential_decay_lr(
@@ -191,8 +203,7 @@ def exponential_decay_lr(
     Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
     Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
     """
-    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
-    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
     return _per_epoch(lambda epoch: _exponential(epoch, *args), total_step, step_per_epoch)
 
 
@@ -209,8 +220,7 @@ def natural_exp_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
     """
-    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
-    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
     return _per_epoch(lambda epoch: _natural_exp(epoch, *args), total_step, step_per_epoch)
 
 
@@ -227,8 +237,7 @@ def inverse_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
     """
-    _check_decay(learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair)
-    args = (learning_rate, decay_rate, decay_epoch, is_stair)
+    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
     return _per_epoch(lambda epoch: _inverse(epoch, *args), total_step, step_per_epoch)
 
 
@@ -240,10 +249,8 @@ def cosine_decay_lr(
     Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or a count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.cosine_decay_lr.
     """
-    _check_span(min_lr, max_lr)
-    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("decay_epoch", decay_epoch)):
-        _check_count(name, count)
-    return _per_epoch(lambda epoch: _cosine(epoch, min_lr, max_lr, decay_epoch), total_step, step_per_epoch)
+    args = (*_check_span(min_lr, max_lr), _check_count("decay_epoch", decay_epoch))
+    return _per_epoch(lambda epoch: _cosine(epoch, *args), total_step, step_per_epoch)
 
 
 def polynomial_decay_lr(
@@ -263,13 +270,14 @@ def polynomial_decay_lr(
              count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.polynomial_decay_lr.
     """
-    _check_rate("learning_rate", learning_rate)
-    _check_rate("end_learning_rate", end_learning_rate, zero=True)
-    _check_rate("power", power)
-    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("decay_epoch", decay_epoch)):
-        _check_count(name, count)
     check_flags(update_decay_epoch=update_decay_epoch)
-    args = (learning_rate, end_learning_rate, decay_epoch, power, update_decay_epoch)
+    args = (
+        _check_rate("learning_rate", learning_rate),
+        _check_rate("end_learning_rate", end_learning_rate, zero=True),
+        _check_count("decay_epoch", decay_epoch),
+        _check_rate("power", power),
+        update_decay_epoch,
+    )
     return _per_epoch(lambda epoch: _polynomial(epoch, *args), total_step, step_per_epoch)
 
 
@@ -279,10 +287,8 @@ def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup
     Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or a count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.warmup_lr.
     """
-    _check_rate("learning_rate", learning_rate, zero=True)
-    for name, count in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("warmup_epoch", warmup_epoch)):
-        _check_count(name, count)
-    return _per_epoch(lambda epoch: _warm_up(epoch, learning_rate, warmup_epoch), total_step, step_per_epoch)
+    args = _check_rate("learning_rate", learning_rate, zero=True), _check_count("warmup_epoch", warmup_epoch)
+    return _per_epoch(lambda epoch: _warm_up(epoch, *args), total_step, step_per_epoch)
 
 
 # --- schedules, functions of the step
@@ -339,7 +345,7 @@ class Chained(LearningRateSchedule):
         for part in (self.before, self.after):
             if not isinstance(part, LearningRateSchedule):
                 raise TypeError(f"only schedules can be chained, got {part!r}; wrap a list in ListedLR(values)")
-        _check_count("at", self.at)
+        _hold(self, at=_check_count("at", self.at))
 
     def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
@@ -357,10 +363,13 @@ class _Decay(LearningRateSchedule):
     is_stair: bool = False
 
     def __post_init__(self) -> None:
-        _check_rate("learning_rate", self.learning_rate)
-        _check_rate("decay_rate", self.decay_rate)
-        _check_count("decay_steps", self.decay_steps)
         check_flags(is_stair=self.is_stair)
+        _hold(
+            self,
+            learning_rate=_check_rate("learning_rate", self.learning_rate),
+            decay_rate=_check_rate("decay_rate", self.decay_rate),
+            decay_steps=_check_count("decay_steps", self.decay_steps),
+        )
 
 
 class ExponentialDecayLR(_Decay):
@@ -409,8 +418,8 @@ class CosineDecayLR(LearningRateSchedule):
     decay_steps: int
 
     def __post_init__(self) -> None:
-        _check_span(self.min_lr, self.max_lr)
-        _check_count("decay_steps", self.decay_steps)
+        low, high = _check_span(self.min_lr, self.max_lr)
+        _hold(self, min_lr=low, max_lr=high, decay_steps=_check_count("decay_steps", self.decay_steps))
 
     def rate(self, at: At) -> At:
         return _cosine(at, self.min_lr, self.max_lr, self.decay_steps)
@@ -439,11 +448,14 @@ class PolynomialDecayLR(LearningRateSchedule):
     update_decay_steps: bool = False
 
     def __post_init__(self) -> None:
-        _check_rate("learning_rate", self.learning_rate)
-        _check_rate("end_learning_rate", self.end_learning_rate, zero=True)
-        _check_count("decay_steps", self.decay_steps)
-        _check_rate("power", self.power)
         check_flags(update_decay_steps=self.update_decay_steps)
+        _hold(
+            self,
+            learning_rate=_check_rate("learning_rate", self.learning_rate),
+            end_learning_rate=_check_rate("end_learning_rate", self.end_learning_rate, zero=True),
+            decay_steps=_check_count("decay_steps", self.decay_steps),
+            power=_check_rate("power", self.power),
+        )
 
     def rate(self, at: At) -> At:
         lr, end = self.learning_rate, self.end_learning_rate
@@ -462,8 +474,8 @@ class WarmUpLR(LearningRateSchedule):
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        _check_rate("learning_rate", self.learning_rate, zero=True)
-        _check_count("warmup_steps", self.warmup_steps)
+        rate = _check_rate("learning_rate", self.learning_rate, zero=True)
+        _hold(self, learning_rate=rate, warmup_steps=_check_count("warmup_steps", self.warmup_steps))
 
     def rate(self, at: At) -> At:
         return _warm_up(at, self.learning_rate, self.warmup_steps)
@@ -484,7 +496,7 @@ class ListedLR(LearningRateSchedule):
 
     def __post_init__(self) -> None:
         check_kind("values", self.values, Iterable, "a list of rates")
-        object.__setattr__(self, "values", tuple(self.values))
+        _hold(self, values=tuple(self.values))
         if not self.values:
             raise ValueError("a list of learning rates needs at least one entry")
         for value in self.values:
@@ -492,7 +504,7 @@ class ListedLR(LearningRateSchedule):
                 raise TypeError(f"learning rates must be numbers, got {value!r}")
             if not 0 <= value < math.inf:
                 raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
-        object.__setattr__(self, "values", tuple(map(float, self.values)))
+        _hold(self, values=tuple(map(float, self.values)))
 
     def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
@@ -530,6 +542,10 @@ def lambda_lr(
             raise TypeError(f"need a LearningRateSchedule, got {each!r}; wrap a list in ListedLR(values)")
     if len(schedules) != len(groups):
         raise ValueError(f"need one schedule per group, got {len(schedules)} for {len(groups)} groups")
+    for each in schedules:
+        each(0)  # one that cannot answer raises before a rate is written
     for group in groups:
-        group["lr"] = group["initial_lr"] = 1.0
+        rate = group["lr"]
+        group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
+        group["initial_lr"] = 1.0
     return LambdaLR(optimizer, [each.__call__ for each in schedules])

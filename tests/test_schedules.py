@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -213,3 +214,60 @@ def test_what_the_reference_accepts_is_accepted():
     s.PolynomialDecayLR(0.1, 0.0, 3, 0.5)
     s.ExponentialDecayLR(0.1, 7.0, 3)  # a rate above 1 grows
     assert s.WarmUpLR(0.4, 4)(-2) == -0.2  # negative steps are not refused
+
+
+def test_numbers_of_numpy_compute_in_as_many_bits_as_those_of_python():
+    """np.float16 times 90,000 is inf, and np.int8(10) times 200 does not exist."""
+    steps = (0, 7, 2000, 90_000)
+    for make in (
+        lambda f, i: s.WarmUpLR(f(0.125), i(100)),
+        lambda f, i: s.NaturalExpDecayLR(f(0.125), f(0.5), i(10), True),
+        lambda f, i: s.ExponentialDecayLR(f(0.125), f(0.5), i(10)),
+        lambda f, i: s.InverseDecayLR(f(0.125), f(0.5), i(10)),
+        lambda f, i: s.CosineDecayLR(f(0.0), f(0.125), i(100)),
+        lambda f, i: s.PolynomialDecayLR(f(0.125), f(0.0), i(100), f(0.5), True),
+        lambda f, i: s.WarmUpLR(f(0.125), 4).then(s.WarmUpLR(f(0.25), 4), i(100)),
+    ):
+        own, given = make(float, int), make(np.float16, np.int8)
+        assert [given(step) for step in steps] == [own(step) for step in steps]
+        assert torch.equal(given(torch.tensor(steps)), own(torch.tensor(steps)))
+    for rates in (
+        lambda f, i: s.exponential_decay_lr(f(0.125), f(0.75), i(100), i(3), i(7)),
+        lambda f, i: s.polynomial_decay_lr(f(0.125), f(0.0), i(100), i(3), i(7), f(1.5)),
+        lambda f, i: s.cosine_decay_lr(f(0.0), f(0.125), i(100), i(3), i(7)),
+        lambda f, i: s.piecewise_constant_lr([i(2), i(4)], [f(0.5), f(0.25)]),
+    ):
+        assert rates(np.float16, np.int8) == rates(float, int)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step"),
+    [
+        (s.InverseDecayLR(0.1, 1.0, 1), -1),
+        (s.PolynomialDecayLR(0.1, 0.0, 1, 1000.0), -1000),
+        (s.CosineDecayLR(0.0, 0.1, 4), -math.inf),
+    ],
+)
+def test_where_a_formula_has_no_finite_rate_numbers_and_tensors_agree(schedule, step):
+    rate, of_tensor = schedule(step), schedule(torch.tensor(step)).item()
+    assert rate == of_tensor or (math.isnan(rate) and math.isnan(of_tensor))
+
+
+def test_lambda_lr_writes_no_rate_before_every_schedule_has_answered():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.3)
+    before = copy.deepcopy(optimizer.param_groups)
+    with pytest.raises(NotImplementedError):
+        s.lambda_lr(optimizer, s.LearningRateSchedule())
+    assert str(optimizer.param_groups) == str(before)
+
+
+def test_lambda_lr_keeps_a_rate_that_is_a_tensor_and_each_group_its_own():
+    """torch's optimizers put one tensor into all groups, and its schedulers write into it."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    rate = torch.tensor(0.3)
+    optimizer = torch.optim.Adam([{"params": [w]} for w in weights], lr=rate, capturable=True)
+    s.lambda_lr(optimizer, [s.ListedLR([0.5]), s.ListedLR([0.25])])
+    found = [group["lr"] for group in optimizer.param_groups]
+    assert all(isinstance(lr, torch.Tensor) for lr in found)
+    assert [lr.item() for lr in found] == [0.5, 0.25]
+    assert rate == torch.tensor(0.3)
