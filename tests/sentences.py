@@ -44,20 +44,20 @@ def in_percent(share: float, digits: int = 0) -> str:
     if share in (0, 1):
         return f"{int(100 * share)} %"
     if share < unit or share > 1 - unit:
-        return f"{'below' if share < unit else 'above'} {100 * (unit if share < unit else 1 - unit):.{digits}f} %"
+        return f"{'less' if share < unit else 'more'} than {100 * (unit if share < unit else 1 - unit):.{digits}f} %"
     return f"{100 * share:.{digits}f} %"
 
 
-PERCENT = r"((?:below |above )?[\d.]+) ?%"
+PERCENT = r"((?:(?:less|more) than )?[\d.]+) ?%"
 
 
 def tells(text: str, share: float, digits: int = 0) -> bool:
     """Whether what stands before a percent sign tells this share (0 to 1): 0 is none of it, 100 is all."""
     least, found = 10.0**-digits, 100 * share
-    if text.startswith("below"):
-        return 0 < found < 1.001 * least and float(text[6:]) == least
-    if text.startswith("above"):
-        return 100 - 1.001 * least < found < 100 and float(text[6:]) == 100 - least
+    if text.startswith("less than"):
+        return 0 < found < 1.001 * least and float(text[10:]) == least
+    if text.startswith("more than"):
+        return 100 - 1.001 * least < found < 100 and float(text[10:]) == 100 - least
     if float(text) in (0, 100):
         return abs(found - float(text)) < 1e-9
     return abs(found - float(text)) <= 0.51 * least

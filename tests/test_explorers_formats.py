@@ -219,7 +219,7 @@ def test_float32_tells_its_neighbours_apart_and_the_ring_keeps_an_exponent():
 def test_a_share_of_gradients_above_0_is_not_told_as_0():
     model = GradientsExplorer(scale_exponent=20, step=0)
     assert 0 < model.over < 0.0005
-    assert "below 0.1 % overflow" in model.summary()
+    assert "less than 0.1 % overflow" in model.summary()
     assert "0.00" not in str(model.table())
 
 

@@ -202,7 +202,8 @@ def framed(panel: Panel, cells: Sequence[tuple[int, int]], color: str, label: st
 
 def short(share: float) -> str:
     """A share as it fits a cell, from a tenth on in whole percents; "0%" is none at all."""
-    return percent(share, 0 if share >= 0.1 else 1).replace("below ", "<").replace("above ", ">").replace(" ", "")
+    told = percent(share, 0 if share >= 0.1 else 1).replace(" ", "")
+    return told.replace("lessthan", "<").replace("morethan", ">")
 
 
 def grid_scene(data: GridExplorer) -> Scene:
