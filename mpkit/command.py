@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpkit import __version__
+from mpkit.files import FULL
 
 # name -> (module:function, what it does); the function takes the arguments after the name and returns the exit status
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:    arguments: the words after `mpkit`; None takes those of the process.
     Returns: the exit status: 0, or 2 for an unknown subcommand, or the subcommand's own; 141, as a shell
-             has it, where nobody reads any more what it prints (`mpkit info | head -1`).
+             has it, where nobody reads any more what it prints (`mpkit info | head -1`); 1 where a disk is full.
     """
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):  # a terminal that lacks a letter of a path shows its number
@@ -40,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence()
         return 141
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _silence()
+        print(f"mpkit: there is no room to write ({error}); make room, or name another place", file=sys.stderr)
+        return 1
 
 
 def _silence() -> None:

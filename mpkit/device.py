@@ -21,11 +21,17 @@ def default_device() -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got {name!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"MPKIT_DEVICE={name} needs a CUDA device that this machine lacks "
-            f"({torch.cuda.device_count()} found); unset it or set MPKIT_DEVICE=cpu"
-        )
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"MPKIT_DEVICE={name} needs a CUDA device that this machine lacks "
+                f"({torch.cuda.device_count()} found); unset it or set MPKIT_DEVICE=cpu"
+            )
+    elif device.type != "cpu":
+        try:
+            torch.ones(1, device=device).item()
+        except Exception as error:  # each kind of device has its own for "not here", and meta holds no number
+            raise ValueError(f"MPKIT_DEVICE={name} cannot compute here; unset it or set MPKIT_DEVICE=cpu") from error
     return device
 
 

@@ -6,15 +6,19 @@ a worker of an experiment starts without it.
 
 from __future__ import annotations
 
+import errno
+import glob
 import io
 import json
 import math
 import os
+import stat
 import sys
 import uuid
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 DENSEST = 300  # times that a file may grow when it is unpacked; recorded traces grow 20-fold
 SMALL = 2**26  # bytes that it may have unpacked however dense it is
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, and what a user or a process may write
 KINDS = "biufcSU"  # kinds of arrays that need no pickle
 
 
@@ -45,19 +50,30 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
     """Write a file beside `path`, then put it in place at once: whoever looks sees the old file or the new one.
 
     Args:
-        path:   its folder is made if it is not there.
+        path:   its folder is made if it is not there. A link stays one, and the file that it leads to is written; a
+                file that is there keeps its permissions. A device or a pipe (/dev/null, /dev/stdout) is written to.
         write:  writes the content into the open file that it is given.
         sync:   force the content to the disk first, so that a power cut leaves a whole file too.
+    Raises:  IsADirectoryError for a folder; OSError where the file cannot be written: then nothing has changed.
     """
     path = _named(path)
     if sync is not True and sync is not False:
         raise TypeError(f"sync must be True or False, got {type(sync).__name__}")
     if not callable(write):
         raise TypeError(f"write must be a function of an open file, got {type(write).__name__}")
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():  # nothing may take the place of a device
+        with _naming(path), path.open("wb") as file:
+            write(file)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    draft = path.with_name(f"{_draft_of(path)}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with draft.open("wb") as file:
+        with _naming(path), draft.open("wb") as file:
+            if path.exists():  # before there is anything to read in it
+                draft.chmod(stat.S_IMODE(path.stat().st_mode))
             write(file)
             if sync:
                 file.flush()
@@ -67,13 +83,70 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
         draft.unlink(missing_ok=True)
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of the disk, which knows no name, says in which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename in (None, ""):
+            error.filename = str(path)
+        raise
+
+
+def write_tensors(path: str | Path, state: dict[str, Any]) -> None:
+    """What `torch.save` writes, by `write_whole`.
+
+    Raises:  TypeError unless `state` is a dict; OSError as the disk gave it, where torch would speak of positions in
+             its archive.
+    """
+    import torch
+
+    if not isinstance(state, dict):
+        raise TypeError(f"state must be a dict, got {type(state).__name__}")
+
+    def write(file: IO[bytes]) -> None:
+        heard: Any = _Heard(file)
+        try:
+            torch.save(state, heard)
+        except RuntimeError as error:
+            raise heard.error or error from None
+
+    write_whole(path, write)
+
+
+class _Heard:
+    """An open file that remembers why it could not be written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.flush = file, file.flush
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def drafts_of(path: str | Path) -> Iterator[Path]:
+    """What killed processes have left of `path` half-written, and what others write at this moment."""
+    path = Path(os.path.realpath(_named(path)))
+    return path.parent.glob(f"{glob.escape(_draft_of(path))}.*.part")
+
+
+def _draft_of(path: Path) -> str:
+    return f".{path.name[:50]}"  # a name has 255 bytes at most, and a letter up to four
+
+
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds.
 
     Raises:  ValueError, which names the file, for anything that is no JSON; OSError.
     """
     try:
-        return json.loads(_named(path).read_text(encoding="utf-8"))
+        return json.loads(_named(path).read_text(encoding="utf-8-sig"))  # editors of Windows begin with a mark
     except RecursionError:
         raise ValueError(f"{path} is no JSON file that can be read: it is nested too deeply") from None
     except ValueError as error:  # of JSON, or of bytes that are no text

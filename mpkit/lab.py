@@ -84,7 +84,9 @@ def _shipped(scratch: Path) -> Path:
     script = Path(__file__).resolve().parent.parent / "notebooks" / "ship.py"
     if not script.exists():
         raise FileNotFoundError(f"{script.parent} holds no lessons: this mpkit is incomplete, install it again")
-    subprocess.run([sys.executable, str(script), str(scratch / "share")], check=True)
+    done = subprocess.run([sys.executable, str(script), str(scratch / "share")], stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise OSError(f"{script.name} could not gather them in {scratch}: {done.stderr.strip().splitlines()[-1]}")
     return scratch / "share" / "notebooks"
 
 

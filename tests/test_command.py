@@ -1,5 +1,6 @@
 """The command `mpkit`: subcommands are found and refused, and lessons are copied without touching a reader's work."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 from support import ROOT
 
 from mpkit import __version__, command, data, info, lab
+from mpkit.bench import __main__ as bench_command
 
 
 def test_help_names_every_subcommand_and_an_unknown_one_is_refused_with_them(capsys):
@@ -274,3 +276,34 @@ def test_a_file_that_may_not_be_read_is_kept_and_the_others_are_copied(lessons, 
 
     monkeypatch.setattr(lab.Path, "read_bytes", refused)
     assert lab._copy(lessons, folder) == (1, ["00_start_here.ipynb"])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.parametrize("words", [["--help"], ["info"]])
+def test_a_full_disk_is_told_in_one_line(words, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command.main(words) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "there is no room to write" in err
+
+
+def test_lessons_that_cannot_be_gathered_are_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "installed_lessons", lambda: None)
+    monkeypatch.setattr(lab.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext("/dev/null/scratch"))
+    assert lab.main([str(tmp_path / "mine"), "--copy-only"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "could not gather them in /dev/null/scratch: NotADirectoryError" in err
+
+
+@pytest.mark.parametrize("place", [".", "missing.json/b.json"])
+def test_where_no_figures_can_be_stored_nothing_is_measured(place, tmp_path, monkeypatch, capsys):
+    (tmp_path / "missing.json").touch()
+    monkeypatch.setattr("importlib.import_module", None)
+    with pytest.raises(SystemExit):
+        bench_command.main(["--only", "record", "--out", str(tmp_path / place)])
+    err = capsys.readouterr().err
+    assert "usage: mpkit bench" in err
+    assert "--out cannot be written" in err

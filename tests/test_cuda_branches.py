@@ -203,6 +203,15 @@ def test_the_device_of_the_lessons(gpus, monkeypatch):
         devices.default_device()
 
 
+@pytest.mark.parametrize("name", ["meta", "xpu", "mps"])
+def test_a_device_that_cannot_compute_here_is_refused_where_it_is_named(name, monkeypatch):
+    if name != "meta" and getattr(torch, name, torch.backends.mps).is_available():
+        pytest.skip("it can compute here")
+    monkeypatch.setenv("MPKIT_DEVICE", name)
+    with pytest.raises(ValueError, match=f"MPKIT_DEVICE={name} cannot compute here"):
+        devices.default_device()
+
+
 def test_random_states_of_all_devices_are_saved_and_restored(gpus):
     state = randomness.random_state([])
     assert [s.tolist() for s in state["cuda"]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
@@ -292,7 +301,7 @@ TESTED = {  # lines that ask, by file
     "casting/calls.py": 1,
     "casting/handlers.py": 1,
     "casting/products.py": 2,
-    "device.py": 3,
+    "device.py": 4,
     "diagnose/run.py": 1,
     "diagnose/watch.py": 1,
     "experiment/engine.py": 2,

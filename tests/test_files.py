@@ -1,8 +1,10 @@
 """One way to write a file: whole or not at all, and on the disk before it takes its place."""
 
+import errno
 import os
 
 import pytest
+import torch
 
 from mpkit import files
 
@@ -32,3 +34,88 @@ def test_the_content_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypa
 def test_files_take_their_place_in_one_function():
     found = [path for path in (files.Path(files.__file__).parent).rglob("*.py") if "os.replace(" in path.read_text()]
     assert [path.name for path in found] == ["files.py"]
+
+
+def test_a_link_stays_a_link_and_leads_to_what_is_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name, there in (("a", True), ("b", False)):
+        held, link = tmp_path / "disk" / name, tmp_path / name
+        if there:
+            held.write_bytes(b"old")
+        link.symlink_to(held)
+        files.write_whole(link, lambda file: file.write(b"new"))
+        assert link.is_symlink()
+        assert held.read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "a", "b", "b", "disk"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
+def test_a_file_that_only_its_owner_may_read_stays_so_while_it_is_written_and_after(tmp_path):
+    path = tmp_path / "a"
+    path.touch(0o600)
+    modes = []
+    files.write_whole(path, lambda file: modes.append(os.fstat(file.fileno()).st_mode & 0o777))
+    assert [*modes, path.stat().st_mode & 0o777] == [0o600, 0o600]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
+def test_nothing_takes_the_place_of_a_device_or_a_pipe(tmp_path):
+    """As root, `--out /dev/null` replaced /dev/null by a file."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    files.write_whole(tmp_path / "pipe", lambda file: file.write(b"new"))
+    assert (os.read(reader, 9), (tmp_path / "pipe").is_fifo()) == (b"new", True)
+    os.close(reader)
+
+
+def test_a_folder_is_refused_by_name_and_a_name_may_be_as_long_as_the_disk_takes(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+        files.write_whole(tmp_path, lambda file: file.write(b"new"))
+    for letter in "aé":
+        path = tmp_path / (letter * (250 // len(letter.encode())))
+        files.write_whole(path, lambda file: file.write(b"new"))
+        assert path.read_bytes() == b"new"
+    assert not [*tmp_path.parent.glob(".*.part")]
+
+
+def test_json_may_begin_with_the_mark_that_windows_writes(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"grid": 1}')
+    assert files.read_json(tmp_path / "a.json") == {"grid": 1}
+
+
+def test_what_a_kill_left_of_a_file_is_found_by_its_name_however_long_and_through_a_link(tmp_path):
+    held = tmp_path / "disk" / ("é" * 100)
+
+    def killed(file):
+        os.link(file.name, f"{file.name[:-5]}.9.part")
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        files.write_whole(held, killed)
+    (tmp_path / "link").symlink_to(held)
+    left = [*held.parent.iterdir()]
+    assert len(left) == 1
+    assert [*files.drafts_of(tmp_path / "link")] == [*files.drafts_of(held)] == left
+
+
+FULL_DISK = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+
+
+@FULL_DISK
+def test_a_full_disk_is_told_with_the_name_of_the_file_and_not_as_a_place_in_an_archive():
+    """torch.save says "unexpected pos 1472 vs 1364"."""
+    state = {"w": torch.ones(100_000)}
+    for write in (
+        lambda: files.write_tensors("/dev/full", state),
+        lambda: files.write_whole("/dev/full", lambda file: file.write(bytes(100_000))),
+    ):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'") as raised:
+            write()
+        assert raised.value.errno == errno.ENOSPC
+
+
+def test_what_torch_itself_refuses_to_save_is_no_error_of_the_disk(tmp_path):
+    x = torch.ones(4)
+    with pytest.raises(RuntimeError, match="different types"):
+        files.write_tensors(tmp_path / "a", {"x": x, "y": x.view(torch.int32)})
+    assert not [*tmp_path.iterdir()]

@@ -1,10 +1,11 @@
-"""`python -m mpkit.bench [--only TOPIC ...] [--gpu] [--quick] [--out FILE]`: measure, print a table, store JSON."""
+"""`mpkit bench [--only TOPIC ...] [--gpu] [--quick] [--out FILE]`: measure, print a table, store JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -30,8 +31,20 @@ def line(row: Row) -> str:
     return f"  {row.case:44.44} {row.contender:34.34}{time_ms} {ratio}  {goal} {row.note}".rstrip()
 
 
+def _unwritable(path: Path) -> str:
+    """Why no file can be written there: known before anything is measured, and not after it."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; name a file in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mpkit.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="mpkit bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, metavar="TOPIC", help=", ".join(TOPICS))
     parser.add_argument("--gpu", action="store_true", help="on the first CUDA device, or not at all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, for a first look")
@@ -40,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, got {options.threads}")
+    if options.out and (why := _unwritable(options.out)):
+        parser.error(f"--out cannot be written: {why}")
     torch.set_num_threads(options.threads)
     if options.gpu and not torch.cuda.is_available():
         print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)

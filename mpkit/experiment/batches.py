@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,18 +14,40 @@ import torch
 from torch import Tensor
 
 from mpkit.data import digits, mnist
+from mpkit.files import short
 
 
 def found(name: str) -> Any:
     """What "package.module:name" names.
 
-    Raises:  ValueError when it names nothing.
+    Raises:  ValueError when it names nothing, or when its module fails: then with file and line of the fault.
     """
     module, _, attribute = name.partition(":")
+    nothing = f"{name!r} names nothing that can be imported as package.module:name"
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ValueError(f"{nothing}; write it like my_runs:train, for the function train of my_runs.py")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} names nothing that can be imported as package.module:name: {error}") from error
+    except AttributeError as error:
+        if getattr(error, "obj", None) is not sys.modules.get(module, error):
+            raise ValueError(_failed(module, error)) from error
+        raise ValueError(f"{nothing}: {error}") from error
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(_failed(module, error)) from error
+        raise ValueError(f"{nothing}: {error}; it is looked for in {sys.path[0] or '.'} and among packages") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(_failed(module, error)) from error
+
+
+def _failed(module: str, error: BaseException) -> str:
+    """Whose fault it is that a module cannot be imported."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
+    place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else frames[-1]
+    return (
+        f"the module {module} was found and fails where it is imported: {place[0]}, line {place[1]}: "
+        f"{type(error).__name__}: {short(error)}; mend it there"
+    )
 
 
 @dataclass

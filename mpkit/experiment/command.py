@@ -12,7 +12,7 @@ from mpkit.experiment.batches import found
 from mpkit.experiment.engine import experiment
 from mpkit.experiment.results import Results
 from mpkit.experiment.training import train
-from mpkit.files import read_json
+from mpkit.files import FULL, read_json
 
 KEYS = ("run", "fixed", "grid", "seeds", "baseline", "n_jobs", "metrics")
 HELP = """grid.json, for instance:
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--retry", action="store_true", help="run failed cells again")
     parser.add_argument("--show", action="store_true", help="run nothing, print what is finished")
     options = parser.parse_args(arguments)
+    if not options.grid.name:  # as in `mpkit experiment "$GRID"` where the variable is not set
+        parser.error("the name of the grid file is empty")
     folder = options.folder or options.grid.with_suffix("")
     try:
         if options.show:
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = _results(asked, folder, options)
         print(told(results, asked.get("metrics")))
     except (OSError, TypeError, ValueError) as error:
-        print(f"mpkit experiment: {error}", file=sys.stderr)
+        kept = "; what is finished is kept: give the same line again" if getattr(error, "errno", None) in FULL else ""
+        print(f"mpkit experiment: {error}{kept}", file=sys.stderr)
         return 2
     if results.stopped:
         return 130
@@ -69,11 +72,16 @@ def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -
 
 
 def cells(asked: dict[str, Any]) -> Any:
-    """The grid of a file, with what is fixed in every cell."""
+    """The grid of a file, with what is fixed in every cell; a cell that is written out may have another value.
+
+    Raises:  ValueError where a dict of lists varies what is fixed.
+    """
     grid, fixed = asked["grid"], asked.get("fixed", {})
     if isinstance(grid, dict) and grid and all(isinstance(cell, dict) for cell in grid.values()):
         return {name: {**fixed, **cell} for name, cell in grid.items()}
     if isinstance(grid, dict):
+        if twice := sorted(fixed.keys() & grid.keys()):
+            raise ValueError(f"{twice[0]!r} is in 'fixed' and in 'grid'; leave it in one of them")
         return {**{name: [value] for name, value in fixed.items()}, **grid}
     return [{**fixed, **cell} if isinstance(cell, dict) else cell for cell in grid]
 
@@ -83,6 +91,8 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:  ValueError for what is no JSON, or has no grid or unknown keys; FileNotFoundError.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; mpkit experiment --help shows what to write into one")
     asked = read_json(path)
     if not isinstance(asked, dict) or "grid" not in asked or set(asked) - set(KEYS):
         came = sorted(set(asked) - set(KEYS)) if isinstance(asked, dict) else type(asked).__name__

@@ -302,14 +302,15 @@ class Folder:
         (self.path / STOP).unlink(missing_ok=True)
         if not self.token:  # whole or not there: another process may read it at any moment
             whole, token = self.path / f"{uuid.uuid4().hex}.tmp", uuid.uuid4().hex
-            whole.write_text(token)
             try:
+                whole.write_text(token)
                 os.link(whole, self.path / TOKEN)
             except FileExistsError:
                 pass
-            except OSError:  # a file system without hard links
+            except OSError:  # a file system without hard links, or a full disk
                 write_whole(self.path / TOKEN, lambda file: file.write(token.encode()))
-            whole.unlink()
+            finally:
+                whole.unlink(missing_ok=True)
 
     @property
     def token(self) -> str:

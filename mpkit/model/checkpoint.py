@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import time
 from contextlib import suppress
@@ -11,20 +10,19 @@ from typing import Any
 
 import torch
 
-from mpkit.files import read_tensors, write_whole
+from mpkit.files import drafts_of, read_tensors, write_tensors
 
 
-def save_whole(state: object, path: Path) -> None:
+def save_whole(state: dict[str, Any], path: Path) -> None:
     """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
 
     What killed processes left half-written beside it is removed once nobody has written to it for an hour.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+    for stale in drafts_of(path):
         with suppress(FileNotFoundError):
             if time.time() - stale.stat().st_mtime > 3600:
                 stale.unlink()
-    write_whole(path, lambda file: torch.save(state, file))
+    write_tensors(path, state)
 
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_kind
-from mpkit.files import read_tensors, write_whole
+from mpkit.files import read_tensors, write_tensors
 from mpkit.step import Hook, StepContext
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
@@ -43,7 +43,7 @@ class WeightSnapshots(Hook):
         """Save the present weights as those after `step`; -> the file."""
         weights = {name: p.detach().cpu().clone() for name, p in _trained(self.network).items()}
         path = self.directory / f"step_{step:08d}.ckpt"
-        write_whole(path, lambda file: torch.save(weights, file))
+        write_tensors(path, weights)
         return path
 
 
