@@ -212,6 +212,33 @@ def test_each_step_of_a_loop_is_scaled_and_unscaled_by_itself() -> None:
     assert [found.where for found in named(chain(), "multiplied by", loop=TWO_STEPS)] == ["line 8 of the loop"]
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "picture = transform.scale(picture); loss(picture).backward(); clip_grad_norm_(p, 1)",
+        "self.scale(x); loss.backward(); clip_grad_norm_(p, 1)",
+        "grads = scaler.unscale(torch.autograd.grad(scaler.scale(loss), p)); clip_grad_norm_(p, 1)",
+    ],
+)
+def test_what_scales_no_loss_is_no_loss_scaler(loop: str) -> None:
+    assert not named(chain(), "multiplied by", loop=loop)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "self.amp.scale(loss).backward(); metric.update(loss); clip_grad_norm_(p, 1)",
+        "loss = self.amp.scale(f(x)); loss.backward(); clip_grad_norm_(p, 1)",
+        "(self.amp.scale(a) + self.amp.scale(b)).backward(); clip_grad_norm_(p, 1)",
+        "big = self.amp.scale(loss); total = big / 4; accelerator.backward(total); clip_grad_norm_(p, 1)",
+        "grads = torch.autograd.grad(self.amp.scale(loss), p); other.unscale_(opt); clip_grad_norm_(p, 1)",
+    ],
+)
+def test_a_scaled_loss_is_followed_into_the_backward_pass(loop: str) -> None:
+    (found,) = named(chain(), "multiplied by", loop=loop)
+    assert found.way_out == "call self.amp.unscale_(optimizer) before it"
+
+
 def constants(half: bool, level: str, **options: Any) -> list[tuple[str, str]]:
     network = chain().half() if half else chain()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3, **options)

@@ -488,6 +488,50 @@ def test_a_state_that_no_recorder_made_is_refused():
             Recorder(small_network()).load_state_dict(state)
 
 
+class Outputs(nn.Module):
+    """Gives what it is told: a leaf with any kind of output."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, x):
+        return self.give(x)
+
+
+@pytest.mark.parametrize(
+    ("give", "values"),
+    [
+        (lambda x: (x, 2 * x), 8),
+        (lambda x: {"a": [x, 8 * x], "b": x > 0, "c": None}, 8),
+        (lambda x: torch.return_types.max((8 * x, x.argmax(0))), 4),
+        (lambda x: (8 * x).to_sparse(), 4),
+        (lambda x: torch.nested.nested_tensor([x, 8 * x], layout=torch.jagged), 8),
+    ],
+    ids=["tuple", "dict", "named tuple", "sparse", "nested"],
+)
+def test_activations_are_all_float_tensors_of_an_output(give, values):
+    network = nn.Sequential(nn.Linear(3, 4, bias=False), Outputs(give))
+    recorder = Recorder(network, activations=True, format="fp32")
+    network(torch.ones(3))
+    network[0].weight.grad = torch.ones(4, 3)
+    recorder.record(torch.ones(()))
+    found = recorder.trace().activations
+    assert found.size.tolist() == [4, values]
+    assert found.largest[0, 1] > found.largest[0, 0]
+
+
+def test_the_states_of_an_lstm_are_recorded_under_a_casting_level_too():
+    network = auto_mixed_precision(nn.ModuleDict({"lstm": nn.LSTM(3, 5)}), "O1", torch.bfloat16)
+    recorder = Recorder(network, activations=True, format="bf16")
+    out, (h, c) = network["lstm"](torch.ones(2, 7, 3))
+    out.sum().backward()
+    recorder.record(torch.ones(()))
+    found = recorder.trace().activations
+    assert found.size.tolist() == [out.numel() + h.numel() + c.numel()]
+    assert found.largest.item() == max(t.abs().max().item() for t in (out, h, c))
+
+
 def test_activations_of_a_copied_network_are_not_those_of_the_run():
     network = small_network()
     recorder = Recorder(network, activations=True, format="fp32")

@@ -53,7 +53,8 @@ def preflight(
         network:   as it will be trained. If it has gradients, the sizes of the next updates are checked too.
         level:     "O0", "O1", "O2", "O3" or "auto".
         dtype:     what the level computes in.
-        loop:      the training loop, as a function or its source: does it clip gradients before it unscales them?
+        loop:      the training loop, as a function or its source: does it clip gradients before it unscales them? A
+                   loss scaler is known by its `scale(...)`, from which a backward pass starts.
     Raises:  TypeError, ValueError for wrong arguments.
     """
     if level not in LEVELS:
@@ -211,23 +212,48 @@ def _is_finite(t: Tensor) -> bool:
 
 def _clip_order(tree: ast.AST) -> Iterator[Finding]:
     """Find a clip between `scale(loss).backward()` and `unscale_`."""
-    calls = sorted(
-        (node.lineno, node.col_offset, _called(node)) for node in ast.walk(tree) if isinstance(node, ast.Call)
-    )
-    scaled, unscaled = False, False
-    for line, _, name in calls:
-        scaled |= name == "scale"
-        unscaled |= name == "unscale_"
-        if name in ("clip_grad_norm_", "clip_grad_value_") and scaled and not unscaled:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    scalers, scaled = _loss_scalers(tree, calls), set[str]()
+    for node in sorted(
+        calls, key=lambda node: (node.end_lineno, node.end_col_offset)
+    ):  # what is called inside ends first
+        name, owner = _called(node)
+        if owner in scalers and name == "scale":
+            scaled.add(owner)
+        elif name in ("unscale_", "unscale", "update"):
+            scaled.discard(owner)
+        elif name in ("clip_grad_norm_", "clip_grad_value_") and scaled:
             yield Finding(
                 "error",
-                f"line {line} of the loop",
+                f"line {node.lineno} of the loop",
                 f"{name} sees gradients that are still multiplied by the loss scale: the limit means limit / scale",
-                "call scaler.unscale_(optimizer) before it",
+                f"call {min(scaled)}.unscale_(optimizer) before it",
             )
-        if name == "update":
-            scaled, unscaled = False, False
 
 
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+def _loss_scalers(tree: ast.AST, calls: list[ast.Call]) -> set[str]:
+    """Whose `.scale(...)` reaches a backward pass; that of a transform or of a picture does not."""
+    into: list[ast.AST] = [
+        part for call in calls if _called(call)[0] in ("backward", "grad") for part in (call.func, *call.args)
+    ]
+    given = [(target, node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
+    found, met = set[str](), set[str]()
+    while into:
+        node = into.pop()
+        if isinstance(node, ast.Call):
+            if _called(node)[0] == "scale":
+                found.add(_called(node)[1])
+            into.append(node.func)  # not its arguments: a network may take what is scaled, and its loss is not
+            continue
+        into += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Name | ast.Attribute) and (name := ast.unparse(node)) not in met:
+            met.add(name)
+            into += [value for target, value in given if ast.unparse(target) == name]
+    return found
+
+
+def _called(node: ast.Call) -> tuple[str, str]:
+    """The name that is called, and of what."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr, ast.unparse(node.func.value)
+    return getattr(node.func, "id", ""), ""

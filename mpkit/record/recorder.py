@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, check_number, is_whole
+from mpkit.casting.sparse import values_of
+from mpkit.casting.targets import float_tensors
 from mpkit.formats import get_format
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
@@ -40,7 +42,8 @@ class Recorder(Hook):
         scaler:      a `torch.amp.GradScaler`, an mpkit scaler or update cell, or None where nothing scales the loss.
         every:       steps between two histograms and gradient norms (>= 1); all else is recorded in every step.
         by:          "parameter", or "module" to add up the parameters of a module.
-        activations: also record the outputs of the modules without children, from their training forward passes.
+        activations: also record the outputs of the modules without children, from their training forward passes: all
+                     float tensors of one output together, in tuples, dicts and dataclasses too (an LSTM's states).
         amaxes:      also record the amaxes of linear layers in every step, as `AmaxRecorder` does; see `amax_trace`.
         format:      the format that the scaled gradients had to fit into; "fp32" if nothing ran in a low precision.
         meta:        anything JSON can hold, kept in the trace.
@@ -261,12 +264,15 @@ class Recorder(Hook):
             self._handles.append(watch(module, partial(self._activation, name)))
 
     def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
-        if self._due() and torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
-            seen = self._seen.get(name)
-            with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
-                flat = output.detach().reshape(-1).float()
-                new = (*self._counts(flat, None)[:3], flat.numel())
-            self._seen[name] = new if seen is None else added([seen, new])  # type: ignore[assignment]
+        if not (self._due() and torch.is_grad_enabled()):
+            return
+        parts = [self._seen[name]] if name in self._seen else []
+        with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
+            for tensor in float_tensors(output):
+                flat = values_of(tensor).reshape(-1).float()
+                parts.append((*self._counts(flat, None)[:3], flat.numel()))
+            if (whole := added(parts)) is not None:
+                self._seen[name] = whole
 
 
 def _checked_scale(scale: object) -> float | Tensor:
