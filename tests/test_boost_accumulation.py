@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -159,3 +160,29 @@ def test_a_gradient_of_another_shape_leaves_nothing_behind() -> None:
         accumulate(torch.tensor(0.0), [net.bias, net.weight])
     assert accumulate.counter == 0
     assert not any(t.any() for t in accumulate.accumulated)
+
+
+def test_an_update_that_raises_loses_no_micro_step_and_leaves_no_gradient_behind() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    broken = [True, True]
+
+    def update() -> None:
+        if broken and broken.pop():
+            raise OSError("no answer from the other rank")
+        optimizer.step()
+
+    accumulate = GradientAccumulation(2, optimizer, update=update)
+    for g in (1.0, 3.0):
+        with contextlib.suppress(OSError):
+            accumulate(torch.tensor(0.0), [torch.tensor([g])])
+    assert (accumulate.counter, weight.grad, weight.item()) == (2, None, 0.0)
+    again = GradientAccumulation(2, optimizer)
+    again.load_state_dict(copy.deepcopy(accumulate.state_dict()))  # saved after the failure
+    with pytest.raises(OSError, match="no answer"):
+        accumulate.flush()
+    accumulate(torch.tensor(0.0), [torch.tensor([8.0])])
+    assert weight.item() == -4.0  # the mean of all three
+    assert not accumulate.flush()
+    assert again.flush()
+    assert weight.item() == -4.0 - 2.0

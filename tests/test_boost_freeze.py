@@ -386,3 +386,14 @@ def test_the_saving_of_known_networks_is_the_published_one(net: Any, size: int, 
     costs = stage_costs(net(), torch.zeros(1, 3, size, size))
     got = [expected_saving(costs, groups, kind, 0.7) for kind in (1, 0)]
     assert got == pytest.approx(saved, abs=0.004)
+
+
+@pytest.mark.parametrize("state", ["shared", "per_group"])
+def test_a_group_that_would_train_nothing_is_refused_when_it_is_given(state: Any) -> None:
+    net = nn.Linear(2, 1)
+    sgd = torch.optim.SGD([net.weight], lr=0.1)
+    for nothing in ([], [net.bias], [{"lr": 0.1}]):
+        with pytest.raises(ValueError, match="group 1 of train_parameter_groups has no parameter of the optimizer"):
+            FreezeOpt(sgd, [[net.weight], nothing], [0, 1], state=state)
+    with pytest.raises(TypeError, match="must be a parameter, or a dict with 'params', got str"):
+        FreezeOpt(sgd, [["weight"]], [0], state=state)

@@ -598,3 +598,30 @@ def test_a_worker_starts_without_torch():
     code = "import sys, mpkit.experiment.worker; print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"
+
+
+def test_what_a_run_sets_for_the_whole_process_is_undone_for_the_next():
+    def settings():
+        return {
+            "dtype": float(torch.get_default_dtype() == torch.float32),
+            "device": float(torch.get_default_device().type == "cpu"),
+            "matmul": float(torch.get_float32_matmul_precision() == "highest"),
+            "grad": float(torch.is_grad_enabled()),
+            "deterministic": float(torch.are_deterministic_algorithms_enabled()),
+            "divide": float(np.geterr()["divide"] == "raise"),
+        }
+
+    def run(seed):
+        found = settings()
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_float32_matmul_precision("medium")
+        torch.set_grad_enabled(False)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        np.seterr(divide="raise")
+        return found
+
+    before = settings()
+    frame = experiment(run, [{}], seeds=2, progress=False).frame
+    assert [{name: row[name] for name in before} for row in frame.to_dict("records")] == [before, before]
+    assert settings() == before

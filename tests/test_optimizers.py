@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -943,3 +944,40 @@ def test_the_ratio_of_norms_is_1_only_where_one_is_0():
 
     norms = [torch.tensor(v) for v in (0.0, 0.25, 0.5, 3.0, 0.0)], [torch.tensor(v) for v in (0.5, 0.5, 0.0, 0.25, 0.0)]
     assert [float(r) for r in _ratio(*norms)] == [1.0, 0.5, 1.0, 12.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [[0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])],
+    ids=lambda r: type(r).__name__,
+)
+def test_rates_may_be_put_into_a_group_as_the_constructor_takes_them(rates):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = opt.SGD([weight], 1.0)
+    optimizer.param_groups[0]["lr"] = rates
+    weight.grad = torch.ones(1)
+    assert optimizer.get_lr() == torch.tensor(0.5)
+    optimizer.step()
+    optimizer.step()
+    assert weight.item() == -0.75
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "says"),
+    [
+        ("lr", None, TypeError, "a learning rate is a number, a list, a tensor or a schedule, got None"),
+        ("lr", "0.1", ValueError, "got the string '0.1'"),
+        ("weight_decay", [0.1], TypeError, "weight_decay must be a number, got"),
+        ("weight_decay", None, TypeError, "weight_decay must be a number, got None"),
+    ],
+)
+def test_what_is_no_rate_or_no_decay_is_refused_before_any_group_moves(key, value, error, says):
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = opt.SGD([{"params": [w], "lr": 0.5, "weight_decay": 0.25} for w in weights], 0.1)
+    optimizer.param_groups[1][key] = value
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    with pytest.raises(error, match=says):
+        optimizer.step()
+    assert [w.item() for w in weights] == [1.0, 1.0]
+    assert optimizer.global_step == 0

@@ -597,6 +597,11 @@ def test_state_of_another_kind_is_refused():
         (lambda: DynamicLossScaleManager(8, 2, 2.0), TypeError, "scale_window must be an int"),
         (lambda: DynamicLossScaler(8, True, 2), TypeError, "scale_factor must be an int"),
         (lambda: DynamicLossScaleManager().update_loss_scale("no"), TypeError, "overflow must be a bool.*got 'no'"),
+        (
+            lambda: DynamicLossScaleManager().update_loss_scale(torch.tensor(0.5)),
+            TypeError,
+            r"overflow must be a bool.*got tensor\(0.5000\); write overflow != 0",
+        ),
         (lambda: DynamicLossScaleManager().update_loss_scale(torch.ones(2) > 0), TypeError, "overflow must be a bool"),
         (lambda: PolicyLossScaler(preset("torch"), -1), ValueError, "remember must be at least 0"),
         (lambda: PolicyLossScaler(preset("torch"), 1.5), TypeError, "remember must be an int"),

@@ -18,7 +18,8 @@ class GradientAccumulation(nn.Module):
 
     Call it as `accumulation(loss, grads)` after each backward pass. On calls N, 2N, ... the mean is put into
     `p.grad` and the update runs; on the others the weights stay. What is left at the end of an epoch joins the next
-    epoch, unless `flush()` applies it at once.
+    epoch, unless `flush()` applies it at once. Where the update raises, nothing that was added is lost: `flush()` tries
+    it again, and after one more call the mean is that of N + 1 micro-steps.
 
     Args:
         max_accumulation_step: N, micro-steps per update (>= 1; 1 updates on every call).
@@ -84,7 +85,7 @@ class GradientAccumulation(nn.Module):
         self._add(grads)
         self.counter += 1
         if self.counter >= self.max_accumulation_step:
-            self._step(scale=1.0)
+            self.flush()
         return loss
 
     def flush(self) -> bool:
@@ -122,19 +123,20 @@ class GradientAccumulation(nn.Module):
 
     @torch.no_grad()
     def _step(self, scale: float) -> None:
-        """Hand the sums over as gradients and run the update; they are gone from here afterwards."""
-        parameters, sums = self.weights, self._sums
+        """Hand the sums over as gradients and run the update; once it has run, they are gone from here."""
+        parameters = self.weights
+        sums = self._sums if scale == 1.0 else {i: held * scale for i, held in self._sums.items()}
+        try:
+            if self._reduce is not None:
+                self._reduce(list(sums.values()))
+            for i, p in enumerate(parameters):
+                p.grad = sums[i].to(p.dtype) if i in sums else None
+            with torch.enable_grad():
+                self._update()
+        finally:
+            for p in parameters:
+                p.grad = None  # or the next backward would add to the mean just used
         self._sums, self.counter = {}, 0
-        if scale != 1.0 and sums:
-            torch._foreach_mul_(list(sums.values()), scale)
-        if self._reduce is not None:
-            self._reduce(list(sums.values()))
-        for i, p in enumerate(parameters):
-            p.grad = sums[i].to(p.dtype) if i in sums else None
-        with torch.enable_grad():
-            self._update()
-        for p in parameters:
-            p.grad = None  # or the next backward would add to the mean just used
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counter and sums, so that a run can stop between two micro-steps."""
@@ -146,7 +148,8 @@ class GradientAccumulation(nn.Module):
         counter, parameters = check_count("counter", state["counter"], low=0), self.weights
         own = self.max_accumulation_step
         saved = check_count("steps", state.get("steps", own))
-        if counter >= own or (counter and saved != own):  # each of the sums was divided by the saved number
+        # each of the sums was divided by the saved number; only where an update has raised are all of them there
+        if counter and (saved != own or (counter >= own and "steps" not in state)):
             raise ValueError(
                 f"the saved accumulation had {counter} of {saved} micro-steps, and this one updates after {own}; make "
                 "it with the max_accumulation_step that it was saved with"

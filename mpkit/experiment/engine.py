@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
@@ -23,7 +22,7 @@ from mpkit.arguments import check_flags, is_whole
 from mpkit.device import default_device
 from mpkit.experiment.grid import Cell, baselines, cells_of, check_call, times_itself
 from mpkit.experiment.identity import Description, run_name, versions, without_torch
-from mpkit.experiment.results import Results
+from mpkit.experiment.results import Results, Temporary
 from mpkit.experiment.store import MOST, Folder, Row, canonical, cell_key, code_key, digest, files_of
 from mpkit.experiment.worker import DONE, STOPPED, Answer, Task, watch_parent, work
 
@@ -95,7 +94,7 @@ def experiment(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    weakref.finalize(results, shutil.rmtree, temporary, ignore_errors=True)
+    results._held = Temporary(temporary)
     return results
 
 

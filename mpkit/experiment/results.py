@@ -46,6 +46,20 @@ def _unpack(path: Path, to: Path) -> None:
         raise ValueError(f"{path} is damaged or no zip file of an experiment: {short(error)}") from error
 
 
+class Temporary:
+    """A folder that ends with the last of the results whose files lie in it: copies and parts of them count."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def __deepcopy__(self, memo: object) -> Temporary:
+        return self
+
+    def __reduce__(self) -> tuple[type[Path], tuple[str]]:  # in a pickle: another process ends nothing here
+        return Path, (str(self.path),)
+
+
 class Results:
     """The runs of an experiment, of this call or of earlier ones with the same code.
 
@@ -62,6 +76,7 @@ class Results:
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped
+        self._held: Temporary | None = None
         self._index = index
         self._rows: dict[tuple[int, int], Row] = {}
         self._timed: dict[tuple[int, int], Row] = {}
@@ -88,7 +103,7 @@ class Results:
             except BaseException:
                 shutil.rmtree(unpacked, ignore_errors=True)
                 raise
-            weakref.finalize(results, shutil.rmtree, unpacked, ignore_errors=True)
+            results._held = Temporary(unpacked)
             return results
         place = Folder(folder)
         index = place.read_index()
@@ -109,7 +124,9 @@ class Results:
         if count > len(self.seeds):
             raise ValueError(f"seeds must be at most {len(self.seeds)}, the number that was run, got {count}")
         rows = [*self._rows.values(), *self._timed.values()]
-        return Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
+        part = Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
+        part._held = self._held
+        return part
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One zip file of these runs and no others, whole or not at all, to keep or to send; `Results.load` opens it.

@@ -81,7 +81,8 @@ def _ran(task: Task) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _as_if_alone(task: Task) -> Iterator[None]:
-    """Threads as told and random states that follow from the seed alone; afterwards those of before."""
+    """Threads as told and random states that follow from the seed alone; afterwards those of before, and torch's
+    defaults too."""
     seed = task.row.seed
     if not task.without_torch:
         import torch  # noqa: F401  before its threads and its generator are set
@@ -92,12 +93,31 @@ def _as_if_alone(task: Task) -> Iterator[None]:
         if numpy_ is not None:  # a run may use the functions with one state for all
             after.callback(numpy_.random.set_state, numpy_.random.get_state())
             numpy_.random.seed(seed % 2**32)
+            after.enter_context(numpy_.errstate())
         if torch_ is not None:
             after.enter_context(torch_.random.fork_rng())
-            after.callback(torch_.set_num_threads, torch_.get_num_threads())
+            after.callback(_restore, torch_, [(put, take()) for take, put in _settings(torch_)])
             torch_.manual_seed(seed)
             torch_.set_num_threads(task.threads)
         yield
+
+
+def _settings(torch_: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """(how it is read, how it is set) of what holds for a whole process, and so for the runs that come after."""
+    return [
+        (torch_.get_num_threads, torch_.set_num_threads),
+        (torch_.get_default_dtype, torch_.set_default_dtype),
+        (torch_.get_default_device, torch_.set_default_device),
+        (torch_.get_float32_matmul_precision, torch_.set_float32_matmul_precision),
+        (torch_.is_grad_enabled, torch_._C._set_grad_enabled),
+        (torch_.get_deterministic_debug_mode, torch_.set_deterministic_debug_mode),
+    ]
+
+
+def _restore(torch_: Any, before: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    for (put, value), (take, _) in zip(before, _settings(torch_)):
+        if take() != value:
+            put(value)
 
 
 _watched = 0

@@ -227,8 +227,12 @@ class Optimizer(torch.optim.Optimizer):
             if isinstance(rate, ListedLR) and self._counts["calls"] >= len(rate.values):
                 step = int(step)  # perhaps past the end, which only the host can report
             return _at(rate, step)
-        if isinstance(rate, Tensor):
+        if isinstance(rate, Tensor) and rate.ndim == 0:
             return rate
+        if not isinstance(rate, float):  # set by hand, as the constructor takes it: a list, an array, an int
+            rate = group["lr"] = learning_rate_of(rate)
+            if not isinstance(rate, float):
+                return self._rate(group)
         if self.faithful and any(
             isinstance(g["lr"], LearningRateSchedule) for g in [*self.param_groups, self.defaults]
         ):
@@ -237,7 +241,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _decay(self, group: dict[str, Any]) -> Number:
         decay = group["weight_decay"]
-        return _at(decay, self._counts["global_step"]) if callable(decay) else decay
+        if callable(decay):
+            return _at(decay, self._counts["global_step"])
+        return decay if isinstance(decay, float | Tensor) else check_number("weight_decay", decay)
 
     def get_lr(self) -> Tensor | list[Tensor]:
         """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
@@ -302,8 +308,11 @@ class Optimizer(torch.optim.Optimizer):
             self._count_on_device(self.param_groups[0]["params"][0].device)
         lean = keep is None and self.gradient_rule is None and not self.intermediates
         together = lean or self.gradient_transform is not None
-        for group in self.param_groups:
-            numbers = Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
+        numbered = [  # before anything moves: a rate or a decay that is none raises here
+            Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
+            for group in self.param_groups
+        ]
+        for group, numbers in zip(self.param_groups, numbered):
             for chosen in _alike(group["params"], together):
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)

@@ -142,8 +142,11 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def update_loss_scale(self, overflow: bool | Tensor) -> None:
         """One step of the rule; a bool tensor of one element is read on the host."""
-        if not isinstance(overflow, bool | np.bool_) and not (isinstance(overflow, Tensor) and overflow.numel() == 1):
-            raise TypeError(f"overflow must be a bool or a bool tensor of one element, got {overflow!r}")
+        one = isinstance(overflow, Tensor) and overflow.dtype == torch.bool and overflow.numel() == 1
+        if not one and not isinstance(overflow, bool | np.bool_):
+            raise TypeError(
+                f"overflow must be a bool or a bool tensor of one element, got {overflow!r:.80}; write overflow != 0"
+            )
         overflow = bool(overflow)
         self._state, raised = advance(self._policy, self._state, not overflow)
         if overflow:

@@ -329,7 +329,20 @@ def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
     for group in groups:
         if not isinstance(group, list | tuple):
             raise TypeError(f"each of train_parameter_groups must be a list of parameters, got {type(group).__name__}")
-    return [[p for item in group for p in (item["params"] if isinstance(item, dict) else [item])] for group in groups]
+    parts = [
+        [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
+        for group in groups
+    ]
+    held = {id(p) for p in parameters_of(opt)}
+    for i, part in enumerate(parts):
+        for p in part:
+            check_kind("each of a group of train_parameter_groups", p, Tensor, "a parameter, or a dict with 'params'")
+        if not any(id(p) in held for p in part):
+            raise ValueError(
+                f"group {i} of train_parameter_groups has no parameter of the optimizer, so its steps would train "
+                "nothing; leave the group out"
+            )
+    return parts
 
 
 def _checked_strategy(strategy: object, groups: int) -> list[int]:
