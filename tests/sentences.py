@@ -38,6 +38,26 @@ def swept(explorer: Explorer, samples: int = 6, **only):
     explorer.set(**opening)
 
 
+def jointly(explorer: Explorer, count: int, **only):
+    """The explorer at so many settings of all controls together, often at their ends; what it refuses is left out."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        wanted = {}
+        for name in explorer.controls:
+            trait = explorer.traits()[name]
+            values = only.get(name) or getattr(trait, "values", None) or (True, False)
+            if name not in only and hasattr(trait, "min"):
+                kind = type(trait.default_value)
+                ends = [trait.min, trait.max, trait.default_value]
+                values = [*ends, kind(trait.min + 1), *map(kind, rng.uniform(trait.min, trait.max, 3))]
+            wanted[name] = values[rng.integers(len(values))]
+        try:
+            explorer.set(**wanted)
+        except ValueError:
+            continue
+        yield explorer
+
+
 def in_percent(share: float, digits: int = 0) -> str:
     """As words: rounded, but only nothing is 0 and only all is 100."""
     unit = 10.0 ** -(2 + digits)

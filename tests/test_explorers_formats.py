@@ -47,7 +47,7 @@ def test_numbers_are_read_as_readers_type_them(text, value):
     assert math.copysign(1, read_number(text)) == math.copysign(1, value)
 
 
-@pytest.mark.parametrize("text", ["", "one", "1/0", "2^", "2^99999", "0x10", "9^9999", "1_0/3x"])
+@pytest.mark.parametrize("text", ["", "one", "1/0", "2^", "2^99999", "0x10", "1_0/3x"])
 def test_anything_else_is_refused_with_examples(text):
     with pytest.raises(ValueError, match="write a number such as"):
         read_number(text)

@@ -52,7 +52,7 @@ def test_dynamics(run, step):
             elif good == m.scale_window:
                 scale, good = scale * m.scale_factor, 0
             scale = float(np.float32(scale))
-        told = read(r"the scale is (\S+?)[,;].* (\d+) of (\d+) steps were skipped, .*called (\d+) times", m)
+        told = read(r"the scale is (\S+?)[,;].* (\d+) of (\d+) steps? (?:was|were) skipped, .*called (\d+) times?\.", m)
         assert power(told[0]) == pytest.approx(used, rel=4e-3)
         assert [int(v) for v in told[1:]] == [skipped, step + 1, step + 1 - skipped]
         if tops[step] < 0:
@@ -107,15 +107,17 @@ def test_gradients(fmt):
             with np.errstate(over="ignore"):
                 value = abs(float(np.array(1.5 * 2.0 ** (int(e) + m.scale_exponent)).astype(dtype)))
             shares[0 if value == 0 else 1 if value < tiny else 2 if value <= largest else 3] += count
-        bound = r"(?:at (?:most|least) )?"
         told = read(
-            rf"Step (\d+), ([\d,]+) non[^:]*: ([^,]+) become 0, ([^,]+) sub\w+, {bound}([^,]+) n\w+, {bound}([^,]+) o",
-            m,
+            r"Step (\d+), ([\d,]+) non[^:]*: ([^,]+) become 0, ([^,]+) sub\w+, ([^,]+) n\w+, ([^,]+) overflow", m
         )
         assert [int(told[0]), int(told[1].replace(",", ""))] == [m.step, int(counts.sum())]
+        last = counts[ranges.exponents + m.scale_exponent == math.floor(math.log2(largest))].sum()
+        last = last if fmt == "e5m2" else 0  # 57344 ends inside 2^15 to 2^16, and only powers of two were counted
+        shares[2] -= last
         assert told[2:] == [in_percent(share / counts.sum(), 1) for share in shares]
-        last = counts[ranges.exponents + m.scale_exponent == math.floor(math.log2(largest))].sum() / counts.sum()
-        assert ("at least" in m.summary()) == (fmt == "e5m2" and last > 0)  # 57344 ends inside 2^15 to 2^16
+        assert ("was not recorded" in m.summary()) == bool(last)
+        if last:
+            assert f"and {in_percent(last / counts.sum(), 1)} lie between 2^15 and 2^16, where" in m.summary()
 
 
 def test_ranges():
@@ -313,7 +315,7 @@ def test_the_rest():
     for m in swept(LossScaleExplorer(), samples=3, weight_decay=()):
         ratio = 2.0**m.sens_exponent / 2.0**m.scale_exponent
         assert float(read(r"arrive at (\S+) times", m)[0]) == pytest.approx(ratio, rel=1e-5)
-    for m in swept(LessBNExplorer(), network=("ResNet-18", "ResNet-50", "LeNet-5")):
+    for m in swept(LessBNExplorer(), network=("ResNet-18", "ResNet-50")):
         kinds = [kind for _, kind in m.layers]
         told = [int(v) for v in read(r": (\d+) of (\d+) BatchNorms are removed", m)]
         assert told == [kinds.count("removed"), kinds.count("removed") + kinds.count("kept")]
@@ -326,18 +328,19 @@ def test_the_rest():
         assert int(share) == pytest.approx(100 * math.sqrt((left**2).sum() / (rows**2).sum()), abs=0.51)
     for m in swept(FreezeExplorer(step=10), samples=4):
         told = read(
-            r"Step (\d+): index (\d+) freezes the first (\d+) of (\d+) .*saves (.+) of its .*In (.+) of the 120 .*"
-            r"saves (.+) of all",
+            r"Step (\d+): index (\d+) freezes (?:the first )?(none|\d+) of the (\d+) .*saves (.+) of its "
+            r".*In (.+) of the 120 .*saves (.+) of all",
             m,
         )
         stride, work = len(m.names) // m.groups, np.array(m.costs)
         saved = [work[: v * stride].sum() / work.sum() for v in m.sequence]
-        assert [int(v) for v in told[:4]] == [m.step, m.sequence[m.step], m.sequence[m.step] * stride, len(work)]
+        still = m.sequence[m.step] * stride
+        assert told[:4] == [str(v) for v in (m.step, m.sequence[m.step], still or "none", len(work))]
         frozen = sum(v > 0 for v in m.sequence) / len(m.sequence)
         want = [in_percent(saved[m.step]), in_percent(frozen), in_percent(float(np.mean(saved)), 1)]
         assert told[4:] == want
     last = FreezeExplorer(groups=21, full_step_fraction=0.0, freeze_type=0, step=19)
-    assert "freezes the first 20 of 21 stages and saves more than 99 % of" in last.summary()  # one trains
+    assert "freezes the first 20 of the 21 stages and saves more than 99 % of" in last.summary()  # one trains
     for m in swept(LogSoftmaxExplorer(), fmt=("fp16",)):
         z = torch.arange(0, -33.0, -1.0)
         low = m.level in ("O2", "O3")
@@ -378,7 +381,7 @@ def test_naive():
         for _ in range(m.STEPS):
             seen.append(scale)
             scale *= 1.1 if scale > 2 * m.loss else 0.9 if scale < m.loss else 1.0
-        at, fate, end = read(r"After 300 steps its scale is (\S+): (.*)\. After as many steps .* is (\S+)\. The", m)
+        at, fate, end = read(r"At step 299 its scale is (\S+): (.*)\. At that step .* is (\S+)\. The", m)
         assert math.log2(power(at)) == pytest.approx(math.log2(seen[-1]), abs=0.01)
         above = [i for i, value in enumerate(seen) if value > 2.0**m.ceiling_exponent]
         assert ("inf goes into the weights" in fate) == bool(above)

@@ -121,7 +121,7 @@ TABLE: Table = {
             Dynamics,
             {"run": "mlp_digits", "init_exponent": 14, "scale_window": 400},
             a_spike,
-            r"the scale is 2\^13.* 1 of 400 steps were skipped",
+            r"the scale is 2\^13.* 1 of 400 steps was skipped",
         ),
         (
             "what does the optimizer see after a skip?",
@@ -175,7 +175,7 @@ TABLE: Table = {
         ("which rule skips most when the ceiling falls?", Zoo, {}, None, r"60 \(paddle_static\)"),
         ("which least?", Zoo, {}, None, r"17 \(flax\)"),
         ("do they differ when nothing overflows?", Zoo, {"situation": "free"}, None, "Every rule skips 0"),
-        ("who notices a broken model?", Zoo, {"situation": "model"}, None, "error: deepspeed, fairseq, mpkit"),
+        ("who notices a broken model?", Zoo, {"situation": "model"}, None, "error and stop: deepspeed, fairseq, mpkit"),
         ("who ends at 0 then?", Zoo, {"situation": "model"}, None, lambda m: row(m, "torch")["ends at"] == "2^-121"),
         (
             "who keeps a floor of 1?",

@@ -231,6 +231,15 @@ class Explorer(HasTraits):
             self.touch()
 
 
+def counted(number: int, noun: str) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def stroke(drawn: Mapping[Any, Any], steps: int, low: float, high: float) -> dict[int, float]:
     """A stroke of the pen, step -> height: without what lies outside the steps, and no higher than the picture.
 

@@ -21,6 +21,7 @@ from mpkit.boost import AutoBoost, FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.auto import LEVELS, MODES
 from mpkit.boost.grad_centralization import is_centralized
 from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stage_costs, stages_by_module
+from mpkit.boost.grad_freeze.strategy import full_steps
 from mpkit.data import data_dir, digits
 from mpkit.explorers.base import Explorer
 from mpkit.optimizers import centralized
@@ -131,7 +132,7 @@ def effect(boost: AutoBoost, trained: str = "", timed: str = "") -> Effect:
     report = _report() if "less_bn" in boost.active else None
     odds = [1.0, *[0.0] * 9]
     if "grad_freeze" in boost.active:
-        full = boost.hyper["freeze_p"]
+        full = _full_share(boost.hyper["freeze_p"], boost.hyper["freeze_type"], boost.hyper["total_steps"])
         odds = [full, *((1 - full) * p for p in index_probabilities(10, boost.hyper["freeze_type"]))]
     network = "O1" if report else "plain"
     if timed in (row["contender"] for row in measured()["speed"]):
@@ -142,6 +143,14 @@ def effect(boost: AutoBoost, trained: str = "", timed: str = "") -> Effect:
     inactive = tuple((item.what, item.reason) for item in boost.inactive)
     removed, norms = (len(report.removed), len(report.removed) + len(report.kept)) if report else (0, 20)
     return Effect(boost.active, inactive, removed, norms, tuple(odds), step, trained)
+
+
+def _full_share(share: float, kind: int, steps: int) -> float:
+    """The share of full steps that a strategy of 10 groups has: type 0 rounds it, type 1 begins with a full step."""
+    if kind:
+        return max(share, 1 / steps)
+    full = full_steps(10, share)
+    return full / (full + 9)
 
 
 @cache
@@ -278,9 +287,9 @@ class BoostExplorer(Explorer):
         if row is None:
             return "Its accuracy was not measured."
         seeds = len(row["accuracy_percent"])
+        against = "" if self.this.trained == "none" else f", {row['difference']:+.1f} points against no boost"
         return (
-            f"Its accuracy on the digits is {row['mean']:.1f} ± {row['spread']:.1f} %, "
-            f"{row['difference']:+.1f} points against no boost (mean of {seeds} seeds)."
+            f"Its accuracy on the digits is {row['mean']:.1f} ± {row['spread']:.1f} %{against} (mean of {seeds} seeds)."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -343,8 +352,9 @@ class FreezeExplorer(Explorer):
 
     def summary(self) -> str:
         frozen = sum(v > 0 for v in self.sequence) / len(self.sequence)
+        who = f"freezes the first {self.frozen_now}" if self.frozen_now else "freezes none"
         return (
-            f"Step {self.step}: index {self.sequence[self.step]} freezes the first {self.frozen_now} of "
+            f"Step {self.step}: index {self.sequence[self.step]} {who} of the "
             f"{len(self.names)} stages and saves {percent(self.saved[self.step])} of its backward work. In "
             f"{percent(frozen)} of the {FREEZE_STEPS} steps some stages are frozen. This saves "
             f"{percent(mean(self.saved), 1)} of all backward work; the formula says {percent(self.formula, 1)}."
@@ -430,6 +440,8 @@ class LessBNExplorer(Explorer):
         norms = len(self.report.removed) + len(self.report.kept)
         last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
         rule = " by MindSpore's own patterns" if self.strict else ""
+        if not norms:
+            return f"{self.network} has no BatchNorm.{last}"
         return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms are removed{rule}.{last}"
 
     def table(self) -> list[dict[str, Any]]:

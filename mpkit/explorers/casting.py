@@ -16,7 +16,7 @@ from traitlets import Bool, Enum, Int
 from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
 from mpkit.casting.operations import EXACT_NAMES
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.formats import get_format
 from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock
 
@@ -186,9 +186,10 @@ class CastingExplorer(Explorer):
         moved = f", layer {w.layers[self.kept - 1]} in float32" if self.kept else ""
         return (
             f"{self.network} at {self.level} in {self.fmt}{moved}: {len(self.low)} of {len(w.steps)} operations "
-            f"compute in {self.fmt}. Parameters are cast {w.parameter_casts} times, activations {w.activation_casts} "
-            f"times. {lost[0]} values became zero and {lost[1]} overflowed. {w.kept_bytes / 1024:.0f} KiB are kept for "
-            f"the backward pass, against {self.plain.kept_bytes / 1024:.0f} KiB in float32."
+            f"compute in {self.fmt}. Parameters are cast {counted(w.parameter_casts, 'time')}, activations "
+            f"{counted(w.activation_casts, 'time')}. {counted(lost[0], 'value')} became zero and {lost[1]} overflowed. "
+            f"{w.kept_bytes / 1024:.0f} KiB are kept for the backward pass, against "
+            f"{self.plain.kept_bytes / 1024:.0f} KiB in float32."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -231,10 +232,14 @@ class LogSoftmaxExplorer(Explorer):
 
     def summary(self) -> str:
         how = "log_softmax" if self.fused else "log(softmax)"
+        used, others = "float32" if self.level == "O0" else self.fmt, " of the others" if self.lost else ""
         return (
-            f"{how} at {self.level} in {self.fmt}: {self.lost} of {len(LOGITS)} log-probabilities became "
-            f"{self.becomes}. The largest error of the others is {self.error:.2g}."
+            f"{how} at {self.level} in {used}: {self.lost} of {len(LOGITS)} log-probabilities became "
+            f"{self.becomes}. The largest error{others} is {self.error:.2g}."
         )
+
+    def idle(self) -> tuple[str, ...]:
+        return ("fmt",) if self.level == "O0" else ()
 
     def table(self) -> list[dict[str, Any]]:
         rows = zip(LOGITS.tolist(), self.want.tolist(), self.got.tolist())

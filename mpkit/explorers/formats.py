@@ -26,6 +26,8 @@ NAMES = [name for name in FORMATS if name != "fp64"]
 
 TINY = Fraction(1, 2**1200)
 """What stands for a number so small that a float calls it 0: no format has a value near it."""
+HUGE = 1 / TINY
+"""What stands for a number so large that a float calls it inf."""
 
 
 def read_number(text: str) -> float:
@@ -40,7 +42,7 @@ def read_number(text: str) -> float:
 
 
 def read_exactly(text: str) -> tuple[float, Fraction]:
-    """(the nearest float, the number itself); 0 beside inf and NaN. Raises ValueError as `read_number` does.
+    """(the nearest float, the number itself); 0 beside what is written inf or NaN. Raises ValueError as `read_number`.
 
     >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
     (0.0, Fraction(1, 10))
@@ -49,20 +51,29 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     try:
         if power:
             sign, exact = (-1 if power[1] else 1), Fraction(int(power[2])) ** int(power[3])
-            return float(sign) * float(exact), sign * exact
+            return sign * _nearest(exact), sign * exact
         if "/" in text:
-            return float(Fraction(text)), Fraction(text)
+            return _nearest(Fraction(text)), Fraction(text)
         near = float(text)
-    except (ValueError, ZeroDivisionError, OverflowError):
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
     if not math.isfinite(near):
-        return near, Fraction(0)
+        huge = HUGE if re.search("[0-9]", text) else Fraction(0)  # not read exactly either
+        return near, huge if near > 0 else -huge
     if near == 0:  # not read exactly: the exponent may be huge
         some = re.search("[1-9]", re.split("[eE]", text)[0]) is not None
         return near, some * (TINY if math.copysign(1, near) > 0 else -TINY)
     if repr(near) == text.strip() and float(np.float32(near)) == near:  # what the bits print stands for their value
         return near, Fraction(near)
     return near, Fraction(text.strip())
+
+
+def _nearest(exact: Fraction) -> float:
+    """The nearest float; float() itself refuses what lies beyond the largest."""
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
 
 
 def to_odd(near: float, exact: Fraction) -> float:
@@ -247,10 +258,12 @@ class BitsExplorer(Explorer):
 
     def _error(self) -> str:
         """How far the finite value is from the number asked for."""
-        if not math.isfinite(self.wanted):
-            return f"off by {self.value - self.wanted:.3g}"
+        if math.isinf(self.wanted) and not self.exact:
+            return f"{self.fmt} has no inf"
         off = Fraction(self.value) - self.exact
-        near = float(off)
+        near = _nearest(off)
+        if math.isinf(near):
+            return "off by more than 1e300"
         return f"off by {near:.3g}" if near else "off by less than 1e-300" if off else "exactly"
 
     def table(self) -> list[dict[str, Any]]:
@@ -265,8 +278,8 @@ class BitsExplorer(Explorer):
             pattern = store(to_odd(self.wanted, self.exact), fmt)
             value = value_of(pattern, fmt)
             error = abs(value - self.wanted)
-            if math.isfinite(error) and self.exact:
-                error = float(abs(Fraction(value) / self.exact - 1))
+            if math.isfinite(value) and self.exact:
+                error = _nearest(abs(Fraction(value) / self.exact - 1))
             rows.append(
                 {
                     "format": fmt.name,
@@ -342,7 +355,9 @@ def recorded() -> Trace:
 class GradientsExplorer(Explorer):
     """The gradients of one recorded step, multiplied by a loss scale, on the range of one format.
 
-    After `compute`: `exponents` (bins,) after scaling, `share` (bins,) of this step, `shares` (steps, bins) of all.
+    After `compute`: `exponents` (bins,) after scaling, `share` (bins,) of this step, `shares` (steps, bins) of all;
+    `lost`, `subnormal`, `normal` and `over`, the shares of the four zones. Of `normal`, `split` lies in the power of
+    two in which the format ends, and `sure` below it.
     """
 
     controls = ("fmt", "scale_exponent", "step")
@@ -361,8 +376,12 @@ class GradientsExplorer(Explorer):
         self.values = int(counts.sum())
         lost, least = self.exponents < self.lost_below, self.exponents < self.format.min_exponent
         over = self.exponents > self.format.max_exponent
-        self.lost, self.subnormal, self.normal, self.over = (
-            float(counts[where].sum() / counts.sum()) for where in (lost, least & ~lost, ~least & ~over, over)
+        # an 8-bit format ends well inside its last power of two, and the recording counts by powers of two
+        inside = self.format.overflow_edge < 0.99 * 2.0 ** (self.format.max_exponent + 1)
+        split = inside & (self.exponents == self.format.max_exponent)
+        zones = lost, least & ~lost, ~least & ~over, over, ~least & ~over & ~split, split
+        self.lost, self.subnormal, self.normal, self.over, self.sure, self.split = (
+            float(counts[where].sum() / counts.sum()) for where in zones
         )
 
     @property
@@ -370,21 +389,18 @@ class GradientsExplorer(Explorer):
         """Magnitudes below two to this power, half the smallest subnormal, round to zero."""
         return self.format.min_subnormal_exponent - 1
 
-    @property
-    def split(self) -> bool:
-        """Whether gradients lie in the last power of two of a format that ends well inside it, as 8-bit formats do.
-
-        The recording counts by powers of two, so it does not tell how many of these overflow.
-        """
-        whole = self.format.overflow_edge > 0.99 * 2.0 ** (self.format.max_exponent + 1)
-        return not whole and float(self.share[self.exponents == self.format.max_exponent].sum()) > 0
-
     def summary(self) -> str:
-        most, least = ("at most ", "at least ") if self.split else ("", "")
-        return (
+        last = self.format.max_exponent
+        told = (
             f"Step {self.step}, {self.values:,} non-zero gradients times 2^{self.scale_exponent} in {self.fmt}: "
-            f"{percent(self.lost, 1)} become 0, {percent(self.subnormal, 1)} subnormal, {most}"
-            f"{percent(self.normal, 1)} normal, {least}{percent(self.over, 1)} overflow."
+            f"{percent(self.lost, 1)} become 0, {percent(self.subnormal, 1)} subnormal, "
+            f"{percent(self.sure, 1)} normal, {percent(self.over, 1)} overflow"
+        )
+        if not self.split:
+            return f"{told}."
+        return (
+            f"{told}, and {percent(self.split, 1)} lie between 2^{last} and 2^{last + 1}, where {self.fmt} ends: "
+            "which of these overflow was not recorded."
         )
 
     def table(self) -> list[dict[str, Any]]:

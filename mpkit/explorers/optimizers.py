@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.formats import BF16, FP16, FP32, FloatFormat
 from mpkit.optimizers import SGD, Adam, AdamWeightDecay, Momentum
 from mpkit.rounding import round_to
@@ -259,11 +259,10 @@ class DecayExplorer(Explorer):
 
     def summary(self) -> str:
         ends = ", ".join(f"{_shortly(seen[self.step])} in {name}" for name, seen in self.curves.items())
-        steps = f"{self.step} step{'s' * (self.step != 1)}"
         return (
             f"{self.parameter}, {self.place}: {self.reach}. The learning rate is {self.learning_rate:.3g}, "
             f"weight_decay is {self.weight_decay:.3g}, and the gradients are -{self.size:.3g} and +{self.size:.3g} in "
-            f"turn. After {steps} a weight of 1 becomes {ends}."
+            f"turn. After {counted(self.step, 'step')} a weight of 1 becomes {ends}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from traitlets import Bool, Enum, Float, Int, Unicode
 
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.explorers.formats import neighbour, read_number, short, store, value_of
 from mpkit.formats import FloatFormat, get_format
 from mpkit.rounding import MODES, round_to, ulp
@@ -64,38 +64,49 @@ class ModesExplorer(Explorer):
         self.set(offset=0.5)
 
     def summary(self) -> str:
-        told = ", ".join(f"{mode} {short(value)}" for mode, value in self.results.items())
-        return f"{short(self.x)} {self._place()}: {told}; stochastic {self._drawn()}."
+        told = ", ".join(f"{mode} {self._short(value)}" for mode, value in self.results.items())
+        return f"{self._short(self.x)} {self._place()}: {told}; stochastic {self._drawn()}."
+
+    def _short(self, value: float) -> str:
+        """A number in as many digits as tell the number from its neighbours."""
+        ends = {self.left, self.right} - {self.x}
+        enough = (d for d in range(7, 17) if short(self.x, d) not in {short(end, d) for end in ends})
+        return short(value, next(enough, 17))
 
     def _place(self) -> str:
         """Where the number lies among the values of the format."""
         largest, sign = self.format.max, "-" if self.negative else ""
         if abs(self.x) > largest:
             side = "below -" if self.negative else "above "
-            return f"lies {side}{short(largest)}, the {'smallest' if sign else 'largest'} number of {self.fmt}"
-        if self.offset in (0, 1):
+            return f"lies {side}{self._short(largest)}, the {'lowest' if sign else 'largest'} number of {self.fmt}"
+        if self.x in (self.left, self.right):
             return f"is a number of {self.fmt} ({self.parity(self.x)})"
-        ends = (f"{short(end)} ({self.parity(end)})" for end in (self.left, self.right))
+        ends = (f"{self._short(end)} ({self.parity(end)})" for end in (self.left, self.right))
         return f"lies between {' and '.join(ends)} of {self.fmt}"
 
     def _drawn(self) -> str:
         """What stochastic rounding gives, in a sentence."""
         low, high = self.reached
         if low == high or self.chance_up in (0, 1):
-            return f"gives {short(high if self.chance_up else low)} always"
+            return f"gives {self._short(high if self.chance_up else low)} always"
         if abs(self.x) > self.format.max:
             return f"gives {self._either()}"
-        return f"goes up with probability {self.chance_up:.3g}"
+        return f"goes up with probability {self._chance()}"
+
+    def _chance(self) -> str:
+        """The probability of going up; what may fail is not told as 1."""
+        told = f"{self.chance_up:.5g}"
+        return "above 0.9999" if told == "1" else told
 
     def _either(self) -> str:
-        low, high = map(short, self.reached)
-        return f"{high} with probability {self.chance_up:.3g}, else {low}"
+        low, high = map(self._short, self.reached)
+        return f"{high} with probability {self._chance()}, else {low}"
 
     def table(self) -> list[dict[str, Any]]:
-        exact = [
-            {"mode": m, "result": short(v), "error, ulp": f"{(v - self.x) / self.gap:+.3f}"}
-            for m, v in self.results.items()
-        ]
+        def off(value: float) -> str:
+            return "" if math.isnan(value) else f"{(value - self.x) / self.gap:+.3g}" if value != self.x else "0"
+
+        exact = [{"mode": m, "result": self._short(v), "error, ulp": off(v)} for m, v in self.results.items()]
         drawn = self._drawn()
         result = drawn.removeprefix("gives ").removesuffix(" always") if " always" in drawn else self._either()
         error = "0 on average" if self.reached == (self.left, self.right) else ""
@@ -124,9 +135,11 @@ class StaircaseExplorer(Explorer):
     def summary(self) -> str:
         low, high = (f"2^{math.log2(gap):g}" for gap in (self.ulps.min(), self.ulps.max()))
         grown = f"grows from {low} to {high}" if low != high else f"stays {low}"
+        largest = self.format.max
+        end = f"2^{self.span}" if self.limit <= largest else f"{largest:g}, the largest number"
         return (
-            f"{self.fmt}, {self.mode}: {self.steps} values within ±2^{self.span}. Between the magnitudes "
-            f"2^{self.span - 10} and 2^{self.span}, the ulp {grown}."
+            f"{self.fmt}, {self.mode}: {counted(self.steps, 'value')} within ±2^{self.span}. Between the magnitudes "
+            f"2^{self.span - 10} and {end}, the ulp {grown}."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -196,21 +209,26 @@ class UpdatesExplorer(Explorer):
         self.shown = self.progress * STEPS // 100
         self.half_ulp = float(ulp(torch.ones(()), get_format(self.fmt))) / 2
 
+    @property
+    def digits(self) -> int:
+        """Digits after the point that show one update."""
+        return max(4, math.ceil(-math.log10(self.update) - 1e-9))
+
     def end(self, scheme: str) -> float:
         """The weight after the steps shown."""
         return float(self.paths[scheme][self.shown])
 
     def summary(self) -> str:
         relation = "below" if self.update < self.half_ulp else "at or above"
-        told = ", ".join(f"{scheme} {self.end(scheme):.4f}" for scheme in SCHEMES)
+        told = ", ".join(f"{scheme} {self.end(scheme):.{self.digits}f}" for scheme in SCHEMES)
         return (
             f"{self.fmt}, {self.shown} updates of {self.update:.3g}, {relation} half an ulp of 1 "
-            f"({self.half_ulp:.3g}): {told}; exact {self.end('exact'):.4f}."
+            f"({self.half_ulp:.3g}): {told}; exact {self.end('exact'):.{self.digits}f}."
         )
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"step": int(i), **{scheme: f"{self.paths[scheme][i]:.4f}" for scheme in ("exact", *SCHEMES)}}
+            {"step": int(i), **{scheme: f"{self.paths[scheme][i]:.{self.digits}f}" for scheme in ("exact", *SCHEMES)}}
             for i in np.linspace(0, self.shown, 11).astype(int)
         ]
 

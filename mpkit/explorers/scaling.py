@@ -15,7 +15,7 @@ from torch import Tensor
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit.data import data_dir
-from mpkit.explorers.base import Explorer, stroke
+from mpkit.explorers.base import Explorer, counted, stroke
 from mpkit.explorers.start import STEPS as LIVE_STEPS
 from mpkit.explorers.start import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, stack
@@ -191,21 +191,25 @@ class DynamicsExplorer(Explorer):
     def summary(self) -> str:
         i, skipped = self.step, len(self.skipped)
         so_far = (
-            f"Up to here {skipped} of {i + 1} steps were skipped, so the optimizer was called {i + 1 - skipped} "
-            f"time{'s' * (i + 1 - skipped != 1)}"
+            f"Up to here {skipped} of {counted(i + 1, 'step')} {'was' if skipped == 1 else 'were'} skipped, so the "
+            f"optimizer was called {counted(i + 1 - skipped, 'time')}"
         )
         inside = "" if self.fmt == "fp16" else f", with gradients in {FORMATS[self.fmt]}"
         head = f"{_sentence(self._name())}{inside}. Step {i}: the scale is {exponent(self.scale[i])}"
         if self.ceiling[i] < 0:
             return f"{head}; no scale helps, because the loss itself is not finite. {so_far}."
+        zeros = f"{_sentence(percent(self.zeros[i]))} of this step's gradient values are zero."
+        if math.isnan(self.zeros[i]):  # a ceiling drawn by hand
+            zeros = "This step has no recorded gradients, because its loss was not finite."
+        bits = f"{self.headroom[i]:.1f}" if abs(self.headroom[i]) >= 0.05 else f"{self.headroom[i]:.1g}"
         return (
-            f"{head}, the ceiling {exponent(self.ceiling[i])}, the headroom {self.headroom[i]:.1f} bits; decision: "
+            f"{head}, the ceiling {exponent(self.ceiling[i])}, the headroom {bits} bits; decision: "
             f"{self.reasons[i]}{'' if self.finite[i] else ', and the optimizer sees nothing of this step'}. {so_far}. "
-            f"{_sentence(percent(self.zeros[i]))} of this step's gradient values are zero."
+            f"{zeros}"
         )
 
     def table(self) -> list[dict[str, Any]]:
-        events = [i for i in range(self.step + 1) if self.reasons[i] not in ("held", "tolerated", "at cap")]
+        events = [i for i in range(self.step + 1) if not self.finite[i] or self.reasons[i] not in ("held", "at cap")]
         return [
             {
                 "step": i,
@@ -221,8 +225,8 @@ class DynamicsExplorer(Explorer):
 class SweepExplorer(Explorer):
     """Every pair of factor and window on one recorded run: `grid` (factors, windows) of the chosen figure.
 
-    `best` is the pair that loses the least training signal, to skipped steps and to zeros together, as `replay` ranks
-    policies; None where all lose the same. It is the same pair whichever figure is shown.
+    `least` are the pairs that lose the least training signal, to skipped steps and to zeros together, as `replay` ranks
+    policies; `best` is the first of them, None where all lose the same. They are the same whichever figure is shown.
     """
 
     controls = ("run", "init_exponent", "figure")
@@ -261,9 +265,9 @@ class SweepExplorer(Explorer):
         }
         self.grids = {name: c.reshape(len(self.FACTORS), len(self.WINDOWS)) for name, c in columns.items()}
         self.grid = self.grids[self.figure]
-        least = self.grids["lost"]
-        row, column = np.unravel_index(least.argmin(), least.shape)
-        self.best = (int(row), int(column)) if least.min() < least.max() else None
+        lost = self.grids["lost"]
+        self.least = [(int(row), int(column)) for row, column in np.argwhere(lost <= lost.min() + 1e-10)]
+        self.best = self.least[0] if len(self.least) < lost.size else None
 
     def summary(self) -> str:
         told = self.TOLD[self.figure].format(low=f"{self.grid.min():.4g}", high=f"{self.grid.max():.4g}")
@@ -279,8 +283,7 @@ class SweepExplorer(Explorer):
 
     def _others(self) -> str:
         """How many pairs lose as little as the one that is named."""
-        lost = self.grids["lost"]
-        others = int((lost == lost.min()).sum()) - 1
+        others = len(self.least) - 1
         return f" {others} other pair{'s lose' if others > 1 else ' loses'} as little." if others else ""
 
     def table(self) -> list[dict[str, Any]]:
@@ -376,8 +379,8 @@ class LiveExplorer(Explorer):
             return f"Set to {settings}: press Train, and move the sliders while it trains."
         right = "" if self.run.accuracy is None else f", {percent(self.run.accuracy)} of the test digits right"
         return (
-            f"Set to {settings}; after {len(self.run.losses)} steps: loss {self.run.losses[-1]:.2f}, scale "
-            f"{exponent(self.run.scales[-1])}, {len(self.run.skipped)} steps skipped{right}."
+            f"Set to {settings}; after {counted(len(self.run.losses), 'step')}: loss {self.run.losses[-1]:.2f}, "
+            f"scale {exponent(self.run.scales[-1])}, {counted(len(self.run.skipped), 'step')} skipped{right}."
         )
 
     def table(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +16,7 @@ from traitlets import Enum, Int
 from mpkit.casting import LEVELS, auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.device import default_device
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.formats import FP16, FloatFormat
 from mpkit.networks import Network
 from mpkit.record import Trace
@@ -71,9 +72,13 @@ class Run:
             "first loss": round(self.losses[0], 1),
             "last loss": round(sum(self.losses[-24:]) / len(self.losses[-24:]), 1),
             "accuracy": None if self.accuracy is None else round(self.accuracy, 2),
-            "last scale": f"2^{torch.tensor(self.scales[-1]).log2().item():g}",
+            "last scale": _power(self.scales[-1]),
             "skipped": len(self.skipped),
         }
+
+
+def _power(scale: float) -> str:
+    return f"2^{math.log2(scale):.4g}"
 
 
 def computed_in(dtype: str, device: torch.device) -> torch.dtype | FloatFormat:
@@ -182,16 +187,14 @@ class StartExplorer(Explorer):
     def summary(self) -> str:
         settings = (
             f"{self.level} in {_used(self.level, self.dtype)}; the scale starts at 2^{self.init_exponent} and is "
-            f"multiplied by {self.scale_factor} after {self.scale_window} finite step{'s' * (self.scale_window != 1)}"
+            f"multiplied by {self.scale_factor} after {counted(self.scale_window, 'finite step')}"
         )
         if self.run is None or not self.run.losses:
             return f"Set to {settings}. {self._grows()} Press Train."
         return f"Set to {settings}. {_told(self.run)}" + (f" Before: {_told(self.before)}" if self.before else "")
 
     def _grows(self) -> str:
-        return (
-            f"Without an overflow it would be multiplied {self.grown} time{'s' * (self.grown != 1)} in {STEPS} steps."
-        )
+        return f"Without an overflow it would be multiplied {counted(self.grown, 'time')} in {STEPS} steps."
 
     def table(self) -> list[dict[str, Any]]:
         return [{"run": name, **run.row()} for name, run in (("this", self.run), ("before", self.before)) if run]
@@ -205,6 +208,6 @@ def _used(level: str, dtype: str) -> str:
 def _told(run: Run) -> str:
     end = f"accuracy {run.accuracy:.2f}" if run.accuracy is not None else f"loss {run.losses[-1]:.2f}"
     return (
-        f"{run.level} {_used(run.level, run.dtype)}, {len(run.losses)} steps: {end}, "
-        f"{len(run.skipped)} skipped, last scale {run.scales[-1]:g}."
+        f"{run.level} {_used(run.level, run.dtype)}, {counted(len(run.losses), 'step')}: {end}, "
+        f"{len(run.skipped)} skipped, last scale {_power(run.scales[-1])}."
     )

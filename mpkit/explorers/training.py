@@ -215,7 +215,8 @@ class StepExplorer(Explorer):
         end = "the update is skipped" if self.skipped else f"the weights move by up to {self.change:.3g}"
         if self.lost:
             end = f"the check comes too late: {self.lost} of {self.phases[6].count} weights are not finite"
-        spoilt = f", {now.bad} of {now.count} values not finite" if now.bad and self.phase < 7 else ""
+        many = now.bad and now.count > 1 and self.phase < 7  # of one value the number itself tells it
+        spoilt = f", {now.bad} of {now.count} values not finite" if many else ""
         return f"Phase {self.phase} of 8, {now.name}: {now.seen}{spoilt}. In this step {end}."
 
     def stored(self) -> str:

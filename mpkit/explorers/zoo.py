@@ -104,12 +104,11 @@ class ZooExplorer(Explorer):
     def summary(self) -> str:
         skipped = self.done.skipped
         stops = [self.names[i] for i in np.flatnonzero(self.done.raised_at >= 0)]
-        raised = f" Rules that raise an error: {', '.join(stops)}." if stops else ""
+        raised = f" Rules that raise an error and stop: {', '.join(stops)}." if stops else ""
         own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
         start = f"start at 2^{self.start_exponent}" if self.same_start else own
         least, most = int(skipped.min()), int(skipped.max())
-        few, many = self.names[skipped.argmin()], self.names[skipped.argmax()]
-        counts = f"The rules skip between {least} ({few}) and {most} ({many}) of {STEPS} steps."
+        counts = f"The rules skip between {least} ({self._who(least)}) and {most} ({self._who(most)}) of {STEPS} steps."
         if least == most:
             counts = f"Every rule skips {most} of {STEPS} steps."
         return (
@@ -117,12 +116,18 @@ class ZooExplorer(Explorer):
             f"{_TOLD[self.situation]} {counts}{raised}"
         )
 
+    def _who(self, skips: int) -> str:
+        """The rules that skip so many steps: the one, or how many they are and one of them."""
+        who = [name for name, own in zip(self.names, self.done.skipped) if own == skips]
+        return who[0] if len(who) == 1 else f"{len(who)} rules, such as {who[0]}"
+
     def table(self) -> list[dict[str, Any]]:
+        lowest = np.fmin(self.done.lowest, self.done.final)  # the last decision may go below what was used
         return [
             {
                 "framework": name,
                 "skipped": int(self.done.skipped[i]),
-                "lowest": exponent(float(self.done.lowest[i])),
+                "lowest": exponent(float(lowest[i])),
                 "ends at": self.ending(i),
             }
             for i, name in enumerate(self.names)
@@ -164,8 +169,8 @@ class NaiveExplorer(Explorer):
             fate = "it rests, because it happens to lie between the loss and twice the loss"
         return (
             f"The naive rule starts at 2^{self.start_exponent}, with a loss of {self.loss:.4g}. "
-            f"After {self.STEPS} steps its scale is {exponent(end)}: {fate}. "
-            f"After as many steps the scale of torch's rule is {exponent(self.torch[-1])}. The ceiling is "
+            f"At step {self.STEPS - 1} its scale is {exponent(end)}: {fate}. "
+            f"At that step the scale of torch's rule is {exponent(self.torch[-1])}. The ceiling is "
             f"2^{self.ceiling_exponent}."
         )
 

@@ -166,7 +166,8 @@ def less_bn_scene(data: LessBNExplorer) -> Scene:
     rows, width = len(parts), max(map(len, parts))
     scene = Scene(height=110 + 72 * rows, width=900)
     gone, norms = len(data.report.removed), len(data.report.removed) + len(data.report.kept)
-    title = f"{data.network}: {gone} of {norms} BatchNorms removed, in definition order"
+    title = f"{data.network}: {gone} of {norms} BatchNorms removed" if norms else f"{data.network} has no BatchNorm"
+    title += "; layers in definition order"
     title += "; arrows are shortcuts" if data.shortcuts else ""
     panel = scene.panel(title=title, x=linear("", -1, width), y=linear("", rows - 0.4, -0.7), bare=True)
     places: list[tuple[int, int]] = []

@@ -79,5 +79,7 @@ def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
         panel.points(got[fine], logits[fine], "own", size=3.5, label="computed")
     if not fine.all():
         lost = [floor] * int((~fine).sum())
-        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label=f"lost: log(0) = {data.becomes}")
+        panel.points(
+            lost, logits[~fine], "overflow", glyph="v", size=5, label=f"lost: log(0), stored as {data.becomes}"
+        )
     return scene

@@ -79,10 +79,10 @@ def _bit_row(scene: Scene, data: BitsExplorer) -> None:
         size=13,
         quiet=True,
     )
-    look: dict[str, Any] = {"color": "muted", "valign": "bottom"}
-    panel.text("sign", left + 0.9, 1.15, anchor="end", **look)
-    panel.text(f"exponent, {_bits(fmt.exponent_bits)}", left + 1.1, 1.15, anchor="start", **look)
-    below = {"anchor": "start", "valign": "top", "color": "muted"}
+    look: dict[str, Any] = {"color": "muted", "anchor": "start"}
+    below = {**look, "valign": "top"}
+    panel.text("sign", left + 0.1, -0.2, **below)
+    panel.text(f"exponent, {_bits(fmt.exponent_bits)}", left + 1.1, 1.15, valign="bottom", **look)
     panel.text(f"fraction, {_bits(fmt.fraction_bits)}", left + 1.1 + fmt.exponent_bits, -0.2, **below)
     panel.text(data.formula(), 16, -1.1, size=15)
 

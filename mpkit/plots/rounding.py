@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, names
+from mpkit.replay.percent import percent
 
 if TYPE_CHECKING:
     from mpkit.explorers.rounding import (  # upward: the types of its arguments
@@ -50,7 +51,7 @@ def modes_scene(data: ModesExplorer) -> Scene:
     for at, chance, anchor in ((0, 1 - data.chance_up, "end"), (1, data.chance_up, "start")):
         if chance:
             panel.points([row], [at], "reference", size=2 + 6 * math.sqrt(chance))
-        panel.text(f"{100 * chance:.0f} %", at, row, anchor=anchor, dx=-14 if at == 0 else 14)
+        panel.text(percent(chance), at, row, anchor=anchor, dx=-14 if at == 0 else 14)
     mirrored = {"base": 1, "slope": -1} if data.negative else {}
     grip = {"cross": -0.75, "step": 1 / 32, "note": f"{data.x:.7g}"}
     panel.rule("x", place, "own", dash=":", width=1.4)

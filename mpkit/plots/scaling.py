@@ -131,13 +131,13 @@ def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
 
 
 def sweep_scene(data: SweepExplorer) -> Scene:
-    """A table of factor x window, darker where the figure is larger; the pair that loses least is framed."""
+    """A table of factor x window, darker where the figure is larger; the pairs that lose least are framed."""
     scene = Scene(height=400)
     digits = ".0f" if data.figure == "skipped" else ".1f"
     texts = [format(v, digits) if v == 0 or v >= 0.05 else "< 0.1" for v in data.grid.flat]
     panel = heat_map(scene, data.grid, texts, data.FACTORS, data.WINDOWS, data.FIGURES[data.figure])
     if data.best is not None:
-        framed(panel, [data.best], "normal", "least training signal lost")
+        framed(panel, data.least, "normal", "least training signal lost")
     return scene
 
 

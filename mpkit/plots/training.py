@@ -152,7 +152,8 @@ def _gate(panel: Panel, data: StepExplorer) -> None:
 def _traveller(panel: Panel, data: StepExplorer, ill: list[bool], places: list[tuple[float, float]]) -> None:
     """The ring that is the batch, with what becomes of its values beside it."""
     x, y = ([place[axis] + 0.1 for place in places] for axis in (0, 1))
-    told = [f"{p.bad} of {p.count}\nnot finite" if p.bad else "all finite" for p in data.phases]
+    told = [f"{p.bad} of {p.count}\nnot finite" if p.bad and p.count > 1 else "" for p in data.phases]
+    told = [words or ("not finite" if p.bad else "all finite") for words, p in zip(told, data.phases)]
     told[0] = "the batch,\nwith an inf" if data.bad else "the batch"
     told[6:] = ["not finite" if data.ill[6] else "all finite", "the answer"]
     colors = ["overflow" if spoilt else "own" for spoilt in ill]

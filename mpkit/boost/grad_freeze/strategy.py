@@ -155,11 +155,17 @@ def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
         raise ValueError(f"freeze_p is the share of steps without freezing and must be in [0, 1], got {share}")
 
 
+def full_steps(groups: int, share: float) -> int:
+    """How many full steps begin a cycle of type 0; they are whole, so their share is not quite `share` (below 1).
+
+    MindSpore's arithmetic: G = 10 and p = 0.7 give 20 full steps because 6.3 / 0.3 is 20.999...
+    """
+    return int(np.floor(share * (groups - 1) / (1 - share)) + 0.5)
+
+
 def _continuous(groups: int, share: float, length: int) -> list[int]:
     """Whole cycles of z full steps and the indices 1..G-1, at least `length` steps."""
-    # MindSpore's arithmetic: G = 10 and p = 0.7 give 20 full steps because 6.3 / 0.3 is 20.999...
-    zeros = int(np.floor(share * (groups - 1) / (1 - share)) + 0.5)
-    cycle = [0] * zeros + list(range(1, groups))
+    cycle = [0] * full_steps(groups, share) + list(range(1, groups))
     return cycle * -(-length // len(cycle))
 
 

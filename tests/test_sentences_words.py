@@ -1,0 +1,157 @@
+"""What no sentence, cell or label of the lessons 00 to 10 may say, whatever the controls are set to together."""
+
+import re
+
+import numpy as np
+import pytest
+from sentences import jointly, power
+
+from mpkit.explorers.boost import BoostExplorer, CentralizeExplorer, FreezeExplorer, LessBNExplorer
+from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
+from mpkit.explorers.formats import BitsExplorer, GradientsExplorer, RangesExplorer
+from mpkit.explorers.optimizers import AdamStateExplorer, DecayExplorer, SchedulesExplorer
+from mpkit.explorers.rounding import ModesExplorer, StaircaseExplorer, UpdatesExplorer
+from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplorer
+from mpkit.explorers.start import Run, StartExplorer
+from mpkit.explorers.training import OrderExplorer, StepExplorer
+from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
+from mpkit.plots.boost import less_bn_scene
+from mpkit.plots.casting import log_softmax_scene
+from mpkit.plots.rounding import modes_scene
+from mpkit.plots.scaling import sweep_scene
+
+NEVER = {
+    "one as many": r"(?<![\d.,/^(=-])1 (?:steps|times(?! the)|values|operations|rules|other pairs|micro-batches)\b",
+    "many as one": r"(?<!\d[.,])(?<!\d)(?:0|[2-9]|\d\d+) (?:step|time|value|operation|rule)\b",
+    "none of none": r"\b0 of 0\b",
+    "no number": r"(?i)\bnan %|\binf %|\boff by -?(?:inf|nan)|[+-]nan",
+    "minus nothing": r"-0\.0+ bits|^ [+-]0\.0+ $|[+-]0\.0 points",
+    "a bound of a bound": r"at (?:most|least) (?:more|less|above|below)",
+    "sure by rounding": r"probability (?:1|0)\b(?!\.|e-)",
+    "nothing as something": r"the first 0\b|: 0 of .* of the others is",
+}
+NUMBERS = (
+    "0.1",
+    "0",
+    "-0",
+    "inf",
+    "-inf",
+    "nan",
+    "1e400",
+    "-1e400",
+    "1e-400",
+    "1/3",
+    "2^1024",
+    "65520",
+    "-2.5",
+    "7.75",
+)
+LOWER = ("0", "1", "1.5", "65504", "448", "57344", "28", "7.5", "6", "0.0625", "2^-25", "1e-400")
+CASES = [
+    (StartExplorer, 60, {}),
+    (BitsExplorer, 150, {"number": NUMBERS}),
+    (RangesExplorer, 60, {}),
+    (GradientsExplorer, 60, {}),
+    (ModesExplorer, 200, {"lower": LOWER, "offset": (0.0, 1e-9, 0.03125, 0.5, 0.9996, 1 - 1e-9, 1.0)}),
+    (StaircaseExplorer, 60, {}),
+    (UpdatesExplorer, 40, {"update": (1e-6,), "progress": (0, 1, 100)}),
+    (CastingExplorer, 8, {"network": ("MLP",), "exponent": (0, 18, -20)}),
+    (
+        CastingExplorer,
+        1,
+        {"network": ("transformer block",), "level": ("O1",), "fmt": ("fp16",), "kept": (5,), "exponent": (-18,)},
+    ),
+    (LogSoftmaxExplorer, 60, {}),
+    (DynamicsExplorer, 30, {"step": (0, 1, 15, 129, 399)}),
+    (SweepExplorer, 6, {}),
+    (StepExplorer, 30, {}),
+    (OrderExplorer, 15, {}),
+    (AdamStateExplorer, 60, {}),
+    (DecayExplorer, 8, {}),
+    (SchedulesExplorer, 40, {}),
+    (ZooExplorer, 4, {}),
+    (NaiveExplorer, 60, {}),
+    (BoostExplorer, 60, {}),
+    (FreezeExplorer, 60, {}),
+    (LessBNExplorer, 12, {"network": ("ResNet-18", "LeNet-5")}),
+    (CentralizeExplorer, 40, {}),
+]
+
+
+def complaints(text):
+    return [f"{name}: {text}" for name, pattern in NEVER.items() if re.search(pattern, text)]
+
+
+@pytest.mark.parametrize(("kind", "count", "only"), CASES, ids=[kind.__name__ for kind, *_ in CASES])
+def test_no_sentence_and_no_cell_says(kind, count, only):
+    for model in jointly(kind(), count, **only):
+        said = [model.summary(), model.stored(), *(f" {cell} " for row in model.table() for cell in row.values())]
+        assert not [c for text in said for c in complaints(text)], model.state()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_sentence_of_a_training_says(steps):
+    run = Run("O2", "float16", [2.3] * steps, [2.0**20] * steps, list(range(steps)))
+    for model in (StartExplorer(), LiveExplorer()):
+        model.run = run
+        assert not complaints(model.summary())
+        assert "scale 2^20" in model.summary()
+        assert f"{steps} step{'s' * (steps > 1)}" in model.summary()
+
+
+def test_a_ceiling_drawn_where_the_run_is_broken_has_no_gradients_to_count():
+    model = DynamicsExplorer(run="growing_activations", step=200)
+    model.draw({"200": 30})
+    assert not complaints(model.summary())
+    assert model.summary().endswith("no recorded gradients, because its loss was not finite.")
+
+
+def test_a_headroom_just_below_0_is_not_told_as_0():
+    model = DynamicsExplorer(scale_factor=1.25, scale_window=1)
+    close = [i for i, bits in enumerate(model.headroom) if -0.05 < bits < 0]
+    assert close
+    for step in close:
+        model.step = step
+        told = float(re.search(r"headroom (\S+) bits", model.summary())[1])
+        assert told == pytest.approx(model.headroom[step], rel=0.2)
+
+
+def test_a_held_scale_lists_the_steps_that_it_skips():
+    model = DynamicsExplorer(hold=True, init_exponent=20, step=60)
+    assert [row["step"] for row in model.table()] == np.flatnonzero(~model.finite[:61]).tolist()
+    assert {row["decision"] for row in model.table()} == {"tolerated"}
+
+
+def test_the_pictures_say_what_the_sentences_say():
+    assert "LeNet-5 has no BatchNorm" in str(less_bn_scene(LessBNExplorer(network="LeNet-5")).spec())
+    lost = log_softmax_scene(LogSoftmaxExplorer(fmt="e4m3fn"))
+    assert "log(0), stored as NaN" in str(lost.spec())  # log(0) itself is -inf
+    assert "more than 99 %" in str(modes_scene(ModesExplorer(offset=0.9996)).spec())
+
+
+def test_the_sweep_frames_every_pair_that_loses_least():
+    model = SweepExplorer(run="rare_outliers", init_exponent=28)
+    lost = model.grids["lost"]
+    assert len(model.least) == int((lost <= lost.min() + 1e-10).sum()) > 1
+    assert f"{len(model.least) - 1} other pairs lose as little" in model.summary()
+    marks = sweep_scene(model).spec()["panels"][0]["marks"]
+    (frames,) = (mark["x0"] for mark in marks if mark.get("label") == "least training signal lost")
+    assert frames == pytest.approx([column - 0.47 for _, column in model.least])
+
+
+@pytest.mark.parametrize("situation", ["drop", "outliers", "fixed", "model", "free"])
+def test_the_zoo_names_no_rule_for_a_number_that_others_share(situation):
+    for model in jointly(ZooExplorer(), 4, situation=(situation,)):
+        skipped = model.done.skipped
+        for count, who in re.findall(r"(\d+) \(([^)]+)\)", model.summary().split("The rules skip", 1)[-1]):
+            names = [name for name, own in zip(model.names, skipped) if own == int(count)]
+            assert who == (names[0] if len(names) == 1 else f"{len(names)} rules, such as {names[0]}")
+        for row, final in zip(model.table(), model.done.final):  # a rule ends nowhere below its lowest scale
+            assert power(row["lowest"]) <= final * (1 + 3e-3)
+
+
+@pytest.mark.parametrize(("number", "told"), [("1e400", "off by more than 1e300"), ("-inf", "e2m1 has no inf")])
+def test_a_number_beyond_every_float_ends_at_the_largest_of_a_format_without_inf(number, told):
+    model = BitsExplorer(number=number, fmt="e2m1")
+    assert f"{'-' * number.startswith('-')}6.0 ({told})" in model.summary()
+    assert BitsExplorer(number="2^1024").value == BitsExplorer(number="1e400").value == float("inf")
