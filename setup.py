@@ -6,6 +6,7 @@ An editable install (`pip install -e .`) needs none of it: the library then read
 """
 
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -19,7 +20,9 @@ class BuildWithShare(build_py):
         super().run()
         if not self.editable_mode:
             ship = runpy.run_path(str(Path(__file__).parent / "notebooks" / "ship.py"))["ship"]
-            ship(Path(self.build_lib) / "mpkit" / "share")
+            share = Path(self.build_lib) / "mpkit" / "share"
+            shutil.rmtree(share, ignore_errors=True)  # of an earlier build
+            ship(share)
 
 
 setup(cmdclass={"build_py": BuildWithShare})

@@ -8,6 +8,7 @@ so that an old Python can still say that it is too old.
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -86,7 +87,8 @@ def setup(extra):
         say("everything is installed already (.venv)")
         return
     python = os.path.join(BIN, "python")
-    if not os.path.exists(python) or subprocess.call([python, "-m", "pip", "--version"], stdout=subprocess.DEVNULL):
+    can = f"import sys, pip; sys.exit(not {OLDEST} <= sys.version_info[:2] <= {NEWEST})"
+    if not os.path.exists(python) or subprocess.call([python, "-c", can], stderr=subprocess.DEVNULL):
         say(f"making .venv with Python {dotted(sys.version_info[:2])} ...")
         try:
             import ensurepip  # noqa: F401
@@ -96,7 +98,10 @@ def setup(extra):
                 "this Python lacks the venv module; install it (on Debian and Ubuntu: apt install "
                 f"python{dotted(sys.version_info[:2])}-venv) and run the same command again"
             )
-        venv.create(VENV, with_pip=True, clear=True)
+        try:
+            venv.create(VENV, with_pip=True, clear=True)
+        except (OSError, subprocess.CalledProcessError) as error:  # nobody may write here, or the disk is full
+            fail(f".venv could not be made in {ROOT} ({error}); copy mpkit to a folder that you may write in")
     say(f"installing torch, jupyterlab and the rest ({extra}); the first time this downloads a few hundred MB ...")
     start = time.time()
     done = subprocess.call(
@@ -138,9 +143,9 @@ def free(port):
 def port_of(arguments):
     """The port to serve on: the one asked for, or the first free one from 8888."""
     for i, word in enumerate(arguments):
-        if word.startswith("--port"):
+        if word.split("=", 1)[0] in ("--port", "--ServerApp.port"):  # and not --port-retries
             text = word.split("=", 1)[1] if "=" in word else [*arguments, ""][i + 1]
-            if not text.isdigit() or not 0 < int(text) < 65536:
+            if not re.match("[0-9]{1,5}$", text) or not 0 < int(text) < 65536:
                 fail(f"--port needs a number from 1 to 65535, got {text!r}; try make lab ARGS=--port=8899")
             if not free(int(text)):
                 other = int(text) + 1
@@ -180,8 +185,10 @@ def main():
     """The command line."""
     if len(sys.argv) < 2 or sys.argv[1] not in ("setup", "lab", "run"):
         fail("usage: bootstrap.py setup [EXTRA] | lab [ARGUMENTS OF JUPYTER LAB] | run COMMAND ...")
-    with_a_usable_python()
     what, rest = sys.argv[1], sys.argv[2:]
+    if what == "setup" and rest and rest[0] not in EXTRAS:
+        fail(f"there is nothing called {rest[0]} to set up; name {' or '.join(EXTRAS)}")
+    with_a_usable_python()
     if what == "lab":
         return lab(rest)
     setup(rest[0] if what == "setup" and rest else "test")

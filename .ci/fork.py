@@ -31,20 +31,19 @@ def address(root: Path = ROOT) -> tuple[str, str]:
 def fork(owner: str, repo: str, root: Path = ROOT) -> list[str]:
     """Write OWNER/REPO into the addresses of FILES; the files that changed.
 
-    Raises:  ValueError if a name cannot be one on GitHub, or pyproject.toml names no repository; nothing is written.
+    Raises:  ValueError if a name cannot be one on GitHub, or pyproject.toml names no repository; FileNotFoundError for
+             one of FILES. Nothing is written then.
     """
     for what, name in (("OWNER", owner), ("REPO", repo)):
         if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
             raise ValueError(f"{what} must be a name as GitHub has them, got {name!r}; make fork OWNER=ada REPO=mpkit")
     now = re.escape("/".join(address(root)))
     addresses = re.compile(rf"({PREFIXES}){now}(?![.-]*\w)")
-    changed = []
-    for name in FILES:
-        text = (root / name).read_text("utf-8")
-        led = addresses.sub(lambda m: f"{m[1]}{owner}/{repo}", text)
-        if led != text:
-            (root / name).write_text(led, "utf-8")
-            changed.append(name)
+    texts = {name: (root / name).read_text("utf-8") for name in FILES}  # all of them, before one is written
+    led = {name: addresses.sub(lambda m: f"{m[1]}{owner}/{repo}", text) for name, text in texts.items()}
+    changed = [name for name in FILES if led[name] != texts[name]]
+    for name in changed:
+        (root / name).write_text(led[name], "utf-8")
     return changed
 
 
@@ -53,6 +52,6 @@ if __name__ == "__main__":
         sys.exit("usage: make fork OWNER=ada REPO=mpkit")
     try:
         written = fork(*sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"mpkit: {error}")
     print(f"mpkit: written, commit them: {', '.join(written)}" if written else "mpkit: the addresses led there already")

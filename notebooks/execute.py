@@ -17,6 +17,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
+from mpkit.files import write_whole
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -75,6 +77,8 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="notebooks; all lessons and labs when none is named")
     parser.add_argument("--check", action="store_true", help="store nothing, exit with 1 if a text differs")
     options = parser.parse_args()
+    if missing := [path for path in options.files if not path.is_file()]:
+        parser.error(f"there is no notebook {missing[0]}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     changed = 0
     for path in options.files or sorted([*HERE.glob("*.ipynb"), *HERE.glob("instructor/*.ipynb")]):
@@ -83,7 +87,8 @@ def main() -> int:
         print("\n".join(difference[:80]))
         changed += bool(difference)
         if not options.check:
-            nbformat.write(notebook, path)
+            text = nbformat.writes(notebook) + "\n"
+            write_whole(path, lambda file, text=text: file.write(text.encode()))
     return int(options.check and changed > 0)
 
 

@@ -20,8 +20,12 @@ LESSONS = ("[0-9][0-9]_*.ipynb", "labs/lab*.ipynb", "torchrun_*.py")
 
 
 def ship(to: Path) -> None:
-    """Write the folder anew."""
-    shutil.rmtree(to, ignore_errors=True)
+    """Write the folder.
+
+    Raises:  FileExistsError unless it is empty or not there: what stands in it may be somebody's work.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise FileExistsError(f"{to} is there and not empty; name a folder that is not there yet")
     for folder, patterns in (("data", DATA), ("notebooks", LESSONS)):
         for pattern in patterns:
             for path in sorted((ROOT / folder).glob(pattern)):
@@ -46,4 +50,7 @@ def _links_that_lead(text: str, folder: Path) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python notebooks/ship.py FOLDER")
-    ship(Path(sys.argv[1]))
+    try:
+        ship(Path(sys.argv[1]))
+    except OSError as error:
+        sys.exit(f"mpkit: {error}")

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -155,6 +156,25 @@ def test_one_command_points_every_address_to_a_fork_and_back(fork, tmp_path):
     assert [(tmp_path / name).read_text("utf-8") for name in fork.FILES] == before
 
 
+def test_a_fork_that_lacks_a_file_writes_none(fork, tmp_path):
+    for name in fork.FILES[:-1]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    with pytest.raises(FileNotFoundError):
+        fork.fork("ada", "mpkit", tmp_path)
+    assert all((tmp_path / name).read_text("utf-8") == (ROOT / name).read_text("utf-8") for name in fork.FILES[:-1])
+
+
+def test_what_travels_in_the_wheel_is_written_over_nobodys_work(tmp_path):
+    """The folder was emptied first, whatever it held."""
+    ship = runpy.run_path(str(ROOT / "notebooks" / "ship.py"))["ship"]
+    (tmp_path / "thesis.txt").write_text("years")
+    for folder in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(FileExistsError, match="is there and not empty; name a folder that is not there yet"):
+            ship(folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["thesis.txt"]
+
+
 def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
     assert lab.copy_lessons(tmp_path)[1] == []
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ipynb")}
@@ -295,7 +315,7 @@ def test_lessons_that_cannot_be_gathered_are_told_in_one_line(tmp_path, monkeypa
     assert lab.main([str(tmp_path / "mine"), "--copy-only"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "could not gather them in /dev/null/scratch: NotADirectoryError" in err
+    assert "could not gather them in /dev/null/scratch: mpkit: [Errno 20] Not a directory" in err
 
 
 @pytest.mark.parametrize("place", [".", "missing.json/b.json"])

@@ -100,7 +100,52 @@ def test_a_taken_port_is_named_or_passed_over(bootstrap):
                 bootstrap.port_of(words)
     with pytest.raises(SystemExit, match="needs a number from 1 to 65535, got 'x'"):
         bootstrap.port_of(["--port=x"])
-    assert re.fullmatch(r"--port=8[89]\d\d", bootstrap.port_of(["--no-browser"])[0])
+    for word in ("--no-browser", "--port-retries=0", "--ServerApp.port_retries=0"):  # options, and none is the port
+        assert re.fullmatch(r"--port=8[89]\d\d", bootstrap.port_of([word])[0])
+    with pytest.raises(SystemExit, match="needs a number from 1 to 65535, got '²'"):
+        bootstrap.port_of(["--port=²"])
+
+
+@pytest.mark.parametrize("word", ["--port=8897", "--ServerApp.port=8897"])
+def test_a_port_by_any_of_its_names_is_the_only_one(bootstrap, monkeypatch, word):
+    monkeypatch.setattr(bootstrap, "free", lambda port: True)
+    assert bootstrap.port_of([word]) == []
+
+
+def test_an_environment_of_another_python_is_made_anew(bootstrap, monkeypatch, tmp_path):
+    """Somebody's own .venv of Python 3.9 stood in the folder: pip then found no version that fits."""
+    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path))
+    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path))
+    made = []
+    monkeypatch.setattr("venv.create", lambda folder, **options: made.append(options))
+    monkeypatch.setattr(bootstrap, "quiet_lab", lambda: None)
+    run = subprocess.call
+    monkeypatch.setattr(bootstrap.subprocess, "call", lambda c, **o: 0 if "install" in c else run(c, **o))
+    for version in ("3, 9", "3, 12", "3, 14"):
+        (tmp_path / "python").write_text(
+            f"#!{sys.executable}\nimport sys\nsys.version_info = ({version}, 1)\nexec(sys.argv[2])\n"
+        )
+        (tmp_path / "python").chmod(0o755)
+        bootstrap.setup("lab")
+        (tmp_path / "mpkit-lab").unlink()
+    assert made == [{"with_pip": True, "clear": True}] * 2
+
+
+def test_a_folder_that_may_not_be_written_is_told(bootstrap, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "file" / "venv"))
+    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "file" / "venv" / "bin"))
+    with pytest.raises(SystemExit, match=r"\.venv could not be made in .*copy mpkit to a folder that you may write in"):
+        bootstrap.setup("lab")
+
+
+def test_what_cannot_be_set_up_is_refused_before_anything_is_made(bootstrap, monkeypatch, tmp_path):
+    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "venv"))
+    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "venv" / "bin"))
+    monkeypatch.setattr(sys, "argv", ["bootstrap.py", "setup", "everything"])
+    with pytest.raises(SystemExit, match="nothing called everything to set up; name lab or test"):
+        bootstrap.main()
+    assert not (tmp_path / "venv").exists()
 
 
 def test_the_address_that_is_printed_leads_to_the_first_lesson(bootstrap, monkeypatch):

@@ -400,3 +400,15 @@ def test_what_lab_07_asks_about_its_table_is_what_the_table_shows(monkeypatch):
         assert kept[network, "O0:"] == round(4 * count / 1e6, 2)
         for level in ("O1:", "O2:"):
             assert kept[network, level] > 0.5 * kept[network, "O0:"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"), [("-3", "a variant is a whole number from 0, got -3"), ("2", "File exists")]
+)
+def test_a_release_that_cannot_be_made_is_told_and_leaves_no_folder(variant, says, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(labs, "HERE", tmp_path / "instructor")
+    monkeypatch.setattr("sys.argv", ["labs.py", "release", "--variant", variant, "--to", str(tmp_path / "file")])
+    assert labs.main() == 1
+    assert f"nothing more was released: {says}" in capsys.readouterr().err.replace("[Errno 17] ", "")
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]

@@ -38,3 +38,11 @@ def test_the_usual_lessons_are_written_and_others_are_refused(tmp_path, monkeypa
     with pytest.raises(SystemExit):
         slides.main()
     assert "lessons are 00, 01" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["slides.py", "--to", str(tmp_path / "file")])
+    with pytest.raises(SystemExit):
+        slides.main()
+    assert "--to names no folder that can be written" in capsys.readouterr().err

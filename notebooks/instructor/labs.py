@@ -189,6 +189,8 @@ def variant_of(submission: Any, given_out: int | None = None) -> int:
 
 def write_releases(variant: int, to: Path) -> None:
     """What students get of every lab; of a variant also its sources with solutions, beside this file."""
+    if variant < 0:
+        raise ValueError(f"a variant is a whole number from 0, got {variant}; 0 is the labs as they stand")
     solved = HERE / f"variant-{variant}"
     for folder in (to, solved) if variant else (to,):
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,9 +220,12 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.command == "release":
         usual = HERE.parent / "labs"
-        write_releases(
-            options.variant, options.to or (usual / f"variant-{options.variant}" if options.variant else usual)
-        )
+        to = options.to or (usual / f"variant-{options.variant}" if options.variant else usual)
+        try:
+            write_releases(options.variant, to)
+        except (OSError, ValueError) as error:
+            print(f"nothing more was released: {error}", file=sys.stderr)
+            return 1
         return 0
     if options.csv:
         csv.writer(sys.stdout).writerow(["submission", "cell", "points", "possible", "note"])

@@ -80,7 +80,10 @@ def main() -> int:
     unknown = [number for number in options.lessons if number not in paths]
     if unknown:
         parser.error(f"lessons are {', '.join(paths)}, got {', '.join(unknown)}")
-    options.to.mkdir(parents=True, exist_ok=True)
+    try:
+        options.to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--to names no folder that can be written: {error}")
     for number in options.lessons:
         target = options.to / f"{paths[number].stem}.html"
         target.write_text(page(paths[number]), encoding="utf-8")
