@@ -146,10 +146,15 @@ ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedMod
   c.cell_type !== 'code' || c.execution_count || !(Array.isArray(c.source) ? c.source.join('') : c.source).trim())"""
 
 # One page of JupyterLab serves all notebooks of a worker: loading it anew for each takes seconds.
-OPEN = """async (path) => { const app = window.jupyterapp;
-  const opened = await app.commands.execute('docmanager:open', {path});
-  await opened.context.ready;
-  app.shell.activateById(opened.id); }"""
+# What is on its way is kept by the page and asked for again and again: a promise that only the browser's debugger holds
+# may be collected as garbage before it is kept.
+OPEN = """(path) => { const app = window.jupyterapp;
+  const opening = async () => {
+    const opened = await app.commands.execute('docmanager:open', {path});
+    await opened.context.ready;
+    app.shell.activateById(opened.id); };
+  window.__opened = null;
+  window.__opening = opening().then(() => { window.__opened = 'yes'; }, (e) => { window.__opened = String(e); }); }"""
 
 # The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables. Others by hand:
 # MPKIT_AXE="01_number_formats.ipynb 14_overflow_detective.ipynb" python -m pytest tests/test_browser.py -k "01 or 14"
@@ -296,6 +301,8 @@ class Page:
             lab.tab = Tab(lab, context, notebook)
         else:
             lab.tab.page.evaluate(OPEN, f"notebooks/{notebook}")
+            lab.tab.page.wait_for_function("window.__opened", timeout=PATIENCE)
+            assert lab.tab.page.evaluate("window.__opened") == "yes"
         self.page, self.problems, self.outside = lab.tab.page, lab.tab.problems, lab.tab.outside
         self.page.wait_for_function(READY, timeout=PATIENCE)
         self.page.evaluate(PENDING)
