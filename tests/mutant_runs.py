@@ -314,7 +314,7 @@ class Server(Seeded):
     """A pytest plugin: collects all tests, and instead of running them forks for each job that is asked for."""
 
     def __init__(self, copy: Path, jobs: list[Job], asked: TextIO, told: TextIO) -> None:
-        self.copy, self.jobs, self.asked, self.told = copy, jobs, asked, told
+        self.copy, self.jobs, self.asked, self.told, self.why = copy, jobs, asked, told, ""
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """A number comes, a verdict goes."""
@@ -349,9 +349,14 @@ class Server(Seeded):
             except BaseException:  # pytest lets a Ctrl-C through, and there may be no memory left for its report
                 passed = False
             if not passed:
-                (self.copy / "failed").write_text(item.nodeid)
+                (self.copy / "failed").write_text(f"{item.nodeid} {self.why}")
                 return 1
         return 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """What is told of a test that fails without a change: it comes and goes, and may not come again."""
+        if report.failed:
+            self.why = f"({report.when}: {report.longreprtext[-2000:]})"
 
 
 def patch(path: str, before: bytes, after: bytes, functions: list[FunctionType]) -> int:
