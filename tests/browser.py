@@ -61,8 +61,18 @@ SIGHT = """addEventListener('keydown', (event) => {
   window.__pressed = event.timeStamp;
   window.__reached = event.target.dataset.control || event.target.className || event.target.tagName;
 }, true);
+const sights = new WeakMap(); // written anew only where something has moved since: it is looked at in every frame
 window.__sight = (index) => {
   const cell = document.querySelectorAll('.jp-Cell')[index];
+  let seen = sights.get(cell);
+  if (!seen) {
+    seen = {observer: new MutationObserver(() => { seen.moved = true; })};
+    seen.observer.observe(cell, {subtree: true, childList: true, attributes: true, characterData: true});
+    sights.set(cell, seen);
+  } else if (!seen.observer.takeRecords().length && !seen.moved) {
+    window.__shown = seen.text;
+    return seen.hash;
+  }
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
   const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
@@ -71,7 +81,7 @@ window.__sight = (index) => {
   window.__shown = text;
   let hash = 2166136261;
   for (let i = 0; i < text.length; i++) hash = Math.imul(hash ^ text.charCodeAt(i), 16777619);
-  return text.length + ':' + (hash >>> 0);
+  return Object.assign(seen, {text, moved: false, hash: text.length + ':' + (hash >>> 0)}).hash;
 }"""
 
 # What the page has asked of the kernel and not yet got done: the end of waiting, on a quick machine and on a busy one.
