@@ -399,6 +399,18 @@ def test_a_right_answer_is_right_in_any_form():
     assert check.verdict("13", "two", scale)[0]
     assert not check.verdict("13", "two", 1024 / 2**0.5)[0]
     assert "right format" in check.verdict("14", "cure", "bfloat16")[1]
+    written = {("01", "smallest"): "2^-24", ("02", "mean"): "1/4", ("10", "saving"): "11 %", ("06", "weights"): " 0 "}
+    written |= {("08", "raises"): "mpkit, deepspeed, fairseq", ("09", "active"): "less_bn,grad_freeze"}
+    for question, form in written.items():
+        assert check.verdict(*question, form)[0], form
+    assert not check.verdict("10", "saving", "11")[0]
+
+
+def test_a_power_in_place_of_its_exponent_is_told_so():
+    for lesson, name, power in (("04", "edge", 2.0**-25), ("04", "recommended", 2**21), ("07", "eps", 1e-7)):
+        right, told = check.verdict(lesson, name, power)
+        assert not right
+        assert told.endswith("The question asks for n, its exponent.")
 
 
 def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name(capsys):

@@ -350,7 +350,7 @@ def test_the_rest():
         low, count = read(r": (\d+) of (\d+) operations", m)
         steps = m.table()
         assert [int(low), int(count)] == [sum(s["computes in"] != "float32" for s in steps), len(steps)]
-        told = read(r" (\d+) values became zero and (\d+) overflowed", m)
+        told = read(r" (\d+) values? became zero and (\d+) overflowed", m)
         assert [int(v) for v in told] == [sum(s[key] for s in steps) for key in ("to zero", "overflow")]
 
 

@@ -28,7 +28,7 @@ class Question:
         prompt:  what is asked, in one sentence, with the unit.
         truth:   computes the right answer (a number, string, bool, list or tuple); names and whole numbers in a list
                  count in any order. An answer may be a tensor or an array, a name may be the thing that bears it (a
-                 dtype, a class), and a number, True or False may stand in quotes.
+                 dtype, a class), and a number, True or False may stand in quotes, several names in one pair of them.
         right:   the sentence for a right answer; `{truth}` is filled in.
         hint:    the sentence for a wrong answer without a hint of its own; does not give the answer away.
         hints:   pairs of a typical wrong answer (a value, or a predicate on the answer) and what it tells.
@@ -142,7 +142,7 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
-        value = [value]
+        value = [name.strip() for name in value.split(",")]
     if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
@@ -171,11 +171,16 @@ def _name(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one in quotes such as "65504" or "0xc000"; None for anything else."""
+    """A number, also one in quotes such as "65504", "0xc000", "2^-24", "1/4" or "25 %"; None for anything else."""
     if isinstance(value, bool):
         return None
     try:
-        return float(int(value, 0)) if isinstance(value, str) and "x" in value else float(value)
+        if not isinstance(value, str):
+            return float(value)
+        from mpkit.explorers.formats import read_number  # its module needs packages that a question does not
+
+        share = 0.01 if value.strip().endswith("%") else 1.0
+        return share * (float(int(value, 0)) if "x" in value else read_number(value.strip().removesuffix("%")))
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -23,7 +23,11 @@ QUESTIONS = {
         lambda: round(math.log2(FP16.min_subnormal / 2)),
         "Half the smallest subnormal lies exactly between 0 and 2^-24, and the tie goes to the even one, zero.",
         "The smallest subnormal is 2^-24. Which numbers lie closer to zero than to it, and where does the tie go?",
-        ((-24, "2^-24 itself is kept: it is the smallest subnormal."), (-14, "2^-14 is the smallest normal number.")),
+        (
+            (-24, "2^-24 itself is kept: it is the smallest subnormal."),
+            (-14, "2^-14 is the smallest normal number."),
+            (2.0**-25, "That is the magnitude itself. The question asks for n, its exponent."),
+        ),
     ),
     "shift": Question(
         "By how many powers of two does a static scale of 2^10 move the histogram to the right?",
@@ -37,6 +41,7 @@ QUESTIONS = {
         "The largest gradient then stands one to two powers of two below overflow, and nearly nothing is flushed to "
         "zero.",
         "Set the view to 720, activations, fp16 and press 'Recommended'.",
+        ((2.0**21, "That is the scale itself. The question asks for n, its exponent."),),
     ),
     "forward": Question(
         "Can a loss scale repair an overflow in the forward pass (True or False)?",

@@ -33,7 +33,10 @@ QUESTIONS = {
         _least_eps,
         "10^{truth} is above half of the smallest subnormal, 2.98e-08. The next power of ten, 1e-08, is below it.",
         "Half of float16's smallest subnormal number is 2.98e-08.",
-        ((-8, "1e-08 is below half of the smallest subnormal number: it rounds to 0."),),
+        (
+            (-8, "1e-08 is below half of the smallest subnormal number: it rounds to 0."),
+            (1e-7, "That is eps itself. The question asks for n, its exponent."),
+        ),
     ),
     "lost": Question(
         "A float16 weight of 1 has no master copy. A hundred updates each take 0.0001 off it. What is it afterwards?",
