@@ -41,7 +41,8 @@ class FloatFormat:
         exponent_bits: width of the exponent field (bits, 2 to 8; 11 for FP64).
         fraction_bits: width of the fraction field (bits, 1 to 23; 52 for FP64).
         specials:      what the topmost exponent stands for: "ieee", inf (fraction 0) and NaN; "nan", ordinary numbers
-                       except that fraction all ones is NaN; "none", ordinary numbers only.
+                       except that fraction all ones is NaN; "none", ordinary numbers only. Without inf, the -inf of an
+                       attention mask becomes NaN ("nan") or -max ("none"): mask with `-fmt.max`, which suits all.
         torch_dtype:   torch's own dtype with the same values, if there is one.
         source:        the document that defines the format.
     Raises:  TypeError if a width is no int; ValueError if it leaves its range.

@@ -20,8 +20,9 @@ Overflow = Literal["inf", "nan", "saturate"]
 
 MODES: tuple[Mode, ...] = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic")
 OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
-ROUNDING_TO: ContextVar[FloatFormat | None] = ContextVar("ROUNDING_TO", default=None)
-"""The format that is being rounded to: for whoever watches operations, since the steps of a rounding are no others'."""
+ROUNDING: ContextVar[tuple[Tensor, FloatFormat] | None] = ContextVar("ROUNDING", default=None)
+"""What is being rounded, and to which format: for whoever watches operations, since the steps of a rounding are no
+others'."""
 BLOCK = 2**18
 """Values per core in a block: few calls, and a block of x, one of out and the scratch fit 4 MiB of a level-3 cache."""
 WORDS = 2**16
@@ -75,11 +76,11 @@ def round_to(
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
-    outer = ROUNDING_TO.set(fmt)
+    outer = ROUNDING.set((x, fmt))
     try:
         return _in_memory(x, fmt, mode, overflow, generator, out)
     finally:
-        ROUNDING_TO.reset(outer)
+        ROUNDING.reset(outer)
 
 
 def _in_memory(

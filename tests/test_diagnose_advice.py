@@ -22,7 +22,7 @@ from mpkit.diagnose.cure import Cure, cures
 from mpkit.diagnose.report import _HINTS
 from mpkit.diagnose.run import _with_cure
 from mpkit.diagnose.watch import _operand
-from mpkit.formats import BF16, FloatFormat
+from mpkit.formats import BF16, E4M3FN, E5M2, FP16, FloatFormat, get_format
 
 recommending = importlib.import_module("mpkit.diagnose.recommend")  # the package has a function of that name
 
@@ -235,3 +235,42 @@ def test_windows_up_to_half_of_the_run_are_tried(
     assert [policy.growth_interval for policy in tried] == windows
     assert {(p.init_scale, p.min_scale, p.max_scale) for p in tried} == {(2.0**10, 2.0**-14, 2.0**24)}
     assert (best, skipped) == (tried[1], 3)
+
+
+class Masked(nn.Module):
+    """Causal attention that masks with `low`."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        self.low, self.qkv, self.out = low, nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qkv(x)
+        future = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        scores = (q @ q.transpose(-1, -2)).masked_fill(future, self.low)
+        return self.out((scores.softmax(-1) @ q).mean(1))
+
+
+def test_a_mask_of_infinities_in_a_format_without_them_is_named_with_the_way_out() -> None:
+    batch, loss = (torch.linspace(-1, 1, 160).reshape(4, 5, 8), torch.tensor([0, 1, 2, 0])), nn.CrossEntropyLoss()
+
+    def asked(low: float) -> Any:
+        torch.manual_seed(0)
+        return diagnose(Masked(low), batch, loss, level="O2", dtype=E4M3FN, scale=2.0**4)
+
+    report = asked(-math.inf)
+    assert report.verdict == "forward_overflow"
+    assert report.advice[0].startswith(
+        "e4m3fn has no infinity: the -inf of a mask becomes NaN in it, so mask with minus"
+    )
+    assert asked(-E4M3FN.max).verdict in GONE
+
+
+@pytest.mark.parametrize("fmt", [FP16, E5M2, E4M3FN, get_format("e4m7")], ids=lambda fmt: fmt.name)
+def test_what_went_into_a_rounding_is_what_was_rounded_and_no_number_of_the_emulation(fmt: FloatFormat) -> None:
+    x = torch.tensor([[2.0, -1.0], [0.5, 1.5]]) * fmt.max
+    network = nn.Sequential(nn.Identity(), nn.Linear(2, 2, bias=False))
+    network[1].weight.data.copy_(torch.eye(2))
+    report = diagnose(network, (x, torch.zeros(2, dtype=torch.long)), nn.CrossEntropyLoss(), level="O2", dtype=fmt)
+    assert report.operation == f"round to {fmt.name}"
+    assert report.operands == (_operand(x),)

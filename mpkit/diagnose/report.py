@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mpkit.diagnose.cure import Cure
-from mpkit.diagnose.watch import Event, Operand
+from mpkit.diagnose.watch import ROUND_TO, Event, Operand
 from mpkit.replay.percent import percent
 
 VERDICTS = {
@@ -129,7 +129,7 @@ _NO_CURE = "neither float32 for a module, nor another level, nor bfloat16 ends t
 
 
 def _advice(report: Report) -> list[str]:
-    hint = _hint(report.gradient_of) or _hint(report.operation.split(" ")[0])
+    hint = _hint(report.gradient_of) or _hint(report.operation.split(" ")[0]) or _hint_at_a_mask(report)
     cured = [str(cure) for cure in report.cures]
     none = _NOT_TRIED if report.level == AS_IT_IS else _NO_CURE
     advice: list[str] = []
@@ -171,6 +171,13 @@ def _advice(report: Report) -> list[str]:
 def _hint(operation: str) -> str:
     found = (text for key, text in _HINTS.items() if key in operation.split("_") or ("_" in key and key in operation))
     return next(found, "")
+
+
+def _hint_at_a_mask(report: Report) -> str:
+    if not report.operation.startswith(ROUND_TO) or not any(operand.nonfinite for operand in report.operands):
+        return ""
+    fmt = report.operation.removeprefix(ROUND_TO)
+    return f"{fmt} has no infinity: the -inf of a mask becomes NaN in it, so mask with minus its max instead"
 
 
 def operation_of(event: Event | None) -> dict[str, object]:

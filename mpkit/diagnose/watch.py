@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from mpkit.arguments import check_kind
 from mpkit.diagnose.cure import OUTSIDE, ROOT
 from mpkit.formats import dtype_name
-from mpkit.rounding import ROUNDING_TO
+from mpkit.rounding import ROUNDING
 
-_ROUNDING = "round to "
+ROUND_TO = "round to "
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Event:
     @property
     def emulated(self) -> bool:
         """Whether this is a step inside mpkit's rounding, which makes infinities on its way to a finite result."""
-        return self.operation.startswith(_ROUNDING)
+        return self.operation.startswith(ROUND_TO)
 
 
 class Watch(TorchDispatchMode):
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
                 self._nodes[node] = self._where(), _operation(func, args, kwargs)
         if name.startswith(("empty", "new_empty")):
             return out  # memory that nobody has written yet
-        if ROUNDING_TO.get() is not None:
+        if ROUNDING.get() is not None:
             self._carry(args, out)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
         bad = [t for t in results if not _finite(t)]
@@ -215,8 +215,10 @@ class Watch(TorchDispatchMode):
         module, of = self._where(), ""
         if self.backward and not self._path:
             module, of = self._origin()
-        rounding = name.startswith(_ROUNDING)
-        given = self._outside(parents) if rounding else [self.events[i] for i in parents]
+        rounding = ROUNDING.get()
+        if rounding is not None:  # its steps multiply and add numbers of their own
+            operands = (_operand(rounding[0]),)
+        given = self._outside(parents) if rounding is not None else [self.events[i] for i in parents]
         allowed = frozenset().union(*(e.kinds for e in given if e.meant), {"-inf"} if mask else ())
         written = {_constant_kind(v) for v in tree_leaves((args, kwargs)) if isinstance(v, float)} - {""}
         meant = not leaves and all(e.meant for e in given) and kinds <= (allowed | written) and "nan" not in kinds
@@ -345,8 +347,8 @@ def _plain_name(name: str) -> str:
 
 def _operation(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The operation in words: what torch calls it, or which cast or rounding it is."""
-    if (fmt := ROUNDING_TO.get()) is not None:
-        return f"{_ROUNDING}{fmt.name}"
+    if (rounded := ROUNDING.get()) is not None:
+        return f"{ROUND_TO}{rounded[1].name}"
     name = func._overloadpacket.__name__
     if name in ("_to_copy", "to"):
         dtype = kwargs.get("dtype")
