@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -15,8 +17,9 @@ from traitlets import Enum, Float, Int
 
 from mpkit import check
 from mpkit.explorers.adasum import RULES, PairExplorer, WorkersExplorer, trained_with
+from mpkit.explorers.dim_reduce import RHOS, DimReduceExplorer, earlier_path, on_plane, reduced_path
 from mpkit.explorers.dim_reduce import STEPS as DESCENTS
-from mpkit.explorers.dim_reduce import DimReduceExplorer, components, earlier_path, on_plane, reduced_path
+from mpkit.explorers.dim_reduce import components as all_components
 from mpkit.explorers.group_scale import (
     FORMATS,
     STEPS,
@@ -189,6 +192,19 @@ def test_surviving_values_of_a_real_step_are_at_most_those_of_the_replay() -> No
     assert surviving(true, true) == [1.0] * 4
 
 
+def test_small_numbers_have_no_minus_zero() -> None:
+    """Coefficients, cosines and coordinates that round to 0, of either sign."""
+    for angle in (0, 1, 17, 90, 158, 179, 180):
+        for a, b in ((1.0, 2.1), (2.1, 1.0), (2.4, 0.0), (3.0, 3.0)):
+            pair = PairExplorer(length_a=a, length_b=b, angle=angle)
+            assert not re.search(r"-0\.0+\b|- 0\.00", f"{pair.summary()} {pair.table()}"), pair.summary()
+            assert ("1 degree." in pair.summary()) == (angle == 1)
+    assert "= 0.00 a + 0.77 b" in PairExplorer(length_a=1.0, length_b=2.1, angle=17).summary()
+    for seed, dimension, workers in ((9, 26, 4), (99, 66, 16), (39, 37, 4)):
+        many = WorkersExplorer(agreement=0.0, dimension=dimension, workers=workers, seed=seed)
+        assert not re.search(r"-0\.0+\b", f"{many.summary()} {many.table()}"), many.summary()
+
+
 def test_true_gradients_fall_from_group_to_group() -> None:
     largest = gradient_trace(3).largest
     assert (largest[:, 1:] > 16 * largest[:, :-1]).all()
@@ -202,7 +218,7 @@ def test_the_plane_holds_most_of_the_path_and_starts_at_the_origin() -> None:
     steps = np.linalg.norm(path[1:] - path[0], axis=1)
     assert np.allclose(on_plane(path[0]), 0)
     assert (np.linalg.norm(on_plane(path[1:]), axis=1) > 0.75 * steps).all()
-    assert np.allclose(components() @ components().T, np.eye(len(components())))
+    assert np.allclose(all_components() @ all_components().T, np.eye(len(all_components())))
 
 
 def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> None:
@@ -213,6 +229,25 @@ def test_eight_components_beat_the_path_they_came_from_and_two_get_stuck() -> No
     assert "accepts neither step size" in stuck.summary()
     assert np.isfinite(stuck.refused[:, -1]).all()
     assert np.isnan(stuck.taken[-1]).all()
+
+
+@pytest.mark.parametrize("components", [2, 5, 14])
+def test_all_weights_and_trials_are_in_the_picture_or_told_to_lie_beyond_it(components: int) -> None:
+    for rho, alpha in itertools.product(RHOS, (0.001, 0.2)):
+        model = DimReduceExplorer(components=components, rho=rho, alpha=alpha)
+        (left, right), (low, high) = model.picture
+        weights = model.points["DimReduce"]
+        for t, search in enumerate(model.path.searches):
+            tried = [weights[t] + size * search.direction.numpy()[:2] for size in (1.0, rho)[: len(search.losses)]]
+            beyond = [not (left <= x <= right and low <= y <= high) for x, y in tried]
+            shown = [model.taken[t], *model.refused[:, t]]
+            for x, y in (*weights, *(at for at in shown if np.isfinite(at).all())):
+                assert left - 1e-9 <= x <= right + 1e-9
+                assert low - 1e-9 <= y <= high + 1e-9
+            assert not (search.accepted and beyond[-1]), "an accepted trial is where the path goes on"
+            told = {0: "", 1: " (1 refused trial beyond the picture)", 2: " (2 refused trials beyond the picture)"}
+            model.step = t
+            assert told[sum(beyond)] + ". The loss" in model.summary()
 
 
 def test_the_tip_of_b_is_dragged_to_a_length_and_an_angle() -> None:

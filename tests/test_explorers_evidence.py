@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -214,14 +216,47 @@ def test_every_pair_is_tried_under_the_ceiling_and_can_be_taken() -> None:
     assert model.row["lost"] == pytest.approx(model.grid[0, 3])
 
 
-def test_the_drawn_figures_are_those_of_the_replay_where_nothing_differs() -> None:
-    model = WhatIfExplorer()
-    wanted, step = model.row, int(np.flatnonzero(model.tops > 0)[3])
-    model.draw({str(step): math.log2(model.tops[step])})
-    assert model.row["skipped"] == wanted["skipped"]
-    assert model.row["headroom"] == pytest.approx(wanted["headroom"], rel=1e-6)
-    assert model.row["flushed"] == pytest.approx(wanted["flushed"], rel=1e-6)
-    assert model.row["lost"] == pytest.approx(wanted["lost"], rel=1e-6)
+@pytest.mark.parametrize("run", TRACES)
+def test_the_drawn_figures_are_those_of_the_replay_where_nothing_differs(run: str) -> None:
+    """Also where only every second step has a histogram, and where zeros are exactly none of the values."""
+    model = WhatIfExplorer(run=run)
+    step = int(np.flatnonzero(model.tops > 0)[3])
+    for init, factor, window in ((16, 2.0, 50), (24, 2.0, 200), (0, 8.0, 1024)):
+        model.undraw()
+        model.set(init=init, factor=factor, window=window)
+        wanted = model.row
+        model.draw({str(step): math.log2(model.tops[step])})
+        assert model.row["skipped"] == wanted["skipped"]
+        assert (model.row["flushed"] == 0) == (wanted["flushed"] == 0)
+        for name in ("headroom", "flushed", "lost"):
+            assert model.row[name] == pytest.approx(wanted[name], rel=1e-6)
+
+
+def test_what_no_applied_step_can_tell_is_not_told(tmp_path) -> None:
+    model = WhatIfExplorer(run="growing_activations", init=32, factor=1.1, window=1024)
+    model.draw({str(i): -40.0 for i in range(400)})
+    assert "400 of 400 steps are skipped (recorded: 268). No step is applied. The policy collapses:" in model.summary()
+    lost = load_run("growing_activations")
+    replace(lost, loss=np.full_like(lost.loss, np.nan)).save(tmp_path / "lost.npz")
+    model = WhatIfExplorer(run=str(tmp_path / "lost.npz"), factor=8.0)
+    model.draw({"399": 30.0})
+    assert "399 of 400 steps are skipped" in model.summary()
+    assert "The scale is 0 in every applied step, and 0 % of" in model.summary()
+    model = WhatIfExplorer(run="mnist_lenet", init=32, factor=1.1, window=1024)
+    model.draw({str(i): -40.0 for i in range(400)})
+    model.draw({"101": 33.0})  # this run holds the gradients of every second step
+    assert "399 of 400 steps are skipped" in model.summary()
+    assert "The gradients of the applied steps are not recorded." in model.summary()
+    model.undraw()
+    model.set(init=16, factor=2.5, window=976)
+    assert "1 of 400 steps is skipped" in model.summary()
+
+
+def test_a_scale_of_zero_under_a_drawn_ceiling_leaves_a_finite_room() -> None:
+    for init in (8, 24, 32):
+        model = WhatIfExplorer(run="growing_activations", init=init, factor=8.0, window=1)
+        model.draw({"365": 0.0})
+        assert not re.search(r"\b(inf|nan) bits|-0\.", model.summary())
 
 
 def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """The model and view of an experiment of one's own, without a browser."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from scenes import look
 
 from mpkit.explorers.own_experiment import CELLS, NETWORKS, OwnExperimentExplorer, recorded
+from mpkit.plots.experiment import own_experiment_scene
 from mpkit.widgets.experiment import own_experiment_view
 
 
@@ -64,12 +66,48 @@ def test_more_seeds_run_only_what_is_missing():
     model = OwnExperimentExplorer(run=fake, **only("float32", "fp16 O2", seeds=2))
     for seeds, expected in ((2, 4), (3, 6)):
         model.set(seeds=seeds)
-        before = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*-*.json")}
+        before = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*/*-*.json")}
         model.run()
         model.wait(60)
-        after = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*-*.json")}
+        after = {p.name: p.stat().st_mtime_ns for p in Path(model._folder).glob("*/*-*.json")}
         assert len(after) == expected
         assert before.items() <= after.items()
+
+
+def test_runs_are_told_under_the_network_that_made_them(monkeypatch):
+    """Also after another network is chosen; each has runs of its own, which are made once."""
+    for name in ("perceptron", "LeNet-5"):
+        monkeypatch.setitem(NETWORKS, name, fake)
+    model = OwnExperimentExplorer(**only("float32", "fp16 O2", other="fp16 O2", seeds=1))
+    assert model.summary().endswith("Run would now make the missing runs of perceptron from 1 seed.")
+    for name in ("perceptron", "LeNet-5", "perceptron"):
+        before = model.title
+        model.network = name
+        assert model.title == before
+        model.run()
+        model.wait(60)
+        assert model.title == f"your runs: {name}"
+        assert len(model.results) == 2
+    own = OwnExperimentExplorer(run=fake, **only("float32", "fp16 O2", seeds=2))
+    assert own.summary().endswith("the missing runs of your network from 2 seeds.")
+    assert "network" in own.idle()
+    own.run()
+    own.wait(60)
+    assert own.title == "your runs: your network"
+
+
+def test_the_title_counts_the_runs_that_are_compared():
+    model = OwnExperimentExplorer(one="float32", other="bf16 O2", recorded_seeds=2)
+    for settings, title, told in (
+        ({}, "two runs from seed 0", r"Loss at step 1 from seed 0: float32 \S+, bf16 O2 \S+\. Run"),
+        ({"other": "float32"}, "one run from seed 0", r"Loss at step 1 from seed 0: float32 [\d.]+\. Run"),
+        ({"seed": 5}, "no run from seed 5", r"From seed 5 there is no run of float32\. Run"),
+        ({"other": "bf16 O2"}, "no run from seed 5", r"From seed 5 there is no run of float32 or bf16 O2\. Run"),
+    ):
+        model.set(**settings)
+        assert own_experiment_scene(model).panels[1].given["title"] == title
+        assert re.search(told, model.summary())
+        assert "  " not in model.summary()
 
 
 def test_a_click_on_a_row_chooses_its_cell_or_leaves_it_out():

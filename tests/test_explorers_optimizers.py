@@ -1,5 +1,6 @@
 """Models and views of the lesson on optimizers and schedules, without a browser."""
 
+import itertools
 import threading
 
 import pytest
@@ -11,7 +12,9 @@ from mpkit.check import verdict
 from mpkit.explorers.optimizers import (
     FORMATS,
     MAKERS,
+    PLACES,
     AdamStateExplorer,
+    DecayExplorer,
     LossScaleExplorer,
     SchedulesExplorer,
     decayed_weights,
@@ -171,3 +174,14 @@ def test_questions_know_right_from_wrong(lesson, name):
         good, sentence = verdict(lesson, name, wrong)
         assert good is False
         assert sentence.startswith("Not yet. ")
+
+
+def test_what_is_switched_off_is_not_said_to_act():
+    """Moved by nothing, by no decay, or by a decay that is another group's: the sentence says which."""
+    for place, rate, decay in itertools.product(PLACES, (0.0, 0.01), (0.0, 0.1)):
+        parameter = "bn.gamma" if rate and decay else "fc.bias"
+        model = DecayExplorer(parameter=parameter, place=place, learning_rate=rate, weight_decay=decay, size=1e-4)
+        assert ("it is not trained" in model.reach) == (place == PLACES[3])
+        assert ("moves nothing" in model.reach) == (rate == 0 and place != PLACES[3])
+        assert ("decay reaches it" in model.reach) == (model.curves["SGD"][-1] < 0.99), model.state()
+        assert ("outside of this group" in model.summary()) == (place == PLACES[2])

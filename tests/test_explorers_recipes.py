@@ -91,3 +91,10 @@ def test_the_recorded_trainings_hold_what_the_lesson_shows():
     assert set(data["names"][1:]) == set(RECIPES_SHOWN)
     assert np.isfinite(data["losses"]).all()
     assert data["losses"].shape[:2] == data["end"].shape
+
+
+def test_a_history_that_changes_nothing_is_hidden():
+    """Where only the newest amax counts, every length of the history gives the same scales."""
+    held = [AmaxExplorer(most_recent=True, history_len=length) for length in (1, 16, 128)]
+    assert all((model.holds == held[0].holds).all() and "history_len" in model.idle() for model in held)
+    assert "history_len" not in AmaxExplorer().idle()

@@ -278,21 +278,68 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
     assert all(s.note for s in scores if s.points == 0)
 
 
-# wrong, and once judged right
+# wrong, and once judged right: (lab, question, test that notices it, text of the solution, what it becomes)
+EVERY = "if not all(bool(grad.isfinite().all()) for grad in grads):"
+JOINT = "torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm)"
+THIRD = '"e5m1 O2": {"level": "O2", "dtype": "e5m1", "scaler": "torch"}'
 NEARLY = [
-    ("lab01", "q5", "return total", "return rounded(math.fsum(values))"),  # the exact sum: no operation was rounded
-    ("lab01", "q5", "rounded(rounded(t - total) - y)", "(t - total) - y"),  # a compensation with more than FP16 holds
-    ("lab03", "q6", "nonfinite[row])[0]]", "nonfinite[row])[-1]]"),  # the last of the layers that broke
+    (
+        "lab01",
+        "q5",
+        "hidden",
+        "return total",
+        "return rounded(math.fsum(values))",
+    ),  # the exact sum, unrounded on its way
+    ("lab01", "q5", "hidden", "rounded(rounded(t - total) - y)", "(t - total) - y"),  # more than FP16 holds
+    ("lab02", "q2", "hidden2", "grown <= torch", "grown < torch"),  # the largest float32 number is not too large
+    ("lab02", "q3", "hidden", EVERY, "if not loss.isfinite():"),  # a finite loss can have gradients that are not
+    ("lab02", "q3", "hidden", EVERY, "if not grads[0].isfinite().all():"),  # one gradient of six
+    ("lab02", "q4", "hidden", JOINT, "[torch.nn.utils.clip_grad_norm_(p, max_norm) for p in network.parameters()]"),
+    ("lab02", "q4", "hidden", JOINT, JOINT.replace("norm_", "value_")),  # each value alone
+    ("lab03", "q1", "hidden", "nn.BatchNorm1d | nn.LayerNorm)", "nn.BatchNorm1d | nn.LayerNorm | nn.Conv2d)"),
+    ("lab03", "q6", "hidden", "nonfinite[row])[0]]", "nonfinite[row])[-1]]"),  # the last of the layers that broke
+    ("lab04", "q4", "hidden", "len(costs) // groups", "-(-len(costs) // groups)"),  # rounded up
+    ("lab04", "q4", "hidden", "costs[: v * stride]", "costs[: round(v * len(costs) / groups)]"),  # rounded too late
+    ("lab05", "q6", "hidden", "max(exponent - (fraction == 0.5), -127)", "(exponent - (fraction == 0.5))"),  # no floor
+    ("lab06", "q5", "hidden", THIRD, '"bf16": {"dtype": "bf16"}'),  # at O0, where nothing is cast
+    ("lab06", "q5", "hidden", THIRD, '"again": {"level": "O2", "dtype": "bf16"}'),  # a cell twice
+    ("lab07", "q1", "hidden", "statistics.median(times)", "min(times)"),
+    ("lab07", "q2", "hidden", ">= before", "== before"),  # a step that raises the scale is no skipped one
+    ("lab07", "q3", "hidden", "t.untyped_storage().nbytes()", "t.nbytes"),  # a slice keeps its whole storage
+]
+# right, in an unusual form, and once refused by a hidden test after the visible one had passed
+SHARES = "(cast == 0).double().mean().item(), cast.isinf().double().mean().item()"
+LISTED = "[i for i, (amax, scale) in enumerate(zip(amaxes, scales)) if amax * scale > largest * 1.000001]"
+ARRAY = "torch.tensor([a * s > largest * 1.000001 for a, s in zip(amaxes, scales)]).nonzero().flatten().numpy()"
+UNUSUAL = [
+    ("lab02", "q1", f"return {SHARES}", f"return [{SHARES}]"),
+    ("lab02", "q5", "return int(factor), int(window)", "return float(factor), float(window)"),
+    ("lab03", "q3", "return report.verdict, report.module", "return [report.verdict, report.module]"),
+    ("lab05", "q3", LISTED, ARRAY),
+    ("lab06", "q5", '"float32": {"level": "O0"}', '"float32": {"level": "O0", "boost": "O0"}'),  # `train`'s own default
 ]
 
 
-@pytest.mark.parametrize(("lab", "question", "right", "wrong"), NEARLY)
-def test_a_mistake_that_is_nearly_right_loses_points(lab, question, right, wrong):
+def failed_in(lab, question, old, new):
+    """The tests of one question, run alone, that fail when `new` stands in its solution for `old`."""
     source = nbformat.read(SOURCES[lab], as_version=4)
     cell = next(c for c in source.cells if labs.mark(c).get("grade_id") == f"{lab}_{question}_answer")
-    assert cell.source.count(right) == 1
-    cell.source = cell.source.replace(right, wrong)
-    assert failed(source) == {f"{lab}_{question}_hidden"}
+    assert cell.source.count(old) == 1
+    cell.source = cell.source.replace(old, new)
+    mine = graded_tests(source) | {f"{lab}_{question}_visible"}
+    others = {name for name in mine if f"_{question}_" not in name}
+    source.cells = [c for c in source.cells if labs.mark(c).get("grade_id") not in others]
+    return failed(source)
+
+
+@pytest.mark.parametrize(("lab", "question", "test", "right", "wrong"), NEARLY)
+def test_a_mistake_that_is_nearly_right_loses_points(lab, question, test, right, wrong):
+    assert failed_in(lab, question, right, wrong) == {f"{lab}_{question}_{test}"}
+
+
+@pytest.mark.parametrize(("lab", "question", "usual", "unusual"), UNUSUAL)
+def test_a_right_answer_in_another_form_earns_its_points(lab, question, usual, unusual):
+    assert failed_in(lab, question, usual, unusual) == set()
 
 
 @pytest.mark.parametrize(

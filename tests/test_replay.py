@@ -5,11 +5,13 @@ import importlib
 from functools import cache
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from test_golden_scalers import TRACES, finite_of, policy_of, scale_of
 
 from mpkit.bench import replay as bench
+from mpkit.data import data_dir
 from mpkit.formats import E5M2, FP16
 from mpkit.policies import FRAMEWORKS, ScalePolicy, advance, initial, preset, run, stack
 from mpkit.record import Ranges, Trace, exponent_counts
@@ -423,3 +425,17 @@ def test_what_is_lost_is_what_is_left_of_applied_steps_and_of_their_values():
     assert 0 < row["flushed"] < 1
     arrives = (1 - row["skipped_share"]) * (1 - row["flushed"])
     assert row["lost"] == pytest.approx(1 - arrives, rel=1e-15)
+
+
+def test_own_ceilings_take_the_place_of_the_recorded_ones():
+    trace = Trace.load(data_dir() / "traces" / "mlp_digits.npz")
+    policy = swept(2.0**16, 2, 50)
+    as_recorded = replay(trace, policy)
+    pd.testing.assert_frame_equal(replay(trace, policy, tops=ceilings(trace)), as_recorded)
+    low = replay(trace, policy, tops=np.full(len(trace), 2.0**10))
+    assert low["first_good"][0] == 6
+    assert low["headroom"][0] < as_recorded["headroom"][0]
+    with pytest.raises(ValueError, match=r"one ceiling for each of the 400 steps, got shape \(3,\)"):
+        replay(trace, policy, tops=np.ones(3))
+    with pytest.raises(TypeError, match="tops must be an array with the ceiling of each step"):
+        replay(trace, policy, tops=[1.0])

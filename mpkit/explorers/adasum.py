@@ -14,7 +14,7 @@ from traitlets import Enum, Float, Int
 from mpkit.arguments import is_number
 from mpkit.boost.adasum import adasum, adasum_coefficients
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 
 RULES = ("sum", "mean", "AdaSum")
 WORKERS = (1, 2, 4, 8, 16)
@@ -62,8 +62,8 @@ class PairExplorer(Explorer):
         lengths = ", ".join(f"{rule} {float(v.norm()):.2f}" for rule, v in self.results.items())
         one, two = self.coefficients
         return (
-            f"a of length {self.length_a:.1f} and b of length {self.length_b:.1f} at {self.angle} degrees. "
-            f"Lengths: {lengths}. AdaSum = {one:.2f} a {'-' if two < 0 else '+'} {abs(two):.2f} b."
+            f"a of length {self.length_a:.1f} and b of length {self.length_b:.1f} at {counted(self.angle, 'degree')}. "
+            f"Lengths: {lengths}. AdaSum = {one:z.2f} a {f'{two:+z.2f}'.replace('+', '+ ').replace('-', '- ')} b."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -71,8 +71,8 @@ class PairExplorer(Explorer):
         return [
             {
                 "vector": name,
-                "x": round(float(v[0]), 3),
-                "y": round(float(v[1]), 3),
+                "x": round(float(v[0]), 3) + 0.0,  # no -0.0
+                "y": round(float(v[1]), 3) + 0.0,
                 "length": round(float(v.norm()), 3),
             }
             for name, v in vectors.items()
@@ -108,11 +108,10 @@ class WorkersExplorer(Explorer):
     def summary(self) -> str:
         at = WORKERS.index(self.workers)
         lengths = ", ".join(f"{rule} {self.lengths[rule][at]:.2f}" for rule in RULES)
-        cosines = f"{self.cosines['AdaSum'][at]:.2f} for AdaSum and {self.cosines['mean'][at]:.2f} for the mean"
-        count = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        cosines = f"{self.cosines['AdaSum'][at]:z.2f} for AdaSum and {self.cosines['mean'][at]:z.2f} for the mean"
         return (
-            f"{count}, shared part {self.agreement:.2f}. Lengths, in single updates: {lengths}. "
-            f"The cosine with the shared direction is {cosines}."
+            f"{counted(self.workers, 'worker')}, shared part {self.agreement:.2f}. "
+            f"Lengths, in single updates: {lengths}. The cosine with the shared direction is {cosines}."
         )
 
     def table(self) -> list[dict[str, Any]]:
@@ -120,7 +119,7 @@ class WorkersExplorer(Explorer):
             {
                 "workers": count,
                 **{f"length, {rule}": round(self.lengths[rule][i], 3) for rule in RULES},
-                **{f"cosine, {rule}": round(self.cosines[rule][i], 3) for rule in ("mean", "AdaSum")},
+                **{f"cosine, {rule}": round(self.cosines[rule][i], 3) + 0.0 for rule in ("mean", "AdaSum")},
             }
             for i, count in enumerate(WORKERS)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ from traitlets import Enum, Int
 
 from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.replay.percent import percent
 
 IMAGES, HIDDEN, STEPS, EVERY, MOST = 300, 12, 40, 2, 16
@@ -110,8 +111,8 @@ def on_plane(weights: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def landscape() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x (41,), y (25,) and the loss (25, 41) on the plane through the start of the path."""
-    x, y = np.linspace(-27, 5, 41), np.linspace(-10, 9, 25)
+    """x (51,), y (26,) and the loss (26, 51) on the plane through the start of the path, as far as any run goes."""
+    x, y = np.linspace(-50, 5, 51), np.linspace(-10, 15, 26)
     net, origin, plane = start(), earlier_path().weights[0], components()[:2]
     return x, y, np.array([[_loss_at(net, origin + np.array([a, b]) @ plane) for a in x] for b in y])
 
@@ -134,25 +135,30 @@ class DimReduceExplorer(Explorer):
     def compute(self) -> None:
         """Both paths, in the plane and as losses; per step the trials of its line search, on the plane.
 
-        `taken` (steps, 2) is the accepted trial and `refused` two such arrays; NaN where there was none.
+        `taken` (steps, 2) is the accepted trial and `refused` two such arrays, of those beyond the picture the place
+        where the way to them leaves it; NaN where there was none. `beyond` (steps,) is the number of these.
         """
         self.landscape = landscape()
         self.earlier, self.path = earlier_path(), reduced_path(self.components, self.rho, self.alpha)
         self.points = {"gradient descent": on_plane(self.earlier.weights), "DimReduce": on_plane(self.path.weights)}
-        self.taken = np.full((len(self.path.searches), 2), np.nan)
-        self.refused = np.full((2, len(self.path.searches), 2), np.nan)
+        steps, now = len(self.path.searches), self.points["DimReduce"]
+        self.taken, self.refused = np.full((steps, 2), np.nan), np.full((2, steps, 2), np.nan)
         for t, search in enumerate(self.path.searches):
             sizes = (1.0, self.rho)[: len(search.losses)]
             for i, size in enumerate(sizes):
-                trial = self.points["DimReduce"][t] + size * search.direction.numpy()[:2]
-                if search.accepted and i == len(sizes) - 1:
-                    self.taken[t] = trial
-                else:
-                    self.refused[i, t] = trial
+                accepted = search.accepted and i == len(sizes) - 1
+                (self.taken if accepted else self.refused[i])[t] = now[t] + size * search.direction.numpy()[:2]
+        shown = np.concatenate([now, self.taken[np.isfinite(self.taken).all(1)]])
+        self.picture = (min(-27.0, shown[:, 0].min() - 2), 5.0), (-10.0, max(9.0, shown[:, 1].max() + 1))
+        inside = np.array([[_inside(self.picture, a, b) for a, b in zip(now, ends)] for ends in self.refused])
+        self.refused = now[:-1] + inside[..., None] * (self.refused - now[:-1])
+        self.beyond = (inside < 1).sum(0)
 
     def summary(self) -> str:
         search, at = self.path.searches[self.step], self.step
         told = f"accepts the step size {search.rho:g}" if search.accepted else "accepts neither step size"
+        if beyond := int(self.beyond[at]):
+            told += f" ({counted(beyond, 'refused trial')} beyond the picture)"
         return (
             f"{self.components} components, step {at}: the line search {told}. The loss is {self.path.losses[at]:.3f} "
             f"(gradient descent {self.earlier.losses[at]:.3f}); after {STEPS} steps it is {self.path.losses[-1]:.3f} "
@@ -172,3 +178,9 @@ class DimReduceExplorer(Explorer):
             }
             for t, search in enumerate(self.path.searches)
         ]
+
+
+def _inside(picture: tuple[tuple[float, float], ...], now: np.ndarray, end: np.ndarray) -> float:
+    """The share of the way from `now` (2,) to `end` that lies within the picture; NaN where there is no end."""
+    rooms = [((high if b > a else low) - a) / (b - a) for (low, high), a, b in zip(picture, now, end) if b != a]
+    return min([1.0, *rooms]) if np.isfinite(end).all() else math.nan

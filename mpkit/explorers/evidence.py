@@ -21,7 +21,7 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.diagnose.report import power
-from mpkit.explorers.base import Explorer, stroke
+from mpkit.explorers.base import Explorer, counted, stroke
 from mpkit.explorers.scaling import POWERS
 from mpkit.explorers.scaling import exponent as as_power
 from mpkit.formats import BF16, FP16
@@ -268,7 +268,7 @@ class RunExplorer(Explorer):
         return (
             f"{self.run}, step {i} of {len(t)}: {outcome}, loss {loss}, scale {as_power(self.scale)}. "
             f"Of {self.values} gradient values{of} {percent(self.zeros / self.values, 1)} are zero, and "
-            f"{self.nonfinite} values are inf or NaN. "
+            f"{counted(self.nonfinite, 'value')} {'is' if self.nonfinite == 1 else 'are'} inf or NaN. "
             f"Steps skipped so far: {int(t.overflow[: i + 1].sum())}."
         )
 
@@ -322,10 +322,7 @@ class WhatIfExplorer(Explorer):
         self.trace, self.tops = trace, ceilings_of(self.run).copy()
         self.tops[list(self.drawn)] = list(self.drawn.values())
         policy = swept(2.0**self.init, self.factor, self.window)
-        if self.drawn:
-            self.row = self._under_drawn(policy)
-        else:
-            self.row = replay(trace, policy, fmt=FP16, scales=True, compiled=False).iloc[0]
+        self.row = replay(trace, policy, fmt=FP16, tops=self.tops, scales=True, compiled=False).iloc[0]
         self.scale = np.asarray(self.row["scale"])
         self.skipped = np.flatnonzero(~(self.scale <= self.tops))
         self.recorded = int(trace.overflow.sum())
@@ -351,15 +348,6 @@ class WhatIfExplorer(Explorer):
         zeros = np.where(kept, flushed(self.trace, scales[rows], FP16), 0.0).sum(0) / np.maximum(kept.sum(0), 1)
         return scales, 1 - good.mean(0) * (1 - zeros)
 
-    def _under_drawn(self, policy: ScalePolicy) -> dict[str, Any]:
-        """The figures of `replay` under the ceiling as it is drawn."""
-        scales, lost = self._lost([policy])
-        scale, good = scales[:, 0], scales[:, 0] <= self.tops
-        room = np.log2(self.tops[good] / scale[good])
-        zeros = 1 - (1 - lost[0]) / good.mean() if good.any() else 0.0
-        figures = {"headroom": float(room.mean()) if good.any() else math.nan, "flushed": float(zeros)}
-        return {**figures, "scale": scale, "skipped": int((~good).sum()), "collapsed": False, "lost": float(lost[0])}
-
     def take(self) -> None:
         """Set the pair that loses least under this ceiling."""
         self.set(factor=self.rides[0], window=self.rides[1])
@@ -381,16 +369,24 @@ class WhatIfExplorer(Explorer):
         return () if self.drawn else ("undraw",)
 
     def summary(self) -> str:
-        r = self.row
+        r, steps = self.row, len(self.trace)
         end = f" The policy collapses: {r['why']}." if r["collapsed"] else ""
-        room = f"The scale lies {r['headroom']:.1f} bits below the ceiling on average"
-        room = "No step is applied" if math.isnan(r["headroom"]) else room
-        lost = 0.0 if math.isnan(r["flushed"]) else r["flushed"]
         return (
-            f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of "
-            f"{len(self.trace)} steps are skipped (recorded: {self.recorded}). {room}, and "
-            f"{percent(lost, 2)} of the gradient values become zero.{end}{self._estimated()}{self._ridden()}"
+            f"From 2^{self.init} with factor {self.factor:g} and window {self.window}: {r['skipped']} of {steps} steps "
+            f"{'is' if r['skipped'] == 1 else 'are'} skipped (recorded: {self.recorded}). {self._left(r)}{end}"
+            f"{self._estimated()}{self._ridden()}"
         )
+
+    def _left(self, r: Mapping[str, Any]) -> str:
+        """What becomes of the applied steps: those with recorded gradients tell of room and zeros."""
+        if r["skipped"] == len(self.trace):
+            return "No step is applied."
+        if math.isnan(r["flushed"]):
+            return "The gradients of the applied steps are not recorded."
+        room = f"The scale lies {r['headroom']:.1f} bits below the ceiling on average"
+        if math.isnan(r["headroom"]):
+            room = "The scale is 0 in every applied step"
+        return f"{room}, and {percent(r['flushed'], 2)} of the gradient values become zero."
 
     def _unsettled(self, scales: np.ndarray) -> np.ndarray:
         """(steps, policies) -> (policies,) the steps that the recording leaves open for each policy.
@@ -410,8 +406,8 @@ class WhatIfExplorer(Explorer):
     def _estimated(self) -> str:
         number = int(self._unsettled(self.scale[:, None])[0])
         return (
-            f" Whether a step is skipped is an estimate in {number} of the steps: how large their gradients were is "
-            "not recorded."
+            f" Whether a step is skipped is an estimate in {number} of the steps: how large the gradients were there "
+            "is not recorded."
             if number
             else ""
         )
@@ -419,7 +415,7 @@ class WhatIfExplorer(Explorer):
     def _ridden(self) -> str:
         if not self.drawn:
             return ""
-        drawn = "1 step of the ceiling is" if len(self.drawn) == 1 else f"{len(self.drawn)} steps of the ceiling are"
+        drawn = f"{counted(len(self.drawn), 'step')} of the ceiling {'is' if len(self.drawn) == 1 else 'are'}"
         pair, many = f"factor {self.rides[0]:g} and window {self.rides[1]}", len(self.least)
         who = pair if many == 1 else f"{many}, among them {pair},"
         return f" {drawn} drawn. Of {self.grid.size} pairs {who} lose least under this ceiling."
@@ -486,7 +482,7 @@ class GridExplorer(Explorer):
         if many > 1:
             best = f"{many} of {self.grid.size} pairs are the best, one of them {pair}"
         skipped = int(self.chosen.row["skipped"])
-        told = "1 step is" if skipped == 1 else f"{skipped} steps are"
+        told = f"{counted(skipped, 'step')} {'is' if skipped == 1 else 'are'}"
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
             f"{percent(self.lost(self.factor, self.window), 2)} of the training signal is lost, and "
@@ -498,9 +494,10 @@ class GridExplorer(Explorer):
         open_ = self.chosen.open
         if not open_.any():
             return ""
-        own = ", this one among them," if open_[FACTORS.index(self.factor), WINDOWS.index(self.window)] else ""
+        number, own = int((open_ > 0).sum()), open_[FACTORS.index(self.factor), WINDOWS.index(self.window)]
+        this = (", this one among them," if number > 1 else ", this one,") if own else ""
         return (
-            f" In {int((open_ > 0).sum())} of {open_.size} pairs{own} some skips are estimates: how large the "
+            f" In {number} of {open_.size} pairs{this} some skips are estimates: how large the "
             "gradients of these steps were is not recorded."
         )
 

@@ -14,7 +14,7 @@ from traitlets import Enum, Int
 
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.formats import E5M2, FP16, FP32, FloatFormat
 from mpkit.replay.percent import percent
 from mpkit.rounding import quantize, round_to
@@ -101,25 +101,28 @@ class GradientTrace:
     """What the true gradients of a run look like.
 
     largest:  (steps, groups) float64, the largest magnitude that any operation of the group hands on.
-    values:   per group, the magnitudes of its weights' gradients in the last step, float32, zeros left out.
+    values:   per batch and group, the magnitudes of its weights' gradients, float32, zeros left out; step t meets the
+              batch t modulo `DISTINCT`.
     """
 
     largest: np.ndarray
-    values: tuple[Tensor, ...]
+    values: tuple[tuple[Tensor, ...], ...]
 
 
 @lru_cache(maxsize=8)
 def gradient_trace(depth: int, steps: int = STEPS) -> GradientTrace:
     """True gradients of the network at its initial weights, over `steps` batches."""
     net = deep_sigmoid(depth)
-    largest = []
+    largest, values = [], []
     for images, labels in batches(min(steps, DISTINCT)):
         loss = nn.functional.cross_entropy(net(images), labels)
         grads = iter(torch.autograd.grad(loss, [x for seen in net.seen for x in seen], retain_graph=True))
         largest.append([max(float(next(grads).abs().max()) for _ in seen) for seen in net.seen])
-    loss.backward()
+        net.zero_grad()
+        loss.backward()
+        values.append(tuple(v.abs()[v != 0] for v in net.gradients()))
     every = np.resize(np.array(largest), (steps, GROUPS))  # weights stay, so the batches' gradients come again
-    return GradientTrace(every, tuple(v.abs()[v != 0] for v in net.gradients()))
+    return GradientTrace(every, tuple(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,13 +159,14 @@ def replayed(depth: int, way: str, fmt_name: str, init_exponent: int, window: in
 
 @lru_cache(maxsize=64)
 def surviving_at(depth: int, way: str, fmt_name: str, init_exponent: int, window: int) -> np.ndarray:
-    """(steps, groups) share of the last step's gradient values that are not zero at the scales of each step."""
+    """(steps, groups) share of each step's gradient values that are not zero at its scales."""
     scales = torch.from_numpy(replayed(depth, way, fmt_name, init_exponent, window).scales.copy()).float()
-    shares = [
-        (round_to(values * column[:, None], FORMATS[fmt_name]) != 0).float().mean(1)
-        for values, column in zip(gradient_trace(depth).values, scales.T)
-    ]
-    return torch.stack(shares, 1).double().numpy()
+    shares = torch.empty(scales.shape)
+    for batch, groups in enumerate(gradient_trace(depth).values):
+        for i, values in enumerate(groups):
+            kept = round_to(values * scales[batch::DISTINCT, i, None], FORMATS[fmt_name]) != 0
+            shares[batch::DISTINCT, i] = kept.float().mean(1)
+    return shares.double().numpy()
 
 
 class GroupScaleExplorer(Explorer):
@@ -189,11 +193,10 @@ class GroupScaleExplorer(Explorer):
     def summary(self) -> str:
         one, own = (self.runs[way].scales[self.step] for way in WAYS)
         kept = [percent(self.survive[way][0]) for way in WAYS]
-        layers = f"{self.depth} layer{'s' * (self.depth > 1)} per group"
         return (
-            f"{self.format}, {layers}, step {self.step}: the one scale is {_power(one[0])}, the scales per group are "
-            f"{', '.join(_power(s) for s in own)}. Values of group 1 that survive: "
-            f"{kept[0]} with one scale and {kept[1]} with four. "
+            f"{self.format}, {counted(self.depth, 'layer')} per group, step {self.step}: "
+            f"the one scale is {_power(one[0])}, the scales per group are {', '.join(_power(s) for s in own)}. "
+            f"Values of group 1 that survive: {kept[0]} with one scale and {kept[1]} with four. "
             f"Steps skipped: {self.skipped(WAYS[0])} with one scale and {self.skipped(WAYS[1])} with four."
         )
 

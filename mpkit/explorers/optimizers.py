@@ -253,16 +253,21 @@ class DecayExplorer(Explorer):
     def compute(self) -> None:
         self.curves = decay_curves(self.size, self.learning_rate, self.weight_decay, self.parameter, self.place, STEPS)
         probe = decay_curves(0.0, 0.1, 0.5, self.parameter, self.place, 1)["SGD"][-1]  # only decay can move it
-        self.reach = "weight decay reaches it" if probe < 1 else "weight decay does not reach it"
+        reached = "weight decay reaches it" if self.weight_decay else "its weight_decay is 0"
+        self.reach = reached if probe < 1 else "weight decay does not reach it"
         if self.place == PLACES[3]:
             self.reach = "it is not trained"
+        elif not self.learning_rate:
+            self.reach = "a learning rate of 0 moves nothing"
 
     def summary(self) -> str:
         ends = ", ".join(f"{_shortly(seen[self.step])} in {name}" for name, seen in self.curves.items())
+        elsewhere = " outside of this group" if self.place == PLACES[2] else ""
         return (
             f"{self.parameter}, {self.place}: {self.reach}. The learning rate is {self.learning_rate:.3g}, "
-            f"weight_decay is {self.weight_decay:.3g}, and the gradients are -{self.size:.3g} and +{self.size:.3g} in "
-            f"turn. After {counted(self.step, 'step')} a weight of 1 becomes {ends}."
+            f"weight_decay is {self.weight_decay:.3g}{elsewhere}, "
+            f"and the gradients are -{self.size:.3g} and +{self.size:.3g} in turn. "
+            f"After {counted(self.step, 'step')} a weight of 1 becomes {ends}."
         )
 
     def table(self) -> list[dict[str, Any]]:

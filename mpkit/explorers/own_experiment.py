@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from traitlets import Bool, Enum, Int
 
 from mpkit.data import data_dir
 from mpkit.experiment import Results, experiment, train
-from mpkit.explorers.base import Explorer
+from mpkit.explorers.base import Explorer, counted
 from mpkit.networks import LeNet5, Network, resnet18
 
 CELLS: Mapping[str, Mapping[str, Any]] = {
@@ -105,6 +106,7 @@ class OwnExperimentExplorer(Explorer):
     def __init__(self, run: Any = None, **params: object) -> None:
         self._own_run = run
         self.results: Results | None = None
+        self._trained = ""  # the network of these results
         self._folder = tempfile.mkdtemp(prefix="mpkit-own-experiment-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         super().__init__(**params)
@@ -130,7 +132,8 @@ class OwnExperimentExplorer(Explorer):
         return self.results or recorded_seeds(self.recorded_seeds)
 
     def idle(self) -> tuple[str, ...]:
-        return ("show_recorded",) if self.results is None else ("recorded_seeds",)
+        now = "show_recorded" if self.results is None else "recorded_seeds"
+        return (now, "network") if self._own_run else (now,)
 
     def _read(self) -> None:
         """The rows and the two losses on screen, from the results at hand."""
@@ -154,8 +157,13 @@ class OwnExperimentExplorer(Explorer):
     def title(self) -> str:
         """What is on screen."""
         if self.results is not None:
-            return f"your runs: {self.network}"
-        return f"recorded: perceptron, {self.recorded_seeds} seed{'s' * (self.recorded_seeds > 1)}"
+            return f"your runs: {self._trained}"
+        return f"recorded: perceptron, {counted(self.recorded_seeds, 'seed')}"
+
+    @property
+    def compared(self) -> dict[str, np.ndarray]:
+        """The losses of the one or two cells that are compared, as far as there are runs from this seed."""
+        return {name: run for name, run in zip((self.one, self.other), self.losses) if len(run)}
 
     def run(self) -> None:
         """Run what is missing of the chosen cells, in the background."""
@@ -172,25 +180,26 @@ class OwnExperimentExplorer(Explorer):
 
     def _running(self) -> Iterator[float]:
         with self.lock:
-            cells, seeds, name = self.chosen, self.seeds, self.network
-        run = self._own_run or NETWORKS[name]
+            cells, seeds, name = self.chosen, self.seeds, "your network" if self._own_run else self.network
+        run, folder = self._own_run or NETWORKS[name], str(Path(self._folder) / name)
 
         def arrived(done: int, total: int, row: Any) -> bool:
             with self.lock:
-                self.results = Results.load(self._folder)
+                self.results, self._trained = Results.load(folder), name
                 self._read()
                 self.progress = done / total
                 self.touch()
             return not self._stop.is_set()
 
-        results = experiment(run, cells, seeds=seeds, baseline="float32", folder=self._folder, progress=arrived)
+        results = experiment(run, cells, seeds=seeds, baseline="float32", folder=folder, progress=arrived)
         with self.lock:
-            self.results = results
+            self.results, self._trained = results, name
             self._read()
         yield 1.0
 
     def summary(self) -> str:
-        return f"{self.stored()} Run would now train {self.seeds} seeds of {self.network}."
+        network = "your network" if self._own_run else self.network
+        return f"{self.stored()} Run would now make the missing runs of {network} from {counted(self.seeds, 'seed')}."
 
     def stored(self) -> str:
         results = self.shown
@@ -209,9 +218,10 @@ class OwnExperimentExplorer(Explorer):
 
     def _at_step(self) -> str:
         at = min(self.step, max(map(len, self.losses)))  # the runs of another network can be shorter
-        runs = zip((self.one, self.other), self.losses)
-        told = [f"{name} {run[at - 1]:.3f}" for name, run in runs if 0 < at <= len(run)]
-        return f"Loss at step {at} from seed {self.seed}: {', '.join(told)}." if told else ""
+        told = [f"{name} {run[at - 1]:.3f}" for name, run in self.compared.items() if at <= len(run)]
+        if not told:
+            return f"From seed {self.seed} there is no run of {' or '.join(dict.fromkeys((self.one, self.other)))}."
+        return f"Loss at step {at} from seed {self.seed}: {', '.join(told)}."
 
     def table(self) -> list[dict[str, Any]]:
         return [

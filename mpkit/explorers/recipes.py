@@ -59,7 +59,9 @@ class AmaxExplorer(Explorer):
         self.clipped = np.flatnonzero(self.amax > self.holds * (1 + 2.0**-22))
 
     def idle(self) -> tuple[str, ...]:
-        return ("history_len", "most_recent", "margin") if self.current else ()
+        if self.current:
+            return ("history_len", "most_recent", "margin")
+        return ("history_len",) if self.most_recent else ()
 
     def summary(self) -> str:
         worst = float(self.replayed.worst[0])

@@ -21,8 +21,8 @@ def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
     scene = Scene(height=460, width=980, rows=(1, 1), cols=(1.5, 1))
     steps = len(data.path.searches)
     scene.play("step", "step", steps, every=150)
-    x, y, _ = data.landscape
-    across, up = linear("along component 1", x[0], x[-1], 6), linear("along component 2", y[0], y[-1], 5)
+    (left, right), (low, high) = data.picture
+    across, up = linear("along component 1", left, right, 6), linear("along component 2", low, high, 5)
     plane = scene.panel(rowspan=2, title="loss on the plane, nats, and the paths", x=across, y=up)
     _contours(scene, plane, data)
     earlier, reduced = data.points["gradient descent"], data.points["DimReduce"]
@@ -33,6 +33,9 @@ def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
         if np.isfinite(refused).any():
             look = {"glyph": "x", "size": 5, "show": "at", "label": "refused trial"}
             plane.points(refused[:, 1], refused[:, 0], "overflow", **look)
+    words = ["beyond the picture" if number else "" for number in data.beyond]
+    edge = np.nan_to_num(np.where(np.isnan(data.refused[0]), data.refused[1], data.refused[0]))
+    plane.text(words, edge[:, 0], edge[:, 1], show="at", anchor="start", dx=8, dy=-8, color="overflow")
     taken = data.taken
     plane.points(taken[:, 1], taken[:, 0], "normal", glyph="D", size=5, show="at", label="accepted trial")
     plane.points(reduced[:-1, 1], reduced[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")
@@ -50,27 +53,27 @@ def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
 
 
 def _contours(scene: Scene, plane: Panel, data: DimReduceExplorer) -> None:
-    """Lines of equal loss with their values; they never change, so they travel once."""
-    for level, (xs, ys, at) in _lines(*(a.tobytes() for a in data.landscape), len(data.landscape[0])).items():
+    """Lines of equal loss, which never change and so travel once, with their values where the picture has room."""
+    room = [(low + 1.5, high - 1.5) for low, high in data.picture]
+    for level, (xs, ys) in _lines(*(a.tobytes() for a in data.landscape), len(data.landscape[0])).items():
         plane.line(scene.keep(f"y{level}", ys), scene.keep(f"x{level}", xs), "muted/0.6", width=0.9)
-        if at is not None:
-            plane.text(f"{level:.1f}", *at, size=11, color="muted", halo=True)
+        inside = [(low < part) & (part < high) for (low, high), part in zip(room, (xs, ys))]
+        places = np.flatnonzero(inside[0] & inside[1])
+        if len(places):
+            at = places[len(places) // 3]
+            plane.text(f"{level:.1f}", float(xs[at]), float(ys[at]), size=11, color="muted", halo=True)
 
 
 @lru_cache(maxsize=2)
-def _lines(x: bytes, y: bytes, height: bytes, columns: int) -> dict[float, tuple[Any, Any, Any]]:
-    """Level -> (xs, ys, place of its label); NaN between the pieces of one level."""
+def _lines(x: bytes, y: bytes, height: bytes, columns: int) -> dict[float, tuple[Any, Any]]:
+    """Level -> (xs, ys); NaN between the pieces of one level."""
     across, up = np.frombuffer(x), np.frombuffer(y)
     generator = contour_generator(across, up, np.frombuffer(height).reshape(-1, columns))
     found = {}
     for level in LEVELS:
-        pieces: list[Any] = list(generator.lines(level))
-        if not pieces:
-            continue
         gap = np.full((1, 2), np.nan)
-        joined = np.concatenate([part for piece in pieces for part in (piece, gap)])
-        longest = max(pieces, key=len)
-        at = longest[len(longest) // 3]
-        inside = across[2] < at[0] < across[-3] and up[2] < at[1] < up[-3]
-        found[level] = (joined[:, 0], joined[:, 1], (float(at[0]), float(at[1])) if inside else None)
+        pieces: list[Any] = [part for piece in generator.lines(level) for part in (piece, gap)]
+        if pieces:
+            xs, ys = np.concatenate(pieces).T
+            found[level] = xs, ys
     return found

@@ -154,10 +154,10 @@ def own_experiment_scene(data: Any) -> Scene:
         left.rule("x", data.rows[0].interval[1], "reference", dash=":")
     top = max((float(np.nanmax(run)) for run in data.losses if len(run)), default=2.5)
     x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", 0, 1.05 * top, 5)
-    right = scene.panel(0, 1, title=f"two runs from seed {data.seed}", x=x, y=y)
-    for name, run, color, dash in zip((data.one, data.other), data.losses, SERIES, DASHES):
-        if len(run):
-            right.line(run, np.arange(1, len(run) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
+    title = ("no run", "one run", "two runs")[len(data.compared)]
+    right = scene.panel(0, 1, title=f"{title} from seed {data.seed}", x=x, y=y)
+    for (name, run), color, dash in zip(data.compared.items(), SERIES, DASHES):
+        right.line(run, np.arange(1, len(run) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
     if steps:
         right.rule("x", "index", "muted")
     return scene

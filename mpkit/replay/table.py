@@ -31,6 +31,7 @@ def replay(
     policies: Policies,
     *,
     fmt: FloatFormat | str | None = None,
+    tops: np.ndarray | None = None,
     scales: bool | None = None,
     compiled: bool | None = None,
     device: str = "cpu",
@@ -40,10 +41,11 @@ def replay(
     Args:
         policies: one, a sequence, a vector, or a mapping from names to policies.
         fmt:      the format to replay in; None: the trace's own. A trace recorded in float32 needs "fp16" here.
+        tops:     the ceiling of each step (N,), for instance a drawn one; None: `ceilings(trace, fmt)`.
         scales:   add the column `scale`, an array with the scale that each step was made with; None: when the work
                   is small. Steps after a policy's own error are NaN.
         compiled, device: see `simulate`.
-    Raises:   TypeError, ValueError for a trace without steps or anything that is no policy.
+    Raises:   TypeError, ValueError for a trace without steps, ceilings of other steps, or anything that is no policy.
     Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
               `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
               gradient values lost to zero there; `lost` share of the training signal lost to both, the rank (to skipped
@@ -59,7 +61,11 @@ def replay(
     if scales is not None:
         check_flags(scales=scales)
     names, vector = _named(policies)
-    tops = ceilings(trace, fmt)
+    if tops is None:
+        tops = ceilings(trace, fmt)
+    check_kind("tops", tops, np.ndarray, "an array with the ceiling of each step")
+    if tops.shape != (len(trace),):
+        raise ValueError(f"tops need one ceiling for each of the {len(trace)} steps, got shape {tops.shape}")
     sample = _sample(trace)
     if scales is None:
         scales = len(trace) * len(names) <= _KEPT

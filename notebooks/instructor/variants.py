@@ -293,7 +293,11 @@ def scales(draw: Draw) -> Texts:
     zeros = int((round_to(torch.full((31,), 5.0) * 2.0 ** (top - 9), fmt) == 0).sum())
     small, large = 0.8 * fmt.max, 1.2 * fmt.max
     return {
-        "c00": {"that of E2M1 is 6": f"that of {fmt.name.upper()} is {largest}", "MXFP4": name},
+        "c00": {
+            "that of E2M1 is 6": f"that of {fmt.name.upper()} is {largest}",
+            "MXFP4": name,
+            "8 or 4 bits": "8 or 6 bits",
+        },
         "c01": {"E2M1": fmt.name.upper()},
         "q2": {
             "divided by that amax.": f"divided by {2**margin} times that amax, which leaves a margin of "
