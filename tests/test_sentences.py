@@ -288,7 +288,10 @@ def test_weight_decay():
         told = read(r": (.+)\. The learn.* (\d+) steps .* becomes (\S+) in SGD, (\S+) in Adam, (\S+) in AdamW\S+\.$", m)
         reached = m.place == "in a group" or (m.place == "no groups" and not named)
         trained = m.place != PLACES[3]
-        said = "weight decay reaches it" if reached else "weight decay does not reach it"
+        said = "weight decay does not reach it"
+        if reached:
+            said = "weight decay reaches it" if m.weight_decay else "its weight_decay is 0"
+        said = said if m.learning_rate else "a learning rate of 0 moves nothing"
         assert told[0] == (said if trained else "it is not trained")
         in_turn = [float(v) for v in read(r"gradients are (\S+) and (\S+) in turn", m)]
         assert in_turn == pytest.approx([-m.size, m.size], rel=6e-3)
