@@ -173,3 +173,15 @@ def test_of_an_attention_the_gradient_of_its_result_is_recorded():
     recorder.end_step()
     seen = recorder.trace().series()
     assert (seen["a.input"][0], seen["a.grad"][0]) == (float(x.abs().max()), 5.0)
+
+
+def test_an_input_that_is_given_by_its_name_is_recorded():
+    net = nn.ModuleDict({"layer": nn.Linear(2, 2), "attention": nn.MultiheadAttention(4, 2, kdim=3, vdim=3)})
+    recorder = AmaxRecorder(net)
+    keys = torch.full((2, 1, 3), 7.0)
+    net["attention"](key=keys, value=keys, query=torch.full((2, 1, 4), 5.0))[0].sum().backward()
+    net["layer"](input=torch.full((1, 2), 3.0)).sum().backward()
+    recorder.end_step()
+    found = recorder.trace().series()
+    assert [found[f"{name}.input"].item() for name in net] == [3.0, 5.0]
+    assert found["attention.weight"].item() == net["attention"].q_proj_weight.abs().max().item()

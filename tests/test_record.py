@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mpkit import optimizers
+from mpkit.boost import FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.policies import preset
 from mpkit.record import Ranges, Recorder, Trace, exponent_counts
@@ -19,6 +21,7 @@ from mpkit.record.rows import Rows, _host, noted
 from mpkit.record.scale import scale_of
 from mpkit.record.trace import join
 from mpkit.scalers import DynamicLossScaler, DynamicLossScaleUpdateCell, PolicyLossScaler
+from mpkit.schedules import CosineDecayLR
 from mpkit.step import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
 
 
@@ -766,3 +769,58 @@ def test_what_a_scaler_says_of_scale_and_overflow():
         assert noted({"found_inf_per_device": dict(enumerate(some))}) == want
     assert noted(0.5) == 0.5
     assert _host([1.0, torch.tensor([2.0], requires_grad=True)]).tolist() == [1.0, 2.0]
+
+
+SCHEDULE = CosineDecayLR(0.0, 0.5, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda p: optimizers.Momentum(p, SCHEDULE, 0.9), [SCHEDULE(k) for k in (0, 1, 1, 2)]),
+        (lambda p: optimizers.LARS(optimizers.Momentum(p, SCHEDULE, 0.9)), [SCHEDULE(k) for k in (0, 1, 1, 2)]),
+        (lambda p: FreezeOpt(optimizers.SGD(p, SCHEDULE)), [SCHEDULE(k) for k in (0, 1, 1, 2)]),
+        (lambda p: optimizers.SGD(p, [0.1, 0.2, 0.3]), [0.1, 0.2, 0.2, 0.3]),
+        (lambda p: optimizers.SGD(p, 0.1), [0.1] * 4),
+        (lambda p: torch.optim.SGD(p, torch.tensor(0.5)), [0.5] * 4),
+    ],
+    ids=["Momentum", "LARS", "FreezeOpt", "list", "number", "tensor"],
+)
+def test_the_rate_of_a_schedule_is_that_of_the_coming_step_which_a_skipped_one_does_not_use_up(make, rates):
+    network = nn.Linear(3, 2)
+    recorder = Recorder(network)
+    cell = TrainOneStepWithLossScaleCell(
+        WithLossCell(network, nn.MSELoss()),
+        make([*network.parameters()]),
+        DynamicLossScaleUpdateCell(4.0, 2, 1000),
+        hooks=[recorder],
+    )
+    for size in (1.0, math.inf, 1.0, 1.0):  # the second step overflows
+        cell(torch.full((1, 3), size), torch.zeros(1, 2))
+    trace = recorder.trace()
+    assert trace.overflow.tolist() == [False, True, False, False]
+    assert trace.lr.tolist() == rates
+
+
+def test_what_stands_for_a_rate_and_is_none_is_recorded_as_nan():
+    """A trace that cannot be made loses the whole run."""
+    network = nn.Linear(3, 2)
+    for rate in ([0.1], "x", None, torch.ones(2), object()):
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        optimizer.param_groups[0]["lr"] = rate
+        recorder = Recorder(network, optimizer)
+        network(torch.ones(1, 3)).sum().backward()
+        recorder.record(torch.ones(()))
+        optimizer.param_groups.clear()
+        recorder.record(torch.ones(()))
+        assert np.isnan(recorder.trace().lr).tolist() == [True, True]
+
+
+def test_a_scale_that_is_none_is_refused_at_once_as_a_tensor_too():
+    recorder = Recorder(network := nn.Linear(3, 2))
+    network(torch.ones(1, 3)).sum().backward()
+    for scale in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="scale must be in"):
+            recorder.record(torch.ones(()), scale=torch.tensor(scale))
+    recorder.record(torch.ones(()), scale=torch.tensor([2.0]))
+    assert recorder.trace().scale.tolist() == [2.0]

@@ -92,6 +92,8 @@ class AmaxRecorder(Hook):
         if not torch.is_grad_enabled():
             return
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
+        if weight is None:  # an attention whose keys have another width
+            weight = layer.q_proj_weight
         if args and isinstance(args[0], Tensor):
             self._note(f"{path}.input", args[0])
         if isinstance(weight, Tensor):

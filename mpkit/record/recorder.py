@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, check_number, is_whole
+from mpkit.arguments import (
+    check_alike,
+    check_choice,
+    check_count,
+    check_flags,
+    check_kind,
+    check_number,
+    is_number,
+    is_whole,
+)
+from mpkit.boost.process import inner
 from mpkit.casting.sparse import values_of
 from mpkit.casting.targets import float_tensors
 from mpkit.formats import get_format
@@ -24,6 +34,7 @@ from mpkit.record.rows import Part, Rows, Table, added, kept, moved
 from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
 from mpkit.record.trace import Trace
 from mpkit.record.watch import watch
+from mpkit.schedules import LearningRateSchedule
 from mpkit.step import Hook, StepContext
 
 
@@ -280,7 +291,9 @@ def _checked_scale(scale: object) -> float | Tensor:
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
-        return scale
+        scale = kept(scale)
+        if isinstance(scale, Tensor):  # on a GPU, where nothing is read
+            return scale
     if scale == math.inf:  # a policy without a cap can get there
         return math.inf
     return check_number("scale", scale)
@@ -311,7 +324,14 @@ def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
 
 
 def _lr_of(optimizer: Optimizer | None) -> float | Tensor:
-    return optimizer.param_groups[0].get("lr", math.nan) if optimizer is not None else math.nan
+    """The rate of the coming step in the first group; NaN where there is none, or what is there is no number."""
+    if optimizer is None or not optimizer.param_groups:
+        return math.nan
+    rate: Any = optimizer.param_groups[0].get("lr")
+    if isinstance(rate, LearningRateSchedule):  # mpkit's optimizers ask it at their own count of steps
+        rate = getattr(inner(optimizer), "_rate", lambda _: math.nan)(optimizer.param_groups[0])
+    one = rate.numel() == 1 if isinstance(rate, Tensor) else is_number(rate)
+    return rate if one else math.nan
 
 
 def _not_finite(norm: float | Tensor) -> bool | Tensor:
