@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from mpkit.formats import E4M3FN
+from mpkit.optimizers.layerwise import not_norm_or_bias
+from mpkit.policies import FRAMEWORKS, presets
+from mpkit.policies.rule import NEVER
 
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "loss_scale": 1.0}
 FLAGS = {"use_locking": False, "use_nesterov": False}
@@ -74,7 +77,15 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "boost.LessBN": {"fn_flag": False, "strict": False, "last_fc": None, "keep_bias": False},
     "boost.adasum.adasum_enabled": {"device_number": 8},
     "boost.freeze_cell": {"mean": None, "degree": None, "max_accumulation_step": 1},
+    "boost.FreezeOpt": {"train_parameter_groups": None, "train_strategy": None, "state": "shared"},
+    "optimizers.LARS": {
+        "epsilon": 1e-5, "coefficient": 0.001, "use_clip": False, "lars_filter": not_norm_or_bias,
+    },
 }  # fmt: skip
+SWITCHES = (
+    "growth_ge", "refill_on_growth", "refill_on_finite", "refill_on_backoff", "raise_at_min", "error_at_zero",
+    "error_at_inf", "clamp_both_ways", "delayed", "flush_subnormal",
+)  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "boost.adasum.adasum": {"eps": 1e-12},  # for each worker of a level
     "boost.adasum.adasum_pair": {"eps": 2e-12},
@@ -84,6 +95,7 @@ OWN: dict[str, dict[str, Any]] = {
     "step.TrainOneStepCell": {
         "sens": None, "return_grad": False, "hooks": (), "clip_norm": None, "accumulation_steps": 1,
     },
+    "step.TrainOneStepWithLossScaleCell": {"hooks": (), "clip_norm": None, "accumulation_steps": 1},
     "step.ScaledStep": {"skip": "all", "average": True},
     "step.build_train_network": {
         "loss_fn": None, "level": "O0", "boost_level": "O0", "hooks": (), "clip_norm": None, "accumulation_steps": 1,
@@ -121,16 +133,109 @@ OWN: dict[str, dict[str, Any]] = {
     "diagnose.diagnose": {"level": "O2", "scale": 2.0**16, "dtype": torch.float16},
     "diagnose.preflight": {"level": "O2", "dtype": torch.float16, "loop": None},
     "diagnose.recommend_recipe": {"histograms": None, "history_len": 1024},
+    "diagnose.stale_scales": {"preset": "te_delayed"},
+    "diagnose.Report": {"overshoot": 1.0, "cures": ()},
+    "diagnose.cure.Cure": {"what": ""},
+    "formats.FloatFormat": {"specials": "ieee", "torch_dtype": None},
+    "rounding.quantize": {"grad_fmt": None, "mode": "nearest_even", "overflow": None},
+    "rounding.rounding_error": {"mode": "nearest_even"},
     "rounding.round_to": {"mode": "nearest_even", "overflow": None, "generator": None, "out": None},
     "casting.ledger": {"count": False, "keep": False},
+    "casting.Ledger": {"count": False, "keep": False},
+    "casting.Cast": {"granularity": None, "policy": None, "rounding": "nearest_even", "hadamard": False},
+    "casting.table.Level": {
+        "parameters": "float32", "protected": (), "overrides": False, "loss_scale": "none", "wide_loss": False,
+    },
+    "casting.custom_mixed_precision": {
+        "white_list": None, "black_list": None, "dtype": torch.float16, "grad_dtype": None,
+    },
+    "boost.AutoBoost.from_json": {"level": "O0"},
+    "boost.DimReduce": {
+        "n_components": 32, "rho": 0.55, "gamma": 0.9, "alpha": 0.001, "sigma": 0.4, "rank": 0, "rank_size": 1,
+        "process_group": None,
+    },
+    "boost.FreezeOpt.zero_grad": {"set_to_none": True},
+    "boost.GradientAccumulation.forward": {"grads": None, "overflow": False},
+    "boost.OptimizerProcess": {"multiple_of": 1},
+    "boost.ParameterProcess": {"continue_ids": False},
+    "boost.less_bn.LessBNReport": {"normalized": ()},
+    "boost.less_bn.NormalizedLinear": {"bias": False},
+    "optimizers.Optimizer": {"weight_decay": 0.0, "loss_scale": 1.0, "hyper": None, "options": None},
+    "optimizers.centralized": {"multiple_of": 1},
+    "record.Trace": {"activations": None, "format": "fp16"},
+    "record.Trace.to_frame": {"part": "steps"},
+    "replay.replay_tensor_scales": {"scales": False},
+    "replay.simulate": {"sample": None, "compiled": None, "device": "cpu"},
+    "replay.swept": {"min_scale": 0.0},
     "policies.ScalePolicy": {  # PyTorch's torch.amp.GradScaler
         "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-        "min_scale": 0.0, "max_scale": math.inf, "backoff_divisor": 1.0,
+        "min_scale": 0.0, "max_scale": math.inf, "backoff_divisor": 1.0, "scale_bits": 32, "hold_at_overflow": True,
+        "hysteresis": 1, "tolerance": -1.0, "stop_at": -math.inf, "max_consecutive": NEVER, "init_count": 0,
+        "first_growth_lag": 0, "next_growth_lag": 0, "name": "", "layers": (), **dict.fromkeys(SWITCHES, False),
     },
+    "policies.ScalePolicy.by_factor": {"floor": 0.0},
+    "policies.Stop": {"start": 1},
+    "policies.stack": {"device": "cpu"},
+    "policies.stack_tensor_scales": {"device": "cpu"},
+    "policies.tensor_scale_preset": {"element": E4M3FN},
     "policies.TensorScalePolicy": {  # Transformer Engine's DelayedScaling
         "element_max": 448.0, "delayed": True, "history_len": 1024, "most_recent": False, "margin": 0,
-        "amax_floor": 0.0,
+        "amax_floor": 0.0, "unfused": False, "double": False, "power_of_two": False, "name": "",
     },
+}  # fmt: skip
+LARGEST = float(torch.finfo(torch.float32).max)
+PRESETS: dict[str, dict[str, Any]] = {  # each framework's own class, in the versions that were run
+    "mpkit": {
+        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+        "min_scale": 2.0**-14, "max_scale": 2.0**24, "hysteresis": 1, "raise_at_min": True,
+    },
+    "torch": {
+        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,
+    },
+    "keras3": {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000},
+    "tf_keras": {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None},  # 2^15 and 2000
+    "tf_v1": {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0},
+    "apex": {
+        "loss_scale": "dynamic", "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000,
+        "min_loss_scale": None, "max_loss_scale": 2.0**24,
+    },
+    "deepspeed": {
+        "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2,
+        "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16,
+    },
+    "megatron": {
+        "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        "growth_interval": 1000, "hysteresis": 2,
+    },
+    "colossalai": {
+        "initial_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
+        "min_scale": None, "max_scale": None, "hysteresis": 2, "verbose": False,
+    },
+    "fairseq": {
+        "init_scale": 2.0**15, "scale_factor": 2.0, "scale_window": 2000, "tolerance": 0.0, "threshold": None,
+        "min_loss_scale": 1e-4,
+    },
+    "jmp": {"counter": 0, "period": 2000, "factor": 2, "min_loss_scale": 1.0, "dtype": "float32", "jit": False},
+    "flax": {
+        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "fin_steps": 0, "scale": 2.0**16,
+        "minimum_scale": 2.0**-126,
+    },
+    "paddle": {
+        "enable": True, "init_loss_scaling": 2.0**16, "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
+        "decr_every_n_nan_or_inf": 1, "use_dynamic_loss_scaling": True,
+    },
+    "paddle_static": {  # static.amp.decorate; the operation itself has none
+        "init_loss_scaling": 2.0**15, "incr_ratio": 2.0, "decr_ratio": 0.8, "incr_every_n_steps": 1000,
+        "decr_every_n_nan_or_inf": 2,
+    },
+    "mxnet": {"_loss_scale": 2.0**16, "_scale_seq_len": 2000, "_max_loss_scale": 2.0**24},
+    "fairscale_layerwise": {
+        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10000, "min_scale": 2.0**-126,
+        "max_scale": LARGEST,
+    },
+    "mindspore_scaler": {},
+    "mindspore_cell": {},
+    "mindspore_manager": {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
 }  # fmt: skip
 
 
@@ -143,12 +248,61 @@ def named(path: str) -> Any:
         return getattr(named(home), name)
 
 
-@pytest.mark.parametrize("name", [*ORIGINAL, *OWN])
-def test_what_is_left_out_has_the_promised_value(name):
-    signature = inspect.signature(named(name))
-    given = {key: p.default for key, p in signature.parameters.items() if p.default is not p.empty}
-    promised = {**ORIGINAL, **OWN}[name]
+def defaults_of(thing: Any) -> dict[str, Any]:
+    parameters = inspect.signature(thing).parameters
+    return {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+
+
+def check(given: dict[str, Any], promised: dict[str, Any]) -> None:
     held = {key: given.get(key, "no such argument") for key in promised}
     assert held == promised
     assert [type(value) for value in held.values()] == [type(value) for value in promised.values()]
+
+
+@pytest.mark.parametrize("name", [*ORIGINAL, *OWN])
+def test_what_is_left_out_has_the_promised_value(name):
+    given, promised = defaults_of(named(name)), {**ORIGINAL, **OWN}[name]
+    check(given, promised)
     assert name in OWN or given.keys() == promised.keys()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_preset_leaves_out_has_the_value_of_the_framework(framework):
+    given = defaults_of(presets._PRESETS[framework].build)
+    check(given, PRESETS[framework])
+    assert given.keys() == PRESETS[framework].keys()
+
+
+MODULES = (
+    "formats", "rounding", "casting", "policies", "scalers", "step", "optimizers", "schedules", "model", "boost",
+    "record", "replay", "diagnose",
+)  # fmt: skip
+SEEN_ELSEWHERE = {  # a default that is a text, a function or a new object
+    "formats.FloatFormat.source", "step.TrainOneStepCell.update", "step.TrainOneStepWithLossScaleCell.update",
+    "model.RunContext.metrics", "record.Trace.meta", "record.Trace.measured",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_default_of_a_public_name_is_in_a_table(module):
+    """None says that nothing is given, and is nobody's number."""
+    home = importlib.import_module(f"mpkit.{module}")
+    tables = {path: {**ORIGINAL, **OWN}[path] for path in (*ORIGINAL, *OWN)}
+    promised = {(id(named(path)), key) for path, table in tables.items() for key in table}
+    missing = []
+    for name, thing in vars(home).items():
+        if (
+            name.startswith("_")
+            or not callable(thing)
+            or not getattr(thing, "__module__", "").startswith(home.__name__)
+        ):
+            continue
+        own = vars(thing) if inspect.isclass(thing) else {}
+        parts = {f"{name}.{key}": part for key, part in own.items() if inspect.isfunction(part) and key[0] != "_"}
+        for path, part in {name: thing, **parts}.items():
+            missing += [
+                f"{module}.{path}.{key}"
+                for key, value in defaults_of(part).items()
+                if value is not None and (id(part), key) not in promised
+            ]
+    assert set(missing) <= SEEN_ELSEWHERE

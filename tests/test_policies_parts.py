@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,13 @@ import torch
 
 from mpkit.formats import E4M3FN
 from mpkit.policies import ScalePolicy, preset, run
-from mpkit.policies.history import explain
-from mpkit.policies.rule import FLOAT32_MAX, STOPS, Stop, stack
+from mpkit.policies.history import explain, naive_loss_ratio
+from mpkit.policies.rule import FLOAT32_MAX, NEVER, STOPS, Stop, stack
 from mpkit.policies.tensor_scale import (
     TENSOR_SCALE_PRESETS,
     advance_tensor_scale,
     initial_tensor_scale,
+    stack_tensor_scales,
     tensor_scale_preset,
 )
 from mpkit.replay import replay_tensor_scales
@@ -178,3 +181,185 @@ def test_mpkits_own_policy_doubles_and_halves() -> None:
     policy = preset("mpkit", growth_interval=2)
     assert run(policy, [True] * 4).scale.tolist() == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
     assert run(policy, [False] * 2).scale.tolist() == [2.0**15, 2.0**14]
+
+
+def test_the_code_of_every_error_is_as_published() -> None:
+    """Codes are stored in arrays and files: 0 is none, and no two errors share one."""
+    assert {stop.name: int(stop) for stop in Stop} == {
+        "NONE": 0, "AT_FLOOR": 1, "SANK": 2, "ZERO": 3, "INFINITE": 4, "CONSECUTIVE": 5,
+    }  # fmt: skip
+    assert len({STOPS[stop] for stop in Stop}) == 6
+
+
+BACK_AND_GROW = {"hold_at_overflow": False, "refill_on_growth": True, "hysteresis": 2, "growth_interval": 1000}
+DIVIDES = {"backoff_factor": 1.0, "backoff_divisor": 2.0}
+WRITTEN_DOWN: dict[str, dict[str, Any]] = {  # what differs from torch's rule, and what the preset is given
+    "mpkit": {"min_scale": 2.0**-14, "max_scale": 2.0**24, "raise_at_min": True},
+    "torch": {},
+    "keras3": {"init_scale": 2.0**15, "hold_at_overflow": False, "flush_subnormal": True},
+    "tf_keras": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
+    "tf_v1": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
+    "apex": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "error_at_zero": True},
+    "deepspeed": {
+        **BACK_AND_GROW, **DIVIDES, "min_scale": 1.0, "scale_bits": 64, "first_growth_lag": 1, "raise_at_min": True,
+        "error_at_inf": True,
+    },
+    "megatron": {**BACK_AND_GROW, "init_scale": 2.0**32, "min_scale": 1.0},
+    "colossalai": BACK_AND_GROW,
+    "fairseq": {
+        **DIVIDES, "init_scale": 2.0**15, "scale_bits": 64, "hold_at_overflow": False, "tolerance": 0.0,
+        "stop_at": 1e-4,
+    },
+    "jmp": {**DIVIDES, "init_scale": 8.0, "min_scale": 1.0, "flush_subnormal": True},
+    "flax": {
+        "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX, "first_growth_lag": 1, "next_growth_lag": 1,
+        "flush_subnormal": True,
+    },
+    "paddle": {"hold_at_overflow": False, "refill_on_finite": True, "refill_on_backoff": True},
+    "paddle_static": {
+        "init_scale": 2.0**15, "backoff_factor": float(np.float32(0.8)), "growth_interval": 1000, "min_scale": 1.0,
+        "hysteresis": 2, "refill_on_finite": True, "refill_on_backoff": True,
+    },
+    "mxnet": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "delayed": True},
+    "mindspore_scaler": {**DIVIDES, "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "flush_subnormal": True},
+    "mindspore_cell": {
+        "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "hold_at_overflow": False, "growth_ge": True,
+    },
+    "mindspore_manager": {
+        "init_scale": 2.0**24, "min_scale": 1.0, "scale_bits": 64, "hold_at_overflow": False, "max_consecutive": 1000,
+    },
+}  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {
+    "jmp": {"loss_scale": 8.0},
+    "mindspore_scaler": {"scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+    "mindspore_cell": {"loss_scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+}
+
+
+@pytest.mark.parametrize("framework", WRITTEN_DOWN)
+def test_a_preset_is_the_policy_that_the_reference_writes_down(framework: str) -> None:
+    assert preset(framework, **NEEDED.get(framework, {})) == ScalePolicy(name=framework, **WRITTEN_DOWN[framework])
+
+
+def test_the_layers_of_fairscale_have_one_policy_with_a_start_each() -> None:
+    policy = preset("fairscale_layerwise", layer_scale_dict={"a": 1024.0, "b": 2.0**-100})
+    assert [float(x) for x in torch.as_tensor(policy.init_scale)] == [1024.0, 2.0**-100]
+    assert replace(policy, init_scale=2.0**16) == ScalePolicy(
+        growth_interval=10000,
+        min_scale=2.0**-126,
+        max_scale=FLOAT32_MAX,
+        scale_bits=64,
+        hold_at_overflow=False,
+        clamp_both_ways=True,
+        layers=("a", "b"),
+        name="fairscale_layerwise",
+    )
+
+
+@pytest.mark.parametrize(
+    ("framework", "given", "expected"),
+    [
+        ("mpkit", {"hysteresis": 1}, {}),
+        ("mpkit", {"hysteresis": 2}, {"hysteresis": 2, "refill_on_growth": True, "refill_on_finite": True}),
+        ("deepspeed", {"delayed_shift": 1}, {"hysteresis": 1}),
+        ("deepspeed", {"delayed_shift": 0}, {"hysteresis": NEVER}),
+        ("deepspeed", {"dtype": torch.bfloat16}, {"error_at_inf": False}),
+        ("deepspeed", {"consecutive_hysteresis": True}, {"refill_on_finite": True}),
+        ("deepspeed", {"scale_window": 1}, {"growth_interval": 1}),
+        ("megatron", {"growth_interval": 1, "hysteresis": 1}, {"growth_interval": 1, "hysteresis": 1}),
+        ("megatron", {"initial_scale": 2.0, "min_scale": 2.0}, {"init_scale": 2.0, "min_scale": 2.0}),
+        ("colossalai", {"hysteresis": 0}, {"hysteresis": 0}),
+        ("colossalai", {"min_scale": 4.0, "max_scale": 8.0}, {"min_scale": 4.0, "max_scale": 8.0}),
+        ("fairseq", {"scale_window": 1, "tolerance": -1.0}, {"growth_interval": 1, "tolerance": 0.0}),
+        ("fairseq", {"threshold": 0.5}, {"min_scale": 0.5}),
+        ("jmp", {"dtype": "float16"}, {"scale_bits": 16, "flush_subnormal": False}),
+        ("jmp", {"dtype": "float64"}, {"scale_bits": 64, "flush_subnormal": False}),
+        (
+            "jmp",
+            {"jit": True, "min_loss_scale": 4.0},
+            {"backoff_factor": 0.5, "backoff_divisor": 1.0, "min_scale": 1.0},
+        ),
+        ("flax", {"minimum_scale": None, "fin_steps": 7}, {"min_scale": 0.0, "init_count": 7}),
+        ("paddle", {"decr_every_n_nan_or_inf": 1}, {"hysteresis": 1}),
+        ("paddle", {"decr_every_n_nan_or_inf": 0}, {"hysteresis": NEVER}),
+        ("apex", {"init_scale": 2.0**25, "min_loss_scale": 2.0}, {"init_scale": 2.0**24, "min_scale": 2.0}),
+        ("mindspore_cell", {"scale_window": 2.5}, {"growth_interval": 3}),
+        ("tf_keras", {"initial_scale": 4.0, "dynamic_growth_steps": 5}, {"init_scale": 4.0, "growth_interval": 5}),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_framework_changes_what_its_class_changes(
+    framework: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """And nothing else; the ends of a range belong to it where the class says so."""
+    needed = NEEDED.get(framework, {})
+    assert preset(framework, **{**needed, **given}) == replace(preset(framework, **needed), **expected)
+
+
+@pytest.mark.parametrize(
+    ("framework", "given"),
+    [
+        ("torch", {"growth_factor": 1.0}),
+        ("torch", {"backoff_factor": 1.0}),
+        ("mpkit", {"growth_factor": 1.0}),
+        ("mpkit", {"backoff_factor": 1.0}),
+        ("mpkit", {"backoff_factor": 0.0}),
+        ("mpkit", {"min_scale": 0.0}),
+        ("mpkit", {"max_scale": math.inf}),
+        ("deepspeed", {"scale_window": 0}),
+        ("megatron", {"min_scale": 0.0}),
+        ("megatron", {"growth_factor": 1.0}),
+        ("megatron", {"backoff_factor": 1.0}),
+        ("megatron", {"backoff_factor": 0.0}),
+        ("megatron", {"growth_interval": 0}),
+        ("megatron", {"hysteresis": 0}),
+        ("colossalai", {"hysteresis": -1}),
+        ("fairseq", {"scale_window": 0}),
+        ("tf_v1", {"multiplier": 0.0}),
+        ("jmp", {"loss_scale": 8.0, "factor": 0.0}),
+        ("paddle", {"incr_ratio": 1.0}),
+        ("paddle", {"decr_ratio": 1.0}),
+        ("paddle", {"decr_ratio": 0.0}),
+        ("fairscale_layerwise", {"layer_scale_dict": {"a": 0.0}}),
+        ("fairscale_layerwise", {"layer_scale_dict": {}}),
+        ("fairscale_layerwise", {"layer_scale_dict": {"a": 1.0}, "growth_factor": 1.0}),
+        ("fairscale_layerwise", {"layer_scale_dict": {"a": 1.0}, "backoff_factor": 1.0}),
+        ("mindspore_cell", {"loss_scale_value": 8.0, "scale_window": 3, "scale_factor": 0.0}),
+        ("mindspore_manager", {"scale_factor": 0}),
+    ],
+    ids=str,
+)
+def test_the_ends_of_a_range_that_a_framework_refuses(framework: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(given))):
+        preset(framework, **given)
+
+
+@pytest.mark.parametrize("given", [{}, {"init_scale": 2.0**-14}, {"init_scale": 2.0**24}], ids=str)
+def test_mpkits_start_may_lie_at_its_floor_and_at_its_cap(given: dict[str, Any]) -> None:
+    assert preset("mpkit", **given).init_scale == given.get("init_scale", 2.0**16)
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "after"), [(2.0, 1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 0.5, 2.2), (1.0, 2.0, 0.9)]
+)
+def test_the_naive_rule_rests_on_both_ends_of_its_band(scale: float, loss: float, after: float) -> None:
+    assert naive_loss_ratio(scale, loss) == after
+
+
+def test_policies_of_one_name_keep_it_when_they_are_stacked() -> None:
+    policy = tensor_scale_preset("te_delayed")
+    assert stack_tensor_scales([policy, replace(policy, margin=1)]).name == "te_delayed"
+    assert stack_tensor_scales([policy, tensor_scale_preset("te_current")]).name == "stack"
+
+
+def test_the_largest_float_is_a_scale_as_an_int_too() -> None:
+    largest = sys.float_info.max
+    assert ScalePolicy(init_scale=int(largest), scale_bits=64).init_scale == largest
+    with pytest.raises(ValueError, match="init_scale must fit a float"):
+        ScalePolicy(init_scale=int(largest) + 1, scale_bits=64)
+
+
+def test_a_fixed_scale_of_zero_is_not_taken_for_none() -> None:
+    assert preset("tf_keras", dynamic=False, initial_scale=0.0).init_scale == 0.0
+    with pytest.raises(ValueError, match="initial_scale must be given"):
+        preset("tf_keras", dynamic=False)

@@ -49,8 +49,8 @@ class Operation:
     output: tuple[str, ...]
     shape: tuple[int, ...]
     bytes: int
-    casts: int = 0
-    saved: int = 0
+    casts: int
+    saved: int
     flushed: int | None = None
     overflowed: int | None = None
 

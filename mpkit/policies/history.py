@@ -101,7 +101,7 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     stops = codes.numpy(force=True)
     stopped = np.maximum.accumulate(stops != 0, axis=0)
     scale = np.where(stopped, np.nan, scales.numpy(force=True))
-    raised_at = np.where(stopped.any(0), stopped.argmax(0) if len(stops) else -1, -1)
+    raised_at = np.where(stopped.any(0), np.logical_not(stopped).sum(0), -1)  # so many steps went before it
     sentences = tuple(STOPS[stops[step, i]] if step >= 0 else "" for i, step in enumerate(raised_at))
     skipped = np.logical_not(flags.all(1) if policy.layers else flags)
     return ScaleHistory(policy, flags, scale, skipped, raised_at, sentences, state, start)

@@ -131,8 +131,9 @@ def _tf_keras(
     dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
 ) -> ScalePolicy:
     if not dynamic:
-        _need(initial_scale is not None, "with dynamic=False, initial_scale must be given: it is the fixed scale")
-        return ScalePolicy.fixed(initial_scale or 1.0)
+        if initial_scale is None:
+            raise ValueError("with dynamic=False, initial_scale must be given: it is the fixed scale")
+        return ScalePolicy.fixed(initial_scale)
     steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
     return _tf_v1(2.0**15 if initial_scale is None else initial_scale, steps)
 
@@ -369,7 +370,8 @@ def _fairscale_layerwise(
     if not isinstance(layer_scale_dict, Mapping):
         raise TypeError(f"layer_scale_dict must be {{name: scale}}, got {type(layer_scale_dict).__name__}")
     _need(len(layer_scale_dict) > 0, "layer_scale_dict needs at least one layer: {name: scale}")
-    _need(all(v > 0 for v in layer_scale_dict.values()), f"scales must be above 0, got {dict(layer_scale_dict)}")
+    below = {name: scale for name, scale in layer_scale_dict.items() if not scale > 0}
+    _need(not below, f"the scales of layer_scale_dict must be above 0, got {below}")
     _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
     return ScalePolicy(
         init_scale=torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
