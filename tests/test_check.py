@@ -406,6 +406,24 @@ def test_a_right_answer_is_right_in_any_form():
     assert not check.verdict("10", "saving", "11")[0]
 
 
+def test_a_single_name_may_hold_a_comma():
+    assert check.verdict("20", "worse", "e5m1 O2, scaled")[0]
+
+
+def test_what_python_makes_of_a_power_as_lessons_write_it_is_told_so():
+    for lesson, name, crossed in (("14", "largest", 2 ^ 20), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -24)):
+        right, told = check.verdict(lesson, name, crossed)
+        assert not right
+        assert "the sign ^ is no power" in told
+    assert "the sign ^" not in check.verdict("14", "largest", 20)[1]
+
+
+def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
+    truth = import_module("mpkit.check.lesson_16").QUESTIONS["verdicts"].truth()
+    assert "a list of eleven times True or False" in check.verdict("16", "verdicts", list(map(int, truth)))[1]
+    assert "At least one verdict is wrong" in check.verdict("16", "verdicts", [not t for t in truth])[1]
+
+
 def test_a_power_in_place_of_its_exponent_is_told_so():
     for lesson, name, power in (("04", "edge", 2.0**-25), ("04", "recommended", 2**21), ("07", "eps", 1e-7)):
         right, told = check.verdict(lesson, name, power)

@@ -142,13 +142,23 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
-        value = [name.strip() for name in value.split(",")]
+        value = [name.strip() for name in value.split(",")] if len(truth) > 1 else [value]  # one may hold a comma
     if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
         if wrong(value) if callable(wrong) else _same(value, wrong, question.rel):
             return False, "Not yet. " + sentence
+    if _crossed(value, truth):
+        return False, "Not yet. In Python 2^3 is 1: the sign ^ is no power there. Write 2**n, or the power in quotes."
     return False, "Not yet. " + question.hint
+
+
+def _crossed(value: object, truth: object) -> bool:
+    """Whether an answer is what Python makes of the truth as lessons write it: 2^20 is 22 there."""
+    if type(value) is not int or not isinstance(truth, int | float) or not 0 < truth < math.inf:
+        return False
+    exponent = round(math.log2(truth))
+    return abs(exponent) > 3 and truth == 2.0**exponent and value == 2 ^ exponent
 
 
 def _in_any_order(value: object, truth: object) -> object:

@@ -29,7 +29,8 @@ QUESTIONS = {
     "square": Question(
         "Training B fails in float16. What does the report say in bfloat16? Answer with the verdict.",
         lambda: investigated("B", 12, "bfloat16").verdict,
-        "bfloat16 reaches 3.4e38, so the square of 300 is an ordinary number there. It only has fewer digits.",
+        "bfloat16 reaches 3.4e38, so the square of 300, to which `gain` leads, is an ordinary number there. It "
+        "only has fewer digits.",
         "Ask the detective with the other format.",
         (("forward_overflow", "That is float16. What is the largest bfloat16?"),),
     ),

@@ -61,7 +61,10 @@ QUESTIONS = {
         "All eleven verdicts are right. The sections below compute each of them.",
         "At least one verdict is wrong. Run the sections below, then judge again.",
         (
-            (lambda v: not isinstance(v, list | tuple) or len(v) != 11, "Give a list of eleven times True or False."),
+            (
+                lambda v: not isinstance(v, list | tuple) or len(v) != 11 or {type(one) for one in v} != {bool},
+                "Give a list of eleven times True or False.",
+            ),
             ([False] * 11, "Some of the statements are true."),
         ),
     ),
