@@ -17,8 +17,10 @@ from mpkit.explorers.training import OrderExplorer, StepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
 from mpkit.plots.boost import less_bn_scene
 from mpkit.plots.casting import log_softmax_scene
-from mpkit.plots.rounding import modes_scene
-from mpkit.plots.scaling import sweep_scene
+from mpkit.plots.rounding import modes_scene, updates_scene
+from mpkit.plots.scaling import naive_scene, sweep_scene, zoo_scene
+from mpkit.plots.scene import unpack
+from mpkit.plots.start import start_scene
 
 NEVER = {
     "one as many": r"(?<![\d.,/^(=-])1 (?:steps|times(?! the)|values|operations|rules|other pairs|micro-batches)\b",
@@ -148,6 +150,39 @@ def test_the_zoo_names_no_rule_for_a_number_that_others_share(situation):
             assert who == (names[0] if len(names) == 1 else f"{len(names)} rules, such as {names[0]}")
         for row, final in zip(model.table(), model.done.final):  # a rule ends nowhere below its lowest scale
             assert power(row["lowest"]) <= final * (1 + 3e-3)
+
+
+@pytest.mark.parametrize("situation", ["drop", "model", "free"])
+def test_no_rule_of_the_zoo_is_cut_off_where_it_would_seem_to_rest(situation):
+    model = ZooExplorer(situation=situation, interval=2)
+    powers = np.log2(model.scales[np.isfinite(model.scales) & (model.scales > 0)])
+    y = zoo_scene(model).spec()["panels"][0]["y"]
+    assert y["lo"] < powers.min() <= powers.max() < y["hi"]
+
+
+@pytest.mark.parametrize("start", [-8, 0, 16])
+def test_the_naive_rule_is_not_cut_off_either(start):
+    model = NaiveExplorer(start_exponent=start, ceiling_exponent=24)
+    y = naive_scene(model).spec()["panels"][0]["y"]
+    assert y["lo"] < np.log2(model.naive.min()) <= np.log2(model.naive.max()) < y["hi"]
+
+
+def test_a_plan_that_leaves_the_picture_does_not_run_along_its_edge():
+    model = StartExplorer(scale_window=1, scale_factor=16)
+    spec = start_scene(model).spec()
+    panel = spec["panels"][1]
+    (line,) = (mark for mark in panel["marks"] if mark.get("label") == "without an overflow")
+    drawn, plan = np.asarray(unpack(line["y"], spec["data"])), np.log2(model.plan)
+    assert np.array_equal(np.isnan(drawn), plan > panel["y"]["hi"])
+    assert np.isnan(drawn).any()
+
+
+def test_a_picture_shows_how_far_a_tiny_update_has_moved_the_weight():
+    spec = updates_scene(UpdatesExplorer(update=1e-6, progress=2)).spec()
+    (words,) = (mark for mark in spec["panels"][0]["marks"] if "exact by" in str(mark.get("text")))
+    nearest, exact = (np.asarray(unpack(field, spec["data"])) for field in words["fields"])
+    assert nearest[2] == 0
+    assert exact[2] == pytest.approx(4e-5)
 
 
 @pytest.mark.parametrize(("number", "told"), [("1e400", "off by more than 1e300"), ("-inf", "e2m1 has no inf")])

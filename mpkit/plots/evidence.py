@@ -228,12 +228,13 @@ def two_rules(
     naive: Any, dynamic: Any, losses: Any, ceiling: float, start: int, handle: tuple[str, int, int], **more: Any
 ) -> Scene:
     """A rule that compares loss and scale beside one that looks at gradients, under the gradients' ceiling."""
-    low, high, steps = -50, 50, len(naive)
+    powers, steps = np.log2(naive), len(naive)  # a line cut off at the edge would look like rest
+    low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
     scene = Scene(height=400, width=900)
     panel = scene.panel(
         title="a rule that never looks at a gradient, and one that does",
         x=linear("step", 0, steps, 8),
-        y=log2("loss scale; loss", low, high, 10),
+        y=log2("loss scale; loss", low, high, 10 if high - low < 120 else 25),
     )
     panel.span("y", math.log2(ceiling), high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15", "below the smallest float16")

@@ -183,7 +183,7 @@ def zoo_scene(data: ZooExplorer) -> Scene:
     scene.play("step", "step", count, every=60)
     alive = data.scales[~np.isnan(data.scales) & (data.scales > 0) & np.isfinite(data.scales)]
     real = np.log2(np.concatenate([alive, data.ceiling[(data.ceiling > 0) & np.isfinite(data.ceiling)]]))
-    low, high = max(-40, math.floor(real.min()) - 2), min(60, math.ceil(real.max()) + 2)
+    low, high = math.floor(real.min()) - 2, math.ceil(real.max()) + 2  # a line cut off would look like a floor or a cap
     ceiling = scene.keep("ceiling", exponents(data.ceiling, low, high))
     at, first, second = data.parting
     x, y = linear("step", 0, count - 1, 8), log2("loss scale", low, high)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.plots.scaling import runs_panels
-from mpkit.plots.scene import DASHES, SERIES, Scene, exponents
+from mpkit.plots.scene import DASHES, SERIES, Scene
 
 if TYPE_CHECKING:
     from mpkit.explorers.start import StartExplorer  # upward: the types of its arguments
@@ -28,7 +28,7 @@ def start_scene(data: StartExplorer) -> Scene:
     plan = np.log2(np.minimum(data.plan, 2.0**127))
     _, panel = runs_panels(scene, runs, len(data.plan), also=(plan.min(), min(plan.max(), 40)))
     y = panel.given["y"]
-    at = exponents(data.plan, y["lo"], y["hi"])
+    at = np.where(plan <= y["hi"], plan, np.nan)  # a line along the edge would look like a cap
     panel.line(at, color="muted", dash=":", width=1.4, step="post", label="without an overflow")
     inside = 0.03 * len(data.plan)  # or the ball would cover the axis
     panel.handle("y", "init_exponent", data.init_exponent, 0, 30, "initial scale, 2 to the", cross=inside, note="start")
