@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from test_diagnose import chain, clip_too_early, rows, sound_loop
 from torch import Tensor, nn
 
+from mpkit import optimizers
+from mpkit.boost import FreezeOpt
 from mpkit.casting import auto_mixed_precision, custom_mixed_precision, get_black_list
 from mpkit.diagnose import Finding, preflight
+from mpkit.schedules import CosineDecayLR
 
 
 class LlamaNorm(nn.Module):
@@ -330,3 +333,36 @@ def test_a_state_in_eight_bits_is_read() -> None:
     assert preflight(network, optimizer) == []
     optimizer.state[network.weight]["momentum"] = torch.full((2, 2), torch.nan).to(torch.float8_e4m3fn)
     assert [found.what for found in preflight(network, optimizer)] == ["optimizer state momentum holds inf or NaN"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optimizers.Momentum(p, CosineDecayLR(0.0, 0.1, 10), 0.9),
+        lambda p: optimizers.SGD(p, [0.1, 0.2]),
+        lambda p: optimizers.LARS(optimizers.Momentum(p, CosineDecayLR(0.0, 0.1, 10), 0.9)),
+        lambda p: FreezeOpt(optimizers.SGD(p, [0.1, 0.2])),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: optimizers.AdaFactor(p),  # its relative steps use no rate, and 0 stands in the group
+    ],
+    ids=["schedule", "list", "LARS", "FreezeOpt", "torch's Adafactor", "AdaFactor"],
+)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_any_kind_of_rate_is_looked_at_and_a_sound_one_is_no_finding(make: Any, level: str) -> None:
+    network = nn.Linear(3, 2)
+    network(torch.ones(1, 3)).sum().backward()
+    found = preflight(network, make(list(network.parameters())), level)
+    assert not [finding for finding in found if "zero in" not in finding.what]
+
+
+def test_updates_of_a_schedule_that_round_away_are_found_at_the_rate_of_the_coming_step() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = nn.Parameter(torch.tensor([[2.0**15]]))
+    layer.weight.grad = torch.ones(1, 1)
+    optimizer = optimizers.SGD(layer.parameters(), [1.0, 2.0**-12])
+    assert not named(layer, "half an ulp", optimizer=optimizer)
+    optimizer.step()
+    assert len(named(layer, "half an ulp", optimizer=optimizer)) == 1
+    rms = optimizers.RMSProp(layer.parameters(), 1.0)  # moves by its rate, whatever the size of the gradient
+    layer.weight.grad = torch.full((1, 1), 2.0**-20)
+    assert not named(layer, "half an ulp", optimizer=rms)

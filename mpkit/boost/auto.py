@@ -16,7 +16,7 @@ from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
-from mpkit.boost.process import OptimizerProcess, ParameterProcess, inner, regroup
+from mpkit.boost.process import OptimizerProcess, ParameterProcess, coming_rate, inner, regroup
 from mpkit.files import read_json
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
@@ -324,7 +324,7 @@ class AutoBoost:
             rank_size=size,
             device_number=hyper["device_number"],
         )
-        alpha = _rate_of(inner(optimizer)) if hyper["alpha"] == "lr" else hyper["alpha"]
+        alpha = float(coming_rate(optimizer, optimizer.param_groups[0])) if hyper["alpha"] == "lr" else hyper["alpha"]
         return DimReduceSGD([p for p in network.parameters() if p.requires_grad], rows, alpha)
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
@@ -351,14 +351,6 @@ def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn
     known |= {id(m.multiplier) for m in network.modules() if isinstance(m, NormalizedLinear) and id(m.weight) in known}
     elsewhere = {id(p) for p in (*before, *here)}
     return [p for p in here if id(p) in known] + [p for p in held if id(p) not in elsewhere]
-
-
-def _rate_of(optimizer: Any) -> float:
-    """The learning rate of the first group now; of mpkit's optimizers it may be a schedule."""
-    rate = optimizer.param_groups[0]["lr"]
-    if callable(rate):
-        rate = optimizer.get_lr()
-    return float(rate[0] if isinstance(rate, list) else rate)
 
 
 def _loaded(config: object) -> dict[str, Any]:

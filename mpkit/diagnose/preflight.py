@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mpkit.boost.process import coming_rate, inner
 from mpkit.casting import LEVELS
 from mpkit.casting.table import MINDSPORE
 from mpkit.diagnose.own_norms import own_norms
@@ -151,7 +153,8 @@ def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[F
         formats = low or ([fmt] if level == "O3" else [])
         for key in ("eps", "lr", "weight_decay"):
             value = group.get(key)
-            value = min(value) if isinstance(value, tuple | list) else value
+            several = value if isinstance(value, tuple | list) else [value]
+            value = min((v for v in several if isinstance(v, float)), default=None)  # torch's Adafactor has a None
             for one in formats:
                 if isinstance(value, float) and 0 < value <= one.zero_up_to:
                     yield Finding(
@@ -183,14 +186,18 @@ def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
 
 def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
     """Parameters most of whose next updates round away: lr * |g| (Adam's kin: lr) below half an ulp of the weight."""
-    adaptive = any(word in type(optimizer).__name__ for word in ("Adam", "Lamb", "RMSprop", "Adafactor"))
+    name = type(inner(optimizer)).__name__.lower()
+    adaptive = any(word in name for word in ("adam", "lamb", "rmsprop", "adafactor"))
     for group in optimizer.param_groups:
+        rate = float(coming_rate(optimizer, group))
+        if math.isnan(rate):
+            continue
         for p in group["params"]:
             if p.grad is None or p.dtype not in _NAMES or not _is_finite(p):
                 continue
             fmt = get_format(_NAMES[p.dtype])
             grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
-            size = torch.full_like(grad, float(group["lr"])) if adaptive else grad * float(group["lr"])
+            size = torch.full_like(grad, rate) if adaptive else grad * rate
             moving = grad > 0
             lost = float((moving & (size < ulp(p.detach().double(), fmt) / 2)).sum()) / max(1, int(moving.sum()))
             if lost > _STATE_SHARE:

@@ -21,10 +21,9 @@ from mpkit.arguments import (
     check_flags,
     check_kind,
     check_number,
-    is_number,
     is_whole,
 )
-from mpkit.boost.process import inner
+from mpkit.boost.process import coming_rate
 from mpkit.casting.sparse import values_of
 from mpkit.casting.targets import float_tensors
 from mpkit.formats import get_format
@@ -34,7 +33,6 @@ from mpkit.record.rows import Part, Rows, Table, added, kept, moved
 from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
 from mpkit.record.trace import Trace
 from mpkit.record.watch import watch
-from mpkit.schedules import LearningRateSchedule
 from mpkit.step import Hook, StepContext
 
 
@@ -49,7 +47,8 @@ class Recorder(Hook):
 
     Args:
         network:     whose parameters are watched.
-        optimizer:   whose learning rate is recorded (None: NaN; a training step brings its own).
+        optimizer:   whose learning rate is recorded (None: NaN; a training step brings its own), that of the coming
+                     step in the first group.
         scaler:      a `torch.amp.GradScaler`, an mpkit scaler or update cell, or None where nothing scales the loss.
         every:       steps between two histograms and gradient norms (>= 1); all else is recorded in every step.
         by:          "parameter", or "module" to add up the parameters of a module.
@@ -324,14 +323,9 @@ def _reciprocal(scale: float | Tensor) -> float | Tensor | None:
 
 
 def _lr_of(optimizer: Optimizer | None) -> float | Tensor:
-    """The rate of the coming step in the first group; NaN where there is none, or what is there is no number."""
     if optimizer is None or not optimizer.param_groups:
         return math.nan
-    rate: Any = optimizer.param_groups[0].get("lr")
-    if isinstance(rate, LearningRateSchedule):  # mpkit's optimizers ask it at their own count of steps
-        rate = getattr(inner(optimizer), "_rate", lambda _: math.nan)(optimizer.param_groups[0])
-    one = rate.numel() == 1 if isinstance(rate, Tensor) else is_number(rate)
-    return rate if one else math.nan
+    return coming_rate(optimizer, optimizer.param_groups[0])
 
 
 def _not_finite(norm: float | Tensor) -> bool | Tensor:
