@@ -106,37 +106,50 @@ PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessi
 AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
   .querySelector('.mpk[aria-busy=true], .mpk progress[style*="visible"]');"""
 PATIENCE = 300_000.0  # ms for whatever is waited for: a busy machine is ten times as slow
-LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
+FRAMES = 3  # without news before the end is believed: what the page has to draw, however busy, it draws in the next one
 
+# Both look every few milliseconds, and in frames at the end only: who asks for a frame has the whole page painted.
 # Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
 # `patience` ms.
-WATCH = """([index, before, patience, timeout, looks]) => new Promise((done) => {
+WATCH = """([index, before, patience, timeout, frames]) => new Promise((done) => {
   const start = performance.now();
   let busy = start, calm = 0;
-  const look = () => {
+  const look = (frame) => {
     const now = performance.now();
-    calm += 1;
     if (window.__atWork(index)) { busy = now; calm = 0; }
+    const over = now - busy > patience;
+    if (over && frame) calm += 1;
     if (window.__sight(index) !== before) done(now - window.__pressed);
-    else if ((now - busy > patience && calm > looks) || now - start > timeout) done(null);
-    else requestAnimationFrame(look);
+    else if (calm >= frames || now - start > timeout) done(null);
+    else if (over) requestAnimationFrame(() => look(true));
+    else setTimeout(look, 5);
   };
   look();
 })"""
 
 # What the cell shows when nothing has been under way, and picture and focus have been the same, for `quiet` ms.
-SETTLED = """([index, quiet, timeout, looks]) => new Promise((done) => {
+SETTLED = """([index, quiet, timeout, frames]) => new Promise((done) => {
   const start = performance.now();
   let last = window.__sight(index), held = document.activeElement, since = start, calm = 0;
-  const look = () => {
+  const look = (frame) => {
     const now = performance.now(), seen = window.__sight(index), focus = document.activeElement;
-    calm += 1;
     if (seen !== last || focus !== held || window.__atWork(index)) { last = seen; held = focus; since = now; calm = 0; }
-    if ((now - since > quiet && calm > looks) || now - start > timeout) done(seen);
-    else requestAnimationFrame(look);
+    const over = now - since > quiet;
+    if (over && frame) calm += 1;
+    if (calm >= frames || now - start > timeout) done(seen);
+    else if (over) requestAnimationFrame(() => look(true));
+    else setTimeout(look, 10);
   };
   look();
 })"""
+
+# Gives a control the focus, as the Tab key does; what it says of itself, or null where it does not take the focus.
+FOCUS = """(id) => { const e = document.querySelector(`[data-control="${id}"]`);
+  if (!e) return null;
+  if (document.activeElement !== e) e.focus();
+  const top = e.matches('.handle') ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax')
+    : e.max !== undefined && +e.value >= +e.max;
+  return document.activeElement === e ? {top} : null; }"""
 
 HEARD = "() => [window.__reached, window.__sent]"
 
@@ -148,9 +161,6 @@ CELLS = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel
 READY = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
   const k = w && w.sessionContext && w.sessionContext.session && w.sessionContext.session.kernel;
   return !!(w && w.content && w.content.model && w.content.widgets.length && k && k.status === 'idle'); }"""
-
-AT_TOP = """(e) => e.matches('.handle')
-  ? +e.getAttribute('aria-valuenow') >= +e.getAttribute('aria-valuemax') : e.max !== undefined && +e.value >= +e.max"""
 
 ALL_RAN = """() => window.jupyterapp.shell.currentWidget.content.model.sharedModel.toJSON().cells.every((c) =>
   c.cell_type !== 'code' || c.execution_count || !(Array.isArray(c.source) ? c.source.join('') : c.source).trim())"""
@@ -355,11 +365,11 @@ class Page:
 
     def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
         """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
-        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, LOOKS])
+        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, FRAMES])
 
     def settled(self, cell: int, quiet: float = 0.1) -> str:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
-        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, LOOKS])
+        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, FRAMES])
 
     def close(self) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
@@ -378,8 +388,10 @@ PLAY = ("Play", "Pause")
 
 def press(page, control, *keys):
     """Focus a control and press keys."""
+    if page.page.evaluate(FOCUS, control["id"]) is None:  # drawn anew, or not to be reached yet
+        page.control(control).focus()
     for key in keys:
-        page.control(control).press(key)
+        page.page.keyboard.press(key)
 
 
 def poke(page, cell, control, patience=0.25):
@@ -387,7 +399,8 @@ def poke(page, cell, control, patience=0.25):
     tries = {"button": [["Enter"]], "checkbox": [["Space"]], "slider": [["ArrowRight"], ["ArrowLeft"]]}.get(
         control["kind"], [["ArrowUp", "Enter"], ["ArrowDown", "Enter"]]
     )
-    if len(tries) == 2 and page.control(control).evaluate(AT_TOP):
+    press(page, control)
+    if len(tries) == 2 and (page.page.evaluate(FOCUS, control["id"]) or {}).get("top"):
         tries.reverse()
     for keys in tries:
         before = page.sight(cell)
