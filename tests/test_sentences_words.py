@@ -1,10 +1,12 @@
 """What no sentence, cell or label of the lessons 00 to 10 may say, whatever the controls are set to together."""
 
 import re
+from functools import cache
 
+import ml_dtypes
 import numpy as np
 import pytest
-from sentences import jointly, power
+from sentences import NARROW, jointly, power
 
 from mpkit.explorers.boost import BoostExplorer, CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
@@ -17,6 +19,7 @@ from mpkit.explorers.training import OrderExplorer, StepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
 from mpkit.plots.boost import less_bn_scene
 from mpkit.plots.casting import log_softmax_scene
+from mpkit.plots.formats import bits_scene
 from mpkit.plots.rounding import modes_scene, updates_scene
 from mpkit.plots.scaling import naive_scene, sweep_scene, zoo_scene
 from mpkit.plots.scene import unpack
@@ -78,6 +81,15 @@ CASES = [
     (LessBNExplorer, 12, {"network": ("ResNet-18", "LeNet-5")}),
     (CentralizeExplorer, 40, {}),
 ]
+
+
+@cache
+def patterns(dtype):
+    """Every finite value of a format of at most 16 bits, ascending."""
+    bits = ml_dtypes.finfo(dtype).bits
+    with np.errstate(invalid="ignore"):
+        values = np.arange(2**bits).astype(np.uint16 if bits == 16 else np.uint8).view(dtype).astype(np.float64)
+    return np.unique(values[np.isfinite(values)])
 
 
 def complaints(text):
@@ -183,6 +195,22 @@ def test_a_picture_shows_how_far_a_tiny_update_has_moved_the_weight():
     nearest, exact = (np.asarray(unpack(field, spec["data"])) for field in words["fields"])
     assert nearest[2] == 0
     assert exact[2] == pytest.approx(4e-5)
+
+
+def test_a_format_that_is_said_to_have_no_value_so_near_has_none():
+    numbers = ("0.1", "0", "6", "70000", "-70000", "1e400", "-1e-9", "448", "2^-14")
+    for model in jointly(BitsExplorer(pinned="e5m2"), 150, number=numbers, pinned=tuple(NARROW)):
+        if model.fields.value is None:
+            continue
+        dtype = NARROW[model.pinned]
+        low, high = model.window
+        every = patterns(dtype)
+        inside = every[(every >= low) & (every <= high)]
+        shown, stored = model.pinned_near
+        assert set(shown) <= set(inside.tolist()), model.state()
+        assert len(shown) == len(inside) or len(shown) >= 60, model.state()
+        assert ("has no value so near" in str(bits_scene(model).spec())) == (not len(inside))
+        assert stored in every
 
 
 @pytest.mark.parametrize(("number", "told"), [("1e400", "off by more than 1e300"), ("-inf", "e2m1 has no inf")])

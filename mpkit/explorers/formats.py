@@ -159,16 +159,17 @@ class BitsExplorer(Explorer):
     def _values_within(self, fmt: FloatFormat) -> tuple[list[float], float]:
         low, high = self.window
         wanted = min(max(self.wanted, -fmt.max), fmt.max)
-        stored = store(wanted, fmt)
-        values = [value_of(stored, fmt)]
+        shown = min(max(self.wanted, low), high)  # what is asked for may lie far outside
+        first = store(min(max(shown, -fmt.max), fmt.max), fmt)
+        values = [value_of(first, fmt)]
         for up in (False, True):
-            pattern: int | None = stored
+            pattern: int | None = first
             while (pattern := neighbour(pattern, fmt, up)) is not None and len(values) < 60:  # type: ignore[arg-type]
                 value = value_of(pattern, fmt)
                 if not low <= value <= high:
                     break
                 values.append(value)
-        return sorted(v for v in values if low <= v <= high), values[0]
+        return sorted(v for v in values if low <= v <= high), value_of(store(wanted, fmt), fmt)
 
     def _read(self) -> tuple[float, int]:
         """The number asked for and its pattern; nan(0x7e01) stands for one particular NaN."""

@@ -131,7 +131,13 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         text = name if near else f"{name} has no value so near"
         panel.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     at = min(max(data.wanted, low), high)
-    grip = {"step": (high - low) / 160, "cross": 0.78, "note": f"asked for {data.asked()}"}
+    grip: dict[str, Any] = {"step": (high - low) / 160, "cross": 0.78}
+    asked = f"asked for {data.asked()}"
+    if at == data.wanted:
+        grip["note"] = asked
+    else:  # its name on the side that has room
+        look = {"anchor": "end", "dx": -12} if at == high else {"anchor": "start", "dx": 12}
+        panel.text(f"{asked}, outside this picture", at, 0.78, color="own", halo=True, **look)
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
