@@ -7,16 +7,19 @@ import math
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import DimReduce, WeightSnapshots
 from mpkit.boost.dim_reduce.descent import DimReduceSGD, _RandomState, _undisturbed
-from mpkit.boost.dim_reduce.pca import prepare_pca
-from mpkit.boost.grad_freeze import cell, split_learning_rates
-from mpkit.boost.grad_freeze.stages import stage_costs
+from mpkit.boost.dim_reduce.pca import pca_matrix, prepare_pca
+from mpkit.boost.grad_freeze import FreezeOpt, cell, split_learning_rates
+from mpkit.boost.grad_freeze.stages import expected_saving, index_probabilities, stage_costs
 from mpkit.boost.group_loss_scale import GroupLossScaleManager, GroupScaling
+from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.boost.updates import FrozenUpdate
 from mpkit.step import distributed
 
 
@@ -201,3 +204,60 @@ def test_a_rank_waits_half_an_hour_for_the_matrix_of_another() -> None:
 
 def test_a_snapshot_is_saved_every_ten_steps() -> None:
     assert inspect.signature(WeightSnapshots).parameters["every"].default == 10
+
+
+class Told:
+    """An update that keeps what it was asked to average."""
+
+    hooks = ()
+    optimizer = None
+
+    def reduce(self, parameters: Any = None) -> None:
+        self.parameters = parameters
+
+
+def test_a_frozen_step_averages_what_it_trains_unless_told_what() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    groups = [list(net[0].parameters()), list(net[1].parameters())]
+    freezing = FreezeOpt(torch.optim.SGD(net.parameters(), 0.1), groups, [1])
+    inner = Told()
+    update = FrozenUpdate(inner, freezing)  # type: ignore[arg-type]
+    update.reduce()
+    assert [id(p) for p in inner.parameters] == [id(p) for p in groups[1]]
+    update.reduce(groups[0])
+    assert inner.parameters is groups[0]
+
+
+def test_a_state_from_before_steps_were_counted_has_none() -> None:
+    p = nn.Parameter(torch.zeros(1))
+    freezing = FreezeOpt(torch.optim.SGD([p], 0.1), [[p]])
+    saved = freezing.state_dict()
+    del saved["steps"]
+    freezing.load_state_dict(saved)
+    assert freezing.steps == 0
+
+
+def test_a_normalized_layer_begins_as_a_linear_one_does() -> None:
+    """So MindSpore and torch draw it: uniform within 1 / sqrt(in_features)."""
+    torch.manual_seed(3)
+    normalized = NormalizedLinear(16, 8)
+    torch.manual_seed(3)
+    linear = nn.Linear(16, 8)
+    assert torch.equal(normalized.weight, linear.weight)
+
+
+def test_the_random_directions_come_from_seed_zero() -> None:
+    data = np.random.default_rng(5).normal(size=(40, 60))  # no direction stands out, so that the draws are seen
+    found = pca_matrix(data, 3)
+    np.testing.assert_array_equal(found, pca_matrix(data, 3, generator=np.random.default_rng(0)))
+    assert not np.array_equal(found, pca_matrix(data, 3, generator=np.random.default_rng(1)))
+
+
+@pytest.mark.parametrize("freeze_type", [0, 1])
+@pytest.mark.parametrize(("groups", "frozen"), [(1, 0.0), (2, 0.25), (4, 0.25)])
+def test_two_groups_are_enough_to_save_something(freeze_type: int, groups: int, frozen: float) -> None:
+    """The first stage costs a quarter and stands still in every step that is not a full one, if it can."""
+    costs = [1.0, 3.0] if groups < 4 else [1.0, 0.0, 0.0, 3.0]
+    saved = expected_saving(costs, groups, freeze_type, 0.5)
+    chance = sum(index_probabilities(max(groups, 2), freeze_type))
+    assert saved == pytest.approx(0.5 * frozen * chance, rel=1e-12)

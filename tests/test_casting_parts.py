@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,10 @@ from mpkit.casting import (
     watching,
     within,
 )
+from mpkit.casting.handlers import _delivered
 from mpkit.casting.mode import LOCAL, CastMode
 from mpkit.casting.table import MINDSPORE, OTHERS
+from mpkit.casting.targets import MARK, Emulated, float_tensors, marked, precision
 from mpkit.formats import E5M2, FloatFormat
 
 BIT = 2.0**-12  # beside 1 it is in float32, and in no narrower format
@@ -430,3 +433,31 @@ def test_a_module_that_one_holder_has_is_not_looked_for_on_the_stack(monkeypatch
     network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2)), "O1", torch.bfloat16)
     network(torch.ones(1, 2))
     assert looked == []
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    number: int = 3
+
+
+def test_the_tensors_of_a_dataclass_are_found_and_its_class_holds_none() -> None:
+    x, y = torch.ones(1), torch.ones(2, dtype=torch.float16)
+    assert [id(t) for t in float_tensors({"a": Pair(x), "b": [y, Pair, torch.ones(1, dtype=torch.int64)]})] == [
+        id(x),
+        id(y),
+    ]
+
+
+def test_what_is_written_beside_a_format_is_not_in_it() -> None:
+    """`out=` of a result that was rounded to no format, or to another one."""
+    target = Emulated(E5M2, E5M2)
+    place = marked(torch.zeros(1), target)
+    assert precision(_delivered(torch.tensor([1 + BIT]), (), {"out": place})) == torch.float32
+    assert place.item() == 1 + BIT
+    place = marked(torch.zeros(1), target)
+    assert precision(_delivered(marked(torch.ones(1), target), (), {"out": place})) == target
+    plain = torch.zeros(1)
+    assert _delivered(torch.ones(1), (), {"out": plain}) is plain
+    assert precision(plain) == torch.float32
+    assert not hasattr(plain, MARK)

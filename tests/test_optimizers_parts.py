@@ -12,6 +12,7 @@ from torch import nn
 from mpkit import optimizers as opt
 from mpkit.optimizers import base
 from mpkit.optimizers.saved import check_saved
+from mpkit.optimizers.update import Update
 from mpkit.schedules import ListedLR
 
 
@@ -120,3 +121,56 @@ def test_the_numbers_of_lars_are_above_zero(name: str) -> None:
     inner = opt.Momentum([nn.Parameter(torch.ones(2))], 0.1, 0.9)
     with pytest.raises(ValueError, match=name):
         opt.LARS(inner, **{name: 0.0})
+
+
+@pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan, -1e-30, 10**400])
+def test_a_rate_is_finite_and_not_negative(rate: float) -> None:
+    with pytest.raises(ValueError, match="a learning rate must be at least 0 and finite"):
+        opt.SGD([nn.Parameter(torch.zeros(1))], rate)
+
+
+def test_a_rate_of_zero_is_a_rate() -> None:
+    assert opt.SGD([nn.Parameter(torch.zeros(1))], 0).param_groups[0]["lr"] == 0.0
+
+
+def test_plain_descent_in_float32_keeps_no_state_and_in_float16_its_masters() -> None:
+    wide, narrow = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    for p, kept in ((wide, []), (narrow, ["master"])):
+        optimizer = opt.SGD([p], 0.1)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert [key for state in optimizer.state_dict()["state"].values() for key in state] == kept
+        assert len(optimizer.state) == len(kept)
+
+
+def test_adafactor_divides_by_no_loss_scale() -> None:
+    """As in MindSpore; the first eps makes the step depend on how large the gradients are."""
+    pair = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p, scale in zip(pair, (1.0, 1024.0)):
+        optimizer = opt.AdaFactor([p], eps=(1e-3, 1e-3), loss_scale=scale)
+        p.grad = torch.tensor([1.0, 2.0, -3.0])
+        optimizer.step()
+    assert torch.equal(*pair)
+    assert not torch.equal(pair[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_asgd_begins_to_average_after_t0_steps_as_torch_does(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in range(2))
+    a, b = opt.ASGD([ours], 0.1, t0=2.0), torch.optim.ASGD([theirs], 0.1, t0=2.0)
+    if on_device:
+        monkeypatch.setattr(base, "AT_HAND", frozenset())
+        a.found_inf = torch.zeros(())
+    for step in range(7):
+        ours.grad = theirs.grad = torch.tensor([0.5, step - 3.0], dtype=torch.float64)
+        a.step()
+        b.step()
+        # eta is a float32 here, and a rate of 0.1 is moved by at most its last bit
+        torch.testing.assert_close(a.state[ours]["average"], b.state[theirs]["ax"], rtol=0, atol=7 * 4 * 0.1 * 2.0**-23)
+
+
+def test_a_tensor_of_just_the_size_of_a_slice_stays_whole_and_a_larger_one_is_cut() -> None:
+    weights = [torch.zeros(4), torch.zeros(8), torch.zeros(9)]
+    update = Update(weights, [w.clone() for w in weights], {}, {}, [0, 1, 2], 0.1, 0.0, 1, None)
+    parts = [[w.numel() for w in part.weights] for part in update.slices(8)]
+    assert parts == [[4, 8], [8], [1]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from mpkit.record import Ranges, Recorder
-from mpkit.record.counts import host_counts
+from mpkit.record import Ranges, Recorder, counts
+from mpkit.record import recorder as recorder_module
+from mpkit.record.counts import exponent_counts, host_counts
 from mpkit.record.rows import Rows, noted
 from mpkit.record.trace import HIGHEST, LOWEST
 
@@ -60,3 +62,48 @@ def test_a_complex_loss_is_refused_before_it_spoils_the_trace() -> None:
         recorder.record(torch.tensor(1 + 1j))
     recorder.record(torch.tensor(1.0))
     assert recorder.trace().loss.tolist() == [1.0]
+
+
+def test_a_state_without_seconds_begins_to_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(torch.nn.Linear(1, 1))
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: 100.0)
+    recorder.load_state_dict({"index": 3})
+    assert recorder.state_dict() == {"index": 3, "seconds": 0.0, "seen": {}}
+
+
+@pytest.mark.parametrize(("numel", "parts"), [(2**24, [2**24]), (2**24 + 1, [2**24, 1]), (5, [5])])
+def test_no_count_in_float32_may_pass_what_it_holds(
+    numel: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere than on a CPU one bin counts by ones, in float32: at 2**24 that ends."""
+    sizes = []
+
+    def histc(x: torch.Tensor, bins: int, low: int, high: int) -> torch.Tensor:
+        sizes.append(x.numel())
+        assert (bins, low, high) == (256, 0, 256)
+        return torch.zeros(bins, device=x.device)
+
+    monkeypatch.setattr(torch, "histc", histc)
+    exponent_counts(torch.empty(numel, device="meta"))
+    assert sizes == parts
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0**-3, 2.0**-126, 2.0**-127, 0.75, 2.0])
+def test_values_are_counted_alike_one_by_one_in_pairs_and_in_blocks(
+    factor: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for most in (2.0, 2.0**100):  # below 2 seven bits of the exponent are enough
+        x = torch.randn(1037, generator=generator) * torch.logspace(-44, 0, 1037)
+        x = (x / x.abs().max() * most).clamp(-most * (1 - 2.0**-24), most * (1 - 2.0**-24))
+        x[::7], x[5], x[6] = 0.0, 2.0**-126, 2.0**-140
+        fields = ((x * (1.0 if factor is None else factor)).view(torch.int32) >> 23 & 255).numpy()
+        wanted = np.bincount(fields, minlength=256)
+        for few, block in ((2**14, 2**19), (0, 2**19), (0, 64), (2**14, 100)):
+            monkeypatch.setattr(counts, "_FEW", few)
+            monkeypatch.setattr(counts, "_BLOCK", block)
+            found, zeros, largest, norm = host_counts(x, factor)
+            assert zeros == wanted[0]
+            assert found[1:].tolist() == wanted[1:].tolist()
+            assert largest == (x * (1.0 if factor is None else factor)).abs().max()
+            assert norm == pytest.approx(float(x.double().norm()), rel=1e-6)  # a thousand sums of float32 squares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 from test_replay import trace_of
 
-from mpkit.policies import preset, run, stack
-from mpkit.replay import can_compile, replay, simulate
+from mpkit.policies import ScalePolicy, preset, run, stack, tensor_scale_preset
+from mpkit.replay import can_compile, ceilings, replay, replay_tensor_scales, simulate
+from mpkit.replay.percent import percent, percents
 from mpkit.replay.tensor_scales import _finite_max, _unused
+
+simulation = importlib.import_module("mpkit.replay.simulate")  # the package has a function of that name
 
 
 @pytest.mark.parametrize(
@@ -84,3 +88,81 @@ def test_whether_a_compiler_is_there_is_found_by_trying(works: bool, monkeypatch
     can_compile.cache_clear()
     assert can_compile() is works
     can_compile.cache_clear()  # not what this machine can
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "words"),
+    [
+        (0.0, 1, "0 %"),
+        (1.0, 1, "100 %"),
+        (0.01, 0, "1 %"),
+        (0.001, 1, "0.1 %"),
+        (math.nextafter(0.01, 0), 0, "less than 1 %"),
+        (0.99, 0, "99 %"),
+        (math.nextafter(0.99, 1), 0, "more than 99 %"),
+        (1 - 2.0**-53, 2, "more than 99.99 %"),
+        (1 + 2.0**-52, 0, "100 %"),  # what a mean of ones may come to
+        (0.5, 2, "50.00 %"),
+    ],
+)
+def test_a_share_next_to_none_or_all_is_told_as_such(share: float, digits: int, words: str) -> None:
+    assert percent(share, digits) == words
+
+
+def test_a_picture_rounds_shares_to_a_tenth_and_neither_end_is_reached_by_rounding() -> None:
+    shares = [0.0, 0.12345, 0.0004, 0.00051, 0.9994, 0.99951, 1.0, 0.5]
+    assert percents(shares).tolist() == pytest.approx([0.0, 12.3, 0.04, 0.1, 99.9, 99.9, 100.0, 50.0], rel=1e-12)
+
+
+POLICIES = {
+    "plain": [ScalePolicy(init_scale=2.0**k, growth_interval=3) for k in (10, 12, 16, 17)],
+    "double": [preset("deepspeed", scale_window=3), preset("apex", scale_window=2)],
+    "in double, slowly": [ScalePolicy(init_scale=3.0, growth_factor=1 + 2.0**-20, growth_interval=1, scale_bits=64)]
+    * 2,
+    "no float32": [preset("torch", growth_factor=f, backoff_factor=0.7, growth_interval=2) for f in (1.1, 1.3)],
+    "patience": [ScalePolicy(init_scale=2.0**16, growth_interval=2, hysteresis=h, max_consecutive=5) for h in (1, 2)],
+    "one after another": [ScalePolicy(init_scale=2.0**40, max_consecutive=n) for n in (2, 3)],
+    "all alike": [ScalePolicy(init_scale=2.0**40, max_consecutive=3)] * 2,
+    "tolerance": [preset("fairseq", scale_window=3, tolerance=t) for t in (0.0, 0.5)],
+    "bounded": [preset("mpkit", growth_interval=2, init_scale=s) for s in (2.0**-13, 2.0**23)],
+    "long": [ScalePolicy(growth_interval=2**33), ScalePolicy(growth_interval=3, init_count=2**31)],
+    "stops": [ScalePolicy(init_scale=2.0**18, stop_at=2.0**14), ScalePolicy(init_scale=2.0**18, stop_at=2.0**10)],
+}
+
+
+@pytest.mark.parametrize("form", ["one", "own"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_do_the_same_one_by_one_and_all_at_once(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As numbers, as tensors in double, and in float32 where that is said to lose nothing."""
+    generator = np.random.default_rng(3)
+    tops = 2.0 ** generator.uniform(8, 20, 60)
+    tops[20:26] = -1.0
+    tops[0:3] = 2.0**16 * (1 - 2.0**-30), 2.0**16, math.inf  # the first is no float32, which would round it up
+    if form == "own":
+        tops = np.stack([tops, tops[::-1]], axis=1)
+    policies = stack(POLICIES[name][:2])
+    alone = simulate(tops, policies, compiled=False)
+    monkeypatch.setattr(simulation, "_FEW", 0)
+    together = simulate(tops, policies, compiled=False)
+    monkeypatch.setattr(simulation, "_narrowed", lambda policy, state: (policy, state))
+    wide = simulate(tops, policies, compiled=False)
+    for key in ("sampled", "final", "lowest", "skipped", "first_good", "raised_at", "raised"):
+        np.testing.assert_array_equal(getattr(together, key), getattr(alone, key), err_msg=key)
+        np.testing.assert_array_equal(getattr(wide, key), getattr(alone, key), err_msg=key)
+    assert together.raised_at.dtype == np.int64
+
+
+def test_a_scale_just_at_the_ceiling_is_applied_and_has_no_headroom() -> None:
+    trace = trace_of([torch.ones(4)] * 3, form="fp32")
+    top = float(ceilings(trace, "fp16")[0])
+    frame = replay(trace, ScalePolicy.fixed(top, scale_bits=64), fmt="fp16")
+    assert (frame.skipped[0], frame.headroom[0]) == (0, 0.0)
+    above = replay(trace, ScalePolicy.fixed(math.nextafter(top, math.inf), scale_bits=64), fmt="fp16")
+    assert above.skipped[0] == 3
+
+
+@pytest.mark.parametrize(("last_bits", "clipped"), [(0, 0), (1, 0), (4, 0), (5, 1)])
+def test_the_last_bits_of_a_product_are_no_clipping(last_bits: int, clipped: int) -> None:
+    """A first step is cast with scale 1; 448 (1 + 2^-22), rounded to float32, is 448 and four of its last bits."""
+    done = replay_tensor_scales([448 + last_bits * 2.0**-15], [tensor_scale_preset("te_delayed")])
+    assert done.clipped.tolist() == [clipped]

@@ -169,7 +169,7 @@ def _frame(
         bits = np.log2(np.abs(tops[sample]))[:, None] - np.log2(seen)
     flushes = flushed(chosen, seen, fmt)
     flush = _mean(flushes, applied)
-    share = np.where(ran > 0, done.skipped / np.maximum(ran, 1), 0.0)
+    share = done.skipped / np.maximum(ran, 1)
     ended = done.raised_at >= 0
     columns: dict[str, Any] = {
         "skipped": done.skipped,

@@ -197,7 +197,7 @@ def _scales_used(
     if p.power_of_two:
         power = (after.astype(np.float64).view(np.int64) & (0x7FF << 52)).view(np.float64)
         after = np.where(after == 1, after, power.astype(np.float32))
-    if not p.unfused and len(after) != len(series):  # steps left out keep the scale before them
+    if len(after) != len(series):  # steps left out keep the scale before them
         counts = np.cumsum(series != 0)
         after = np.where(counts > 0, after[np.maximum(counts - 1, 0)], np.float32(1))
     used = np.empty_like(series)
