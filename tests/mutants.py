@@ -73,7 +73,8 @@ SWAPS: dict[type, type] = {
 }  # fmt: skip
 SILENT = {"stacklevel", "flush", "strict", "total"}  # only printing or a type checker shows them, or they only guard
 
-# what no test can notice: name of the mutant -> why
+# what no test can notice: name of the mutant -> why; "=> *" stands for all mutants of the line of a tuning constant,
+# one that decides how much is worked on at once or which of two ways to the same numbers is taken
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent_mutants.json").read_text())
 
 
@@ -180,6 +181,12 @@ def _changed(node: Any) -> Iterator[ast.AST]:
         yield ast.Constant(2 * node.value or 1.0)
 
 
+def excused(names: list[str]) -> dict[str, str]:
+    """Those of some mutants that nothing can notice -> why."""
+    entries = {name: (name, f"{name.split(' => ')[0]} => *") for name in names}
+    return {name: EQUIVALENT[key] for name, keys in entries.items() for key in keys if key in EQUIVALENT}
+
+
 # --- the run
 
 
@@ -218,6 +225,11 @@ def all_mutants(root: Path, modules: list[str]) -> list[Mutant]:
     return found
 
 
+def outdated(every: list[Mutant]) -> set[str]:
+    """The entries of `EQUIVALENT` whose line is not there any more."""
+    return set(EQUIVALENT) - {name for m in every for name in (m.name, f"{m.name.split(' => ')[0]} => *")}
+
+
 def drawn(every: list[Mutant], options: Any) -> list[Mutant]:
     """The mutants to run: those that an earlier result says survived, or a random sample."""
     if options.again:
@@ -231,7 +243,7 @@ def table(results: list[tuple[Mutant, str]], rows: dict[str, dict[str, int]]) ->
     """Module -> how many were killed, survived, or cannot be noticed; `rows` counted before."""
     counts = {module: Counter(row) for module, row in rows.items()}
     for mutant, end in results:
-        kind = "equivalent" if end == "survived" and mutant.name in EQUIVALENT else end
+        kind = "equivalent" if end == "survived" and excused([mutant.name]) else end
         counts.setdefault(mutant.module, Counter())["killed" if kind == "too long" else kind] += 1
     return {m: {k: counts[m][k] for k in ("killed", "survived", "equivalent")} for m in sorted(counts)}
 
@@ -258,7 +270,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mpkit-mutants-") as scratch:
         copy = copied(options.root.resolve(), Path(scratch).resolve())
         every = all_mutants(copy, options.only)
-        for name in set(EQUIVALENT) - {m.name for m in every} if set(options.only) == set(OWN) else ():
+        for name in outdated(every) if set(options.only) == set(OWN) else ():
             print(f"the line of an equivalent mutant has changed, look again: {name}")
         sample = drawn(every, options)
         before = json.loads(options.write.read_text()) if options.resume else {}
@@ -294,6 +306,7 @@ def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict
     print(f"{share:.1%} of {count} killed, drawn with seed {options.seed} from {of}")
     if options.write:
         left = [m.name for m, end in results if end == "survived"]
+        why = excused(left)
         held = {
             "date": time.strftime("%Y-%m-%d"),
             "versions": {"python": platform.python_version(), "torch": importlib.metadata.version("torch")},
@@ -303,8 +316,8 @@ def _told(results: list[tuple[Mutant, str]], of: int, options: Any, before: dict
             "budget_seconds": options.budget,
             "killed_share": round(share, 4),
             "modules": rows,
-            "survived": before.get("survived", []) + [name for name in left if name not in EQUIVALENT],
-            "equivalent": before.get("equivalent", {}) | {n: EQUIVALENT[n] for n in left if n in EQUIVALENT},
+            "survived": before.get("survived", []) + [name for name in left if name not in why],
+            "equivalent": before.get("equivalent", {}) | why,
         }
         options.write.write_text(json.dumps(held, indent=1) + "\n")
 

@@ -25,6 +25,7 @@ from mpkit.casting import (
     graphs,
     handlers,
     ledger,
+    operations,
     remove_mixed_precision,
     watching,
     within,
@@ -232,13 +233,19 @@ TORCH, DYNAMO, INDUCTOR = (graphs._TORCH + "/nn/modules/module.py", graphs._RUNS
         (["/home/me/hook.py", "<eval_with_key>.1", DYNAMO], False),
         (["<eval_with_key>.1", "/home/me/hook.py", DYNAMO], False),
         (["<eval_with_key>.1", TORCH], False),  # nobody runs it
+        (["<eval_with_key>.1", "/home/me/hook.py _fn", DYNAMO], False),  # nobody else's function of that name
+        (
+            ["<eval_with_key>.1", f"{DYNAMO} set_up", "/home/me/train.py"],
+            False,
+        ),  # torch's own code, which runs no graph
         ([], False),
     ],
 )
 def test_an_operation_is_a_graphs_own_if_nobody_elses_code_is_between(files: list[str], inside: bool) -> None:
     frame: Any = None
     for file in reversed(files):
-        code = SimpleNamespace(co_filename=file, co_name="_fn" if file == DYNAMO else "forward")
+        place, _, name = file.partition(" ")
+        code = SimpleNamespace(co_filename=place, co_name=name or ("_fn" if file == DYNAMO else "forward"))
         frame = SimpleNamespace(f_code=code, f_back=frame)
     assert graphs.in_graph(frame) == inside
 
@@ -461,3 +468,25 @@ def test_what_is_written_beside_a_format_is_not_in_it() -> None:
     assert _delivered(torch.ones(1), (), {"out": plain}) is plain
     assert precision(plain) == torch.float32
     assert not hasattr(plain, MARK)
+
+
+def test_what_autocast_promotes_stays_in_double_beside_a_double() -> None:
+    x, y = torch.ones(2, dtype=torch.float64), torch.full((2,), 1 + BIT)
+    found = cast_like(Apply(torch.addcmul), "torch_autocast")(x, y, y)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, torch.addcmul(x, y, y))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_activations_are_kept_for_a_backward_pass_that_may_come(trained: bool, graph: bool) -> None:
+    net = nn.Linear(2, 2).requires_grad_(trained)
+    with torch.set_grad_enabled(graph), ledger(net) as book:
+        net(torch.ones(1, 2))
+    assert sum(row.saved for row in book.rows) == (8 if trained and graph else 0)  # the input, two float32
+
+
+def test_a_name_that_ends_in_an_underscore_writes_in_place_unless_it_begins_with_one() -> None:
+    assert {Tensor.add_, Tensor.relu_, torch.relu_, Tensor.__iadd__, Tensor.__setitem__} <= operations.IN_PLACE
+    others = {"__init__", "__add__", "requires_grad_", "share_memory_", "squeeze_", "detach_", "_foreach_add_"}
+    assert not others & {f.__name__ for f in operations.IN_PLACE}

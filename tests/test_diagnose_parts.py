@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from mpkit.casting import cast_like
 from mpkit.diagnose import diagnose, recommend, recommend_recipe, stale_scales
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.diagnose.report import Report, power
+from mpkit.diagnose.run import _lost
 from mpkit.diagnose.stale import _flushed_reasons, stale_operands
-from mpkit.diagnose.watch import Event, Operand, Watch, _operation
+from mpkit.diagnose.watch import Event, Operand, Watch, _operation, _storage
 from mpkit.formats import FP16
 from mpkit.record import AmaxTrace, Ranges
 from mpkit.replay import ceilings
@@ -384,3 +386,23 @@ def test_a_copy_into_another_dtype_is_a_cast(to: torch.dtype, words: str) -> Non
     assert _operation(torch.ops.aten.copy_.default, (torch.zeros(2, dtype=to), torch.zeros(2)), {}) == words
     assert _operation(torch.ops.aten._to_copy.default, (torch.zeros(2),), {"dtype": to}).startswith("cast to")
     assert _operation(torch.ops.aten._to_copy.default, (torch.zeros(2),), {}) == "copy"
+
+
+def test_a_share_that_is_lost_is_of_the_gradients_that_both_runs_have() -> None:
+    """A branch that depends on the values may leave a parameter out of one of them."""
+    one, none = torch.tensor([1.0, 2.0, 0.0, 4.0]), torch.tensor([0.0, 2.0, 0.0, 4.0])
+    full = SimpleNamespace(gradients=[one, None, one, None])
+    assert _lost(full, [none, one, None, None]) == pytest.approx(1 / 3)  # type: ignore[arg-type]
+    assert math.isnan(_lost(full, [None, one, None, None]))  # type: ignore[arg-type]
+    assert math.isnan(_lost(full, [one, None, one / 0, None]))  # type: ignore[arg-type]
+    assert _lost(SimpleNamespace(gradients=[torch.zeros(2)]), [torch.zeros(2)]) == 0.0  # type: ignore[arg-type]
+
+
+def test_where_numbers_came_from_goes_through_the_integers_of_a_rounding_alone() -> None:
+    watch = Watch(nn.Identity(), {})
+    source, bits, other, number = torch.ones(1), torch.ones(1, dtype=torch.int32), torch.ones(1), 3
+    watch._made[_storage(source)] = came = (0, "mul")  # type: ignore[assignment]
+    watch._carry((source, number), (bits, other, number))
+    assert watch._made == {_storage(source): came, _storage(bits): came}
+    watch._carry((other,), (bits, source))
+    assert watch._made == {_storage(source): came}  # the integers are others now

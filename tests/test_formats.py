@@ -275,3 +275,10 @@ def test_cuda_gives_the_same_patterns_and_values(fmt):
     assert same(fmt.decode(patterns.cuda()).cpu(), values)
     finite = torch.from_numpy(values)[torch.from_numpy(np.isfinite(values))]
     assert torch.equal(fmt.encode(finite.cuda()).cpu(), fmt.encode(finite))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_the_gap_around_what_is_beyond_a_format_is_that_of_its_largest_value(fmt):
+    for x in (math.inf, -math.inf, 2.0**1023, -fmt.max):
+        assert fmt.ulp(x) == fmt.ulp(fmt.max)
+    assert math.isnan(fmt.ulp(math.nan))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from test_replay import trace_of
 
 from mpkit.record import Ranges, Recorder, counts
 from mpkit.record import recorder as recorder_module
@@ -107,3 +110,9 @@ def test_values_are_counted_alike_one_by_one_in_pairs_and_in_blocks(
             assert found[1:].tolist() == wanted[1:].tolist()
             assert largest == (x * (1.0 if factor is None else factor)).abs().max()
             assert norm == pytest.approx(float(x.double().norm()), rel=1e-6)  # a thousand sums of float32 squares
+
+
+def test_the_smallest_exponent_of_nothing_is_zero() -> None:
+    for values, smallest in (([0.0, 0.0], 0), ([4.0, 1.0, 0.25], -2), ([math.nan], 0)):
+        trace = trace_of([torch.tensor(values)], form="fp32")
+        assert trace.to_frame("gradients").smallest_exponent.tolist() == [smallest]

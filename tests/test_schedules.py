@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -271,3 +272,8 @@ def test_lambda_lr_keeps_a_rate_that_is_a_tensor_and_each_group_its_own():
     assert all(isinstance(lr, torch.Tensor) for lr in found)
     assert [lr.item() for lr in found] == [0.5, 0.25]
     assert rate == torch.tensor(0.3)
+
+
+def test_what_is_no_step_is_quoted_in_part():
+    with pytest.raises(TypeError, match=rf"^a step is a number or a tensor, got {re.escape(repr([0] * 99)[:80])}; for"):
+        s.ExponentialDecayLR(0.1, 0.9, 4)([0] * 99)
