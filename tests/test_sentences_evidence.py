@@ -260,6 +260,12 @@ def test_blocks():
             plain = np.arange(128) != 40
             noise = ((y - x)[:, plain] ** 2).sum()
             told = read(rf": (\S+) dB .*, {PERCENT} of the blocks clipped, {PERCENT} of the values zero\.", m)
+            gone = (y[0] == 0).sum()
+            told = (
+                f"In the row that is shown {gone} of 128 values {'becomes' if gone == 1 else 'become'} zero. Over 257 "
+            )
+            assert told in m.summary()
+            assert (m.x == x[0].astype(np.float32)).all()
             clipped, zeros = (tops > largest * scale * (1 + 2.0**-22)).mean(), (y == 0).mean()
             assert float(told[0]) == pytest.approx(10 * math.log10((x[:, plain] ** 2).sum() / noise), abs=0.051)
             assert tells(told[1], clipped, 1), m.summary()

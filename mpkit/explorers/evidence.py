@@ -386,7 +386,7 @@ class WhatIfExplorer(Explorer):
         room = f"The scale lies {r['headroom']:.1f} bits below the ceiling on average"
         if math.isnan(r["headroom"]):
             room = "The scale is 0 in every applied step"
-        return f"{room}, and {percent(r['flushed'], 2)} of the gradient values become zero."
+        return f"{room}, and {percent(r['flushed'], 2)} of the non-zero gradient values become zero."
 
     def _unsettled(self, scales: np.ndarray) -> np.ndarray:
         """(steps, policies) -> (policies,) the steps that the recording leaves open for each policy.

@@ -86,6 +86,7 @@ class AmaxExplorer(Explorer):
 
 FORMATS: dict[str, BlockFormat] = {"MXFP8": MXFP8_E4M3, "MXFP4": MXFP4, "NVFP4": NVFP4}
 RULES = ("floor", "even", "rceil", "ceil")
+ROWS = 257  # of which the view shows the first
 
 
 def block_format(name: str, size: int, rule: str) -> BlockFormat:
@@ -117,12 +118,12 @@ class BlockExplorer(Explorer):
     outlier = Int(0, min=0, max=10).tag(label="outlier", unit="powers of two")
 
     def compute(self) -> None:
-        many = gaussian(257).clone()
+        many = gaussian(ROWS).clone()
         many[:, 40] = many[:, 40].sign() * 2.0**self.outlier * 1.9 if self.outlier else many[:, 40]
         self.format = block_format(self.fmt, self.size, self.rule)
         q = quantize_blocks(many, self.format)
         y = q.dequantize()
-        tops = many.abs().view(257, -1, self.size).amax(-1)
+        tops = many.abs().view(ROWS, -1, self.size).amax(-1)
         limit = q.largest().view((*tops.shape, -1))
         self.clipped_blocks = float((tops > limit[..., 0] * (1 + 2.0**-22)).double().mean())
         plain = [i for i in range(128) if i != 40]
@@ -140,9 +141,11 @@ class BlockExplorer(Explorer):
         rule = "scales in E4M3" if self.fmt == "NVFP4" else f"scale rule {self.rule}"
         outlier = f"an outlier of 1.9 x 2^{self.outlier}" if self.outlier else "no outlier"
         clipped, zero = (percent(share, 1) for share in (self.clipped_blocks, self.flushed))
+        gone, beside = int((self.decoded == 0).sum()), " beside the outlier" if self.outlier else ""
         return (
-            f"{self.fmt}, blocks of {self.size}, {rule}, {outlier}: {self.snr:.1f} dB signal to noise, {clipped} of "
-            f"the blocks clipped, {zero} of the values zero."
+            f"{self.fmt}, blocks of {self.size}, {rule}, {outlier}. In the row that is shown {gone} of {len(self.x)} "
+            f"values {'becomes' if gone == 1 else 'become'} zero. Over {ROWS} such rows: {self.snr:.1f} dB signal to "
+            f"noise{beside}, {clipped} of the blocks clipped, {zero} of the values zero."
         )
 
     def table(self) -> list[dict[str, Any]]:
