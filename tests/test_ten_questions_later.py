@@ -60,7 +60,7 @@ TABLE: Table = {
             None,
             lambda m: max(m.sequence) * m.stride < len(m.names),
         ),
-        ("why does a LeNet lose no BatchNorm?", LessBN, {"network": "LeNet-5"}, None, " 0 of 0 "),
+        ("why does a LeNet lose no BatchNorm?", LessBN, {"network": "LeNet-5"}, None, "has no BatchNorm"),
         ("does a deeper network lose more of them?", LessBN, {"network": "ResNet-50"}, None, " 36 of 53 "),
         ("which one never goes?", LessBN, {}, None, lambda m: m.layers[1] == ("bn1", "kept")),
         ("how much of a gradient is its mean?", Centralize, {"layer": "conv2.weight"}, None, "keeps 94 % of its"),
