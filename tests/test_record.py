@@ -15,7 +15,7 @@ from mpkit import optimizers
 from mpkit.boost import FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.policies import preset
-from mpkit.record import Ranges, Recorder, Trace, exponent_counts
+from mpkit.record import AmaxTrace, Ranges, Recorder, Trace, exponent_counts
 from mpkit.record.counts import host_counts, total_norm
 from mpkit.record.rows import Rows, _host, noted
 from mpkit.record.scale import scale_of
@@ -599,7 +599,9 @@ def test_wrong_arguments_say_what_is_needed():
     with pytest.raises(TypeError, match="record\\(loss, scale="):
         Recorder(network, scaler=cell).record(torch.tensor(1.0))
     with pytest.raises(ValueError, match="more values"):
-        Ranges(("a",), np.array([1]), np.array([0]), 0, np.array([[[2]]], dtype=np.uint32), *[np.zeros((1, 1))] * 3)
+        Ranges(
+            ("a",), np.array([1]), np.array([0]), 0, np.array([[[2]]], dtype=np.uint32), *[np.zeros((1, 1), int)] * 3
+        )
 
 
 def test_recording_reads_nothing_on_the_host():
@@ -822,3 +824,42 @@ def test_a_scale_that_is_none_is_refused_at_once_as_a_tensor_too():
             recorder.record(torch.ones(()), scale=torch.tensor(scale))
     recorder.record(torch.ones(()), scale=torch.tensor([2.0]))
     assert recorder.trace().scale.tolist() == [2.0]
+
+
+def test_every_trace_that_can_be_made_can_be_saved_and_read_again(tmp_path):
+    """What computed in float32 or int32 was saved, and then refused as damaged."""
+    trace, _ = plain_loop(steps=3, activations=True)
+    narrow = {"step": np.int32, "loss": np.float32, "scale": np.int64, "seconds": np.float16}
+    columns = {key: getattr(trace, key).astype(dtype) for key, dtype in narrow.items()}
+    ranges = dataclasses.replace(trace.gradients, zeros=trace.gradients.zeros.astype(np.int32))
+    measured = {"fp16": np.ones(3, np.float32)}
+    again = dataclasses.replace(trace, **columns, gradients=ranges, measured=measured)
+    again.save(tmp_path / "a.npz")
+    loaded = Trace.load(tmp_path / "a.npz")
+    assert loaded.step.dtype == loaded.gradients.zeros.dtype == np.int64
+    np.testing.assert_array_equal(loaded.loss, trace.loss.astype(np.float32))
+    amaxes = AmaxTrace(("a", "b"), np.ones((3, 2)))
+    amaxes.save(tmp_path / "b.npz")
+    np.testing.assert_array_equal(AmaxTrace.load(tmp_path / "b.npz").amax, amaxes.amax)
+
+
+def test_a_trace_that_could_not_be_read_again_cannot_be_made():
+    trace, _ = plain_loop(steps=3)
+    for key, value in (
+        ("overflow", trace.scale),
+        ("step", trace.step * 1.0),
+        ("measured", {"fp16": np.array(["x"] * 3)}),
+    ):
+        with pytest.raises(TypeError, match=rf"{key}.* must be"):
+            dataclasses.replace(trace, **{key: value})
+    with pytest.raises(TypeError, match="counts must be uint32, got float64; write counts"):
+        dataclasses.replace(trace.gradients, counts=trace.gradients.counts * 1.0)
+    for names, amax, error in (
+        (("a",), np.ones((3, 2), np.float32), ValueError),
+        (("a",), np.ones(1, np.float32), ValueError),
+        ((1,), np.ones((3, 1), np.float32), TypeError),
+        (("a",), np.array([["x"]]), TypeError),
+        ("a", np.ones((3, 1), np.float32), TypeError),
+    ):
+        with pytest.raises(error):
+            AmaxTrace(names, amax)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_kind
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
 from mpkit.files import read_npz, write_whole
@@ -25,10 +26,22 @@ class AmaxTrace:
     Args:
         tensors: names, "<path of the layer>.input", ".weight" and ".grad" (gradient of the output).
         amax:    (steps, tensors) float32; 0 where a tensor did not occur in a step.
+    Raises:  TypeError for names that are no text, or an array of another kind; ValueError for another shape.
     """
 
     tensors: tuple[str, ...]
     amax: np.ndarray
+
+    def __post_init__(self) -> None:
+        check_kind("tensors", self.tensors, (tuple, list), "the names of tensors")
+        if not all(isinstance(name, str) for name in self.tensors):
+            raise TypeError(f"tensors must be names, got {self.tensors!r:.80}")
+        check_kind("amax", self.amax, np.ndarray, "an array")
+        if not np.can_cast(self.amax.dtype, np.float32, "same_kind"):
+            raise TypeError(f"amax must be float32, got {self.amax.dtype}")
+        if self.amax.shape[1:] != (len(self.tensors),):
+            raise ValueError(f"amax must be (steps, {len(self.tensors)} tensors), got {self.amax.shape}")
+        object.__setattr__(self, "amax", self.amax.astype(np.float32, copy=False))
 
     def __len__(self) -> int:
         return len(self.amax)

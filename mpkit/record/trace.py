@@ -51,7 +51,7 @@ class Ranges:
         zeros:     (H, P) int64 values below 2**-126, in practice zeros.
         nonfinite: (H, P) int64 values that are inf or NaN.
         largest:   (H, P) float32 largest magnitude; inf or NaN where one occurred.
-    Raises:  ValueError when shapes, order or totals do not fit together.
+    Raises:  TypeError for an array of another kind; ValueError when shapes, order or totals do not fit together.
     """
 
     names: tuple[str, ...]
@@ -65,8 +65,7 @@ class Ranges:
 
     def __post_init__(self) -> None:
         check_kind("names", self.names, (tuple, list), "the names of parameters or modules")
-        for key in _RANGES:
-            check_kind(key, getattr(self, key), np.ndarray, "an array")
+        _hold_as(self, _RANGES)
         check_count("lowest", self.lowest, low=LOWEST)
         rows, names = len(self.step), len(self.names)
         _need_shape("size", self.size, (names,))
@@ -164,7 +163,7 @@ class Trace:
         measured:  by name of a format, (N,) float64 largest loss scale that was measured to give finite gradients in
                    it; negative where none does. `replay` prefers it to what the histograms tell.
         meta:      anything JSON can hold: versions, what was trained, `policy` with the scale policy in use.
-    Raises:  ValueError when the arrays do not fit together.
+    Raises:  TypeError for an array of another kind; ValueError when the arrays do not fit together.
     """
 
     step: np.ndarray
@@ -181,8 +180,7 @@ class Trace:
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("step", *_SCALARS):
-            check_kind(key, getattr(self, key), np.ndarray, "an array")
+        _hold_as(self, _SCALARS)
         check_kind("gradients", self.gradients, Ranges, "Ranges")
         check_kind("activations", self.activations, Ranges, "Ranges", optional=True)
         for key in _SCALARS:
@@ -194,6 +192,7 @@ class Trace:
         check_kind("measured", self.measured, Mapping, "a dict of arrays")
         for name, tops in self.measured.items():
             get_format(name)
+            _need_dtype(f"measured[{name!r}]", tops, np.float64)
             _need_shape(f"measured[{name!r}]", tops, (len(self.step),))
             if np.isnan(tops).any():
                 raise ValueError(f"a measured ceiling of {name} is NaN: the trace is damaged")
@@ -230,7 +229,7 @@ class Trace:
                 arrays |= {f"{prefix}_{key}": getattr(part, key) for key in _RANGES}
         if self.measured:
             head["measured"] = list(self.measured)
-            arrays |= {f"measured_{name}": tops for name, tops in self.measured.items()}
+            arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
         arrays["head"] = np.array(json.dumps(head))  # raises before anything is written
         np.savez_compressed(file, **arrays)
 
@@ -344,6 +343,22 @@ def join(traces: Sequence[Trace]) -> Trace:
     for piece in traces[1:]:
         whole = whole + piece
     return whole
+
+
+def _hold_as(record: object, dtypes: Mapping[str, type]) -> None:
+    """Its arrays in the dtypes in which they are stored, so that every trace that can be made can be read again."""
+    for key, dtype in dtypes.items():
+        value = getattr(record, key)
+        check_kind(key, value, np.ndarray, "an array")
+        if value.dtype != dtype:
+            _need_dtype(key, value, dtype)
+            object.__setattr__(record, key, value.astype(dtype))
+
+
+def _need_dtype(key: str, value: np.ndarray, dtype: type) -> None:
+    check_kind(key, value, np.ndarray, "an array")
+    if not np.can_cast(value.dtype, dtype, "same_kind"):
+        raise TypeError(f"{key} must be {np.dtype(dtype)}, got {value.dtype}; write {key}.astype({dtype.__name__!r})")
 
 
 def _need_shape(key: str, value: np.ndarray, shape: tuple[int, ...]) -> None:
