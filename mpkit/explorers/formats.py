@@ -6,7 +6,7 @@ import math
 import re
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -123,6 +123,8 @@ class BitsExplorer(Explorer):
     actions = {"Next value up": "up", "Next value down": "down", "Change sign": "negate"}
     gestures = ("toggle", "shift_to")
     ahead = ("number", "toggle", "shift_to")
+    nearest: ClassVar[int] = 60
+    """How many values on each side of the number the picture shows at most."""
     fmt = Enum(NAMES, "fp16").tag(label="format")
     number = Unicode("0.1").tag(label="number")
     pinned = Enum(["none", *NAMES], "bf16").tag(label="a second format beneath")
@@ -164,7 +166,8 @@ class BitsExplorer(Explorer):
         values = [value_of(first, fmt)]
         for up in (False, True):
             pattern: int | None = first
-            while (pattern := neighbour(pattern, fmt, up)) is not None and len(values) < 60:  # type: ignore[arg-type]
+            end = len(values) + self.nearest
+            while (pattern := neighbour(pattern, fmt, up)) is not None and len(values) < end:  # type: ignore[arg-type]
                 value = value_of(pattern, fmt)
                 if not low <= value <= high:
                     break

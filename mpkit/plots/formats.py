@@ -129,6 +129,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
             panel.points([height], [stored], "reference", glyph="D", size=4.5, label="stored")
         near = any(low <= v <= high for v in values)
         text = name if near else f"{name} has no value so near"
+        text += ", its nearest values" if len(values) > data.nearest else ""
         panel.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     at = min(max(data.wanted, low), high)
     grip: dict[str, Any] = {"step": (high - low) / 160, "cross": 0.78}
