@@ -490,3 +490,23 @@ def test_a_name_that_ends_in_an_underscore_writes_in_place_unless_it_begins_with
     assert {Tensor.add_, Tensor.relu_, torch.relu_, Tensor.__iadd__, Tensor.__setitem__} <= operations.IN_PLACE
     others = {"__init__", "__add__", "requires_grad_", "share_memory_", "squeeze_", "detach_", "_foreach_add_"}
     assert not others & {f.__name__ for f in operations.IN_PLACE}
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 1
+
+
+def test_a_warning_names_the_line_where_a_method_passes_its_level_by() -> None:
+    net = auto_mixed_precision(Encoder(), "O1")
+    with pytest.warns(UserWarning, match=r"Encoder\.encode passes level O1 by") as told:
+        net.encode(torch.ones(1, 2))  # type: ignore[operator]
+    line = Encoder.encode.__code__.co_firstlineno + 1  # what calls the layer
+    assert [(w.filename, w.lineno) for w in told] == [(__file__, line)]
