@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.arguments import check_flags, is_whole
+from mpkit.arguments import check_choice, check_flags, is_whole
 from mpkit.files import read_npz
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
@@ -56,8 +56,7 @@ def data_dir() -> Path:
     That is `share/data` inside an installed package and `data/` beside the package in a checkout. `MPKIT_DATA` may
     also hold MNIST alone, in its folder `mnist`.
     """
-    asked = Path(os.environ.get("MPKIT_DATA", "")).expanduser()
-    if os.environ.get("MPKIT_DATA") and (asked / "digits.npz").exists():
+    if os.environ.get("MPKIT_DATA") and ((asked := _home(os.environ["MPKIT_DATA"])) / "digits.npz").exists():
         return asked
     installed = Path(__file__).resolve().parent / "share" / "data"
     return installed if installed.exists() else installed.parents[2] / "data"
@@ -70,12 +69,12 @@ def digits(split: str = "train", size: int = 28) -> tuple[Tensor, Tensor]:
         split:  "train" (the first 1,500), "test" (the last 297) or "all".
         size:   pixels per side; 8 is the original, anything larger is interpolated (bilinear).
     Returns: images (N, 1, size, size) float32 in [0, 1] and labels (N,) int64.
-    Raises:  ValueError for another split or size, or a file that is damaged; FileNotFoundError if it is missing.
+    Raises:  TypeError for a split that is no text; ValueError for another split or size, or a file that is damaged;
+             FileNotFoundError if it is missing.
     Source:  Alpaydin and Kaynak 1998, "Optical recognition of handwritten digits", test part; see data/README.md.
     """
     parts = {"train": slice(_DIGITS_TRAIN), "test": slice(_DIGITS_TRAIN, None), "all": slice(None)}
-    if split not in parts:
-        raise ValueError(f"split must be one of {', '.join(parts)}, got {split!r}")
+    check_choice("split", split, parts)
     if not is_whole(size) or size < 8:
         raise ValueError(f"size must be a whole number of pixels, at least 8, got {size!r}")
     pixels, labels = _read_digits(_packaged("digits.npz"))
@@ -102,8 +101,7 @@ def mnist(
     """
     prefixes = {"train": "train", "test": "t10k"}
     check_flags(download=download)
-    if split not in prefixes:
-        raise ValueError(f"split must be one of {', '.join(prefixes)}, got {split!r}")
+    check_choice("split", split, prefixes)
     folder = _mnist_folder(root)
     if download:
         for name in _MNIST:
@@ -139,11 +137,19 @@ def _read_digits(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return images, labels
 
 
+def _home(path: str | os.PathLike[str]) -> Path:
+    """With ~ as somebody's home folder, where there is one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{str(path)!r}: nobody of that name has a home here; name the whole path") from error
+
+
 def _mnist_folder(root: str | os.PathLike[str] | None) -> Path:
     if root is not None:
-        return Path(root).expanduser()
+        return _home(root)
     if os.environ.get("MPKIT_DATA"):
-        return Path(os.environ["MPKIT_DATA"]).expanduser() / "mnist"
+        return _home(os.environ["MPKIT_DATA"]) / "mnist"
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpkit" / "mnist"
     except RuntimeError as error:  # a user without a home, as in some containers
@@ -182,7 +188,10 @@ def _read_idx(path: Path) -> np.ndarray:
 
 def _download(name: str, folder: Path) -> None:
     """Fetch one MNIST file beside its final place, check it there, then move it: never a half file."""
-    from tqdm.auto import tqdm
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError("a download shows its progress by tqdm, which is not installed: pip install tqdm") from None
 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_kind
 
 Norm = Callable[[int], nn.Module]
 
@@ -142,6 +142,11 @@ class ResNet(nn.Module):
         small_input: bool = True,
         norm: Norm = nn.BatchNorm2d,
     ) -> None:
+        check_kind("depths", depths, Sequence, "four numbers of blocks")
+        if len(depths) != 4:
+            raise ValueError(f"depths must be four numbers of blocks, as in (2, 2, 2, 2), got {depths!r:.80}")
+        for depth in depths:
+            check_count("each of depths", depth, low=0)
         super().__init__()
         kernel, stride = (3, 1) if small_input else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, width, kernel, stride, padding=kernel // 2, bias=False)
@@ -330,6 +335,9 @@ class TinyGPT(nn.Module):
     """A GPT-2-shaped decoder; the defaults fit a laptop, `TinyGPT.gpt2_124m()` has GPT-2's sizes.
 
     Shapes:  tokens (N, T <= context) int64 -> logits (N, T, vocabulary). The output layer shares the token embedding.
+    Init:    normal with deviation 0.02, and 0.02 / sqrt(2 * layers) in the output layers of the attentions. (GPT-2 does
+             the same in those of the MLPs, which have 0.02 here, as in the recorded traces.)
+    Raises:  ValueError for more tokens in a row than the context.
     Source:  Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
     """
 
@@ -351,6 +359,11 @@ class TinyGPT(nn.Module):
         return cls(vocabulary=50304, context=1024, width=768, heads=12, layers=12)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[-1] > self.wpe.num_embeddings:
+            raise ValueError(
+                f"tokens must be at most {self.wpe.num_embeddings} to a row, the context of this network, got "
+                f"{tokens.shape[-1]}; make it with a longer context"
+            )
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[-1], device=tokens.device))
         for block in self.h:
             x = block(x)
@@ -358,7 +371,7 @@ class TinyGPT(nn.Module):
 
 
 def _gpt2_init(module: nn.Module, layers: int) -> None:
-    # residual outputs start smaller by sqrt(2 * layers), GPT-2 section 2.3
+    # the outputs of the attentions start smaller by sqrt(2 * layers), GPT-2 section 2.3
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

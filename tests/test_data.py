@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_train_and_test_split_the_digits_in_order():
 
 
 def test_digits_name_what_is_wrong_with_an_argument():
-    with pytest.raises(ValueError, match="split must be one of train, test, all, got 'validation'"):
+    with pytest.raises(ValueError, match="split must be 'train' or 'test' or 'all', got 'validation'"):
         data.digits("validation")
     with pytest.raises(ValueError, match="at least 8, got 7"):
         data.digits(size=7)
@@ -149,3 +150,24 @@ def test_a_right_download_arrives_and_is_read(small_mnist, tmp_path, monkeypatch
         shutil.move(small_mnist / name, served / name)
     monkeypatch.setattr(data, "_MNIST_MIRROR", served.as_uri() + "/")
     assert len(data.mnist(small_mnist, download=True)[0]) == 3
+
+
+@pytest.mark.parametrize("read", [data.digits, lambda split: data.mnist(split=split)], ids=["digits", "mnist"])
+def test_a_split_that_is_no_text_is_refused_in_words(read):
+    with pytest.raises(TypeError, match=r"split must be one of the strings train, test.*got \['train'\]"):
+        read(["train"])
+
+
+def test_a_home_that_nobody_has_is_told_with_the_path(monkeypatch):
+    with pytest.raises(FileNotFoundError, match="'~nobody-here/x': nobody of that name has a home here"):
+        data.mnist("~nobody-here/x")
+    monkeypatch.setenv("MPKIT_DATA", "~nobody-here/x")
+    with pytest.raises(FileNotFoundError, match="name the whole path"):
+        data.digits()
+
+
+def test_without_the_bar_of_a_download_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        data.mnist(tmp_path / "mnist", download=True)
+    assert not (tmp_path / "mnist").exists()

@@ -64,3 +64,12 @@ def test_a_token_of_tiny_gpt_sees_only_its_past():
     before, after = network(tokens), network(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_a_network_says_what_it_cannot_be_made_of_or_take():
+    with pytest.raises(ValueError, match=r"depths must be four numbers of blocks, as in \(2, 2, 2, 2\), got \(1, 1\)"):
+        networks.ResNet(networks.ResidualBlock, (1, 1))
+    with pytest.raises(ValueError, match="each of depths must be at least 0, got -1"):
+        networks.ResNet(networks.ResidualBlock, (1, -1, 1, 1), width=4)
+    with pytest.raises(ValueError, match="tokens must be at most 4 to a row, the context of this network, got 5"):
+        networks.TinyGPT(context=4)(torch.zeros(1, 5, dtype=torch.long))
