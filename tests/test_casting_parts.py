@@ -470,13 +470,6 @@ def test_what_is_written_beside_a_format_is_not_in_it() -> None:
     assert not hasattr(plain, MARK)
 
 
-def test_what_autocast_promotes_stays_in_double_beside_a_double() -> None:
-    x, y = torch.ones(2, dtype=torch.float64), torch.full((2,), 1 + BIT)
-    found = cast_like(Apply(torch.addcmul), "torch_autocast")(x, y, y)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, torch.addcmul(x, y, y))
-
-
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
 def test_activations_are_kept_for_a_backward_pass_that_may_come(trained: bool, graph: bool) -> None:
