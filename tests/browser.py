@@ -106,39 +106,34 @@ PENDING = """() => { const session = window.jupyterapp.shell.currentWidget.sessi
 AT_WORK = """window.__atWork = (index) => window.__pending.size > 0 || !!document.querySelectorAll('.jp-Cell')[index]
   .querySelector('.mpk[aria-busy=true], .mpk progress[style*="visible"]');"""
 PATIENCE = 300_000.0  # ms for whatever is waited for: a busy machine is ten times as slow
-FRAMES = 3  # without news before the end is believed: what the page has to draw, however busy, it draws in the next one
+LOOKS = 6  # without news before the end is believed: on a busy machine a tenth of a second is one frame of the page
 
-# Both look every few milliseconds, and in frames at the end only: who asks for a frame has the whole page painted.
 # Milliseconds from the last key until the cell looks different from `before`; null once nothing has been under way for
 # `patience` ms.
-WATCH = """([index, before, patience, timeout, frames]) => new Promise((done) => {
+WATCH = """([index, before, patience, timeout, looks]) => new Promise((done) => {
   const start = performance.now();
   let busy = start, calm = 0;
-  const look = (frame) => {
+  const look = () => {
     const now = performance.now();
+    calm += 1;
     if (window.__atWork(index)) { busy = now; calm = 0; }
-    const over = now - busy > patience;
-    if (over && frame) calm += 1;
     if (window.__sight(index) !== before) done(now - window.__pressed);
-    else if (calm >= frames || now - start > timeout) done(null);
-    else if (over) requestAnimationFrame(() => look(true));
-    else setTimeout(look, 5);
+    else if ((now - busy > patience && calm > looks) || now - start > timeout) done(null);
+    else requestAnimationFrame(look);
   };
   look();
 })"""
 
 # What the cell shows when nothing has been under way, and picture and focus have been the same, for `quiet` ms.
-SETTLED = """([index, quiet, timeout, frames]) => new Promise((done) => {
+SETTLED = """([index, quiet, timeout, looks]) => new Promise((done) => {
   const start = performance.now();
   let last = window.__sight(index), held = document.activeElement, since = start, calm = 0;
-  const look = (frame) => {
+  const look = () => {
     const now = performance.now(), seen = window.__sight(index), focus = document.activeElement;
+    calm += 1;
     if (seen !== last || focus !== held || window.__atWork(index)) { last = seen; held = focus; since = now; calm = 0; }
-    const over = now - since > quiet;
-    if (over && frame) calm += 1;
-    if (calm >= frames || now - start > timeout) done(seen);
-    else if (over) requestAnimationFrame(() => look(true));
-    else setTimeout(look, 10);
+    if ((now - since > quiet && calm > looks) || now - start > timeout) done(seen);
+    else requestAnimationFrame(look);
   };
   look();
 })"""
@@ -365,11 +360,11 @@ class Page:
 
     def changed(self, cell: int, before: str, patience: float = 0.25) -> float | None:
         """Milliseconds from the key until the cell differs from `before`; None if the kernel is done before."""
-        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, FRAMES])
+        return self.page.evaluate(WATCH, [cell, before, 1000 * patience, PATIENCE, LOOKS])
 
     def settled(self, cell: int, quiet: float = 0.1) -> str:
         """What the cell shows once the kernel is done and the cell has not changed for `quiet` seconds."""
-        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, FRAMES])
+        return self.page.evaluate(SETTLED, [cell, 1000 * quiet, PATIENCE, LOOKS])
 
     def close(self) -> None:
         """Close the notebook and end its kernel; after a failure the whole tab is closed, so that nothing is left."""
