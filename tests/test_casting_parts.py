@@ -353,7 +353,8 @@ def test_what_a_convolution_is_not_told_is_as_in_torch(level: str, product: Any,
     weight = torch.randint(-2, 3, shape, generator=generator).float()
     x = torch.randint(-2, 3, (1, 4, *[7] * (len(shape) - 2)), generator=generator).float()  # small whole numbers: exact
     network = auto_mixed_precision(Apply(lambda v: product(v, weight, **words)), level, torch.bfloat16)
-    assert torch.equal(network(x).float(), product(x, weight, **words))
+    # only another processor's way to a whole number may end beside it, by a rounding of float32
+    torch.testing.assert_close(network(x).float(), product(x, weight, **words), rtol=2.0**-22, atol=2.0**-22)
 
 
 def test_hooks_of_sharding_run_without_casts_and_those_of_others_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,12 @@ writes_optimizers = pytest.mark.skipif(
 )
 
 
+def freezing(trained, kept):
+    return FreezeOpt(
+        opt.SGD([*trained, kept], [1.0, 0.1, 0.01, 0.001, 0.5]), [[*trained, kept], [kept]], [0, 1, 0, 0, 1]
+    )
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "make",
@@ -113,7 +119,7 @@ writes_optimizers = pytest.mark.skipif(
         lambda p: opt.Adam(p, CosineDecayLR(0.0, 0.1, 4)),
         lambda p: opt.AdaFactor(p),
         pytest.param(
-            lambda p: FreezeOpt(opt.SGD([*p, one_weight()], [1.0, 0.1, 0.01, 0.001, 0.5]), [[*p], []], [0, 1, 0, 0, 1]),
+            lambda p: freezing(p, one_weight()),
             marks=writes_optimizers,
         ),
     ],
