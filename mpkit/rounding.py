@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import Any, Literal
 
 import numpy as np
@@ -76,11 +76,8 @@ def round_to(
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
-    outer = ROUNDING.set((x, fmt))
-    try:
-        return _in_memory(x, fmt, mode, overflow, generator, out)
-    finally:
-        ROUNDING.reset(outer)
+    # in a context of its own: an interrupt at any moment leaves nothing behind
+    return copy_context().run(_in_memory, x, fmt, mode, overflow, generator, out)
 
 
 def _in_memory(
@@ -91,6 +88,7 @@ def _in_memory(
     generator: torch.Generator | None,
     out: Tensor | None,
 ) -> Tensor:
+    ROUNDING.set((x, fmt))
     if out is None:
         out = torch.empty_like(x)
     elif _overlap_in_part(x, out):

@@ -368,6 +368,7 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "tests" / "jitter")]
+        sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own, and has imported it
         import pandas as pd
         from sitecustomize import install
 

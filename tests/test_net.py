@@ -119,8 +119,8 @@ BUGS = [
     Bug(
         "a freeze index shifted by one",
         "boost/grad_freeze/strategy.py",
-        "cycle = [0] * zeros + list(range(1, groups))",
-        "cycle = [0] * zeros + list(range(groups - 1))",
+        "cycle = [0] * full_steps(groups, share) + list(range(1, groups))",
+        "cycle = [0] * full_steps(groups, share) + list(range(groups - 1))",
         LAB04,
     ),
     Bug(

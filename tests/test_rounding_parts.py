@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +71,37 @@ def test_in_place_every_bit_is_that_of_another_tensor(mode: str, dtype: torch.dt
                 assert torch.equal(apart.isnan(), here.isnan()), (fmt, overflow)
                 apart, here = (v.nan_to_num(nan=7.0).view(bits) for v in (apart, here))
                 assert torch.equal(apart, here), (fmt, overflow)
+
+
+def interrupted(line: int) -> bool:
+    """Whether a rounding has a line of this number; there a Ctrl-C comes."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != rounding.__file__:
+            return None
+        left -= event == "line"
+        if left == 0:
+            left = -1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        round_to(torch.ones(3), get_format("e5m2"))
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_line_leaves_no_rounding_behind() -> None:
+    """Else a later diagnosis takes every operation for a step of it."""
+    line = 1
+    while interrupted(line):
+        assert rounding.ROUNDING.get() is None, line
+        line += 1
+    assert line > 20  # lines that a rounding has

@@ -98,8 +98,8 @@ class Forward:
         if self.inside and mode is None and module is not None and not compiling:
             warn_if_passed_by(module, sys._getframe(1), _level_of)
         outside, mode = mode, new_mode(() if mode is None else mode.ledgers)
-        LOCAL.mode = mode
         try:
+            LOCAL.mode = mode
             with mode:
                 return self._run(mode, rule, module, args, kwargs)
         finally:

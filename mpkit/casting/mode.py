@@ -199,8 +199,8 @@ def running(rule: Rule | None = None, *, layer: Any = None, ledger: Book | None 
     mode, idle = current(), LOCAL.mode
     if mode is None:
         mode = new_mode(() if idle is None else idle.ledgers)
-        LOCAL.mode = mode
         try:
+            LOCAL.mode = mode
             with mode, running(rule, layer=layer, ledger=ledger):
                 yield mode
         finally:
