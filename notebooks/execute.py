@@ -17,8 +17,6 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from mpkit.files import write_whole
-
 HERE = Path(__file__).resolve().parent
 
 
@@ -77,6 +75,8 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="notebooks; all lessons and labs when none is named")
     parser.add_argument("--check", action="store_true", help="store nothing, exit with 1 if a text differs")
     options = parser.parse_args()
+    from mpkit.files import write_whole  # here: who takes this file for its `texts` may bring an mpkit of its own
+
     if missing := [path for path in options.files if not path.is_file()]:
         parser.error(f"there is no notebook {missing[0]}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

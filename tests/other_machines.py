@@ -139,6 +139,9 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
 
     With the mpkit of the folder `package`, where that is named; to the `first` difference only, where that is asked.
     """
+    if package:
+        assert "mpkit" not in sys.modules, "an mpkit is imported before the one that is asked for"
+        sys.path.insert(0, package)
     import nbformat
     from execute import texts
     from IPython.core.displayhook import CapturingDisplayHook
@@ -147,8 +150,6 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
     from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     start = time.perf_counter()
-    if package:
-        sys.path.insert(0, package)
     from mpkit import check
 
     if seed is not None:
