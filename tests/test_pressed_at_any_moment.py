@@ -191,7 +191,8 @@ def lines_of(call, at=0):
 
     sys.settrace(trace)
     try:
-        call()
+        with torch.enable_grad():  # an interrupt between the last line of a no_grad and its end leaves that on
+            call()
     finally:
         sys.settrace(before)
     return count
