@@ -113,10 +113,10 @@ ENDS: dict[str, tuple[list[Any], list[Any]]] = {  # the last values that are tak
     "freeze_p": ([0, 1, 0.0, 1.0], [-1e-9, 1 + 1e-9]),
     "total_steps": ([1], [0]),
     "grad_accumulation_step": ([1], [0]),
-    "rho": ([1e-9, 1 - 1e-9], [0, 1]),
-    "gamma": ([0], [-1e-9, 1]),
+    "rho": ([1e-9, 1 - 1e-9], [0, 1, 1.5]),
+    "gamma": ([0], [-1e-9, 1, 1.5]),
     "alpha": ([0, 1e300], [-1e-9, float("inf")]),
-    "sigma": ([1e-9, 1 - 1e-9], [0, 1]),
+    "sigma": ([1e-9, 1 - 1e-9], [0, 1, 1.5]),
     "n_components": ([1], [0]),
     "timeout": ([0, float("inf")], [-1e-9]),
 }

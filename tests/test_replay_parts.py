@@ -166,3 +166,17 @@ def test_the_last_bits_of_a_product_are_no_clipping(last_bits: int, clipped: int
     """A first step is cast with scale 1; 448 (1 + 2^-22), rounded to float32, is 448 and four of its last bits."""
     done = replay_tensor_scales([448 + last_bits * 2.0**-15], [tensor_scale_preset("te_delayed")])
     assert done.clipped.tolist() == [clipped]
+
+
+def test_a_policy_that_stops_at_the_very_first_step_says_so() -> None:
+    policy = preset("mpkit", init_scale=2.0**-14, min_scale=2.0**-14)
+    row = replay(trace_of([torch.ones(2)] * 4), policy, tops=np.full(4, 2.0**-20)).iloc[0]
+    assert row["why"].startswith("stopped at step 0: ")
+    assert (row["skipped"], row["collapsed"]) == (1, True)
+
+
+def test_a_scale_that_grew_beyond_all_numbers_is_told() -> None:
+    grows = dataclasses.replace(preset("torch", init_scale=2.0**127, growth_interval=1), hold_at_overflow=False)
+    row = replay(trace_of([torch.ones(2)] * 4), grows, tops=np.full(4, np.inf)).iloc[0]
+    assert row["final_scale"] == math.inf
+    assert row["why"] == "the scale ended at inf"
