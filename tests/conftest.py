@@ -56,6 +56,15 @@ def same_draws():
     torch.random.default_generator.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread():
+    """For a test of what a sum in 16 bits loses: more threads add up other parts of it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def own_kernels(monkeypatch):
     """Programs that a test starts, a grading say, have the kernels of their own environment."""

@@ -39,7 +39,7 @@ def worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path) -> None:
+def test_gradients_are_the_mean_of_both_processes_at_every_level(tmp_path: Path, one_thread: None) -> None:
     in_processes(worker, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for level in LEVELS:

@@ -102,7 +102,7 @@ def test_what_the_original_of_a_preset_refuses_is_told_apart() -> None:
     assert compat.outcome(case, "auto bfloat16") == "within"
 
 
-def test_numbers_that_torchs_own_16_bits_move_as_far_are_told_apart() -> None:
+def test_numbers_that_torchs_own_16_bits_move_as_far_are_told_apart(one_thread: None) -> None:
     """The kernel of a 16-bit layer norm adds the gradient of its bias up in 16 bits: 384 of 640."""
 
     def made() -> Any:
