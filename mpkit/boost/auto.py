@@ -16,9 +16,9 @@ from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
-from mpkit.boost.process import OptimizerProcess, ParameterProcess, coming_rate, inner, regroup
+from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
 from mpkit.files import read_json
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import coming_rate, inner, parameters_of
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")

@@ -16,9 +16,8 @@ from mpkit.boost.auto import AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
-from mpkit.boost.process import inner
 from mpkit.boost.updates import BoostedUpdate, merges, reduces_dimension
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
 
 

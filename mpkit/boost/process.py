@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind, is_number
+from mpkit.arguments import check_count
 from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
 from mpkit.optimizers import Optimizer as OwnOptimizer
-from mpkit.schedules import LearningRateSchedule
+from mpkit.optimizers.arguments import inner
 
 Group = dict[str, Any]
 
@@ -188,25 +187,3 @@ def subset(group: Group, parameters: Iterable[Tensor]) -> Group:
         if key in group:
             result[key] = [group[key][i] for i in chosen]
     return result
-
-
-def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the parameter groups: itself, or what a wrapper such as LARS wraps."""
-    wrapped = optimizer.__dict__.get("optimizer")
-    return inner(wrapped) if isinstance(wrapped, Optimizer) else optimizer
-
-
-def coming_rate(optimizer: Optimizer, group: dict[str, Any]) -> float | Tensor:
-    """The learning rate of the next step of a group; NaN where what stands there is no number, or is not used.
-
-    A schedule is asked at the optimizer's own count of steps; AdaFactor's relative steps use no rate.
-    Raises:  TypeError for what is no optimizer, or no group; RuntimeError where a list of rates has ended.
-    """
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    check_kind("group", group, Mapping, "a parameter group of it")
-    rate: Any = group.get("lr")
-    if isinstance(rate, LearningRateSchedule):
-        rate = getattr(inner(optimizer), "_rate", lambda _: math.nan)(group)
-    one = rate.numel() == 1 if isinstance(rate, Tensor) else is_number(rate)
-    return rate if one and not (group.get("relative_step") and rate == 0) else math.nan

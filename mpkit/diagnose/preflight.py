@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.boost.process import coming_rate, inner
 from mpkit.casting import LEVELS
 from mpkit.casting.table import MINDSPORE
 from mpkit.diagnose.own_norms import own_norms
 from mpkit.formats import FloatFormat, dtype_name, get_format
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import coming_rate, inner, parameters_of
 from mpkit.replay.percent import percent
 from mpkit.rounding import ulp
 

@@ -167,3 +167,25 @@ def split_groups(params: object) -> tuple[list[dict[str, Any]], list[Tensor] | N
         raise ValueError(f"need groups with params and at most one order_params, got {len(groups)} and {len(orders)}")
     order = tensors_of(listed(orders[0]["order_params"], "order_params")) if orders else None
     return groups, order, True
+
+
+def inner(optimizer: TorchOptimizer) -> TorchOptimizer:
+    """The optimizer that holds the parameter groups: itself, or what a wrapper such as LARS wraps."""
+    wrapped = optimizer.__dict__.get("optimizer")
+    return inner(wrapped) if isinstance(wrapped, TorchOptimizer) else optimizer
+
+
+def coming_rate(optimizer: TorchOptimizer, group: dict[str, Any]) -> float | Tensor:
+    """The learning rate of the next step of a group; NaN where what stands there is no number, or is not used.
+
+    A schedule is asked at the optimizer's own count of steps; AdaFactor's relative steps use no rate.
+    Raises:  TypeError for what is no optimizer, or no group; RuntimeError where a list of rates has ended.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_kind("group", group, Mapping, "a parameter group of it")
+    rate: Any = group.get("lr")
+    if isinstance(rate, LearningRateSchedule):
+        rate = getattr(inner(optimizer), "_rate", lambda _: math.nan)(group)
+    one = rate.numel() == 1 if isinstance(rate, Tensor) else is_number(rate)
+    return rate if one and not (group.get("relative_step") and rate == 0) else math.nan

@@ -23,10 +23,10 @@ from mpkit.arguments import (
     check_number,
     is_whole,
 )
-from mpkit.boost.process import coming_rate
 from mpkit.casting.sparse import values_of
 from mpkit.casting.targets import float_tensors
 from mpkit.formats import get_format
+from mpkit.optimizers.arguments import coming_rate
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
 from mpkit.record.rows import Part, Rows, Table, added, kept, moved

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_choice, check_count, check_kind, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
-from mpkit.boost.process import inner, regroup, subset
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.boost.process import regroup, subset
+from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.base import plain_closure
 from mpkit.step import Hook, StepContext
 from mpkit.step.phases import skips_on_device
