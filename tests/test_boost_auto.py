@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mpkit import networks
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN
+from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.auto import FLAGS, KEYS, LEVELS, MODES, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.optimizers import Momentum
@@ -209,12 +209,25 @@ def test_what_has_no_effect_is_listed_with_the_reason() -> None:
     assert reasons(AutoBoost("O1")) == {}
 
 
-def test_the_original_never_runs_adasum_while_freezing_and_mpkit_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mindspore_never_runs_adasum_while_freezing_and_mpkit_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpkit.boost.auto.rank_and_size", lambda: (0, 16))
     assert "adasum" in AutoBoost("O2").active
     assert "freeze path first" in reasons(AutoBoost("O2", faithful=True))["adasum"]
     monkeypatch.setattr("mpkit.boost.auto.rank_and_size", lambda: (0, 24))
     assert "= 3 groups" in reasons(AutoBoost("O2"))["adasum"]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_faithful_autoboost_freezes_as_mindspore_does_after_a_seed_of_0(kind: int) -> None:
+    """For its strategies `test_golden_boost_a.py` has MindSpore's own: 1 % longer, and type 0 in whole cycles."""
+    net, settings = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), {"freeze_type": kind, "total_steps": 200}
+    boost = AutoBoost("O1", {"grad_freeze": settings, "less_bn": {"gc_flag": False}}, faithful=True)
+    _, optimizer = boost.network_auto_process_train(net, sgd(net))
+    assert isinstance(optimizer, FreezeOpt)
+    args = 10, kind, 0.7, 200
+    assert len(optimizer.strategy) == (203, 202)[kind]  # whole cycles of 20 + 9 steps, or int(1.01 * 200)
+    assert optimizer.strategy == GradientFreeze(*args, faithful=True, seed=0).generate_freeze_index_sequence(*args)
+    assert len(optimizer.optimizers) == 10
 
 
 def test_tuned_is_a_mode_of_its_own() -> None:

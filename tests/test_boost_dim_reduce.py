@@ -370,7 +370,7 @@ def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> Non
     assert reduce.search.losses == pytest.approx((loss.item(), loss.item()), rel=1e-5)
 
 
-def test_defaults_are_those_of_the_original() -> None:
+def test_defaults_are_those_of_mindspore() -> None:
     """MindSpore boost 2.x, DimReduce."""
     held = inspect.signature(DimReduce).parameters
     want = {"n_components": 32, "rho": 0.55, "gamma": 0.9, "alpha": 0.001, "sigma": 0.4}

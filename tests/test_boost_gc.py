@@ -145,7 +145,7 @@ def made(name: str, family: str, net: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(("family", "name"), [*(("torch", n) for n in TORCH), *(("mpkit", n) for n in OWN)])
 def test_every_optimizer_keeps_class_state_and_decay(family: str, name: str) -> None:
-    """The original rebuilds the optimizer, which fails for Adam and AdamWeightDecay and loses the state."""
+    """MindSpore rebuilds the optimizer, which fails for Adam and AdamWeightDecay and loses the state."""
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     optimizer = made(name, family, net)
     for p in net.parameters():

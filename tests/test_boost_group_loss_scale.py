@@ -84,7 +84,7 @@ def test_unscaled_gradients_are_the_true_ones_and_clean_groups_grow() -> None:
 
 
 def test_dividing_by_the_updated_scale_leaves_gradients_too_small() -> None:
-    net, x = chain(1, init=16.0, unscale_with="updated")
+    net, x = chain(1, init=16.0, faithful=True)
     true = gradients(net, x, marked=False)[1].clone()
     gradients(net, x)
     net.manager.unscale_and_update_()
@@ -221,7 +221,7 @@ def test_nothing_is_read_on_the_host() -> None:
         ((8.0,), {"growth": 0.5}, ValueError, "growth=0.5"),
         ((8.0,), {"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale <= max_scale"),
         ((8.0,), {"blame": "last"}, ValueError, "'first' or 'every', got 'last'"),
-        ((8.0,), {"unscale_with": "next"}, ValueError, "'used' or 'updated', got 'next'"),
+        ((8.0,), {"faithful": "next"}, TypeError, "faithful must be True or False"),
     ],
 )
 def test_bad_arguments_are_refused(

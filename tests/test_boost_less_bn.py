@@ -39,7 +39,7 @@ def test_residual_networks_keep_one_norm_per_block_and_the_stem(
 
 
 class Swapped(networks.ResidualBlock):
-    """The same block with the addition written the other way round, which the original overlooks."""
+    """The same block with the addition written the other way round, which MindSpore overlooks."""
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -67,8 +67,8 @@ def test_neither_operand_order_nor_tracing_changes_what_goes(block: type[network
 
 def test_parts_are_traced_where_the_whole_cannot_be() -> None:
     net = RootDependsOnData(networks.ResidualBlock, (2, 2, 2, 2), width=4)
-    with pytest.raises(ValueError, match=r"strict=True needs a network that torch.fx can trace"):
-        LessBN(net, strict=True)
+    with pytest.raises(ValueError, match=r"faithful=True needs a network that torch.fx can trace"):
+        LessBN(net, faithful=True)
     assert LessBN(net).report == LessBN(networks.resnet18(width=4)).report
 
 

@@ -74,10 +74,10 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "boost.AutoBoost": {"level": "O0", "boost_config_dict": "", "faithful": False},
     "boost.BoostTrainOneStepCell": {"sens": 1.0, "boost": None},
     "boost.BoostTrainOneStepWithLossScaleCell": {"boost": None},
-    "boost.LessBN": {"fn_flag": False, "strict": False, "last_fc": None, "keep_bias": False},
+    "boost.LessBN": {"fn_flag": False, "faithful": False, "last_fc": None, "keep_bias": False},
     "boost.adasum.adasum_enabled": {"device_number": 8},
     "boost.freeze_cell": {"mean": None, "degree": None, "max_accumulation_step": 1},
-    "boost.FreezeOpt": {"train_parameter_groups": None, "train_strategy": None, "state": "shared"},
+    "boost.FreezeOpt": {"train_parameter_groups": None, "train_strategy": None, "faithful": False},
     "optimizers.LARS": {
         "epsilon": 1e-5, "coefficient": 0.001, "use_clip": False, "lars_filter": not_norm_or_bias,
     },
@@ -110,13 +110,12 @@ OWN: dict[str, dict[str, Any]] = {
     "model.Checkpoint": {"every": 100},
     "model.ProgressBar": {"every": 10},
     "boost.GradientFreeze": {
-        "freeze_p": None, "total_steps": None, "full_step_fraction": None, "rule": "modules", "state": "shared",
-        "seed": 0,
+        "freeze_p": None, "total_steps": None, "full_step_fraction": None, "faithful": False, "seed": 0,
     },
     "boost.AdaSum": {"process_group": None, "exchange": "halving", "eps": 1e-12, "timeout": None},
     "boost.GroupLossScaleManager": {  # a skip costs half a power of two; 1000 good steps give one back
         "loss_scale_groups": (), "shrink": 2**-0.5, "growth": 2 ** (1 / 1000), "min_scale": 1.0,
-        "max_scale": 2.0**24, "blame": "first", "unscale_with": "used",
+        "max_scale": 2.0**24, "blame": "first", "faithful": False,
     },
     "record.Recorder": {
         "optimizer": None, "scaler": None, "every": 1, "by": "parameter", "activations": False, "amaxes": False,

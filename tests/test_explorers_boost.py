@@ -49,7 +49,7 @@ SWEEPS: dict[Any, dict[str, list[Any]]] = {
         "seed": [0, 99],
         "step": [0, FREEZE_STEPS - 1],
     },
-    less_bn_view: {"network": list(NETWORKS)[::-1], "fn_flag": [True, False], "strict": [True, False]},
+    less_bn_view: {"network": list(NETWORKS)[::-1], "fn_flag": [True, False], "faithful": [True, False]},
     centralize_view: {"layer": list(LAYERS), "output": [9, 0], "centralize": [False, True]},
 }
 
@@ -230,11 +230,11 @@ def test_questions_know_their_answers(lesson: str) -> None:
             assert verdict(lesson, name, wrong) == (False, "Not yet. " + sentence)
 
 
-def test_a_network_without_one_graph_is_refused_by_strict_with_the_way_out() -> None:
+def test_a_network_without_one_graph_is_refused_by_a_faithful_rule_with_the_way_out() -> None:
     model = LessBNExplorer(network="LeNet-5")
-    with pytest.raises(ValueError, match=r"in LeNet-5: .*; untick strict, or choose another network"):
-        model.set(strict=True)
-    assert not model.strict
+    with pytest.raises(ValueError, match=r"in LeNet-5: .*; untick faithful, or choose another network"):
+        model.set(faithful=True)
+    assert not model.faithful
     assert model.message.endswith("choose another network")
 
 

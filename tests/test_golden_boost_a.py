@@ -87,10 +87,10 @@ def test_a_named_module_keeps_the_order_of_its_names() -> None:
 
 
 @pytest.mark.parametrize(("_content", "case"), cases("freeze_sequences", "cases"))
-def test_freeze_indices_are_the_recorded_ones_under_the_same_numpy_seed(_content: Any, case: dict[str, Any]) -> None:
+def test_faithful_freeze_indices_are_the_recorded_ones_of_the_same_seed(_content: Any, case: dict[str, Any]) -> None:
     args = [case[k] for k in ("parameter_groups_number", "freeze_strategy", "freeze_p", "total_steps")]
-    freeze = GradientFreeze(*args)
-    got = freeze.generate_freeze_index_sequence(*args, numpy_seed=case["numpy_seed"])
+    freeze = GradientFreeze(*args, faithful=True, seed=case["numpy_seed"])
+    got = freeze.generate_freeze_index_sequence(*args)
     assert got == case["sequence"]
     assert [int(v == 0) for v in got] == case["zero_pattern"]
 
@@ -98,14 +98,14 @@ def test_freeze_indices_are_the_recorded_ones_under_the_same_numpy_seed(_content
 @pytest.mark.parametrize(("_content", "case"), cases("freeze_sequences", "errors"))
 def test_bad_freeze_strategies_are_refused_and_an_all_full_one_is_not(_content: Any, case: dict[str, Any]) -> None:
     args = case["args"]
-    freeze = GradientFreeze(1, 0, 0.5, 1)
-    if case.get("error") == "ZeroDivisionError":  # the original divides by 1 - p; here p = 1 never freezes
-        assert freeze.generate_freeze_index_sequence(*args, numpy_seed=0) == [0] * int(args[3] * 1.01)
+    freeze = GradientFreeze(1, 0, 0.5, 1, faithful=True)
+    if case.get("error") == "ZeroDivisionError":  # MindSpore divides by 1 - p; here p = 1 never freezes
+        assert freeze.generate_freeze_index_sequence(*args) == [0] * int(args[3] * 1.01)
     elif "error" in case:
         with pytest.raises(ValueError, match="freeze_type"):
-            freeze.generate_freeze_index_sequence(*args, numpy_seed=0)
+            freeze.generate_freeze_index_sequence(*args)
     else:
-        assert freeze.generate_freeze_index_sequence(*args, numpy_seed=0) == case["sequence"]
+        assert freeze.generate_freeze_index_sequence(*args) == case["sequence"]
 
 
 # param_groups
@@ -115,7 +115,7 @@ def test_bad_freeze_strategies_are_refused_and_an_all_full_one_is_not(_content: 
 def test_parameters_split_by_name_as_recorded(content: dict[str, Any], case: dict[str, Any]) -> None:
     net = Named(content["name_lists"][case["list"]])
     names = {id(p): name for name, p in net.named_parameters()}
-    groups = GradientFreeze(1, 0, 0.5, 1, rule="mindspore").split_parameters_groups(net, case["groups"])
+    groups = GradientFreeze(1, 0, 0.5, 1, faithful=True).split_parameters_groups(net, case["groups"])
     assert [[names[id(p)] for p in group] for group in groups] == case["result"]
 
 
@@ -208,7 +208,7 @@ def test_centralized_groups_are_the_recorded_ones(name: str, kind: str) -> None:
 
 
 def test_a_flat_list_of_parameters_is_one_group() -> None:
-    """The original logs a warning there and changes nothing (`ungrouped` in the file), which is a defect."""
+    """MindSpore logs a warning there and changes nothing (`ungrouped` in the file), which is a defect."""
     net = nn.Linear(2, 2)
     process = OptimizerProcess(torch.optim.SGD(net.parameters(), lr=0.1))
     process.add_grad_centralization(net)
@@ -245,12 +245,12 @@ def test_centralized_training_follows_the_recorded_weights(_content: Any, case: 
         if optimizer is None:
             pytest.skip("torch.optim has no static loss_scale, and its RMSprop starts its mean square at 0, not at 1")
         centralize_gradients(optimizer)
-    optimizer.param_groups[0]["grad_centralization"] = 16  # the original's kernel wants multiples of 16
+    optimizer.param_groups[0]["grad_centralization"] = 16  # MindSpore's kernel wants multiples of 16
     for grads, after in zip(case["grads"], case["weights"]):
         for w, g in zip(weights, grads):
             w.grad = tensor(g)
         optimizer.step()
-        # torch adds Adam's epsilon to the bias-corrected root, the original to the uncorrected one
+        # torch adds Adam's epsilon to the bias-corrected root, MindSpore to the uncorrected one
         exact = family == "mpkit" or case["optimizer"] in ("Momentum", "SGD")
         for w, want in zip(weights, after):
             close(w, want, 2e-6 if exact else 1e-4)
@@ -307,16 +307,16 @@ class Conversions(nn.Module):
 
 @pytest.mark.parametrize("fn_flag", [True, False])
 @pytest.mark.parametrize("name", files_with("normalized_fc", "conversion"))
-def test_strict_converts_the_recorded_layers_and_the_default_only_the_last(name: str, fn_flag: bool) -> None:
+def test_faithful_converts_the_recorded_layers_and_the_default_only_the_last(name: str, fn_flag: bool) -> None:
     case = FILES[name]["conversion"]
     kinds = {"Linear": "Dense", "NormalizedLinear": "CommonHeadLastFN", "Sequential": "SequentialCell", "Body": "Sub"}
-    net = LessBN(Conversions(), fn_flag, strict=True).network
+    net = LessBN(Conversions(), fn_flag, faithful=True).network
     got = {n: kinds.get(type(m).__name__, type(m).__name__) for n, m in net.named_modules() if n}
     assert got == case[f"fn_flag_{str(fn_flag).lower()}"]
     if fn_flag:
         shapes = [[n, list(p.shape)] for n, p in sorted(net.named_parameters())]
         assert shapes == sorted([n.removeprefix("network."), shape] for n, shape in case["params_after"])
-        # `sequential_cell_list_after` shows the original's old layer still running: not to be matched
+        # `sequential_cell_list_after` shows MindSpore's old layer still running: not to be matched
         assert isinstance(net.get_submodule("seq")[2], NormalizedLinear)
         assert LessBN(Conversions(), True).report.normalized == ("h2",)
 
@@ -363,8 +363,8 @@ def check_freezing(case: dict[str, Any], net: Tanh, optimizer: FreezeOpt) -> Non
 @pytest.mark.parametrize(("content", "case"), cases("freeze_opt", "cases"))
 def test_generated_freezing_follows_the_recorded_weights(content: dict[str, Any], case: dict[str, Any]) -> None:
     args = case["groups"], case["freeze_type"], case["freeze_p"], case["total_steps"]
-    freeze = GradientFreeze(*args, rule="mindspore", state="per_group")
-    if "error" in case:  # the original cannot rebuild Adam; mpkit copies it
+    freeze = GradientFreeze(*args, faithful=True, seed=case.get("numpy_seed", 0))
+    if "error" in case:  # MindSpore cannot rebuild Adam; mpkit copies it
         net = nn.Linear(2, 2)
         _, optimizer = freeze.freeze_generate(net, freeze_optimizer(case["optimizer"], {}, net.parameters()))
         assert len(optimizer.optimizers) == len(optimizer.groups)
@@ -372,9 +372,7 @@ def test_generated_freezing_follows_the_recorded_weights(content: dict[str, Any]
     net = Tanh(case["w0"])
     names = {id(p): name for name, p in net.named_parameters()}
     hyper = {**content["explicit_hyper"][case["optimizer"]]} | ({"momentum": 0.0} if case["optimizer"] == "SGD" else {})
-    _, optimizer = freeze.freeze_generate(
-        net, freeze_optimizer(case["optimizer"], hyper, net.parameters()), numpy_seed=case["numpy_seed"]
-    )
+    _, optimizer = freeze.freeze_generate(net, freeze_optimizer(case["optimizer"], hyper, net.parameters()))
     assert optimizer.strategy == case["strategy"]
     assert [[names[id(p)] for p in group] for group in optimizer.groups] == case["group_params"]
     check_freezing(case, net, optimizer)
@@ -388,7 +386,7 @@ def test_given_groups_follow_the_recorded_weights(content: dict[str, Any], case:
     recorded = case["optimizer"]
     name = recorded if isinstance(recorded, str) else recorded["name"]
     hyper = content["explicit_hyper"][name] if isinstance(recorded, str) else recorded
-    optimizer = FreezeOpt(freeze_optimizer(name, hyper, parameters), groups, case.get("strategy"), state="per_group")
+    optimizer = FreezeOpt(freeze_optimizer(name, hyper, parameters), groups, case.get("strategy"), faithful=True)
     check_freezing(case, net, optimizer)
 
 
@@ -398,7 +396,7 @@ def test_listed_rates_are_split_as_recorded(_content: Any, case: dict[str, Any])
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(groups)]
     members = [parameters[i:] for i in range(groups)]
     opt = optimizers.Momentum(parameters, rates, 0.9)
-    frozen = FreezeOpt(opt, members, torch.tensor(strategy, dtype=torch.int32), state="per_group")
+    frozen = FreezeOpt(opt, members, torch.tensor(strategy, dtype=torch.int32), faithful=True)
     got = [list(o.param_groups[0]["lr"].values) for o in frozen.optimizers]
     assert got == case["group_init_lr"] == split_learning_rates(rates, strategy, groups)
     assert got == [part or rates for part in case["dynamic"]]  # who gets none gets all
@@ -445,7 +443,7 @@ def check_config(case: dict[str, Any], config: Any) -> None:
             AutoBoost(case["level_in"], config, faithful=True)
         return
     boost = AutoBoost(case["level_in"], config, faithful=True)
-    if "error" in case:  # the original means to accept an int split and crashes
+    if "error" in case:  # MindSpore means to accept an int split and crashes
         assert golden_hyper(boost)["gradient_groups"] == [config["common"]["gradient_split_groups"]]
         return
     assert boost.level == case["level"]
@@ -472,7 +470,7 @@ def test_special_configurations_resolve_as_recorded(_content: Any, case: dict[st
 
 @pytest.mark.parametrize("name", files_with("autoboost_config", "traps"))
 def test_no_instance_sees_what_an_earlier_one_was_told(name: str) -> None:
-    """The original is one instance per process and edits its level table (`traps`)."""
+    """MindSpore is one instance per process and edits its level table (`traps`)."""
     traps = FILES[name]["traps"]
     check_config(traps["first"], traps["first"]["config"])
     later = traps["second_call_ignored"]
@@ -522,9 +520,9 @@ def bare(name: str) -> str:
 @pytest.mark.parametrize(("_content", "case"), cases("auto_process", "cases"))
 def test_processing_rewrites_network_and_optimizer_as_recorded(_content: Any, case: dict[str, Any]) -> None:
     if "error" in case:
-        pytest.skip("the original fails on an empty user group; see test_empty_user_groups_are_dropped")
+        pytest.skip("MindSpore fails on an empty user group; see test_empty_user_groups_are_dropped")
     net, named = processed(case)
-    # the original gave each of the user's two groups a weight decay of its own
+    # MindSpore gave each of the user's two groups a weight decay of its own
     params = [{"params": [p for _, p in g["params"]]} for g in golden_groups(named, True)] if case["grouped"] else named
     optimizer = optimizers.Momentum(params, 0.1, 0.9, weight_decay=0.01)
     names = {id(p): name for name, p in named}
@@ -627,7 +625,7 @@ def test_the_train_cell_follows_the_recorded_weights(_content: Any, case: dict[s
     x, y = tensor(case["x"]), tensor(case["y"])
     for returned, weights in zip(case["returned"], case["weights"]):
         loss, overflow, scale = cell(x, y)
-        if returned is not None:  # with sens=None the original returns nothing
+        if returned is not None:  # with sens=None MindSpore returns nothing
             close(loss, returned, AS_PRODUCED)
         assert not overflow
         assert scale.item() == (case["sens"] or 1.0)
@@ -664,7 +662,7 @@ SCALES: dict[str, Any] = {
 def test_the_scaled_train_cell_takes_and_refuses_what_is_recorded(_content: Any, case: dict[str, Any]) -> None:
     net = Tanh({"fc1.weight": [[1.0]], "fc1.bias": [0.0]})
     optimizer = optimizers.Momentum(net.parameters(), 0.1, 0.9)
-    if "what" in case:  # the original cannot combine freezing and accumulation
+    if "what" in case:  # MindSpore cannot combine freezing and accumulation
         cells = freeze_cell(False, net, FreezeOpt(optimizer), 1.0, None, True, max_accumulation_step=2)
         before = net.fc1.weight.item()
         moved = [(cells[0](torch.ones(2, 1), torch.zeros(2, 1)), net.fc1.weight.item())[1] for _ in range(2)]
@@ -829,19 +827,19 @@ def golden_network(arch: str, config: dict[str, Any]) -> nn.Module:
 
 
 @pytest.mark.parametrize(("_content", "case"), cases("less_bn_pass", "cases"))
-def test_strict_removes_exactly_the_recorded_batch_norms(_content: Any, case: dict[str, Any]) -> None:
+def test_faithful_removes_exactly_the_recorded_batch_norms(_content: Any, case: dict[str, Any]) -> None:
     net = golden_network(case["arch"], case["config"])
     norms = {name for name, m in net.named_modules() if isinstance(m, nn.BatchNorm2d)}
     for recorded in (case["train"], case["eval"]):
         assert norms == {*recorded["removed"], *recorded["kept"]}, "the test's network is not the recorded one"
-        report = LessBN(net, strict=True).report
+        report = LessBN(net, faithful=True).report
         assert sorted(report.removed) == sorted(recorded["removed"])
         assert sorted(report.kept) == sorted(recorded["kept"])
 
 
 @pytest.mark.parametrize("name", files_with("less_bn_pass", "pynative"))
-def test_eager_mode_removes_what_the_original_leaves(name: str) -> None:
-    """The original's pass runs in compiled graphs only (`pynative`); there is one mode here."""
+def test_eager_mode_removes_what_mindspore_leaves(name: str) -> None:
+    """MindSpore's pass runs in compiled graphs only (`pynative`); there is one mode here."""
     assert FILES[name]["pynative"]["removed"] == []
     net = GoldenResNet("basic", [1, 1], True, False)
     assert sorted(LessBN(net).report.removed) == ["layers.0.0.bn1", "layers.1.0.bn1", "layers.1.0.downsample.1"]
@@ -864,7 +862,7 @@ def test_logits_and_one_step_without_the_norms_are_the_recorded_ones(_content: A
     missing, unexpected = net.load_state_dict(state, strict=False)
     assert not unexpected
     assert all("num_batches_tracked" in name for name in missing)
-    LessBN(net, strict=True)
+    LessBN(net, faithful=True)
 
     net.eval()
     x, labels = tensor(case["x"]), torch.tensor(case["labels"])
@@ -896,7 +894,7 @@ class CrossEntropy(nn.Module):
 
 @pytest.mark.parametrize(("_content", "case"), cases("dim_reduce_pipeline", "optimizer_rebuild"))
 def test_no_optimizer_is_lost_when_it_is_processed(_content: Any, case: dict[str, Any]) -> None:
-    """The original builds a new one and fails for Adam and AdamWeightDecay; here it stays the same object."""
+    """MindSpore builds a new one and fails for Adam and AdamWeightDecay; here it stays the same object."""
     net = nn.Linear(2, 2)
     momentum = [0.9] if case["optimizer"] == "Momentum" else []
     optimizer = getattr(optimizers, case["optimizer"])(net.parameters(), 0.1, *momentum)

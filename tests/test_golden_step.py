@@ -170,7 +170,7 @@ def casts(level, cast_model_type=None, keep_batchnorm_fp32=None, **_others):
 def test_build_train_network_gives_the_golden_steps(pair):
     data, case = pair
     net, cell = built(data, case)
-    if not case["runs"]:  # the original has no overflow register on a CPU; mpkit trains there
+    if not case["runs"]:  # MindSpore has no overflow register on a CPU; mpkit trains there
         assert type(cell) is TrainOneStepWithLossScaleCell
         assert cell(tensor(data["x"][0]), tensor(data["y"][0])).loss.isfinite()
         return

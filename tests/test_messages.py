@@ -99,7 +99,8 @@ CASES = {
         TypeError,
         "nn.Module",
     ),
-    "state": (lambda: GradientFreeze(2, 0, 0.5, 4, state="x"), ValueError, "state must be 'shared' or 'per_group'"),
+    "faithful": (lambda: GradientFreeze(2, 0, 0.5, 4, faithful="x"), TypeError, "faithful must be True or False"),
+    "faithful seed": (lambda: GradientFreeze(2, 0, 0.5, 4, faithful=True, seed=2**32), ValueError, r"below 2\*\*32"),
     "freeze total_steps": (lambda: GradientFreeze(2, 0, 0.5, "4"), TypeError, "total_steps must be an int"),
     "freeze_cell network": (
         lambda: freeze_cell(False, None, freeze_opt()[1], 1.0, None, False),

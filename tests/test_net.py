@@ -140,8 +140,8 @@ BUGS = [
     Bug(
         "gradients divided by the next scale, not by the one that was used",
         "boost/group_loss_scale.py",
-        'unscale_with: Literal["used", "updated"] = "used"',
-        'unscale_with: Literal["used", "updated"] = "updated"',
+        "faithful: bool = False",
+        "faithful: bool = True",
         "13_group_loss_scale",
     ),
     Bug(

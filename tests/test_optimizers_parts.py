@@ -83,7 +83,7 @@ def test_a_weight_without_gradient_stays_where_the_sum_starts_at_0(make: Any, ac
 
 
 @pytest.mark.parametrize("faithful", [None, False, True])
-def test_the_roundings_of_the_original_are_copied_only_when_asked_for(faithful: bool | None) -> None:
+def test_the_roundings_of_mindspore_are_copied_only_when_asked_for(faithful: bool | None) -> None:
     """A fixed rate beside a schedule, as (lr + 1) - 1 in float32; gradients of 3 columns are centralized or not."""
     fixed, other = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))
     groups = [{"params": [fixed], "lr": 1e-4, "grad_centralization": True}, {"params": [other], "lr": ListedLR((1.0,))}]

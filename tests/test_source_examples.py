@@ -168,7 +168,7 @@ def test_002_weight_decay_of_a_whole_network():
 
 
 def test_002_groups_with_a_fixed_and_a_dynamic_rate():
-    """Mistake 6: beside a dynamic rate, the original's fixed 0.01 is really 0.009999990463256836; here it is 0.01."""
+    """Mistake 6: beside a dynamic rate, MindSpore's fixed 0.01 is really 0.009999990463256836; here it is 0.01."""
     net = Net()
     conv_params, no_conv_params = groups_of(net)
     polynomial_decay_lr = schedules.PolynomialDecayLR(0.1, 0.01, decay_steps=4, power=0.5)

@@ -103,7 +103,7 @@ def test_autoboost_refuses_another_mode() -> None:
 
 
 def test_optimizer_process() -> None:
-    """In the original this example changes nothing: a flat list of parameters gets no centralization there."""
+    """In MindSpore this example changes nothing: a flat list of parameters gets no centralization there."""
     _size, in_features, out_features = 16, 16, 10
     network = Net(in_features, out_features)
     optimizer: torch.optim.Optimizer = Momentum(network.parameters(), learning_rate=0.1, momentum=0.9)

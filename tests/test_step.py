@@ -776,7 +776,7 @@ BAD_BUILDS = [
     ({"cast_model_type": "float16"}, TypeError, "torch.float16 or torch.float32"),
     ({"keep_batchnorm_fp32": 1}, TypeError, "must be True or False"),
     ({"loss_scale_manager": 1024}, TypeError, "LossScaleManager"),
-    ({"loss_scale_manager": 0}, TypeError, "LossScaleManager"),  # the original lets falsy values slip past
+    ({"loss_scale_manager": 0}, TypeError, "LossScaleManager"),  # MindSpore lets falsy values slip past
     ({"keep_batchnorm": True}, ValueError, "unknown keyword 'keep_batchnorm'"),
 ]
 

@@ -143,11 +143,11 @@ def test_a_scaled_step_wants_a_number_to_clip_to(wrong):
 # --- freezing
 
 
-@pytest.mark.parametrize("state", ["shared", "per_group"])
+@pytest.mark.parametrize("faithful", [False, True])
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 1.0), lambda p: opt.SGD(p, 1.0)], ids=["torch", "mpkit"])
-def test_a_group_added_to_a_freezing_optimizer_is_trained_on_every_step(make, state):
+def test_a_group_added_to_a_freezing_optimizer_is_trained_on_every_step(make, faithful):
     first, last, added = weights(0.0, 0.0, 0.0)
-    freezing = FreezeOpt(make([first, last]), [[first, last], [last]], [0, 1], state=state)
+    freezing = FreezeOpt(make([first, last]), [[first, last], [last]], [0, 1], faithful=faithful)
     freezing.add_param_group({"params": added})
     for twin in (freezing, copy.deepcopy(freezing)):
         ps = twin.parameters
@@ -174,7 +174,7 @@ def test_a_rate_that_somebody_sets_reaches_the_copies_of_a_freezing_optimizer():
     def made() -> FreezeOpt:
         first, last = weights(0.0, 0.0)
         optimizer = torch.optim.SGD([{"params": [first]}, {"params": [last], "lr": 0.5}], 1.0)
-        return FreezeOpt(optimizer, [[first, last], [last]], [0, 1], state="per_group")
+        return FreezeOpt(optimizer, [[first, last], [last]], [0, 1], faithful=True)
 
     freezing, other = made(), made()
     scheduler = torch.optim.lr_scheduler.LambdaLR(freezing, lambda step: 0.5**step)
@@ -195,7 +195,7 @@ def test_a_rate_that_somebody_sets_reaches_the_copies_of_a_freezing_optimizer():
 
 def test_a_group_without_gradients_is_no_obstacle_to_dividing_by_the_updated_scale():
     (trained,), idle = weights(0.0), weights(0.0)
-    manager = GroupLossScaleManager(8.0, [[trained], idle, []], unscale_with="updated")
+    manager = GroupLossScaleManager(8.0, [[trained], idle, []], faithful=True)
     pulled([trained])
     assert manager.unscale_and_update_().tolist() == [False] * 3
     assert trained.grad.item() == pytest.approx(1 / (8 * manager.growth))

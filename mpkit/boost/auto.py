@@ -118,9 +118,9 @@ class AutoBoost:
         level:              "O0", "O1" or "O2".
         boost_config_dict:  a dict of the sections in `SECTIONS`, the path of a JSON file with one, or "" or None.
         faithful:           reproduce MindSpore: an unknown level means O0, unknown keys are ignored and known ones
-                            accepted in any open section; LessBN uses MindSpore's patterns and converts every
-                            container's last FC, for training only; parameters regrouped by LessBN are all decayed;
-                            freezing splits by name and keeps one state per group, and then adasum never runs.
+                            accepted in any open section; LessBN and GradientFreeze are faithful too; the last FC is
+                            converted for training only, parameters regrouped by LessBN are all decayed, and adasum
+                            never runs beside freezing.
     Raises:  ValueError for an unknown level, mode, section, key or value, with the nearest valid name;
              TypeError for a configuration that is no dict.
     Source:  MindSpore boost.AutoBoost, which keeps one instance per process and changes its own level table; here
@@ -231,7 +231,7 @@ class AutoBoost:
         """The network as evaluation needs it: the same conversion as in training, and a no-op on a trained one."""
         if self.flags["dim_reduce"] or not self.flags["less_bn"]:
             return network
-        return LessBN(network, self.hyper["fn_flag"] and not self.faithful, strict=self.faithful)
+        return LessBN(network, self.hyper["fn_flag"] and not self.faithful, faithful=self.faithful)
 
     # resolution
 
@@ -295,7 +295,7 @@ class AutoBoost:
 
     def _less_bn(self, network: nn.Module, optimizer: Optimizer) -> nn.Module:
         before = list(network.parameters())
-        network = LessBN(network, self.hyper["fn_flag"], strict=self.faithful)
+        network = LessBN(network, self.hyper["fn_flag"], faithful=self.faithful)
         parameters = [p for p in network.parameters() if p.requires_grad]
         ParameterProcess().assign_parameter_group(parameters, self.hyper["gradient_split_groups"])
         own = inner(optimizer)
@@ -336,8 +336,7 @@ class AutoBoost:
             self.hyper["freeze_type"],
             self.hyper["freeze_p"],
             self.hyper["total_steps"],
-            rule="mindspore" if self.faithful else "modules",
-            state="per_group" if self.faithful else "shared",
+            faithful=self.faithful,
         )
 
 

@@ -23,14 +23,14 @@ Removed = dict[str, str]
 """Qualified name of a BatchNorm -> why it goes."""
 
 
-def removable(network: nn.Module, *, strict: bool = False) -> Removed:
+def removable(network: nn.Module, *, faithful: bool = False) -> Removed:
     """The BatchNorms of `network` that LessBN removes, in definition order."""
     graph = _Graph.of(network)
-    if strict:
+    if faithful:
         if graph is None:
             raise ValueError(
-                "strict=True needs a network that torch.fx can trace, and this one branches on its data; "
-                "leave strict out, then its parts are traced"
+                "faithful=True needs a network that torch.fx can trace, and this one branches on its data; "
+                "leave faithful out, then its parts are traced"
             )
         found = _by_patterns(graph)
     else:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_count, check_number
+from mpkit.arguments import check_choice, check_count, check_flags, check_number
 from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
 from mpkit.step import distributed
 from mpkit.step.scaling import Scaling
@@ -60,8 +60,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         min_scale, max_scale: bounds of every scale; MindSpore has none (`0.0` and `inf` give that).
         blame:             "first" shrinks the scale only where an overflow began; "every" also those that it reached,
                            which keeps early groups from ever growing once a late one is at its limit.
-        unscale_with:      "used" divides by the scale of this backward pass. "updated" divides by the next one, as the
-                           original does: every gradient is then too small by 2**(-1/1000).
+        faithful:          False divides by the scale of this backward pass. True reproduces MindSpore, which divides by
+                           the next one: every gradient is then too small by 2**(-1/1000).
     Units:   scales are float32, in the buffer `table` of N + 2 entries, on the device of the network.
     Edges:   a loss that is not finite itself is blamed on the last group.
     Raises:  TypeError for kinds, ValueError for ranges and for a parameter listed in two groups.
@@ -90,7 +90,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
         blame: Literal["first", "every"] = "first",
-        unscale_with: Literal["used", "updated"] = "used",
+        faithful: bool = False,
     ) -> None:
         super().__init__()
         for name, value in (("shrink", shrink), ("growth", growth), ("min_scale", min_scale)):
@@ -102,10 +102,10 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         if not 0 <= min_scale <= max_scale:
             raise ValueError(f"need 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
         check_choice("blame", blame, ("first", "every"))
-        check_choice("unscale_with", unscale_with, ("used", "updated"))
+        check_flags(faithful=faithful)
         self.shrink, self.growth = shrink, growth
         self.min_scale, self.max_scale = min_scale, max_scale
-        self.blame, self.unscale_with = blame, unscale_with
+        self.blame, self.faithful = blame, faithful
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
         self.register_buffer("table", torch.ones(2, dtype=torch.float32))
@@ -212,7 +212,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         factor = torch.full_like(used, self.growth).masked_fill(found, 1.0).masked_fill(guilty, self.shrink)
         self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
         self.passed.fill_(True)
-        if self.unscale_with == "updated":
+        if self.faithful:
             for g, ratio in zip(grads, used / self.scales):
                 if g:
                     torch._foreach_mul_(g, ratio)

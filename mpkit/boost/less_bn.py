@@ -97,12 +97,12 @@ class LessBN(nn.Module):
         network:    traced with `torch.fx`; where that fails, its parts are, and last the module names decide.
         fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`; a layer whose weight
                     its parent reads itself, inside attention or a transformer layer of torch, does not count.
-        strict:     MindSpore's patterns with their accidents: `shortcut + branch` never matches, a first basic
-                    block may cost the stem its BatchNorm, and fn_flag converts the last FC of *every* container.
+        faithful:   reproduce MindSpore, whose patterns have their accidents: `shortcut + branch` never matches, a first
+                    basic block may cost the stem its BatchNorm, and fn_flag converts the last FC of *every* container.
         last_fc:    qualified name of the layer that fn_flag converts, where it is not the last one.
         keep_bias:  the converted layer keeps its bias.
     Raises:  TypeError if `network` is no module; ValueError if `last_fc` names no Linear, if the layer to convert is
-             lazy, parametrised or of a subclass (its own forward would be lost), or strict cannot trace.
+             lazy, parametrised or of a subclass (its own forward would be lost), or faithful and not traced.
     Source:  MindSpore boost.LessBN (there a compiler pass that does nothing in eager mode).
 
     >>> from mpkit.networks import resnet18
@@ -116,37 +116,37 @@ class LessBN(nn.Module):
         network: nn.Module,
         fn_flag: bool = False,
         *,
-        strict: bool = False,
+        faithful: bool = False,
         last_fc: str | None = None,
         keep_bias: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
-        check_flags(fn_flag=fn_flag, strict=strict)
+        check_flags(fn_flag=fn_flag, faithful=faithful)
         self.network: nn.Module = network.network if isinstance(network, LessBN) else network
         done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
         before: LessBNReport | None = next((report for report in done if report is not None), None)
         if before is None:
-            removed = removable(self.network, strict=strict)
+            removed = removable(self.network, faithful=faithful)
             kept = tuple(name for name, m in self.network.named_modules() if _is_kept(m, name, removed))
             for name in removed:
                 self.network.set_submodule(name, nn.Identity())
             before = LessBNReport(removed, kept)
-        normalized = before.normalized or (self._normalize(strict, last_fc, keep_bias) if fn_flag else ())
+        normalized = before.normalized or (self._normalize(faithful, last_fc, keep_bias) if fn_flag else ())
         self.report = LessBNReport(before.removed, before.kept, normalized)
         self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once, inside a loss cell too
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.network(*inputs, **options)
 
-    def _normalize(self, strict: bool, last_fc: str | None, keep_bias: bool) -> tuple[str, ...]:
+    def _normalize(self, faithful: bool, last_fc: str | None, keep_bias: bool) -> tuple[str, ...]:
         names = list(_linears(self.network))
         if last_fc is not None:
             if last_fc not in names:
                 raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
             names = [last_fc]
-        elif strict:
+        elif faithful:
             names = list({name.rpartition(".")[0]: name for name in names}.values())
         else:
             names = names[-1:]

@@ -407,10 +407,10 @@ NETWORKS: Mapping[str, Callable[[], nn.Module]] = {
 class LessBNExplorer(Explorer):
     """The layers of a network in definition order, and which BatchNorms LessBN takes away."""
 
-    controls = ("network", "fn_flag", "strict")
+    controls = ("network", "fn_flag", "faithful")
     network = Enum(tuple(NETWORKS), "ResNet-18").tag(label="network")
     fn_flag = Bool(False).tag(label="fn_flag: normalise the last FC")
-    strict = Bool(False).tag(label="strict: MindSpore's patterns")
+    faithful = Bool(False).tag(label="faithful: MindSpore's patterns")
 
     def compute(self) -> None:
         """`layers`: (name, kind) of each, conv, linear, normalised, kept or removed; `shortcuts`: blocks with one."""
@@ -421,11 +421,11 @@ class LessBNExplorer(Explorer):
         }
         order = [(name, m) for name, m in net.named_modules() if isinstance(m, _DRAWN)]
         try:
-            self.report = LessBN(net, self.fn_flag, strict=self.strict).report
+            self.report = LessBN(net, self.fn_flag, faithful=self.faithful).report
         except ValueError as error:
             raise ValueError(
                 f"MindSpore's patterns cannot be looked for in {self.network}: what its forward pass does depends on "
-                "the size of the image; untick strict, or choose another network"
+                "the size of the image; untick faithful, or choose another network"
             ) from error
         self.layers = [(name, self._kind(name, module)) for name, module in order]
 
@@ -439,7 +439,7 @@ class LessBNExplorer(Explorer):
     def summary(self) -> str:
         norms = len(self.report.removed) + len(self.report.kept)
         last = f" The last FC, {self.report.normalized[0]}, is normalised." if self.report.normalized else ""
-        rule = " by MindSpore's own patterns" if self.strict else ""
+        rule = " by MindSpore's own patterns" if self.faithful else ""
         if not norms:
             return f"{self.network} has no BatchNorm.{last}"
         return f"{self.network}: {len(self.report.removed)} of {norms} BatchNorms are removed{rule}.{last}"

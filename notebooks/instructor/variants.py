@@ -272,7 +272,7 @@ def boost(draw: Draw) -> Texts:
         },
         "q7": {
             "p = 0.7": f"p = {p}",
-            "The original documentation promises 20 %": f"Somebody promises {claim} %",
+            "MindSpore's documentation promises 20 %": f"Somebody promises {claim} %",
             "about 15 %": f"about {100 * saved:.0f} %",
             "15 % * 2/3 = 10 %": f"{100 * saved:.0f} % * 2/3 = {100 * step:.0f} %",
             "1 / 0.90 = 1.11": f"1 / {1 - step:.2f} = {speed:.2f}",

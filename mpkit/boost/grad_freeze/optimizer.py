@@ -6,13 +6,13 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_count, check_kind, is_whole
+from mpkit.arguments import check_alike, check_count, check_flags, check_kind, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
@@ -21,7 +21,6 @@ from mpkit.step import Hook, StepContext
 from mpkit.step.phases import skips_on_device
 from mpkit.step.restore import load_all
 
-State = Literal["shared", "per_group"]
 PATCHES = frozenset({"step", "_opt_called"})
 """What a torch scheduler sets on the optimizer object that it drives."""
 OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
@@ -42,8 +41,8 @@ class FreezeOpt(Optimizer):
         train_parameter_groups:  per index, the list of parameters to train (or of parameter groups holding them);
                                  None: one group with everything.
         train_strategy:          indices as list, tuple or 1-D int32 tensor; None: round robin.
-        state:                   "shared": `opt` itself does every step, so a weight has one momentum and the learning
-                                 rate follows the global step. "per_group": MindSpore's, a copy of `opt` per group
+        faithful:                False: `opt` itself does every step, so a weight has one momentum and the learning
+                                 rate follows the global step. True reproduces MindSpore: a copy of `opt` per group
                                  with moments and step counter of its own; memory grows with the number of groups and
                                  schedules run late. Empty user groups are dropped.
     Compile:  `torch.compile(opt.step)` makes a graph for each group, however long the strategy. One of eight places or
@@ -60,11 +59,11 @@ class FreezeOpt(Optimizer):
         train_parameter_groups: Sequence[Any] | None = None,
         train_strategy: Sequence[int] | Tensor | None = None,
         *,
-        state: State = "shared",
+        faithful: bool = False,
     ) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
-        check_choice("state", state, ("shared", "per_group"))
+        check_flags(faithful=faithful)
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self.optimizer = opt
@@ -74,7 +73,7 @@ class FreezeOpt(Optimizer):
         self._counts = {"step_index": 0, "steps": 0}
         self._plain_closure = False
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
-        self.optimizers = [opt] if state == "shared" else self._copies(train_strategy)
+        self.optimizers = self._copies(train_strategy) if faithful else [opt]
         self._know()
 
     def _know(self) -> None:
@@ -242,7 +241,7 @@ class FreezeOpt(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and the state= option."""
+        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and `faithful`."""
         kinds = {"step_index": 0, "strategy": None, "optimizers": None}
         check_alike(
             "the state of a FreezeOpt", state_dict, {**kinds, **({"steps": 0} if "steps" in state_dict else {})}
@@ -253,7 +252,7 @@ class FreezeOpt(Optimizer):
         if len(saved) != len(self.optimizers):
             raise ValueError(
                 f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(saved)}; "
-                "make it with the same groups and the same state= option"
+                "make it with the same groups and the same choice of faithful"
             )
         strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
         place, length = int(state_dict["step_index"]), len(strategy or self.groups)
@@ -306,7 +305,7 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
     """Rate i goes to the group that step i trains, so that counters per group reproduce the global schedule.
 
     Edges:   a group that gets none, and every group when there are more rates than steps, gets the whole list and
-             consumes it from its start: MindSpore's defect, which `FreezeOpt(state="shared")` does not have.
+             consumes it from its start: MindSpore's defect, which a `FreezeOpt` has only where it is `faithful`.
     """
     check_kind("rates", rates, Sequence, "a list of numbers")
     check_kind("strategy", strategy, Sequence, "a list of ints")

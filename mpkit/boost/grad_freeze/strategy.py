@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_count, check_kind, check_number
-from mpkit.boost.grad_freeze.optimizer import FreezeOpt, State
+from mpkit.arguments import check_count, check_flags, check_kind, check_number
+from mpkit.boost.grad_freeze.optimizer import FreezeOpt
 from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
 from mpkit.optimizers.arguments import parameters_of
 
-Rule = Literal["modules", "mindspore"]
 TYPES = {0: "continuous", 1: "interleaved"}
 
 
@@ -34,11 +33,12 @@ class GradientFreeze:
                              freezing; it is the opposite.
         total_steps:         length of the strategy, steps (>= 0); afterwards it starts again.
         full_step_fraction:  a clear name for `freeze_p`; give one of them.
-        rule:                "modules": a stage is one layer with a weight matrix and what follows until the next one.
-                             "mindspore": by parameter name ("bn" or "bias" joins the stage, three fill it), which does
-                             nothing at all when G exceeds the number of stages.
-        state:               see `FreezeOpt`.
-        seed:                of the own generator that draws the indices.
+        faithful:            False: a stage is one layer with a weight matrix and what follows until the next one.
+                             True reproduces MindSpore: stages by parameter name ("bn" or "bias" joins the stage, three
+                             fill it), which does nothing at all when G exceeds their number; strategies bit for bit
+                             as after `numpy.random.seed(seed)`, int(1.01 * total_steps) long, for type 0 rounded up
+                             to whole cycles; and a `FreezeOpt` that is faithful.
+        seed:                of the own generator that draws the indices (>= 0; below 2**32 if faithful).
     Raises:  TypeError for kinds, ValueError for ranges. Warns when G exceeds the number of stages, and takes that.
     Source:  MindSpore boost.GradientFreeze.
 
@@ -54,8 +54,7 @@ class GradientFreeze:
         total_steps: int | None = None,
         *,
         full_step_fraction: float | None = None,
-        rule: Rule = "modules",
-        state: State = "shared",
+        faithful: bool = False,
         seed: int = 0,
     ) -> None:
         share = full_step_fraction if freeze_p is None else freeze_p
@@ -68,25 +67,25 @@ class GradientFreeze:
             )
         if total_steps is None:
             raise TypeError("GradientFreeze needs total_steps, the length of the strategy in steps")
-        check_choice("rule", rule, ("modules", "mindspore"))
-        check_choice("state", state, ("shared", "per_group"))
-        check_count("seed", seed, low=0)
+        check_flags(faithful=faithful)
+        if check_count("seed", seed, low=0) >= 2**32 and faithful:
+            raise ValueError(f"the generator of faithful strategies takes seeds below 2**32, got {seed}")
         self.param_groups = param_groups
         self.freeze_type = freeze_type
         self.freeze_p = share
         self.total_steps = total_steps
-        self.rule, self.state, self.seed = rule, state, seed
+        self.faithful, self.seed = faithful, seed
         _check_strategy(param_groups, freeze_type, self.freeze_p, total_steps)
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """One list per freeze group: list i holds the parameters that are trained when the index is i."""
         check_kind("net", net, nn.Module, "an nn.Module")
         check_count("freeze_para_groups_number", freeze_para_groups_number)
-        stages = stages_by_name(net) if self.rule == "mindspore" else stages_by_module(net)
+        stages = stages_by_name(net) if self.faithful else stages_by_module(net)
         if not stages:
             raise ValueError(f"{type(net).__name__} has no trainable parameter to freeze or train")
         groups = freeze_para_groups_number
-        if self.rule == "modules" and groups > len(stages):
+        if not self.faithful and groups > len(stages):
             warnings.warn(
                 f"{groups} freeze groups were asked for and the network has {len(stages)} stages; taking "
                 f"{len(stages)} groups. Give param_groups={len(stages)} or less.",
@@ -97,37 +96,24 @@ class GradientFreeze:
         return [[p for stage in stages[i * stride :] for p in stage] for i in range(groups)]
 
     def generate_freeze_index_sequence(
-        self,
-        parameter_groups_number: int,
-        freeze_strategy: int,
-        freeze_p: float,
-        total_steps: int,
-        *,
-        numpy_seed: int | None = None,
+        self, parameter_groups_number: int, freeze_strategy: int, freeze_p: float, total_steps: int
     ) -> list[int]:
-        """The index of every step, exactly `total_steps` long.
+        """The index of every step, exactly `total_steps` long unless `faithful`.
 
-        Args:
-            numpy_seed:  reproduce MindSpore bit for bit as after `numpy.random.seed(numpy_seed)`: int(1.01 *
-                         total_steps) long, for type 0 rounded up to whole cycles. None: this object's own `seed`.
         Edges:   freeze_p = 1 never freezes; a step count of 0 gives [].
         """
         _check_strategy(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
-        groups, length = parameter_groups_number, total_steps
-        if numpy_seed is not None:
-            length = int(total_steps * 1.01)
+        groups, length = parameter_groups_number, int(total_steps * 1.01) if self.faithful else total_steps
         if groups <= 1 or (freeze_strategy == 0 and freeze_p == 1):
             return [0] * length
         if freeze_strategy == 0:
             sequence = _continuous(groups, freeze_p, length)
-            return sequence if numpy_seed is not None else sequence[:length]
-        draw = np.random.default_rng(self.seed) if numpy_seed is None else np.random.RandomState(numpy_seed)
-        sequence = _interleaved(groups, freeze_p, length, draw)
-        return sequence if numpy_seed is not None else sequence[:length]
+        else:
+            draw = np.random.RandomState(self.seed) if self.faithful else np.random.default_rng(self.seed)
+            sequence = _interleaved(groups, freeze_p, length, draw)
+        return sequence if self.faithful else sequence[:length]
 
-    def freeze_generate(
-        self, network: nn.Module, optimizer: Optimizer, *, numpy_seed: int | None = None
-    ) -> tuple[nn.Module, FreezeOpt]:
+    def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, FreezeOpt]:
         """The network as it came, and its optimizer wrapped into a `FreezeOpt` with groups and strategy.
 
         What the optimizer holds beside the network's stages, such as the parameters of a loss, is always trained.
@@ -135,14 +121,12 @@ class GradientFreeze:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         groups = self.split_parameters_groups(network, self.param_groups)
-        if self.rule == "modules":
+        if not self.faithful:
             staged = {id(p) for p in groups[0]}
             others: list[Any] = [p for p in parameters_of(optimizer) if id(p) not in staged]
             groups = [group + others for group in groups]
-        strategy = self.generate_freeze_index_sequence(
-            len(groups), self.freeze_type, self.freeze_p, self.total_steps, numpy_seed=numpy_seed
-        )
-        return network, FreezeOpt(optimizer, groups, strategy or None, state=self.state)
+        strategy = self.generate_freeze_index_sequence(len(groups), self.freeze_type, self.freeze_p, self.total_steps)
+        return network, FreezeOpt(optimizer, groups, strategy or None, faithful=self.faithful)
 
 
 def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
