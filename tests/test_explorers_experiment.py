@@ -1,5 +1,7 @@
 """The model and view of an experiment of one's own, without a browser."""
 
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -173,3 +175,53 @@ def test_a_view_answers_while_neither_of_the_two_runs_is_there():
     assert [row["runs"] for row in view.rows] == [1, 1]
     view.ask({"reset": True})
     assert view.spec["index"]["count"] == 3
+
+
+def strange(seed, level, dtype, scaler, boost):
+    """Runs that end in every way: a number, no number, an error in one seed or in all; losses that are no numbers."""
+    if boost == "grad_freeze" or (dtype == "e5m2" and seed == 1):
+        raise RuntimeError("no layer\nto freeze")
+    if dtype == "e5m1":
+        return {"accuracy": math.nan, "loss": [2.0, math.inf, math.nan]}
+    if boost == "grad_centralization":
+        return {"accuracy": 50.0, "loss": [math.nan] * 3}
+    return {"accuracy": 80.0 + seed + (level == "O2"), "loss": [0.0] * 3 if dtype == "bf16" else [2.0, -1.0, -3.0]}
+
+
+def test_each_cell_is_told_with_what_became_of_its_runs():
+    view = own_experiment_view(run=strange, seeds=3)
+    view.ask({"choose": 7})
+    view.explorer.run()
+    view.explorer.wait(60)
+    view.ask({"choose": 7})
+    for told in (
+        "float32 81.0, baseline; fp16 O2 82.0, better;",
+        "e5m2 O2, scaled 82.0, better (1 of 3 runs failed);",
+        "e5m1 O2, scaled 3 of 3 runs gave no finite number; freezing 3 of 3 runs failed;",
+        "centralized not among these runs.",
+    ):
+        assert told in view.summary(), view.summary()
+    view.explorer.run()
+    view.explorer.wait(60)
+    assert "centralized 50.0, worse." in view.summary()
+    named = OwnExperimentExplorer(run=lambda seed, **cell: {"score": 1.0}, **only("float32", "fp16 O2", seeds=1))
+    named.run()
+    named.wait(60)
+    assert named.stored() == "your runs: your network: no run has returned an accuracy."
+
+
+def test_losses_that_are_no_numbers_are_drawn_and_told():
+    view = own_experiment_view(run=strange, seeds=1)
+    view.explorer.run()
+    view.explorer.wait(60)
+    for one, other in itertools.product(CELLS, CELLS):
+        view.explorer.set(one=one, other=other)
+        view.explorer.step = 2
+        assert view.png()
+        assert "nan" not in view.summary()
+        assert "inf" not in view.summary().replace("finite", "")
+        axis = view.spec["panels"][1]["y"]
+        for run in view.explorer.losses:
+            assert all(axis["lo"] <= loss <= axis["hi"] for loss in run if math.isfinite(loss))
+    view.explorer.set(one="e5m1 O2, scaled", other="float32")
+    assert ": e5m1 O2, scaled not finite, float32 -1.000." in view.summary()

@@ -170,6 +170,18 @@ def test_the_scene_says_what_the_explorer_computed():
 
 
 @pytest.mark.parametrize("name", VIEWS)
+def test_a_line_at_the_step_stands_at_the_number_that_is_told(name):
+    """Also where the first step is 1."""
+    view = VIEWS[name]()
+    rules = [(i, m) for i, p in enumerate(view.spec["panels"]) for m in p["marks"] if m.get("at") == "index"]
+    for i, _ in rules:
+        view.index = view.spec["index"]["count"] // 3
+        drawn = figure(view.spec | {"kept": view.kept}, view.index)
+        lines = [line.get_xdata() for line in drawn.axes[i].lines]
+        assert [view.explorer.state()[view._step]] * 2 in [list(x) for x in lines if len(x) == 2], lines
+
+
+@pytest.mark.parametrize("name", VIEWS)
 def test_a_change_costs_at_most_25_kb(name):
     assert weight(made(name).spec) < 25_000
 

@@ -203,22 +203,32 @@ class OwnExperimentExplorer(Explorer):
 
     def stored(self) -> str:
         results = self.shown
-        chosen = [name for name in self.chosen if name in results.labels]
         if "accuracy" not in results.metrics:
-            failed = next(iter(results.failures.values()), "no run is finished yet").strip().splitlines()[-1]
+            why = "no run has returned an accuracy" if len(results) else "no run is finished yet"
+            failed = next(iter(results.failures.values()), why).strip().splitlines()[-1]
             return f"{self.title}: {failed}."
         verdicts = results.summary("accuracy")["verdict"]
-        told = "; ".join(f"{name} {self._mean(results, name)}, {verdicts[name]}" for name in chosen)
+        told = "; ".join(f"{name} {self._found(results, name, verdicts.get(name))}" for name in self.chosen)
         return f"{self.title}. Accuracy in percent: {told}. {self._at_step()}"
 
     @staticmethod
-    def _mean(results: Results, name: str) -> str:
-        mean = results.interval(name, "accuracy")[1]
-        return "none yet" if np.isnan(mean) else f"{mean:.1f}"
+    def _found(results: Results, name: str, verdict: str | None) -> str:
+        """Mean and verdict of a cell, and what became of its runs without a number."""
+        if verdict is None:
+            return "not among these runs"
+        runs, mean = results.values(name, "run_seconds"), results.interval(name, "accuracy")[1]
+        failed = sum(label == name for label, _ in results.failures)
+        strange = len(runs) - int(np.isfinite([*results.values(name, "accuracy").values()]).sum())
+        done = counted(failed + len(runs), "run")
+        lost = [f"{n} of {done} {what}" for n, what in ((failed, "failed"), (strange, "gave no finite number")) if n]
+        if np.isnan(mean):
+            return " and ".join(lost) or "none yet"
+        return f"{mean:.1f}, {verdict}" + (f" ({' and '.join(lost)})" if lost else "")
 
     def _at_step(self) -> str:
         at = min(self.step, max(map(len, self.losses)))  # the runs of another network can be shorter
-        told = [f"{name} {run[at - 1]:.3f}" for name, run in self.compared.items() if at <= len(run)]
+        shown = {name: run[at - 1] for name, run in self.compared.items() if at <= len(run)}
+        told = [f"{name} {loss:.3f}" if np.isfinite(loss) else f"{name} not finite" for name, loss in shown.items()]
         if not told:
             return f"From seed {self.seed} there is no run of {' or '.join(dict.fromkeys((self.one, self.other)))}."
         return f"Loss at step {at} from seed {self.seed}: {', '.join(told)}."

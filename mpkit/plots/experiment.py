@@ -152,8 +152,10 @@ def own_experiment_scene(data: Any) -> Scene:
     intervals(left, [row.values if row else () for row in found], [row.interval if row else none for row in found])
     if data.rows and math.isfinite(data.rows[0].interval[1]):
         left.rule("x", data.rows[0].interval[1], "reference", dash=":")
-    top = max((float(np.nanmax(run)) for run in data.losses if len(run)), default=2.5)
-    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", 0, 1.05 * top, 5)
+    seen = np.concatenate(data.losses)
+    seen = seen[np.isfinite(seen)] if np.isfinite(seen).any() else np.array([2.5])
+    low, high = 1.05 * min(seen.min(), 0.0), 1.05 * max(seen.max(), 0.0)
+    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", low, high if high > low else 1.0, 5)
     title = ("no run", "one run", "two runs")[len(data.compared)]
     right = scene.panel(0, 1, title=f"{title} from seed {data.seed}", x=x, y=y)
     for (name, run), color, dash in zip(data.compared.items(), SERIES, DASHES):

@@ -75,13 +75,14 @@ def png(spec: dict[str, Any], index: int = 0) -> bytes:
 def figure(spec: dict[str, Any], index: int = 0) -> Figure:
     """The scene at one step as a matplotlib figure."""
     fig = Figure(figsize=(spec["width"] / 100, (spec["height"] + 26) / 100), dpi=100, facecolor="white")
-    legend, kept = dict[str, Any](), spec["kept"] | spec["data"]
+    legend, kept, step = dict[str, Any](), spec["kept"] | spec["data"], spec.get("index")
     for panel in spec["panels"]:
         axes = fig.add_axes(_place(spec, panel))
         _axes(axes, panel, index)
         for z, packed in enumerate(panel["marks"]):
             mark = {k: unpack(v, kept) for k, v in packed.items()}
-            if mark.get("name") == (step := spec.get("index", {})).get("name", ""):
+            follows = mark["type"] == "rule" and mark["at"] == "index"
+            if step and (follows or mark.get("name") == step["name"]):
                 mark["at"] = index + step["first"]
             first, last = mark.get("only", (index, index))
             if not first <= index <= last:
@@ -171,8 +172,7 @@ def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any])
         return axes.fill_between(x, m["y"], m["y2"], step=m.get("step"), color=colour(m["color"]), lw=0, **look)
     if kind == "rule":
         line = axes.axvline if m["axis"] == "x" else axes.axhline
-        at = index if m["at"] == "index" else m["at"]
-        return line(at, color=colour(m["color"]), lw=PT * m.get("width", 1.2), ls=_dash(m.get("dash")), **look)
+        return line(m["at"], color=colour(m["color"]), lw=PT * m.get("width", 1.2), ls=_dash(m.get("dash")), **look)
     if kind == "handle":
         _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
     elif kind == "boxes":

@@ -1,4 +1,4 @@
-// Draws any scene of mpkit/plots/scene.py as SVG: one plain ES module, which knows nothing about mixed precision. It reads
+// Draws any scene of mpkit/plots/scene.py as SVG: one plain ES module that knows nothing of mixed precision. It reads
 // spec (the scene), index (the step), controls and state (the form), sentence, rows; `ask` says what the reader did.
 
 const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
@@ -165,7 +165,7 @@ const DRAW = {
 	rule(g, p, m) {
 		const node = path(g, { width: 1.2, ...m }, "line");
 		const place = (v) => set(node, { d: m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}` });
-		return m.at === "index" ? (i, pos) => place(pos) : void place(m.at);
+		return m.at === "index" ? (i, v) => place(v + p.first) : void place(m.at);
 	},
 	text(g, p, m) {
 		const nodes = [], fields = m.fields?.map((v) => numbers(v, p.kept));
@@ -198,7 +198,7 @@ function arrange(spec, kept, width, ids, before) {
 		const { rows, cols } = spec, [up, right, down, left] = given.pad;
 		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
-		const p = { ...given, marks, ids, kept, real: true, off: 0 };
+		const p = { ...given, marks, ids, kept, first: spec.index?.first, real: true, off: 0 };
 		Object.assign(p, { left: width * sum(cols, given.col) / sum(cols) + left, right: width * sum(cols, given.col + (given.colspan ?? 1)) / sum(cols) - right,
 			top: spec.height * sum(rows, given.row) / sum(rows) + up, bottom: spec.height * sum(rows, given.row + (given.rowspan ?? 1)) / sum(rows) - down });
 		if (given.equal) { // one unit is as long on both axes
