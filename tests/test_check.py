@@ -109,7 +109,13 @@ UNUSUAL = [
     ("00", "weights", "torch.float32"),
     ("00", "largest", "65504"),
     ("00", "largest", torch.finfo(torch.float16).max),
+    ("00", "weights", "'float32'"),
+    ("00", "largest", "65,504"),  # as lessons write large numbers
+    ("00", "after", "2**(15)"),
     ("01", "smallest", 5.96e-8),  # as the table of the lesson prints it
+    ("01", "smallest", "2⁻²⁴"),  # as it stands in the text of the lesson
+    ("01", "smallest", "2^(-24)"),
+    ("04", "edge", "−25"),
     ("01", "pattern", "0xC000"),
     ("01", "beyond", math.nan),
     ("02", "lost", 0.00049),
@@ -122,6 +128,8 @@ UNUSUAL = [
     ("08", "infinity", "inf"),
     ("09", "promise", torch.tensor(False)),
     ("09", "active", np.array(["less_bn", "grad_freeze"])),
+    ("09", "active", "['grad_freeze', 'less_bn']"),
+    ("08", "raises", "mpkit; deepspeed fairseq"),
 ]
 
 
@@ -134,7 +142,10 @@ WRONG_FORMS = [
     ("00", "weights", torch.float16),
     ("00", "largest", "many"),
     ("00", "largest", True),
+    ("00", "largest", "6,5504"),
     ("01", "smallest", 2**-25),
+    ("01", "smallest", "2^(-24"),
+    ("01", "smallest", "²⁴"),
     ("01", "pattern", "0xzz"),
     ("01", "beyond", math.inf),
     ("02", "lost", 0.001),
@@ -411,11 +422,37 @@ def test_a_single_name_may_hold_a_comma():
 
 
 def test_what_python_makes_of_a_power_as_lessons_write_it_is_told_so():
-    for lesson, name, crossed in (("14", "largest", 2 ^ 20), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -24)):
+    positive = ("14", "largest", 2 ^ 20), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -24), ("00", "largest", 2 ^ 16)
+    exponents = (
+        ("04", "edge", 2 ^ -25),
+        ("04", "recommended", 2 ^ 21),
+        ("07", "eps", 10 ^ -7),
+        ("01", "smallest", 2 ^ -14),
+    )
+    for lesson, name, crossed in (*positive, *exponents):
         right, told = check.verdict(lesson, name, crossed)
         assert not right
         assert "the sign ^ is no power" in told
-    assert "the sign ^" not in check.verdict("14", "largest", 20)[1]
+        assert told.endswith(import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS[name].hint)
+    for lesson, name, plain in (("14", "largest", 20), ("04", "edge", -26), ("10", "stages", 2 ^ 6)):
+        assert "the sign ^" not in check.verdict(lesson, name, plain)[1]
+
+
+def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
+    for answer in ("300 steps", "three hundred", "", True, 1j, [300, 1]):
+        assert (
+            f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {answer!r}."
+            in check.verdict("10", "share", answer)[1]
+        )
+    for answer in ("no", 0, "", [False, True]):
+        assert f"True or False is asked for, got {answer!r}." in check.verdict("09", "promise", answer)[1]
+    for lesson, name, answer in (
+        ("10", "share", 299),
+        ("09", "promise", True),
+        ("01", "beyond", 3),
+        ("08", "zero", "1/3"),
+    ):
+        assert "is asked for" not in check.verdict(lesson, name, answer)[1]
 
 
 def test_verdicts_in_ones_and_zeros_are_not_called_wrong():

@@ -307,6 +307,7 @@ def test_a_closed_view_is_left_alone_and_the_other_goes_on():
     model.a = 4
     assert drawn == []
     assert view.sentence[0] == "sum 5"
+    closed.close()  # again, as Python does when it forgets the view
 
 
 def test_a_button_that_is_not_there_is_named_with_those_that_are():

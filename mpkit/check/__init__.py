@@ -9,6 +9,7 @@ training differ from machine to machine, so a lesson stores a `claim` that holds
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -142,23 +143,33 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
-        value = [name.strip() for name in value.split(",")] if len(truth) > 1 else [value]  # one may hold a comma
+        value = re.findall(r"[\w.]+", value) if len(truth) > 1 else [value]  # one may hold a comma
     if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
         if wrong(value) if callable(wrong) else _same(value, wrong, question.rel):
             return False, "Not yet. " + sentence
-    if _crossed(value, truth):
-        return False, "Not yet. In Python 2^3 is 1: the sign ^ is no power there. Write 2**n, or the power in quotes."
-    return False, "Not yet. " + question.hint
+    return False, f"Not yet. {_unread(value, truth)}{_crossed(value, question, truth)}{question.hint}"
 
 
-def _crossed(value: object, truth: object) -> bool:
-    """Whether an answer is what Python makes of the truth as lessons write it: 2^20 is 22 there."""
-    if type(value) is not int or not isinstance(truth, int | float) or not 0 < truth < math.inf:
-        return False
-    exponent = round(math.log2(truth))
-    return abs(exponent) > 3 and truth == 2.0**exponent and value == 2 ^ exponent
+def _unread(value: object, truth: object) -> str:
+    """A word on an answer of another kind than is asked for: it may hold the truth in words."""
+    if isinstance(truth, bool):
+        return "" if _name(value) in ("true", "false") else f"True or False is asked for, got {value!r:.60}. "
+    if isinstance(truth, int | float) and _number(value) is None:
+        return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
+    return ""
+
+
+def _crossed(value: object, question: Question, truth: object) -> str:
+    """A word on an answer that is what Python makes of a power as lessons write it: 2^20 is 22 there."""
+    numbers = [n for n in (truth, *(wrong for wrong, _ in question.hints)) if type(n) in (int, float)]
+    powers = [(2, n) for n in numbers if n < 0] if isinstance(truth, int) else []
+    for base, log in ((2, math.log2), (10, math.log10)):
+        powers += [(base, round(log(n))) for n in numbers if 0 < n < math.inf and log(n).is_integer()]
+    if type(value) is not int or value not in [base ^ n for base, n in powers if abs(n) > 3]:
+        return ""
+    return "If you wrote a power with ^: in Python the sign ^ is no power. Write 2**n, or the power in quotes. "
 
 
 def _in_any_order(value: object, truth: object) -> object:
@@ -177,11 +188,11 @@ def _of(lesson: str) -> ModuleType:
 
 def _name(value: Any) -> str:
     """A name as a reader gives it: "float32", torch.float32, a class of that name, or math.nan for "nan"."""
-    return str(getattr(value, "__name__", value)).strip().lower().removeprefix("torch.")
+    return str(getattr(value, "__name__", value)).strip(" '\"").lower().removeprefix("torch.")
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one in quotes such as "65504", "0xc000", "2^-24", "1/4" or "25 %"; None for anything else."""
+    """A number, also one in quotes such as "65,504", "0xc000", "2⁻²⁴", "1/4" or "25 %"; None for anything else."""
     if isinstance(value, bool):
         return None
     try:
@@ -189,8 +200,10 @@ def _number(value: Any) -> float | None:
             return float(value)
         from mpkit.explorers.formats import read_number  # its module needs packages that a question does not
 
-        share = 0.01 if value.strip().endswith("%") else 1.0
-        return share * (float(int(value, 0)) if "x" in value else read_number(value.strip().removesuffix("%")))
+        share, text = 0.01 if value.strip().endswith("%") else 1.0, value.strip().removesuffix("%")
+        if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text):  # 65,536, as lessons write it
+            text = text.replace(",", "")
+        return share * (float(int(text, 0)) if "x" in text else read_number(text))
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -13,6 +13,8 @@ from traitlets import Bool, Bunch, Float, HasTraits, Int, TraitError, Unicode
 
 from mpkit.arguments import is_number
 
+AT_WORK = "it is still at work; press Stop first"
+
 
 class Explorer(HasTraits):
     """A model of one interactive view that works without a browser.
@@ -174,7 +176,8 @@ class Explorer(HasTraits):
         return ()
 
     def act(self, method: str, *given: Any) -> None:
-        """Run the method of a button or gesture; a ValueError becomes `message`."""
+        """Run the method of a button or gesture; a ValueError becomes `message`, in place of what stood there."""
+        self.message = ""
         try:
             getattr(self, method)(*given)
         except ValueError as error:
@@ -193,7 +196,7 @@ class Explorer(HasTraits):
         """
         with self.lock:
             if self.busy:  # a thread that has told its end may still be drawing: it is no reason to refuse
-                raise ValueError("it is still at work; press Stop first")
+                raise ValueError(AT_WORK)
             stop = self._stop = threading.Event()
             self.message = ""  # why an earlier press was refused no longer holds
             self.progress, self.busy = 0.0, True
@@ -227,6 +230,7 @@ class Explorer(HasTraits):
         except Exception as error:  # a thread has nobody to raise to: the reader gets the reason
             self.message = f"{type(error).__name__}: {error}"
         finally:
+            self.message = self.message.replace(AT_WORK, "")  # why a press was refused no longer holds
             self.busy = False
             self.touch()
 

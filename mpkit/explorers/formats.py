@@ -30,13 +30,19 @@ HUGE = 1 / TINY
 """What stands for a number so large that a float calls it inf."""
 
 
+_RAISED = "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹"
+_PLAIN = str.maketrans(_RAISED + "−", "-+0123456789-")
+
+
 def read_number(text: str) -> float:
     """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "-2**10", "inf", "nan"; the nearest float.
 
+    Signs that are copied from a lesson are read too, as in "−2⁻¹⁴".
+
     Raises:  ValueError, with examples, for anything else.
 
-    >>> read_number("2^-14"), read_number("1/3")
-    (6.103515625e-05, 0.3333333333333333)
+    >>> read_number("2^-14"), read_number("2⁻¹⁴"), read_number("1/3")
+    (6.103515625e-05, 6.103515625e-05, 0.3333333333333333)
     """
     return read_exactly(text)[0]
 
@@ -47,16 +53,17 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     >>> read_exactly("1e-400")[0], read_exactly("0.1")[1]
     (0.0, Fraction(1, 10))
     """
-    power = re.fullmatch(r"\s*(-?)\s*(\d+)\s*(?:\^|\*\*)\s*(-?\d{1,4})\s*", text)
+    given, text = text, re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN)
+    power = re.fullmatch(r"\s*([+-]?)\s*(\d+)\s*(?:\^|\*\*)\s*(?:([+-]?\d{1,4})|\(([+-]?\d{1,4})\))\s*", text)
     try:
         if power:
-            sign, exact = (-1 if power[1] else 1), Fraction(int(power[2])) ** int(power[3])
+            sign, exact = (-1 if power[1] == "-" else 1), Fraction(int(power[2])) ** int(power[3] or power[4])
             return sign * _nearest(exact), sign * exact
         if "/" in text:
             return _nearest(Fraction(text)), Fraction(text)
         near = float(text)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {text!r}") from None
+        raise ValueError(f"write a number such as 0.1, 1e-5, 1/3 or 2^-14, got {given!r}") from None
     if not math.isfinite(near):
         huge = HUGE if re.search("[0-9]", text) else Fraction(0)  # not read exactly either
         return near, huge if near > 0 else -huge

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -77,10 +78,12 @@ class View(_Widget):
         if self._step:
             self.observe(lambda change: self.ask({self._step: change["new"] + self._first}), "index")
         self.redraw()
+        self._open()
 
     def close(self) -> None:
         """Take the view off the page; its explorer goes on without it."""
-        self.explorer.unobserve(self.redraw, ["revision", "message", "busy"])
+        with contextlib.suppress(ValueError):  # it was closed before
+            self.explorer.unobserve(self.redraw, ["revision", "message", "busy"])
         if _Widget is not HasTraits:
             cast(Any, super()).close()
 
@@ -94,7 +97,7 @@ class View(_Widget):
                 self.kept, self.spec = spec.pop("kept"), spec
                 self._drawn = key  # now, not before: an interrupt between the two would leave the picture old
             if "index" in self.spec:  # a step is shown, of an explorer's control or of the page alone
-                wanted = state[self._step] - self._first if self._step else self.index or math.inf
+                wanted = state[self._step] - self._first if self._step else self.index
                 self.index = min(wanted, self.spec["index"]["count"] - 1)
             extra = {"busy": self.explorer.busy, "progress": self.explorer.progress, "idle": list(self.explorer.idle())}
             extra["tokens"] = {name: self._token(self.explorer, name) for name in ("", *self.explorer.ahead)}
@@ -102,6 +105,11 @@ class View(_Widget):
             self.state = {k: v for k, v in words.items() if k != self._step} | extra  # a choice is known by its name
             self.sentence = [self.summary(), self.explorer.message]
             self.rows = self.data() if self._table else []
+
+    def _open(self) -> None:
+        """A step that the page alone knows begins at its end: all of the run is seen."""
+        if self._step is None and "index" in self.spec:
+            self.index = self.spec["index"]["count"] - 1
 
     def _together(self) -> Any:
         return self.hold_sync() if hasattr(self, "hold_sync") else self.hold_trait_notifications()
@@ -192,8 +200,7 @@ class View(_Widget):
                     self.redraw()
                 elif name == "reset":
                     explorer.reset()
-                    if self._step is None and "index" in self.spec:
-                        self.index = self.spec["index"]["count"] - 1  # as it opened
+                    self._open()
                 elif name in explorer.controls:
                     try:
                         self._do(explorer, name, value)
