@@ -106,6 +106,7 @@ class Known:
         self.apart: set[str] = set()  # tests of files that start processes, and what torch compiles: unseen, in part
         self.lines: dict[str, dict[int, set[str]]] = {}
         self.imported: dict[str, set[int]] = {}
+        self.breadth: Counter[str] = Counter()  # how many lines a test reaches
         for part in parts:
             reaching = {i for lines in part["lines"].values() for tests in lines.values() for i in tests}
             processes = any(others for _, _, others in part["tests"])
@@ -118,7 +119,9 @@ class Known:
             for file, lines in part["lines"].items():
                 held = self.lines.setdefault(file, {})
                 for line, tests in lines.items():
-                    held.setdefault(int(line), set()).update(part["tests"][i][0] for i in tests)
+                    names = [part["tests"][i][0] for i in tests]
+                    held.setdefault(int(line), set()).update(names)
+                    self.breadth.update(names)
             for file, numbers in part["imported"].items():
                 self.imported.setdefault(file, set()).update(numbers)
 
@@ -139,6 +142,8 @@ class Known:
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
         """The tests to run: those that reach it, short ones of its own files first; then those that nobody can see.
 
+        Of these a test that reaches few lines comes before one that passes by on its way through the library.
+
         Each kind for `budget` seconds. Unseen are its own tests in other processes, and tests that reach no line, first
         those that name the function or class. Of a test with many cases one comes first, then one of the next test: a
         thousand cases of one promise would leave no time for the others.
@@ -150,7 +155,7 @@ class Known:
             turns[test.split("[")[0]] += 1
         first = sorted(  # `case` is in the order of their seconds
             case,
-            key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, case[t], t.split("::")[0]),
+            key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, case[t], self.breadth[t]),
         )
         unseen = self.blind | {t for t in self.apart if t.startswith(own)}
         called = mutant.place.scope.split(".")[0]  # tests by signature have the name of what they call in their own

@@ -71,6 +71,26 @@ def test_a_centralized_step_is_a_step_on_centralized_gradients(name: str, decay:
         torch.testing.assert_close(weight, by_hand, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("NAdam", {"decoupled_weight_decay": True}),
+        ("RAdam", {"decoupled_weight_decay": True}),
+        ("Adafactor", {}),
+        ("Muon", {}),
+        ("AdamW", {}),
+    ],
+)
+def test_a_decay_that_never_meets_the_gradient_is_not_centralized(name: str, options: dict[str, Any]) -> None:
+    weight = nn.Parameter(grad((3, 4), 7))
+    group = {"params": [weight], "grad_centralization": True}
+    optimizer = getattr(torch.optim, name)([group], lr=0.1, weight_decay=0.3, **options)
+    centralize_gradients(optimizer)
+    weight.grad = grad((3, 4), 8)
+    optimizer.step()
+    torch.testing.assert_close(weight.grad, mean_taken(grad((3, 4), 8)), rtol=0, atol=4 * 2.0**-22)  # sums of 4
+
+
 @pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.2, "maximize": True}])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_what_a_closure_computes_is_centralized_too(options: dict[str, Any], by_name: bool) -> None:

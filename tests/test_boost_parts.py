@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from mpkit.boost.grad_freeze import FreezeOpt, cell, split_learning_rates
 from mpkit.boost.grad_freeze.stages import expected_saving, index_probabilities, stage_costs
 from mpkit.boost.group_loss_scale import GroupLossScaleManager, GroupScaling
 from mpkit.boost.less_bn import NormalizedLinear
-from mpkit.boost.updates import FrozenUpdate
+from mpkit.boost.updates import DimReduceUpdate, FrozenUpdate
 from mpkit.step import distributed
+from mpkit.step.update import Update
 
 
 class Bare(torch.optim.Optimizer):
@@ -100,6 +102,14 @@ def test_every_trial_draws_the_same_numbers_where_a_loss_calls_the_network_twice
     assert torch.equal(trials[0], trials[1])
     assert torch.equal(trials[0], trials[2])
     assert not torch.equal(trials[0][0], trials[0][1])
+
+
+@pytest.mark.parametrize("context", [None, SimpleNamespace(loss=None, inputs=())], ids=["none", "without a loss"])
+def test_dim_reduce_needs_the_loss_of_a_step(context: Any) -> None:
+    update = DimReduceUpdate(Update(torch.optim.SGD([nn.Parameter(torch.ones(1))])), SimpleNamespace(weights=[]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="run it through a train cell"):
+        update.apply(context, None)
+    update.apply(context, torch.tensor(1.0))  # a step that is skipped needs none
 
 
 def test_what_freezing_a_stage_saves_in_multiply_adds() -> None:

@@ -27,6 +27,7 @@ from mpkit.casting import (
     ledger,
     operations,
     remove_mixed_precision,
+    rules,
     watching,
     within,
 )
@@ -171,6 +172,19 @@ def test_an_overload_of_somebody_else_computes_in_low_and_writes_where_it_was_as
     y = auto_mixed_precision(Apply(lambda x: own_operators.twice.default(wide, out=out)), "O3", dtype)(wide)
     assert out.tolist() == y.tolist() == [2.0, 6.0]
     assert out.dtype is torch.float32
+
+
+def test_an_overload_that_writes_is_in_place_under_a_rule_that_casts_and_alone_under_none() -> None:
+    def overload(namespace: str, *, writes: bool) -> Any:
+        arguments = (SimpleNamespace(is_write=writes),)
+        return SimpleNamespace(namespace=namespace, _schema=SimpleNamespace(is_mutable=writes, arguments=arguments))
+
+    casts = rules.everything(torch.bfloat16)
+    assert rules.for_overload(casts, overload("somebody", writes=True)) is handlers.in_place
+    assert rules.for_overload(casts, overload("somebody", writes=False)) is casts.default
+    assert rules.for_overload(casts, overload("aten", writes=True)) is None
+    for writes in (True, False):
+        assert rules.for_overload(rules.plain(), overload("somebody", writes=writes)) is None
 
 
 def test_a_summary_counts_the_casts_of_each_module() -> None:
@@ -393,6 +407,29 @@ def test_the_rows_of_a_table_come_in_float32_from_a_listed_module_and_in_low_at_
     rows = network(torch.tensor([1, 2]))
     assert inside == [torch.float32 if listed else torch.bfloat16]
     assert rows.eq(1).all()  # rounded either way
+
+
+def test_the_rows_of_a_table_inside_a_listed_module_come_in_float32_too() -> None:
+    """The mode of the module around it is one that casts, so the table runs without it."""
+    table = nn.Embedding(4, 3)
+    nn.init.constant_(table.weight, 1 + BIT)
+    inside: list[Tensor] = []
+    network = Listed(lambda ids: inside.append(table(ids)) or inside[0])
+    network.table = table
+    custom_mixed_precision(network, white_list=[Listed], dtype=torch.bfloat16)(torch.tensor([1, 2]))
+    assert [rows.dtype for rows in inside] == [torch.float32]
+    assert inside[0].eq(1).all()  # rounded
+
+
+def test_only_a_part_of_a_network_asks_who_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network's own forward is its front door; the look costs as much as a small layer."""
+    asked: list[object] = []
+    monkeypatch.setattr(forward, "warn_if_passed_by", lambda module, *_: asked.append(module))
+    network = auto_mixed_precision(nn.Sequential(nn.Linear(2, 2)), "O1", torch.bfloat16)
+    network(torch.ones(1, 2))
+    assert asked == []
+    network[0](torch.ones(1, 2))
+    assert asked == [network[0]]
 
 
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])

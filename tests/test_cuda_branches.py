@@ -23,7 +23,9 @@ from mpkit.blocks import BLOCK_FORMATS, quantize_blocks
 from mpkit.blocks.storage import casts, widened
 from mpkit.boost import adasum as merging
 from mpkit.boost.dim_reduce.descent import _RandomState
-from mpkit.casting import auto_mixed_precision, calls, ledger, products
+from mpkit.casting import auto_mixed_precision, calls, handlers, ledger, products
+from mpkit.casting.mode import CastMode
+from mpkit.casting.targets import Emulated
 from mpkit.diagnose import diagnose, run, watch
 from mpkit.experiment import engine, training
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
@@ -156,6 +158,29 @@ def test_a_bias_stays_in_the_product_where_that_is_one_kernel():
     assert torch.equal(fused.as_subclass(Tensor), want)
     assert apart.shape == fused.shape
     assert len(there.rows) <= len(here.rows)
+
+
+@pytest.mark.parametrize(
+    ("low", "bias_in", "is_cuda", "fused"),
+    [
+        (torch.float16, torch.float16, True, True),
+        (torch.float16, torch.float16, False, False),
+        (torch.float16, torch.float32, True, False),
+        (Emulated(FP16, FP16), None, True, False),  # rounded twice, as it was told
+    ],
+    ids=str,
+)
+def test_a_bias_is_fused_on_a_gpu_alone_and_in_the_precision_of_the_product(low, bias_in, is_cuda, fused):
+    given = []
+
+    def product(x, weight, bias):
+        given.append(bias)
+        return F.linear(x, weight)
+
+    bias = posing(torch.ones(3), spreads=True, is_cuda=is_cuda)
+    handler = handlers.product_then_bias(low, low if bias_in is None else bias_in, None)
+    handler.run(CastMode(), product, (torch.ones(2, 4), torch.ones(3, 4), bias), {})
+    assert [b is not None for b in given] == [fused]
 
 
 # --- predicates of torch.cuda

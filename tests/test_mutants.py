@@ -94,6 +94,15 @@ def test_one_case_of_every_test_is_run_before_the_second_case_of_any():
     ]
 
 
+def test_a_test_that_passes_by_comes_after_one_that_reaches_little_else():
+    tests = [[f"tests/test_own.py::test_{name}", 0.01, 0.0] for name in ("whole", "part")]
+    lines = {"mpkit/x.py": {2: [0, 1], 3: [0]}}
+    known = mutant_runs.Known([{"file": "tests/test_own.py", "tests": tests, "lines": lines, "imported": {}}])
+    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n    a\n", "mpkit/x.py")
+    taken = known.chosen(mutant, ("tests/test_own.py",), 9.0)
+    assert taken == ["tests/test_own.py::test_part", "tests/test_own.py::test_whole"]
+
+
 LIBRARY = """
 def larger(a, b):
     return a > b

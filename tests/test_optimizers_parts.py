@@ -11,6 +11,7 @@ from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.optimizers import base
+from mpkit.optimizers.arguments import listed
 from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.update import Update
 from mpkit.schedules import ListedLR
@@ -174,3 +175,30 @@ def test_a_tensor_of_just_the_size_of_a_slice_stays_whole_and_a_larger_one_is_cu
     update = Update(weights, [w.clone() for w in weights], {}, {}, [0, 1, 2], 0.1, 0.0, 1, None)
     parts = [[w.numel() for w in part.weights] for part in update.slices(8)]
     assert parts == [[4, 8], [8], [1]]
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_are_counted_on_the_host_as_far_as_it_knows_them(
+    on_device: bool, counts_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it can read the flag a skipped step writes nothing; where not, only the device knows which ones counted."""
+    if on_device:
+        monkeypatch.setattr(base, "AT_HAND", frozenset())
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = opt.Momentum([p], 0.1, 0.9, count_skipped=counts_all)
+    for skip in (False, True, False):
+        p.grad, optimizer.found_inf, version = torch.ones(2), torch.tensor(float(skip)), p._version
+        optimizer.step()
+        assert (p._version == version) == (skip and not on_device)
+    assert optimizer.global_step == (3 if counts_all else 2)
+    assert int(optimizer.param_groups[0]["updates"]) == 2
+    assert type(optimizer._counts["global_step"]) is (int if counts_all or not on_device else torch.Tensor)
+    assert type(optimizer.param_groups[0]["updates"]) is (torch.Tensor if on_device else int)
+
+
+@pytest.mark.parametrize("params", [torch.ones(2), "weight", {"weight": torch.ones(2)}, 3], ids=str)
+def test_parameters_come_in_a_list(params: Any) -> None:
+    """A tensor, a text and a mapping could be gone through too, and would give something else."""
+    with pytest.raises(TypeError, match="must be an iterable of parameters, got .*; put it into a list"):
+        listed(params, "params")

@@ -230,7 +230,7 @@ def _advance_tensors(p: TensorScalePolicy, state: TensorScaleState, amax: Tensor
     scale = torch.where(renews, scale, state.scale)
     history = _rolled(p, entries, newest)
     if p.unfused is not True:  # the kernel leaves a step without an amax out
-        counts = (amax != 0) if p.unfused is False else (amax != 0) | p.unfused
+        counts = (amax != 0) | p.unfused
         scale = torch.where(counts, scale, state.scale)
         history = torch.where(counts[..., None], history, state.history)
     if current is not None:
