@@ -200,5 +200,5 @@ def test_steps_are_counted_on_the_host_as_far_as_it_knows_them(
 @pytest.mark.parametrize("params", [torch.ones(2), "weight", {"weight": torch.ones(2)}, 3], ids=str)
 def test_parameters_come_in_a_list(params: Any) -> None:
     """A tensor, a text and a mapping could be gone through too, and would give something else."""
-    with pytest.raises(TypeError, match="must be an iterable of parameters, got .*; put it into a list"):
+    with pytest.raises(TypeError, match=r"must be an iterable of parameters, got .*; put it into a list"):
         listed(params, "params")
