@@ -133,5 +133,5 @@ def test_no_saved_step_has_summed_as_many_micro_batches_as_an_update_takes(pendi
         cell.set_extra_state(saved)
         assert cell.pending == pending
         return
-    with pytest.raises(ValueError, match="summed 3 micro-batches of one update, and this one updates after 3"):
+    with pytest.raises(ValueError, match="had 3 of 3 micro-batches, and this one updates after 3"):
         cell.set_extra_state(saved)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_count, check_kind
+from mpkit.arguments import check_alike, check_count
 from mpkit.optimizers.arguments import parameters_of
+from mpkit.step.restore import saved_count, saved_sum
 
 
 class GradientAccumulation(nn.Module):
@@ -145,22 +146,12 @@ class GradientAccumulation(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_extra_state` gave."""
         check_alike("the state of an accumulation", state, {"counter": 0, "sums": {}})
-        counter, parameters = check_count("counter", state["counter"], low=0), self.weights
-        own = self.max_accumulation_step
-        saved = check_count("steps", state.get("steps", own))
-        # each of the sums was divided by the saved number; only where an update has raised are all of them there
-        if counter and (saved != own or (counter >= own and "steps" not in state)):
-            raise ValueError(
-                f"the saved accumulation had {counter} of {saved} micro-steps, and this one updates after {own}; make "
-                "it with the max_accumulation_step that it was saved with"
-            )
-        for i, held in state["sums"].items():
-            if not 0 <= check_count("a position", i, low=0) < len(parameters):
+        own, parameters = self.max_accumulation_step, self.weights
+        # where an update has raised all of them are there
+        steps, whole = state.get("steps", own), "steps" in state
+        counter = saved_count("max_accumulation_step", own, state["counter"], steps, whole=whole)
+        for i in state["sums"]:
+            if check_count("a position", i, low=0) >= len(parameters):
                 raise ValueError(f"this state has a sum of parameter {i}, and there are {len(parameters)}")
-            check_kind("each of sums", held, Tensor, "a tensor")
-            if held.shape != parameters[i].shape:
-                raise ValueError(
-                    f"a saved sum has shape {tuple(held.shape)}, its parameter {tuple(parameters[i].shape)}"
-                )
+        self._sums = {i: saved_sum(parameters[i], held) for i, held in state["sums"].items()}
         self.counter = counter
-        self._sums = {i: held.to(parameters[i].device, copy=True) for i, held in state["sums"].items()}

@@ -89,8 +89,9 @@ class FrozenUpdate(Wrapped):
 class AccumulatedUpdate(Wrapped):
     """Adds the gradients of several steps; the update inside gets their mean. A step that overflowed is not counted.
 
-    The gradients of a step are whole here, divided by the scale and checked. (`accumulation_steps` of a train cell sums
-    scaled gradients before that, and checks the sum.)
+    The gradients of a step are whole here, divided by the scale and checked; their sums are kept apart, in float32.
+    (`accumulation_steps` of a train cell sums scaled gradients in `p.grad` before that, and checks the sum: it needs no
+    memory and sends nothing before the last, and one micro-batch that overflows costs the whole update.)
     """
 
     def __init__(self, inner: Update, steps: int) -> None:

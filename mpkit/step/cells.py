@@ -17,7 +17,7 @@ from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
-from mpkit.step.restore import carried, carrying, load_all, saved_gradients
+from mpkit.step.restore import carried, carrying, load_all, saved_count, saved_gradients
 from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
 from mpkit.step.update import Update
 
@@ -175,8 +175,7 @@ class TrainOneStepCell(nn.Module):
                 with self._replica.no_sync():
                     loss = self._differentiate(ctx)
             ctx.loss = loss = loss.detach()
-            if self.accumulation_steps > 1:
-                self.pending = 0 if last else self.pending + 1
+            self.pending = 0 if last else self.pending + 1
             with self._summing():
                 for hook in self.hooks:
                     hook.after_backward(ctx)
@@ -250,19 +249,14 @@ class TrainOneStepCell(nn.Module):
         load_all(self._stateful(state))
         self.index, self.pending = state["index"], state["pending"]
         for p, grad in zip(parameters_of(self.optimizer), gradients):
-            p.grad = None if grad is None else grad.to(p.device, copy=True)
+            p.grad = grad
 
     def _checked_sums(self, state: dict[str, Any]) -> Sequence[Tensor | None]:
         """The gradients of the accumulation that a saved step had begun; none if it had not."""
         check_count("index", state["index"], low=0)
-        pending, own = check_count("pending", state["pending"], low=0), self.accumulation_steps
-        saved = check_count("accumulation_steps", state.get("accumulation_steps", own))
-        if pending >= own or (pending and saved != own):
-            raise ValueError(
-                f"the saved step had summed {pending} micro-batches of one update, and this one updates after {own}; "
-                "build the cell with the accumulation_steps that it was saved with"
-            )
-        return saved_gradients(parameters_of(self.optimizer), state.get("gradients")) if state["pending"] else ()
+        own, name = self.accumulation_steps, "accumulation_steps"
+        begun = saved_count(name, own, state["pending"], state.get(name, own))
+        return saved_gradients(parameters_of(self.optimizer), state.get("gradients")) if begun else ()
 
     def __getstate__(self) -> dict[str, Any]:
         return carrying(self.__dict__, parameters_of(self.optimizer) if self.pending else ())

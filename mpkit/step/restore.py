@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_count, check_kind
 from mpkit.optimizers.saved import check_saved
 
 _SUMS = "gradients of a begun step"
@@ -37,16 +37,35 @@ def load_all(pairs: Sequence[tuple[Any, Any]]) -> None:
         raise
 
 
-def saved_gradients(parameters: Sequence[Tensor], saved: Any) -> Sequence[Tensor | None]:
-    """`saved` if it holds a gradient, or None, for each parameter. Raises TypeError, ValueError."""
+def saved_count(name: str, own: int, count: object, steps: object, *, whole: bool = False) -> int:
+    """How many micro-batches a saved accumulation had summed; each of them was divided by `steps`.
+
+    Args:    own: the number for one update here, the argument `name`; whole: that many may be there without an update.
+    Raises:  TypeError; ValueError for a begun accumulation of another number.
+    """
+    count, steps = check_count("the count of an accumulation", count, low=0), check_count(name, steps)
+    if count and (steps != own or (count >= own and not whole)):
+        raise ValueError(
+            f"the saved accumulation had {count} of {steps} micro-batches, and this one updates after {own}; make it "
+            f"with the {name} that it was saved with"
+        )
+    return count
+
+
+def saved_sum(p: Tensor, saved: Any) -> Tensor:
+    """A copy, where `p` is, of what was saved as a sum of its gradients. Raises TypeError, ValueError."""
+    check_kind("each of the saved sums of gradients", saved, Tensor, "a tensor")
+    if saved.shape != p.shape:
+        raise ValueError(f"a saved sum of gradients has shape {tuple(saved.shape)}, its parameter {tuple(p.shape)}")
+    return saved.to(p.device, copy=True)
+
+
+def saved_gradients(parameters: Sequence[Tensor], saved: Any) -> list[Tensor | None]:
+    """The saved sum, or None, for each parameter. Raises TypeError, ValueError."""
     check_kind("gradients", saved, (list, tuple), "a list of tensors, as it was saved")
     if len(saved) != len(parameters):
         raise ValueError(f"the saved step had gradients of {len(saved)} parameters, this one has {len(parameters)}")
-    for p, grad in zip(parameters, saved):
-        check_kind("each of gradients", grad, Tensor, "a tensor", optional=True)
-        if grad is not None and grad.shape != p.shape:
-            raise ValueError(f"a saved gradient has shape {tuple(grad.shape)}, its parameter {tuple(p.shape)}")
-    return saved
+    return [None if grad is None else saved_sum(p, grad) for p, grad in zip(parameters, saved)]
 
 
 def carrying(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
