@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from test_replay import trace_of
 
 from mpkit.policies import ScalePolicy, preset, run, stack, tensor_scale_preset
-from mpkit.replay import can_compile, ceilings, replay, replay_tensor_scales, simulate
+from mpkit.replay import can_compile, ceilings, flushed, replay, replay_tensor_scales, simulate, sweep
 from mpkit.replay.percent import percent, percents
 from mpkit.replay.tensor_scales import _finite_max, _unused
 
@@ -180,3 +181,60 @@ def test_a_scale_that_grew_beyond_all_numbers_is_told() -> None:
     row = replay(trace_of([torch.ones(2)] * 4), grows, tops=np.full(4, np.inf)).iloc[0]
     assert row["final_scale"] == math.inf
     assert row["why"] == "the scale ended at inf"
+
+
+@pytest.mark.parametrize(
+    ("gradient", "top", "why"),
+    [
+        ([1.0, 1.0], 2.0**24, ""),  # 24 bits below the ceiling is far, and no collapse yet
+        ([1.0, 1.0], 2.0**24.5, "the scale ended 24 bits below the ceiling"),
+        ([1.0, 1.0], 2.0**25, "the scale ended 25 bits below the ceiling"),
+        ([1.0, 2.0**-30], 4.0, ""),  # half of the values are lost
+        ([1.0, 2.0**-30, 2.0**-30], 4.0, "67 % of the gradient values were lost in the last tenth"),
+        ([1.0], 0.5, "every step of the last tenth was skipped"),
+        ([1.0], 1.0, ""),
+    ],
+)
+def test_a_collapse_begins_beyond_half_of_the_values_and_beyond_24_bits(
+    gradient: list[float], top: float, why: str
+) -> None:
+    trace = trace_of([torch.tensor(gradient)] * 30, form="fp32")
+    row = replay(trace, ScalePolicy.fixed(1.0), fmt="fp16", tops=np.full(30, top)).iloc[0]
+    assert (row["why"], row["collapsed"]) == (why, bool(why))
+
+
+@pytest.mark.parametrize(("scale", "share"), [(2.0**6, 0.0), (2.0**5, 0.0), (2.0**3, 1.0)])
+def test_a_single_value_is_lost_or_not(scale: float, share: float) -> None:
+    """2^-29 times 2^5 is float16's smallest number; a quarter of that is lost."""
+    assert flushed(trace_of([torch.tensor([2.0**-29, 0.0])]), np.array([[scale]])).tolist() == [[share]]
+
+
+@pytest.mark.parametrize("largest", [3.0, 70000.0, 2.0**40, 3e38])
+def test_the_ceiling_of_a_gradient_is_the_last_scale_that_the_native_cast_takes(largest: float) -> None:
+    """Above 1 and below: one float64 more, and the product rounds to infinity."""
+    g = float(torch.tensor(largest))
+    (top,) = ceilings(trace_of([torch.tensor([largest])], form="fp32"), "fp16")
+    above = Fraction(math.nextafter(top, math.inf)) * (1 + Fraction(2.0**-52))  # 65520 / g was rounded, too
+    assert Fraction(g) * Fraction(float(top)) < 65520 <= Fraction(g) * above
+
+
+def test_a_sweep_starts_from_the_first_recorded_scale_and_needs_a_recorded_step() -> None:
+    trace = trace_of([torch.ones(2)] * 3, scale=2.0**9)
+    assert sweep(trace)["init"].tolist() == [2.0**9]
+    with pytest.raises(ValueError, match="no steps to replay"):
+        sweep(trace.before(0))
+    with pytest.raises(TypeError, match="replay needs a Trace"):
+        sweep("trace.npz")  # type: ignore[arg-type]
+
+
+def test_a_policy_that_ends_with_its_first_step_has_lost_everything() -> None:
+    """Though that step was not skipped, and lost none of its values: it had none."""
+    zero = ScalePolicy(init_scale=0.0, error_at_zero=True)
+    row = replay(trace_of([torch.zeros(2)] * 4), zero).iloc[0]
+    assert (row["skipped"], row["lost"]) == (0, 1.0)
+
+
+@pytest.mark.parametrize(("top", "why"), [(0.5, "every step of the last tenth was skipped"), (1.0, "")])
+def test_the_only_step_of_a_run_is_its_last_tenth(top: float, why: str) -> None:
+    row = replay(trace_of([torch.ones(2)]), ScalePolicy.fixed(1.0), tops=np.array([top])).iloc[0]
+    assert row["why"] == why

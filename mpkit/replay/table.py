@@ -52,12 +52,7 @@ def replay(
               steps alone where `flushed` is NaN, since no applied step has a histogram);
               `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
-    if not isinstance(trace, Trace):
-        raise TypeError(
-            f"replay needs a Trace, as Trace.load(path) or Recorder.trace() give it, got {type(trace).__name__}"
-        )
-    if not len(trace):
-        raise ValueError("the trace has no steps to replay; record some with Recorder(network, ...)")
+    _check_trace(trace)
     if scales is not None:
         check_flags(scales=scales)
     names, vector = _named(policies)
@@ -95,8 +90,8 @@ def sweep(
     Returns:  the columns of `replay` with `init`, `factor`, `window` in place of the policy.
     Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
-    check_kind("trace", trace, Trace, "a Trace")
-    starts = _numbers(float(trace.scale[0]) if init is None and len(trace) else 1.0 if init is None else init)
+    _check_trace(trace)
+    starts = _numbers(float(trace.scale[0]) if init is None else init)
     grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
     for name, i in (("init", 0), ("factor", 1), ("window", 2)):
         for row in grid:
@@ -121,6 +116,15 @@ def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> Sc
     check_number("factor", factor, low=1.0, open_low=True)
     check_number("window", window, low=1.0)
     return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
+
+
+def _check_trace(trace: object) -> None:
+    if not isinstance(trace, Trace):
+        raise TypeError(
+            f"replay needs a Trace, as Trace.load(path) or Recorder.trace() give it, got {type(trace).__name__}"
+        )
+    if not len(trace):
+        raise ValueError("the trace has no steps to replay; record some with Recorder(network, ...)")
 
 
 def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
@@ -169,7 +173,7 @@ def _frame(
         bits = np.log2(np.abs(tops[sample]))[:, None] - np.log2(seen)
     flushes = flushed(chosen, seen, fmt)
     flush = _mean(flushes, applied)
-    share = done.skipped / np.maximum(ran, 1)
+    share = done.skipped / ran  # which is one step at least
     ended = done.raised_at >= 0
     columns: dict[str, Any] = {
         "skipped": done.skipped,
