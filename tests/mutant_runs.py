@@ -330,6 +330,7 @@ class Server(Seeded):
             if type(found) is FunctionType and found.__code__.co_filename.startswith(str(self.copy / "mpkit")):
                 self.functions.setdefault(found.__code__.co_filename, []).append(found)
         gc.freeze()  # a collection in a fork would copy every page
+        print("ready", file=self.told, flush=True)
         for line in self.asked:
             number = int(line)
             job = self.jobs[number] if number >= 0 else self.jobs[~number].unchanged()
@@ -401,13 +402,16 @@ def served(copy: Path, files: list[str], jobs: list[Job]) -> Iterator[Callable[[
     os.close(told)
     with os.fdopen(ask, "w") as questions, os.fdopen(tell) as answers:
 
+        def answer() -> str:
+            if found := answers.readline().strip():
+                return found
+            raise RuntimeError(f"the process that holds the tests has ended:\n{log.read_text()[-3000:]}")
+
         def verdict_on(number: int) -> str:
             print(number, file=questions, flush=True)
-            answer = answers.readline().strip()
-            if not answer:
-                raise RuntimeError(f"the process that holds the tests has ended:\n{log.read_text()[-3000:]}")
-            return answer
+            return answer()
 
+        answer()  # that it is ready: until it has imported the library no file of that may change
         yield verdict_on
     os.waitpid(child, 0)
 

@@ -194,6 +194,14 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     assert sorted(held["survived"]) == changed
 
 
+def test_nothing_is_changed_before_the_process_that_holds_the_tests_has_imported_them(tmp_path, monkeypatch):
+    """It would import the change, and judge all others with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_slow.py").write_text("import time\ntime.sleep(0.5)\nopen('imported', 'w').close()\n")
+    with mutant_runs.served(tmp_path, ["test_slow.py"], []):
+        assert (tmp_path / "imported").exists()
+
+
 def test_a_mutant_that_waits_for_what_never_comes_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(mutant_runs, "STILL", 0.5)
     assert mutant_runs.forked(lambda: time.sleep(600) or 0, seconds=60) == "too long"
