@@ -459,3 +459,12 @@ def test_a_release_that_cannot_be_made_is_told_and_leaves_no_folder(variant, say
     assert labs.main() == 1
     assert f"nothing more was released: {says}" in capsys.readouterr().err.replace("[Errno 17] ", "")
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+
+
+def test_an_answer_that_changes_the_images_in_place_costs_no_other_question():
+    source = nbformat.read(SOURCES["lab03"], as_version=4)
+    submission = nbformat.from_dict(source)
+    cell = next(c for c in submission.cells if labs.mark(c).get("grade_id") == "lab03_q1_answer")
+    cell.source = re.sub(r"^( +)(### BEGIN SOLUTION)", r"\1images.zero_()\n\1\2", cell.source, count=1, flags=re.M)
+    assert "images.zero_()" in cell.source
+    assert all(s.points in (s.possible, None) for s in labs.grade(submission, source))

@@ -151,3 +151,38 @@ def test_limits_of_the_process_hold_for_everything_in_it():
     ]
     ends = sandbox.run(steps, [], timeout=10)
     assert [end.split(":")[0] for end in ends] == ["OSError", "MemoryError", "OSError", "", ""]
+
+
+CHANGES = {
+    "a list": "numbers.append(9)\n    numbers[0] = 7\n    numbers[1].clear()",
+    "a dict": "table.clear()",
+    "a set": "names.add('b')",
+    "a tensor": "weights.zero_()",
+    "a view of a tensor": "weights[1:].mul_(2)",
+    "the shape of a tensor": "weights.resize_(1)",
+    "an array": "values[:] = 0",
+    "a record": "found.rows.append(3)",
+}
+HELD = """import dataclasses
+import numpy
+import torch
+@dataclasses.dataclass(frozen=True)
+class Found:
+    rows: list
+numbers, table, names = [1, [2]], {'a': [1.5]}, {'a'}
+weights, values, found = torch.arange(3.0), numpy.arange(3), Found([1, 2])
+part = weights[1:]"""
+SAME = """assert (numbers, table, names) == ([1, [2]], {'a': [1.5]}, {'a'})
+assert weights.tolist() == [0, 1, 2] and part.tolist() == [1, 2] and values.tolist() == [0, 1, 2]
+assert found.rows == [1, 2]"""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_answer_that_changes_data_in_place_changes_no_later_question(name):
+    answer = f"def f():\n    {CHANGES[name]}\n    return 1"
+    steps = [("given", HELD), ("test", SAME), ("answer", answer), ("test", f"{SAME}\nassert f() == 1"), ("test", SAME)]
+    room = sandbox.Room({"f"})
+    for kind, source in steps:
+        room.answer(source, "") if kind == "answer" else room.given(source)
+    with pytest.raises(AssertionError):  # or the change would change nothing
+        room.given(f"f()\n{SAME}")

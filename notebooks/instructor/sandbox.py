@@ -2,7 +2,8 @@
 
 `labs.py` starts it. A test reaches the process when its answer has run, so nothing can read it before. Cells of the lab
 run as they are; a student's code is read first (`problem`), is compiled with guarded writes (`Guard`) and sees a short
-list of built-ins. Before each cell of the lab every name of the lab, and every built-in, is put back.
+list of built-ins. Before each cell of the lab every name of the lab, and every built-in, is put back, and so are the
+numbers in its tensors, arrays, lists and dicts: an answer that changes them in place changes no later question.
 INSTRUCTOR.md says what this does not protect from.
 """
 
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,39 @@ class _Clipping:
 # --- the process that is graded
 
 
+def held(thing: Any) -> Callable[[], None]:
+    """A function that gives the thing the content that it has now: the thing itself, so that who knows it sees it."""
+    kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+    if kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        content, numbers = thing.detach().clone(), thing.detach()
+        return lambda: _whole(thing, numbers, content)
+    if kind == "numpy.ndarray":
+        values = thing.copy()
+        return lambda: thing.__setitem__(..., values) if thing.flags.writeable else None
+    if isinstance(thing, list | dict | set):
+        parts = [held(part) for part in (thing.values() if isinstance(thing, dict) else thing)]
+        kept = type(thing)(thing) if type(thing) in (list, dict, set) else None
+
+        def back() -> None:
+            if kept is not None:
+                thing.clear()
+                thing.extend(kept) if isinstance(thing, list) else thing.update(kept)
+            for part in parts:
+                part()
+
+        return back
+    inner = thing if isinstance(thing, tuple) else vars(thing).values() if is_dataclass(type(thing)) else ()
+    parts = [held(part) for part in inner]
+    return lambda: [part() for part in parts].clear()
+
+
+def _whole(tensor: Any, numbers: Any, content: Any) -> None:
+    """`numbers` shares the memory of the tensor as it was, `content` does not."""
+    numbers.copy_(content)
+    if tensor.detach().shape != content.shape or tensor.dtype != content.dtype:  # x.resize_, x.data = ...
+        tensor.data = numbers
+
+
 @dataclass
 class Room:
     """The namespace in which the cells of one submission run."""
@@ -253,6 +287,7 @@ class Room:
     expected: set[str]
     space: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     kept: dict[str, Any] = field(default_factory=dict)  # what the lab's cells have defined
+    contents: dict[str, Callable[[], None]] = field(default_factory=dict)  # name -> what puts its content back
     imports: set[str] = field(default_factory=set)  # "module.name" of the lab's own imports
     library: set[str] = field(default_factory=set)  # names through which they reach mpkit
     used: dict[str, set[str]] = field(default_factory=dict)  # a student's function -> names in it
@@ -277,9 +312,13 @@ class Room:
         for name in [n for n in self.space if n in vars(builtins)]:  # `all = lambda _: True`
             del self.space[name]
         self.space.update(self.kept)
+        for put_back in self.contents.values():
+            put_back()
         self.space |= {"__builtins__": vars(builtins), "__names__": self.names, "__name__": "__main__"}
         exec(compile(ast.fix_missing_locations(_Names().visit(tree)), "<lab>", "exec"), self.space)
-        self.kept |= {name: self.space[name] for name in bound(tree) - self.expected if name in self.space}
+        fresh = {name: self.space[name] for name in bound(tree) - self.expected if name in self.space}
+        self.kept |= fresh
+        self.contents |= {name: held(value) for name, value in fresh.items()}
 
     def answer(self, source: str, solution: str) -> None:
         """A student's cell. `solution`: that of its question; "" for a cell that the student added."""
