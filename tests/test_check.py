@@ -127,6 +127,10 @@ UNUSUAL = [
     ("04", "forward", np.bool_(False)),
     ("08", "infinity", "inf"),
     ("09", "promise", torch.tensor(False)),
+    ("14", "largest", "2²⁰"),
+    ("14", "square", "'healthy'."),
+    ("16", "position", np.float32(1e-4)),
+    ("21", "warmup", torch.tensor(0.3)),
     ("09", "active", np.array(["less_bn", "grad_freeze"])),
     ("09", "active", "['grad_freeze', 'less_bn']"),
     ("08", "raises", "mpkit; deepspeed fairseq"),
@@ -517,3 +521,29 @@ def test_judging_a_bound_method_and_a_class_works(capsys):
             return decide(gradients, scale)
 
     assert told("00", Decider(), capsys).startswith("Right")
+
+
+def test_right_lines_in_float32_are_right(capsys):
+    def inside(rows, step):
+        rows = torch.tensor(rows)
+        return rows.T @ (rows @ torch.tensor(step))
+
+    def added(a, b):
+        a, b = np.float32(a), np.float32(b)
+        return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+    assert told("11", inside, capsys).startswith("Right")
+    assert told("12", added, capsys).startswith("Right")
+    assert not check.verdict("21", "warmup", torch.tensor(0.3001))[0]
+    assert not check.verdict("16", "position", np.float32(math.inf))[0]
+
+
+def test_results_that_look_alike_are_told_with_the_digits_that_differ(capsys):
+    refused = told("12", lambda a, b: [v * (1 + 1e-8) for v in added_by_hand(a, b)], capsys)
+    assert "must give [2.0, 0.0], and gave [2.00000002, 0.0]" in refused, refused
+
+
+def added_by_hand(a, b):
+    dot = sum(x * y for x, y in zip(a, b))
+    one, two = (1 - dot / (2 * sum(x * x for x in v)) for v in (a, b))
+    return [one * x + two * y for x, y in zip(a, b)]

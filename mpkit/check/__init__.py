@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
+from mpkit.check.task import in_float32
 from mpkit.check.task import plain as _plain
 
 
@@ -139,7 +141,10 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     question = questions[name]
     if value is None:
         return None, f"Question: {question.prompt}"
-    truth, value = question.truth(), _plain(value)
+    truth = question.truth()
+    if isinstance(truth, float) and in_float32(value) and abs(truth) < 2.0**128 and _plain(value) == _to_float32(truth):
+        value = truth  # the float32 number nearest to it: an answer in float32 cannot be nearer
+    value = _plain(value)
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
@@ -150,6 +155,10 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
         if wrong(value) if callable(wrong) else _same(value, wrong, question.rel):
             return False, "Not yet. " + sentence
     return False, f"Not yet. {_unread(value, truth)}{_crossed(value, question, truth)}{question.hint}"
+
+
+def _to_float32(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def _unread(value: object, truth: object) -> str:
@@ -188,7 +197,7 @@ def _of(lesson: str) -> ModuleType:
 
 def _name(value: Any) -> str:
     """A name as a reader gives it: "float32", torch.float32, a class of that name, or math.nan for "nan"."""
-    return str(getattr(value, "__name__", value)).strip(" '\"").lower().removeprefix("torch.")
+    return str(getattr(value, "__name__", value)).strip(" .'\"\n").lower().removeprefix("torch.")
 
 
 def _number(value: Any) -> float | None:

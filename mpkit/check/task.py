@@ -32,13 +32,16 @@ class Task:
         for number, (arguments, expected) in enumerate(self.cases()):
             call = f"{name}({', '.join(_shown(a) for a in arguments)})"
             try:
-                got = plain(function(*copy.deepcopy(arguments)))
+                found = function(*copy.deepcopy(arguments))
+                got, rel = plain(found), max(self.rel, 1e-5 if in_float32(found) else 0.0)  # of some dozen roundings
             except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
                 return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
             if got is None and number == 0:
                 return None, f"Write it yourself: {self.prompt}"
-            if not same(got, plain(expected), self.rel):
-                return False, f"Not yet. {call} must give {_shown(expected)}, and gave {_shown(got)}. {self.hint}"
+            if not same(got, plain(expected), rel):
+                both = [_shown(expected), _shown(got)]
+                both = both if both[0] != both[1] else [repr(plain(expected)), repr(got)]  # they differ in later digits
+                return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}. {self.hint}"
         return True, f"Right, in all {number + 1} cases. {self.right}"
 
 
@@ -47,6 +50,13 @@ def plain(value: object) -> Any:
     if isinstance(value, list | tuple | Set | range | ValuesView):
         return [plain(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def in_float32(value: object) -> bool:
+    """Whether it is a tensor or number of torch's or NumPy's float32, or a list with one."""
+    if isinstance(value, list | tuple):
+        return any(map(in_float32, value))
+    return str(getattr(value, "dtype", "")).endswith("float32")
 
 
 def _said(error: Exception) -> str:
