@@ -105,6 +105,15 @@ def test_the_oracle_is_cuda_autocast_indeed() -> None:
     assert got == [torch.float32, torch.float16, torch.float64]
 
 
+@pytest.mark.parametrize("call", [torch.exp, lambda x: x @ x, lambda x: torch.cat([x, A]), F.relu])
+def test_autocast_leaves_float64_alone(call: Callable[..., Tensor]) -> None:
+    """What computes in 16 bits, in float32, in the wider of two, and what is on no list: as without it, bit for bit."""
+    x = A.double() / 3
+    got = cast_like(Apply(call), "torch_autocast")(x)
+    assert got.dtype is torch.float64
+    assert torch.equal(got, call(x))
+
+
 def test_numbers_that_float16_cannot_hold_survive_where_autocast_widens() -> None:
     calls = {
         "square": (torch.square, 300.0, 90000.0),

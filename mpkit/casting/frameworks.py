@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import Caster, Handler, computed_in, in_place, looks_inside, promoted
+from mpkit.casting.handlers import Caster, Handler, computed_in, in_place, looks_inside
 from mpkit.casting.lists import (
     APEX_PROMOTED,
     APEX_TO_LOW,
@@ -27,7 +27,7 @@ from mpkit.casting.lists import (
 )
 from mpkit.casting.operations import words
 from mpkit.casting.rules import Rule, operator_lists
-from mpkit.casting.targets import Target, converted, float_tensors, map_tensors, precision
+from mpkit.casting.targets import Target, converted, float_tensors, precision
 
 # functions of torch that are written in Python, of operators that autocast lists
 _OF_LISTED = {
@@ -62,20 +62,16 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
 
 
 def _sparing_float64(handler: Handler) -> Handler:
-    target = handler.computes
-    if target is None and handler is not promoted:
+    """An operation with a float64 among its inputs is torch's own: it widens the others, or refuses the mixture."""
+    if handler.computes is None:  # the widest of its inputs is float64 then
         return handler
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if all(x.dtype is not torch.float64 for x in float_tensors((args, kwargs))):
-            return handler.run(mode, func, args, kwargs)
-        if target is not None:
-            args, kwargs = map_tensors(
-                lambda x: x if x.dtype is torch.float64 else mode.cast(x, target), (args, kwargs)
-            )
-        return func(*args, **kwargs)
+        if any(x.dtype is torch.float64 for x in float_tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        return handler.run(mode, func, args, kwargs)
 
-    return Handler(handle, target)
+    return Handler(handle, handler.computes)
 
 
 _IN_FLOAT32 = _sparing_float64(computed_in(torch.float32))
