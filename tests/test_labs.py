@@ -291,13 +291,46 @@ NEARLY = [
         "return rounded(math.fsum(values))",
     ),  # the exact sum, unrounded on its way
     ("lab01", "q5", "hidden", "rounded(rounded(t - total) - y)", "(t - total) - y"),  # more than FP16 holds
+    ("lab01", "q1", "hidden", "    sign = -1", "    from mpkit.formats import FP16\n    sign = -1"),  # the library
     ("lab02", "q2", "hidden2", "grown <= torch", "grown < torch"),  # the largest float32 number is not too large
     ("lab02", "q3", "hidden", EVERY, "if not loss.isfinite():"),  # a finite loss can have gradients that are not
     ("lab02", "q3", "hidden", EVERY, "if not grads[0].isfinite().all():"),  # one gradient of six
+    ("lab02", "q3", "hidden", EVERY, "if any(bool(grad.isnan().any()) for grad in grads):"),  # NaN alone
+    ("lab02", "q3", "hidden", EVERY, "if any(bool(grad.isinf().any()) for grad in grads):"),  # inf alone
     ("lab02", "q4", "hidden", JOINT, "[torch.nn.utils.clip_grad_norm_(p, max_norm) for p in network.parameters()]"),
     ("lab02", "q4", "hidden", JOINT, JOINT.replace("norm_", "value_")),  # each value alone
     ("lab03", "q1", "hidden", "nn.BatchNorm1d | nn.LayerNorm)", "nn.BatchNorm1d | nn.LayerNorm | nn.Conv2d)"),
+    ("lab03", "q2", "hidden", "t.half().double()", "t.half().float()"),  # added up in float32
+    ("lab03", "q4", "hidden", "torch.float16)", "torch.bfloat16)"),  # another format
+    ("lab03", "q4", "hidden", '"O2"', '"O1"'),  # another level
+    ("lab03", "q4", "hidden", "    return network", "    network[1].weight.data /= 1000\n    return network"),
+    (
+        "lab03",
+        "q4",
+        "hidden",
+        "    return network",
+        "    network[3] = nn.Identity()\n    return network",
+    ),  # another function
+    ("lab03", "q5", "hidden", "np.asarray(trace.gradients.exponents)[used].max()", "trace.gradients.exponents[-1]"),
     ("lab03", "q6", "hidden", "nonfinite[row])[0]]", "nonfinite[row])[-1]]"),  # the last of the layers that broke
+    (
+        "lab03",
+        "q6",
+        "hidden",
+        "np.flatnonzero(trace.activations.nonfinite[row])[0]",
+        "trace.activations.nonfinite[row].argmax()",
+    ),
+    ("lab03", "q6", "hidden", "nonfinite[row])[0]]", "nonfinite.sum(0))[0]]"),  # a layer that broke in a later step
+    ("lab03", "q6", "hidden", "np.flatnonzero(trace.activations.step == trace.step[broken[0]])[0]", "broken[0]"),
+    (
+        "lab04",
+        "q2",
+        "hidden",
+        "for images, labels in batches:",
+        "for images, labels in [tuple(map(torch.cat, zip(*batches)))]:",
+    ),
+    ("lab04", "q3", "hidden", "int(p *", "round(p *"),  # rounded to the nearest
+    ("lab04", "q5", "hidden2", "a.double(), b.double()", "a.float(), b.float()"),  # wider, and not wide enough
     ("lab04", "q4", "hidden", "len(costs) // groups", "-(-len(costs) // groups)"),  # rounded up
     ("lab04", "q4", "hidden", "costs[: v * stride]", "costs[: round(v * len(costs) / groups)]"),  # rounded too late
     ("lab05", "q6", "hidden", "max(exponent - (fraction == 0.5), -127)", "(exponent - (fraction == 0.5))"),  # no floor
@@ -312,9 +345,25 @@ SHARES = "(cast == 0).double().mean().item(), cast.isinf().double().mean().item(
 LISTED = "[i for i, (amax, scale) in enumerate(zip(amaxes, scales)) if amax * scale > largest * 1.000001]"
 ARRAY = "torch.tensor([a * s > largest * 1.000001 for a, s in zip(amaxes, scales)]).nonzero().flatten().numpy()"
 UNUSUAL = [
+    ("lab01", "q1", "def decode", "from functools import lru_cache\n\n\n@lru_cache\ndef decode"),
+    (
+        "lab01",
+        "q2",
+        "return (2 - eps) * 2.0**bias, smallest, smallest * eps, eps",
+        "return [(2 - eps) * 2.0**bias, smallest, smallest * eps, eps]",
+    ),
+    ("lab02", "q2", "return scale, counter", "return [scale, counter]"),
     ("lab02", "q1", f"return {SHARES}", f"return [{SHARES}]"),
     ("lab02", "q5", "return int(factor), int(window)", "return float(factor), float(window)"),
     ("lab03", "q3", "return report.verdict, report.module", "return [report.verdict, report.module]"),
+    ("lab03", "q6", "int(table", "float(table"),
+    ("lab04", "q2", "return total", "return (gradient for gradient in total)"),
+    (
+        "lab04",
+        "q3",
+        "return (cycle * (steps // len(cycle) + 1))[:steps]",
+        "return tuple(cycle * (steps // len(cycle) + 1))[:steps]",
+    ),
     ("lab05", "q3", LISTED, ARRAY),
     ("lab06", "q5", '"float32": {"level": "O0"}', '"float32": {"level": "O0", "boost": "O0"}'),  # `train`'s own default
 ]

@@ -259,8 +259,8 @@ def boost(draw: Draw) -> Texts:
         "q2": smoothed | {", labels)\n": f", labels, label_smoothing={smoothing})\n"},
         "c08": {"labels[:number])": f"labels[:number], label_smoothing={smoothing})"},
         "q3": {
-            "freeze_sequence(3, 0.5, 8) == [0, 0, 1, 2, 0, 0, 1, 2]": f"freeze_sequence({groups}, {share!r}, "
-            f"{2 * len(cycle)}) == {cycle * 2!r}",
+            "freeze_sequence(3, 0.5, 8)) == [0, 0, 1, 2, 0, 0, 1, 2]": f"freeze_sequence({groups}, {share!r}, "
+            f"{2 * len(cycle)})) == {cycle * 2!r}",
             "2 full steps (index 0), then each index from 1 to 2": f"{full} full steps (index 0), then each index from "
             f"1 to {groups - 1}",
         },
