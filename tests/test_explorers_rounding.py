@@ -202,4 +202,4 @@ def test_the_truth_is_right_and_each_typical_mistake_gets_its_own_hint(name):
     assert verdict("02", name, truth)[0] is True
     for wrong, hint in question.hints:
         assert verdict("02", name, wrong) == (False, f"Not yet. {hint}")
-    assert verdict("02", name, "something else") == (False, f"Not yet. {question.hint}")
+    assert verdict("02", name, 4321) == (False, f"Not yet. {question.hint}")

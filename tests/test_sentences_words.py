@@ -3,10 +3,11 @@
 import re
 from functools import cache
 
+import matplotlib.colors
 import ml_dtypes
 import numpy as np
 import pytest
-from sentences import NARROW, jointly, power
+from sentences import NARROW, in_percent, jointly, power
 
 from mpkit.explorers.boost import BoostExplorer, CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
@@ -17,13 +18,15 @@ from mpkit.explorers.scaling import DynamicsExplorer, LiveExplorer, SweepExplore
 from mpkit.explorers.start import Run, StartExplorer
 from mpkit.explorers.training import OrderExplorer, StepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
-from mpkit.plots.boost import less_bn_scene
-from mpkit.plots.casting import log_softmax_scene
+from mpkit.plots.boost import boost_scene, less_bn_scene
+from mpkit.plots.casting import casting_scene, log_softmax_scene
 from mpkit.plots.formats import bits_scene
-from mpkit.plots.rounding import modes_scene, updates_scene
+from mpkit.plots.optimizers import adam_state_scene
+from mpkit.plots.rounding import modes_scene, staircase_scene, updates_scene
 from mpkit.plots.scaling import naive_scene, sweep_scene, zoo_scene
-from mpkit.plots.scene import unpack
+from mpkit.plots.scene import ROLES, unpack
 from mpkit.plots.start import start_scene
+from mpkit.plots.static import figure
 
 NEVER = {
     "one as many": r"(?<![\d.,/^(=-])1 (?:steps|times(?! the)|values|operations|rules|other pairs|micro-batches)\b",
@@ -189,6 +192,80 @@ def test_a_plan_that_leaves_the_picture_does_not_run_along_its_edge():
     assert np.isnan(drawn).any()
 
 
+def drawn(scene, panel=0):
+    """The marks of a panel, their numbers unpacked."""
+    spec = scene.spec()
+    return [{k: unpack(v, spec["data"]) for k, v in mark.items()} for mark in spec["panels"][panel]["marks"]]
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize(("fmt", "lower"), [("fp16", "65504"), ("e4m3fn", "448"), ("e2m1", "6"), ("bf16", "1")])
+def test_what_no_format_holds_is_drawn_in_the_colour_of_overflow_in_every_row(fmt, lower, negative):
+    model = ModesExplorer(fmt=fmt, lower=lower, offset=0.5, negative=negative)
+    row = len(model.results)
+    balls = [m for m in drawn(modes_scene(model)) if m["type"] == "points" and m["y"] == [row]]
+    ends = [end for end, chance in zip(model.reached, (1 - model.chance_up, model.chance_up)) if chance]
+    assert [mark["color"] == "overflow" for mark in balls] == [not np.isfinite(end) for end in ends]
+    for mark, end in zip(balls, ends):
+        assert (0 <= mark["x"][0] <= 1) == np.isfinite(end)
+    said = [
+        str(m["text"]) for m in drawn(modes_scene(model)) if m["type"] == "text" and np.ravel(m["y"]).tolist() == [row]
+    ]
+    assert sum("inf" in words or "nan" in words for words in said) == sum(not np.isfinite(end) for end in ends)
+
+
+@pytest.mark.parametrize("fmt", ["e2m1", "e2m3", "e3m2"])
+def test_no_step_of_the_staircase_is_drawn_beyond_the_largest_number(fmt):
+    model = StaircaseExplorer(fmt=fmt, span=6)
+    (line,) = (mark for mark in drawn(staircase_scene(model), 1) if mark["type"] == "line")
+    assert np.max(line["x"]) <= np.log2(model.format.max) + 1e-6
+
+
+@pytest.mark.parametrize("eps", [-12, -7, -4, -1])
+@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
+def test_only_a_step_of_0_is_called_0_and_only_one_without_end_inf(fmt, eps):
+    model = AdamStateExplorer(state_format=fmt, eps_exponent=eps)
+    sizes = dict(zip(np.log2(model.gradients.numpy()).tolist(), model.narrow.size.tolist()))
+    for mark in drawn(adam_state_scene(model)):
+        if mark.get("label") == "no step: 0":
+            assert {sizes[x] for x in np.asarray(mark["x"], float).tolist()} == {0.0}
+        if mark.get("label") == "inf or NaN":
+            assert not np.isfinite([sizes[x] for x in np.asarray(mark["x"], float).tolist()]).any()
+    assert ("no step: 0" in str(adam_state_scene(model).spec())) == (0.0 in sizes.values())
+
+
+def test_an_error_at_an_edge_says_what_it_is():
+    model = CastingExplorer(network="MLP", level="O3", exponent=18)
+    y = casting_scene(model).spec()["panels"][1]["y"]
+    (line,) = (m for m in drawn(casting_scene(model), 1) if str(m.get("label")).endswith("at the level"))
+    assert [4, "not finite"] not in y["ticks"]
+    assert [3, "not finite"] in y["ticks"]
+    assert y["lo"] < np.min(line["y"]) <= np.max(line["y"]) == 3 < y["hi"]
+
+
+def test_a_run_of_one_step_is_seen():
+    model = StartExplorer()
+    model.run = Run("O2", "float16", [2.3], [2.0**16], [])
+    for panel in (0, 1):
+        (line,) = (mark for mark in drawn(start_scene(model), panel) if mark.get("label") == "this run")
+        assert line.get("glyph") == "o"
+
+
+def test_the_zoo_says_that_its_two_rules_are_some_of_those_that_differ_first():
+    model = ZooExplorer()
+    at, first, second = model.parting
+    title = zoo_scene(model).spec()["panels"][0]["title"]
+    assert title == f"rules differ first at step {at}: here are {model.names[first]} and {model.names[second]}"
+
+
+def test_the_share_that_is_not_known_to_fit_is_named_in_16_bits_too():
+    """float16 ends at 65520 for what is rounded to it, inside its last power of two."""
+    model = GradientsExplorer(scale_exponent=30)
+    inside = float(model.share[np.flatnonzero(model.exponents == 15)].sum())
+    assert inside > 0
+    assert f"{in_percent(inside, 1)} lie between 2^15 and 2^16, where fp16 ends" in model.summary()
+
+
 def test_a_picture_shows_how_far_a_tiny_update_has_moved_the_weight():
     spec = updates_scene(UpdatesExplorer(update=1e-6, progress=2)).spec()
     (words,) = (mark for mark in spec["panels"][0]["marks"] if "exact by" in str(mark.get("text")))
@@ -222,3 +299,16 @@ def test_a_number_beyond_every_float_ends_at_the_largest_of_a_format_without_inf
     model = BitsExplorer(number=number, fmt="e2m1")
     assert f"{'-' * number.startswith('-')}6.0 ({told})" in model.summary()
     assert BitsExplorer(number="2^1024").value == BitsExplorer(number="1e400").value == float("inf")
+
+
+def test_the_legend_of_bars_that_are_all_0_has_their_colour():
+    spec = boost_scene(BoostExplorer(mode="manual")).spec()
+    (legend,) = figure(spec).legends
+    colours = dict(zip((text.get_text() for text in legend.get_texts()), legend.get_patches()))
+    assert matplotlib.colors.to_hex(colours["this"].get_edgecolor()) == ROLES["own"][0]
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "tf32", "bf16"])
+def test_a_region_too_narrow_for_its_name_bears_none(fmt):
+    told = [str(m["text"]) for m in drawn(bits_scene(BitsExplorer(fmt=fmt)), 1) if m["type"] == "text"]
+    assert told == ["['normal']"]

@@ -69,7 +69,7 @@ def recommend(trace: Trace) -> Recommendation:
     spread = f"a static scale of {static:.10g} overflows in {percent(float(np.mean(tops < static)), 1)} of the steps"
     if lost > _LOST_TOO_MUCH:
         reason = (
-            f"{spread} and still loses {percent(lost, 1)} of the gradient values: they span more than float16 holds"
+            f"{spread} and still loses {percent(lost, 1)} of the non-zero gradients: they span more than float16 holds"
         )
         return Recommendation("bf16", None, None, (reason, _bf16_sentence(trace)))
     policy, skipped = _best_policy(trace, static)
@@ -78,7 +78,7 @@ def recommend(trace: Trace) -> Recommendation:
         static,
         policy,
         (
-            f"{spread} and loses {percent(lost, 1)} of the gradient values to zero",
+            f"{spread} and loses {percent(lost, 1)} of the non-zero gradients to zero",
             f"the dynamic policy would have skipped {skipped} of {len(trace)} steps",
         ),
     )
@@ -120,8 +120,8 @@ def _never_finite(trace: Trace) -> Recommendation:
 def _bf16_sentence(trace: Trace) -> str:
     low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
     return (
-        f"bfloat16 at scale 1 would lose {percent(float(low), 1)} of the gradient values to zero: it has the range of "
-        "float32, but three fraction bits less than float16"
+        f"bfloat16 at scale 1 would lose {percent(float(low), 1)} of the non-zero gradients to zero: it has the range "
+        "of float32, but three fraction bits less than float16"
     )
 
 

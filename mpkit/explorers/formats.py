@@ -387,9 +387,8 @@ class GradientsExplorer(Explorer):
         self.values = int(counts.sum())
         lost, least = self.exponents < self.lost_below, self.exponents < self.format.min_exponent
         over = self.exponents > self.format.max_exponent
-        # an 8-bit format ends well inside its last power of two, and the recording counts by powers of two
-        inside = self.format.overflow_edge < 0.99 * 2.0 ** (self.format.max_exponent + 1)
-        split = inside & (self.exponents == self.format.max_exponent)
+        # a format ends inside its last power of two, and the recording counts by powers of two
+        split = self.exponents == self.format.max_exponent
         zones = lost, least & ~lost, ~least & ~over, over, ~least & ~over & ~split, split
         self.lost, self.subnormal, self.normal, self.over, self.sure, self.split = (
             float(counts[where].sum() / counts.sum()) for where in zones

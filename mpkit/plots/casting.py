@@ -39,9 +39,10 @@ def casting_scene(data: CastingExplorer) -> Scene:
             unit = (" cast" if step.casts == 1 else " casts") if n <= 12 else ""
             above.text(f"{step.casts}{unit}", i, 0.14, color="muted")
     x = names([_label(step) for step in steps], bare=False) | ends | {"slant": 40}
-    below = scene.panel(
-        1, title="how far each result is from float64", x=x, y=log2("relative error", LOWEST, HIGHEST, 6)
-    )
+    y = log2("relative error", LOWEST - 1, HIGHEST + 1, 6)
+    inner = [tick for tick in y["ticks"] if LOWEST < tick[0] < HIGHEST]
+    y["ticks"] = [[LOWEST, "0"], *inner, [HIGHEST, "not finite"]]
+    below = scene.panel(1, title="how far each result is from float64", x=x, y=y)
     own, plain = (exponents([s.error for s in w.steps], LOWEST, HIGHEST) for w in (data.walk, data.plain))
     below.line(plain, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{data.fmt}, at the level", ghost=True)

@@ -98,8 +98,8 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     combs = high - low < 60  # more would run together
     title = f"all of {fmt.name}, a {'comb' if combs else 'tick'} for each power of two"
     panel = scene.panel(1, title=title, x=log2("magnitude", low, high), y=space(0, 1))
-    kind = "" if combs else data.fields.kind  # its name would lie under the ball, and stands in the formula above
-    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, **{kind: ""} if kind == "subnormal" else {})
+    narrow = () if combs else ("zero", "subnormal", "overflow")  # no room for their names
+    regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, **dict.fromkeys(narrow, ""))
     panel.points([0.28] * len(data.binades), data.binades, "ink", glyph="|", size=6, width=1.2)
     if combs:
         teeth = [math.log2(1 + k / 2**bits) + e for e, bits in data.teeth for k in range(1, 2**bits)]
@@ -170,7 +170,7 @@ def ranges_scene(data: RangesExplorer) -> Scene:
 
 def gradients_scene(data: GradientsExplorer) -> Scene:
     """The exponent histogram of scaled gradients over the regions of one format; the histogram can be dragged."""
-    low, high, top = -50, 32, 20
+    low, high, top = -50, 32, 26
     fmt, scene = data.format, Scene(height=360)
     scene.play("step", "training step", len(data.shares), every=120)
     panel = scene.panel(
@@ -190,7 +190,7 @@ def gradients_scene(data: GradientsExplorer) -> Scene:
         quiet=True,
     )
     peak = float(data.exponents[data.shares.mean(0).argmax()]) - data.scale_exponent
-    grip = {"base": peak + 0.5, "cross": 18, "note": f"× {power_of_two(data.scale_exponent)}"}
+    grip = {"base": peak + 0.5, "cross": 17.8, "note": f"× {power_of_two(data.scale_exponent)}"}
     panel.handle("x", "scale_exponent", data.scale_exponent, 0, 30, "loss scale, 2 to the", **grip)
     return scene
 

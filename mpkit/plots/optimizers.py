@@ -60,15 +60,16 @@ def adam_state_scene(data: AdamStateExplorer) -> Scene:
     scene = Scene(height=390)
     y = log2("first step, in learning rates", LOW - 1, HIGH + 1)
     inner = [[e, power_of_two(e)] for e in range(-9, HIGH, 3)]
-    y["ticks"] = [[LOW, "0"], *inner, [HIGH, "inf, NaN"]]
+    y["ticks"] = [[LOW, f"up to {power_of_two(LOW)}"], *inner, [HIGH, f"from {power_of_two(HIGH)}"]]
     title = "Adam's first step: 1 where v fits the format and eps is small"
     panel = scene.panel(title=title, x=log2("size of the gradient", -26, 16, 6), y=y)
     x = np.log2(data.gradients.numpy())
     narrow, wide = (_shown(step.size.numpy()) for step in (data.narrow, data.wide))
     panel.line(wide, x, "reference", dash="--", label="float32", tag=True)
     panel.line(narrow, x, "own", width=2.4, label="chosen format", ghost=True)
-    for edge, color, label in ((LOW, "zero", "no step: 0"), (HIGH, "overflow", "inf or NaN")):
-        at = np.flatnonzero(narrow == edge)[::3]
+    sizes = data.narrow.size.numpy()
+    for where, color, label in ((sizes == 0, "zero", "no step: 0"), (~np.isfinite(sizes), "overflow", "inf or NaN")):
+        at = np.flatnonzero(where)[::3]
         if len(at):
             panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label)
     panel.points([narrow[data.marked]], [x[data.marked]], "own", fill="paper", size=6)
@@ -86,7 +87,7 @@ def loss_scale_scene(data: LossScaleExplorer) -> Scene:
     scene, top = Scene(height=370), 3.0
     losses, steps = np.array(data.losses), len(data.losses)
     bad = ~np.isfinite(losses)
-    ticks = [[math.log10(v), f"{v:g}"] for v in (0.1, 0.3, 1, 3, 10, 100, 1000)]
+    ticks = [[math.log10(v), f"{v:g}" if v < 1000 else "≥ 1000"] for v in (0.1, 0.3, 1, 3, 10, 100, 1000)]
     y: dict[str, Any] = {"label": "loss, nats", "lo": -1.1, "hi": top + 0.2, "ticks": ticks, "format": "log10"}
     panel = scene.panel(title="loss under two loss scales", x=linear("step", 0, steps - 1, 8), y=y)
     agreed = np.log10(np.clip(data.agreed, 0.08, 10.0**top))

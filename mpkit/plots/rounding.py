@@ -38,25 +38,35 @@ def modes_scene(data: ModesExplorer) -> Scene:
         side: dict[str, Any] = {"anchor": "end", "dx": -8} if at == 0 else {"anchor": "start", "dx": 8}
         panel.text(f"{value:.7g}\n{data.parity(value)}", at, -1.2, size=13, **side)
     for row, result in enumerate(data.results.values()):
-        over = not math.isfinite(result)
-        end = (-0.06 if data.negative else 1.06) if over else (result - data.left) / data.gap
-        color = "overflow" if over else "reference"
+        end, color = _arrival(data, result)
         if end != place:
             panel.add("arrows", x0=[place], y0=[row], x1=[end], y1=[row], color=color, width=2.2)
         panel.points([row], [end], color, size=6)
-        if over:
+        if color == "overflow":
             look: dict[str, Any] = {"anchor": "end", "dx": -10} if data.negative else {"anchor": "start", "dx": 10}
             panel.text(f"{result:g}", end, row, color=color, **look)
     row = len(modes) - 1
     for at, chance, anchor in ((0, 1 - data.chance_up, "end"), (1, data.chance_up, "start")):
+        end, color = _arrival(data, data.reached[at])
         if chance:
-            panel.points([row], [at], "reference", size=2 + 6 * math.sqrt(chance))
-        panel.text(percent(chance), at, row, anchor=anchor, dx=-14 if at == 0 else 14)
+            panel.points([row], [end], color, size=2 + 6 * math.sqrt(chance))
+        over = color == "overflow" and chance
+        words = f"{percent(chance)} {data.reached[at]:g}" if over else percent(chance)
+        panel.text(
+            words, end if over else at, row, anchor=anchor, dx=-14 if at == 0 else 14, color=color if over else "ink"
+        )
     mirrored = {"base": 1, "slope": -1} if data.negative else {}
     grip = {"cross": -0.75, "step": 1 / 32, "note": f"{data.x:.7g}"}
     panel.rule("x", place, "own", dash=":", width=1.4)
     panel.handle("x", "offset", data.offset, 0, 1, "distance above the lower neighbour, ulp", **grip, **mirrored)
     return scene
+
+
+def _arrival(data: ModesExplorer, result: float) -> tuple[float, str]:
+    """Where a result lies on the axis, and its colour: inf and NaN lie beyond the neighbour that is too large."""
+    if not math.isfinite(result):
+        return (-0.06 if data.negative else 1.06), "overflow"
+    return (result - data.left) / data.gap, "reference"
 
 
 def staircase_scene(data: StaircaseExplorer) -> Scene:
@@ -71,8 +81,12 @@ def staircase_scene(data: StaircaseExplorer) -> Scene:
     low, high = math.log2(data.ulps.min()), math.log2(data.ulps.max())
     x, y = log2("magnitude", data.span - 10, data.span, 2), log2("ulp", low - 1, high + 1)
     gaps = scene.panel(0, 1, title="a step is one ulp high", x=x, y=y)
-    at = _corners(data.ulps)
+    held = data.magnitudes <= data.format.max  # beyond it there is no step
+    at = _corners(data.ulps[held])
     gaps.line(np.log2(data.ulps[at]), np.log2(data.magnitudes[at]), "normal", label="ulp", quiet=True)
+    if not held.all():
+        gaps.rule("x", math.log2(data.format.max), "muted", dash=":")
+        gaps.text("largest number", math.log2(data.format.max), low, anchor="start", dx=6, color="muted", halo=True)
     return scene
 
 

@@ -154,6 +154,7 @@ def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (),
     for name, run, color, dash in runs:
         n = min(len(run.losses), len(run.scales))
         look = {"color": color, "dash": dash, "width": 2.2 if color == "own" else 1.6}
+        look |= {"glyph": "o"} if n == 1 else {}  # a line of one point would not be seen
         losses = np.clip(np.nan_to_num(run.losses[:n], nan=3, posinf=3), 0, 3)
         loss.line(np.convolve(losses, np.ones(mean) / mean, "valid") if n >= mean else losses, label=name, **look)
         at = exponents(run.scales[:n], low, high)
@@ -187,7 +188,7 @@ def zoo_scene(data: ZooExplorer) -> Scene:
     ceiling = scene.keep("ceiling", exponents(data.ceiling, low, high))
     at, first, second = data.parting
     x, y = linear("step", 0, count - 1, 8), log2("loss scale", low, high)
-    apart = f"{data.names[first]} and {data.names[second]} differ first, at step {at}"
+    apart = f"rules differ first at step {at}: here are {data.names[first]} and {data.names[second]}"
     title = apart if at >= 0 else "no two rules differ here"
     main = scene.panel(colspan=columns, title=title, x=x, y=y)
     main.band(ceiling, high, label="here it would overflow", step="mid")

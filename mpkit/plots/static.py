@@ -272,6 +272,8 @@ def _bars(axes: Any, m: dict[str, Any], index: int, look: dict[str, Any]) -> Any
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
     edge = {"edgecolor": colour(m.get("edge", "paper")), "lw": PT, "hatch": "///" if m.get("hatch") else None}
     kept = np.flatnonzero(heights != 0)
+    if not len(kept):  # the legend still names the colour
+        return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)
     return draw(at[kept], heights[kept], m.get("width", 0.8), color=[fill[i] for i in kept], **edge, **look)
 
 

@@ -215,7 +215,7 @@ def _why(
         elif stuck[p]:
             words.append("every step of the last tenth was skipped")
         elif gone[p] > 0.5:
-            words.append(f"{percent(gone[p])} of the gradient values were lost in the last tenth")
+            words.append(f"{percent(gone[p])} of the non-zero gradients were lost in the last tenth")
         else:
             far = unused[p] > _FAR_BELOW
             words.append(f"the scale ended {unused[p]:.0f} bits below the ceiling" if far else "")
