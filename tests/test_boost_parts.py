@@ -112,6 +112,12 @@ def test_dim_reduce_needs_the_loss_of_a_step(context: Any) -> None:
     update.apply(context, torch.tensor(1.0))  # a step that is skipped needs none
 
 
+def test_a_normalised_layer_keeps_the_bias_only_if_asked_to() -> None:
+    linear = nn.Linear(2, 3)
+    assert NormalizedLinear.of(linear).bias is None
+    assert NormalizedLinear.of(linear, True).bias is linear.bias
+
+
 def test_what_freezing_a_stage_saves_in_multiply_adds() -> None:
     """Its own weight gradient and the input gradient of the layer after it, of one sample."""
     dense = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.optimizers import base
-from mpkit.optimizers.arguments import listed
+from mpkit.optimizers.arguments import coming_rate, listed
 from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.update import Update
 from mpkit.schedules import ListedLR
@@ -202,3 +202,21 @@ def test_parameters_come_in_a_list(params: Any) -> None:
     """A tensor, a text and a mapping could be gone through too, and would give something else."""
     with pytest.raises(TypeError, match=r"must be an iterable of parameters, got .*; put it into a list"):
         listed(params, "params")
+
+
+@pytest.mark.parametrize(
+    ("group", "rate"),
+    [
+        ({"lr": 0.0}, 0.0),
+        ({"lr": 1.0, "relative_step": True}, 1.0),
+        ({"lr": 0.0, "relative_step": True}, math.nan),
+        ({"lr": 0.0, "relative_step": False}, 0.0),
+        ({"lr": torch.tensor([0.5])}, 0.5),
+        ({"lr": torch.tensor([0.5, 0.25])}, math.nan),
+        ({}, math.nan),
+    ],
+    ids=str,
+)
+def test_the_coming_rate_is_none_where_the_steps_are_relative_or_the_rate_is_no_number(group: Any, rate: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert float(coming_rate(optimizer, group)) == pytest.approx(rate, nan_ok=True, abs=0, rel=0)
