@@ -179,3 +179,52 @@ def test_graphs_that_are_no_compilers_are_cast() -> None:
     left[2].forward = torch.compiler.disable(left[2].forward)
     assert torch.equal(traced(x), want)
     assert torch.equal(left(x), want)
+
+
+# --- where torch does not compile a part ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "given"), [(nn.LSTM, True), (nn.GRU, False)], ids=["LSTM from a state", "GRU"])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_recurrent_layers_run_under_the_compiler_which_leaves_them_out(
+    level: str, kind: type[nn.RNNBase], given: bool
+) -> None:
+    """torch calls the mode of a level from C there, once for `x.dtype` and once for `x.device`, `x.T`, `x.mT`."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = auto_mixed_precision(kind(4, 3), level, torch.bfloat16)
+    state: Any = torch.rand(1, 2, 3)
+    args = (torch.rand(5, 2, 4), *(((state, state) if kind is nn.LSTM else state,) if given else ()))
+    want = run(network, args, {})
+    got = run(torch.compile(copy.deepcopy(network), backend="aot_eager"), args, {})
+    assert [(x.dtype, x.tolist()) for x in got] == [(x.dtype, x.tolist()) for x in want]
+
+
+class Getters(nn.Module):
+    """What it asks a tensor for comes by getters, in a method that cannot be compiled: no graph breaks in a `try`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3))
+
+    def asked(self, x: Tensor) -> Tensor:
+        try:
+            torch._dynamo.graph_break()
+            size = torch.tensor([*x.shape, x.ndim, *x.T.shape[::-1]], dtype=x.dtype, device=x.device)
+            return (x.mT @ self.weight).T.data + x.real + size.sum() + x.is_leaf
+        finally:
+            torch._dynamo.graph_break()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.asked(x * 2) + self.asked(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str, dtype: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network, x = auto_mixed_precision(Getters(), level, dtype), torch.rand(3, 3)
+    want = network(x)
+    got = torch.compile(network, backend="eager")(x)
+    assert (got.dtype, got.tolist()) == (want.dtype, want.tolist())

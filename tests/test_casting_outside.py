@@ -37,6 +37,20 @@ def cast(network: nn.Module, level: str, dtype: Any = bf16) -> nn.Module:
 LISTED = ["auto", "apex_O1", "torch_autocast"]
 
 
+# --- functions made of listed operations -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
+@pytest.mark.parametrize("level", [*CASTING_LEVELS, "apex_O1", "torch_autocast"])
+def test_a_fused_head_computes_as_its_two_operations_do(level: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(8, 16, generator=generator), torch.randn(10, 16, generator=generator)
+    target = torch.randint(0, 10, (8,), generator=generator)
+    fused = cast(Apply(lambda _, x, w: F.linear_cross_entropy(x, w, target)), level)(x, weight)
+    apart = cast(Apply(lambda _, x, w: F.cross_entropy(F.linear(x, w), target)), level)(x, weight)
+    assert (fused.dtype, fused.tolist()) == (apart.dtype, apart.tolist())
+
+
 # --- safe sums --------------------------------------------------------------------------------------------------------
 
 

@@ -34,9 +34,9 @@ _OF_LISTED = {
     function: ops.opened(function)
     for name in words(
         """gaussian_nll_loss local_response_norm lp_pool1d lp_pool2d lp_pool3d multilabel_soft_margin_loss
-        triplet_margin_with_distance_loss linear_cross_entropy"""
+        triplet_margin_with_distance_loss"""
     )
-    if isinstance(function := getattr(F, name, None), FunctionType)  # the last one is not in torch 2.11
+    if isinstance(function := getattr(F, name), FunctionType)
 }
 # these compute in the dtype that they are told, and only else in float32
 _TOLD = ops.spellings(*words("sum prod cumsum cumprod softmax log_softmax norm"))

@@ -10,16 +10,34 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import torch
 from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 
 _TORCH = str(Path(torch.__file__).parent)
 _RUNS_GRAPHS = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # its `_fn` calls what a backend made
 _INDUCTOR = str(Path(_TORCH, "_inductor", "output_code.py"))  # calls the file that inductor wrote
 _GRAPH = "<eval_with_key>"  # the file name of a graph's code
 
+_FRAMES = torch._C._dynamo.eval_frame
+_AS_IT_IS = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)  # and what it calls
+
 _seen = False
+
+
+def traced_with_its_caller(mode: type[Mode]) -> type[Mode]:
+    """A class of modes that the compiler follows inside of what it compiles, and never compiles by itself.
+
+    In code that is left out, as torch's recurrent layers are, torch calls the mode from C. The compiler would take that
+    call for a function of its own, and it does not guard the getter that it is called with (torch 2.11 to 2.15): what
+    was compiled for `Tensor.dtype.__get__` would answer for `Tensor.device.__get__` too.
+    """
+    _FRAMES.set_code_exec_strategy(mode.__torch_function__.__code__, _AS_IT_IS)
+    return mode
 
 
 def may_run() -> bool:

@@ -33,6 +33,7 @@ _TO: dict[Target, Callable[[Tensor], Tensor]] = {
 }
 
 
+@graphs.traced_with_its_caller
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now, and keeps each parameter's cast until the forward ends."""
 
@@ -139,6 +140,7 @@ class CastMode(TorchFunctionMode):
         return map_tensors(lambda x: self.cast(x, target), value)
 
 
+@graphs.traced_with_its_caller
 class ModeBesideGraphs(CastMode):
     """As CastMode, where compiled graphs may run: looking who calls costs too much where none can."""
 

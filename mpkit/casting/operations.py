@@ -209,5 +209,6 @@ def opened(function: Function) -> Function:
 # Made of listed operators, so a rule that lists operators must look inside.
 COMPOSED: dict[Function, Function] = {
     function: opened(function)
-    for function in (F.multi_head_attention_forward, F.normalize, F.softmin, F.gumbel_softmax)
+    for name in words("multi_head_attention_forward normalize softmin gumbel_softmax linear_cross_entropy")
+    if (function := getattr(F, name, None))  # torch 2.11 has not the last one
 }
