@@ -22,7 +22,7 @@ from test_casting import CASTING_LEVELS
 from test_casting_state import Apply, trained
 from torch import Tensor, nn
 
-from mpkit.casting import PRESETS, amp_level, auto_mixed_precision, cast_like, remove_mixed_precision
+from mpkit.casting import PRESETS, amp_level, auto_mixed_precision, cast_like, ledger, remove_mixed_precision
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.rounding import round_to
 
@@ -49,6 +49,34 @@ def test_a_fused_head_computes_as_its_two_operations_do(level: str) -> None:
     fused = cast(Apply(lambda _, x, w: F.linear_cross_entropy(x, w, target)), level)(x, weight)
     apart = cast(Apply(lambda _, x, w: F.cross_entropy(F.linear(x, w), target)), level)(x, weight)
     assert (fused.dtype, fused.tolist()) == (apart.dtype, apart.tolist())
+
+
+@pytest.mark.parametrize("level", ["auto", "apex_O1", "torch_autocast"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: F.lp_pool1d(x[0], 2.0, 2),
+        lambda _, x: F.lp_pool2d(x, 2.0, 2),
+        lambda _, x: F.lp_pool3d(x[None], 2.0, 1),
+    ],
+    ids=["lp_pool1d", "lp_pool2d", "lp_pool3d"],
+)
+def test_listed_operations_inside_of_others_are_found(function: Any, level: str) -> None:
+    """The square of 300 is beyond float16, and `pow` is listed for float32."""
+    x = torch.full((1, 2, 4, 4), 300.0)
+    got, want = cast(Apply(function), level, torch.float16)(x.half()), function(None, x)
+    assert torch.allclose(got.float(), want, rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "auto", "apex_O1", "torch_autocast"])
+def test_a_ledger_has_the_rows_of_a_function_or_of_its_parts(level: str) -> None:
+    network = cast(Apply(lambda _, x: F.lp_pool2d(F.normalize(x, dim=1), 2.0, 2)), level, torch.float16)
+    with ledger(network) as book:
+        network(torch.rand(1, 2, 4, 4))
+    rows = [row.operation for row in book.rows]
+    normalize = ["normalize"] if level == "apex_O1" else ["norm", "clamp_min", "expand_as", "div"]
+    pool = ["pow", "avg_pool2d", "sign", "abs", "relu", "mul", "mul", "pow"]
+    assert rows == normalize + (["lp_pool2d"] if level in ("O0", "O1") else pool)
 
 
 # --- safe sums --------------------------------------------------------------------------------------------------------
@@ -405,6 +433,9 @@ def test_functional_call_gives_gradients_of_every_weight() -> None:
 @compiler
 @pytest.mark.parametrize(("level", "dtype"), [("O2", E4M3FN), ("O3", bf16)], ids=str)
 def test_a_graph_break_inside_a_forward_changes_nothing(level: str, dtype: Any) -> None:
+    if dtype is E4M3FN and torch.__version__.startswith("2.11."):
+        pytest.skip('torch 2.11 fails on an attribute of `y.T` with "This is a bug - please create an issue"')
+
     def forward(module: Any, x: Tensor) -> Tensor:
         y = torch.tanh(x @ module.w)
         torch._dynamo.graph_break()

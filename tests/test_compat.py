@@ -146,4 +146,4 @@ def test_the_stored_counts_are_those_of_the_stored_runs() -> None:
     runs = compat.unpacked(stored["runs"])
     assert len(runs) > 100
     assert compat.packed(runs) == stored["runs"]
-    assert compat.summary(runs) == {key: stored[key] for key in ("counts", "to_look_at")}
+    assert compat.summary(runs) == {key: stored[key] for key in ("counts", "explained", "to_look_at")}

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.casting import operations as ops
-from mpkit.casting.handlers import Caster, Handler, computed_in, in_place, looks_inside
+from mpkit.casting.handlers import Caster, Handler, computed_in, in_place
 from mpkit.casting.lists import (
     APEX_PROMOTED,
     APEX_TO_LOW,
@@ -25,21 +23,11 @@ from mpkit.casting.lists import (
     TORCH_TO_LOW,
     TORCH_TO_WIDE,
 )
-from mpkit.casting.operations import words
 from mpkit.casting.rules import Rule, operator_lists
 from mpkit.casting.targets import Target, converted, float_tensors, precision
 
-# functions of torch that are written in Python, of operators that autocast lists
-_OF_LISTED = {
-    function: ops.opened(function)
-    for name in words(
-        """gaussian_nll_loss local_response_norm lp_pool1d lp_pool2d lp_pool3d multilabel_soft_margin_loss
-        triplet_margin_with_distance_loss"""
-    )
-    if isinstance(function := getattr(F, name), FunctionType)
-}
 # these compute in the dtype that they are told, and only else in float32
-_TOLD = ops.spellings(*words("sum prod cumsum cumprod softmax log_softmax norm"))
+_TOLD = ops.spellings(*ops.words("sum prod cumsum cumprod softmax log_softmax norm"))
 
 
 def _names(functions: Iterable[ops.Function]) -> list[str]:
@@ -51,7 +39,6 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
     """What `torch.autocast("cuda")` does at each operation. It leaves float64 tensors alone."""
     lists = operator_lists(low, TORCH_TO_LOW, TORCH_TO_WIDE, TORCH_PROMOTED, True, frozenset((BANNED,)), entry)
     handlers = {**lists.handlers}
-    handlers |= {function.__name__: looks_inside(inner) for function, inner in _OF_LISTED.items()}
     handlers |= {name: _unless_told(handlers[name]) for name in _names(_TOLD)}
     handlers |= dict.fromkeys(_names(ops.spellings("interpolate")), _interpolated)
     handlers[Tensor.__rtruediv__.__name__] = _IN_FLOAT32  # a reciprocal, and a product with it

@@ -81,12 +81,14 @@ class Handler:
                     with the result left in `computes`, for a neighbour that would cast it down again.
         around:     stands where `run` does nothing but cast all float inputs to the first of these native dtypes and
                     all float results to the second (None: no cast).
+        inside:     whether `run` lets the rule see the operations of which the function is made, instead of it.
     """
 
     run: Run
     computes: Target | None = None
     round_trip: Run | None = None
     around: tuple[torch.dtype | None, torch.dtype | None] | None = None
+    inside: bool = False
 
 
 @Handler
@@ -374,7 +376,7 @@ def looks_inside(inner: ops.Function) -> Handler:
         with mode:
             return inner(*args, **kwargs)
 
-    return Handler(handle)
+    return Handler(handle, inside=True)
 
 
 @Handler

@@ -144,8 +144,10 @@ class Ledger:
         self, mode: CastMode, handler: Handler | None, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> object:
         """Do what the rule says and write it down."""
-        if func in ops.COMPOSED:
-            return (handler or looks_inside(ops.COMPOSED[func])).run(mode, func, args, kwargs)
+        if handler is None and func in ops.COMPOSED:
+            handler = looks_inside(ops.COMPOSED[func])
+        if handler is not None and handler.inside:
+            return handler.run(mode, func, args, kwargs)
         if not self._path or mode.rule is CASTING:
             return handler.run(mode, func, args, kwargs) if handler is not None else func(*args, **kwargs)
         given = tuple(name_of(precision(x)) for x in float_tensors((args, kwargs)))

@@ -6,7 +6,8 @@ A framework's list names operators (MatMul, ReLU); torch spells each in several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dis
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -193,7 +194,7 @@ WITH_STATISTICS = spellings("batch_norm", "instance_norm")  # write running stat
 LAYER_NORM = spellings("layer_norm")
 
 
-def opened(function: Function) -> Function:
+def opened(function: FunctionType) -> Function:
     """A torch function written in Python, without the check that hands it over as a whole."""
 
     def never(*_: object) -> bool:
@@ -206,7 +207,25 @@ def opened(function: Function) -> Function:
     return inner
 
 
-# Made of listed operators, so a rule that lists operators must look inside.
+def _has_a_kernel(function: FunctionType) -> bool:
+    """Whether it hands its work over to a function of its own name, such as `torch._C._nn.huber_loss`."""
+    loads = (step.argval for step in dis.get_instructions(function) if step.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    return function.__name__ in loads
+
+
+def composed_of(listed: Collection[str]) -> dict[Function, Function]:
+    """The functions of torch that Python makes of listed operators, and what to run to see these one by one."""
+    in_python = [f for f in vars(F).values() if isinstance(f, FunctionType) and f.__name__ not in listed]
+    return {
+        f: opened(f)
+        for f in in_python
+        if "handle_torch_function" in f.__code__.co_names
+        and not set(listed).isdisjoint(f.__code__.co_names)
+        and not _has_a_kernel(f)
+    }
+
+
+# looked into at every level
 COMPOSED: dict[Function, Function] = {
     function: opened(function)
     for name in words("multi_head_attention_forward normalize softmin gumbel_softmax linear_cross_entropy")

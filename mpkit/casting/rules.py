@@ -91,8 +91,9 @@ def _table(*parts: tuple[Iterable[Any], Handler], default: Handler | None = None
     return {**table, name: attribute(table.get(name, default))}
 
 
-def _composed() -> list[tuple[Iterable[Any], Handler]]:
-    inside = [((func,), looks_inside(inner)) for func, inner in ops.COMPOSED.items()]
+def _composed(listed: frozenset[str] = frozenset()) -> list[tuple[Iterable[Any], Handler]]:
+    composed = {**ops.COMPOSED, **ops.composed_of(listed)}
+    inside = [((func,), looks_inside(inner)) for func, inner in composed.items()]
     return [*inside, ((Tensor.unflatten,), unflattened)]
 
 
@@ -180,7 +181,7 @@ def operator_lists(
     biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
     kernels = ops.RECURRENT if "linear" in to_low else ()
     parts: list[tuple[Iterable[Any], Handler]] = [
-        *_composed(),
+        *_composed(to_low | to_wide | to_promote),
         (ops.spellings(*to_low), computed_in(low)),
         (kernels, computed_in(low)),
         (ops.PRODUCT_WITH_BIAS & ops.spellings(*to_low), biased),
