@@ -186,7 +186,7 @@ def test_the_detective(name):
             elif first:
                 backward = "gradient" in first or "." in first
                 verdict = "model_non_finite" if ill else "scale_too_high" if backward else "forward_overflow"
-            part = "; the gradient of a parameter is not" * bool(first)  # in float16 it is first that of out.bias
+            part = f"; the gradient of {' and '.join(gone)} is not (no bar shows it)" * bool(first)
             walk = f"All {len(parts)} steps forward and back are finite{part}."
             if first in parts:
                 at = f"Step {parts.index(first) + 1} of {len(parts)}, {first}"

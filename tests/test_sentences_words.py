@@ -11,6 +11,7 @@ from sentences import NARROW, in_percent, jointly, power
 
 from mpkit.explorers.boost import BoostExplorer, CentralizeExplorer, FreezeExplorer, LessBNExplorer
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
+from mpkit.explorers.evidence import NaiveRuleExplorer
 from mpkit.explorers.formats import BitsExplorer, GradientsExplorer, RangesExplorer
 from mpkit.explorers.optimizers import AdamStateExplorer, DecayExplorer, SchedulesExplorer
 from mpkit.explorers.rounding import ModesExplorer, StaircaseExplorer, UpdatesExplorer
@@ -20,8 +21,9 @@ from mpkit.explorers.training import OrderExplorer, StepExplorer
 from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer
 from mpkit.plots.boost import boost_scene, less_bn_scene
 from mpkit.plots.casting import casting_scene, log_softmax_scene
+from mpkit.plots.evidence import naive_rule_scene
 from mpkit.plots.formats import bits_scene
-from mpkit.plots.optimizers import adam_state_scene
+from mpkit.plots.optimizers import adam_state_scene, schedules_scene
 from mpkit.plots.rounding import modes_scene, staircase_scene, updates_scene
 from mpkit.plots.scaling import naive_scene, sweep_scene, zoo_scene
 from mpkit.plots.scene import ROLES, unpack
@@ -312,3 +314,23 @@ def test_the_legend_of_bars_that_are_all_0_has_their_colour():
 def test_a_region_too_narrow_for_its_name_bears_none(fmt):
     told = [str(m["text"]) for m in drawn(bits_scene(BitsExplorer(fmt=fmt)), 1) if m["type"] == "text"]
     assert told == ["['normal']"]
+
+
+@pytest.mark.parametrize(("kind", "scene"), [(NaiveRuleExplorer, naive_rule_scene), (NaiveExplorer, naive_scene)])
+def test_no_line_crosses_the_name_of_a_region_of_two_rules(kind, scene):
+    for m in jointly(kind(), 60):
+        panel = scene(m).panels[0]
+        x, y = panel.given["x"], panel.given["y"]
+        (name,) = [t for t in panel.marks if t["type"] == "text" and t["text"][0].startswith("below")]
+        assert (float(name["x"]), float(name["y"]), name["valign"]) == (0, y["lo"], "bottom")
+        wide, tall = 0.3 * (x["hi"] - x["lo"]), 0.07 * (y["hi"] - y["lo"])  # of 26 letters in 11 pixels, and more
+        for line in (mark for mark in panel.marks if mark["type"] == "line"):
+            at, height = (unpack(line[k], {}) for k in ("x", "y"))
+            assert (height[at <= wide] > y["lo"] + tall).all(), m.state()
+
+
+def test_a_schedule_that_grows_stays_in_the_picture_up_to_four_times_the_rate():
+    for decay_steps, share in ((200, 1.5), (60, 3.84), (1, 4.0)):
+        m = SchedulesExplorer(decay_rate=1.5, decay_steps=decay_steps)
+        top = schedules_scene(m).panels[0].given["y"]["hi"] / 1.05
+        assert top == pytest.approx(0.1 * share, rel=0.01)

@@ -188,6 +188,8 @@ class DetectiveExplorer(Explorer):
         ]
         self.fmt = FORMATS[self.dtype]
         self.stops = walked(self.name, self.exponent, self.dtype)
+        wide = [n for n, row in zip(parameters, gradients) if not row[0] * scale <= self.fmt.max]
+        self.wide = " and ".join(n for n in wide if not n.endswith("weight"))  # without a bar
         self.born = next((i for i, stop in enumerate(self.stops) if stop.bad), None)
 
     def summary(self) -> str:
@@ -196,7 +198,7 @@ class DetectiveExplorer(Explorer):
         where = f" {born} {r.module}, {r.phase} pass, operation {r.operation}." if r.operation else ""
         where = where or (f" The inf or NaN sits in {r.module}." if r.module else "")
         works = "No scale works" if r.max_scale is None else f"The largest scale that works is {power(r.max_scale)}"
-        part = "" if r.verdict == "healthy" else "; the gradient of a parameter is not"
+        part = "" if r.verdict == "healthy" else f"; the gradient of {self.wide or 'a weight'} is not (no bar shows it)"
         walk = f"All {len(self.stops)} steps forward and back are finite{part}."
         if self.born is not None:
             stop = self.stops[self.born]

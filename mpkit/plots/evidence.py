@@ -237,7 +237,9 @@ def two_rules(
         y=log2("loss scale; loss", low, high, 10 if high - low < 120 else 25),
     )
     panel.span("y", math.log2(ceiling), high, "overflow/0.15", "gradients overflow")
-    panel.span("y", low, -24, "zero/0.15", "below the smallest float16")
+    panel.span("y", low, -24, "zero/0.15")
+    corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
+    panel.text("below the smallest float16", 0, low, **corner)
     every = np.unique(np.linspace(0, steps - 1, 301).astype(int))
     rows: tuple[tuple[str, str, str | None, Any], ...] = (
         ("loss", "reference", ":", losses),

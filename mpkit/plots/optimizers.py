@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def schedules_scene(data: SchedulesExplorer) -> Scene:
     """Five learning rates over the steps, with a marker at one step."""
-    scene, top = Scene(height=380), float(f"{data.learning_rate:.3g}")
+    most = max(map(max, data.curves.values()))  # a decay_rate above 1 makes one of them grow
+    scene, top = Scene(height=380), float(f"{min(max(data.learning_rate, most), 4 * data.learning_rate):.3g}")
     steps = len(next(iter(data.curves.values())))
     scene.play("step", "step", steps, every=80)
     x, y = linear("step", 0, steps - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
