@@ -57,8 +57,8 @@ def auto_mixed_precision(
     The backward of a `torch.autograd.Function` of your own runs without a level, as without an autocast: it finds what
     its forward saved, float32 weights too, beside 16-bit gradients. The way out is a module under `to_float`.
 
-    `torch.compile` takes an `nn.CrossEntropyLoss()` that is made inside a forward past every level: there it computes in
-    the dtype of its input. Make it in `__init__`, or call `F.cross_entropy`.
+    `torch.compile` takes an `nn.CrossEntropyLoss()` that is made inside a forward past every level: there it computes
+    in the dtype of its input. Make it in `__init__`, or call `F.cross_entropy`.
 
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
