@@ -363,3 +363,51 @@ def test_a_fixed_scale_of_zero_is_not_taken_for_none() -> None:
     assert preset("tf_keras", dynamic=False, initial_scale=0.0).init_scale == 0.0
     with pytest.raises(ValueError, match="initial_scale must be given"):
         preset("tf_keras", dynamic=False)
+
+
+ENDS = {  # preset -> (what it is made with, what its framework refuses beside that, and just takes)
+    "mpkit": (
+        {"init_scale": 8.0},
+        [
+            *({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}, {"min_scale": 0.0}),
+            *({"min_scale": 9.0}, {"max_scale": 7.0}, {"max_scale": math.inf}),
+        ],
+        [{"min_scale": 8.0, "max_scale": 8.0}],
+    ),
+    "torch": ({}, [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], [{"backoff_factor": 0.0}]),
+    "deepspeed": ({}, [{"scale_window": 0}], [{"scale_window": 1}]),
+    "fairseq": ({}, [{"scale_window": 0}], [{"scale_window": 1}]),
+    "megatron": (
+        {"initial_scale": 8.0},
+        [
+            *({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}, {"min_scale": 0.0}),
+            *({"min_scale": 9.0}, {"growth_interval": 0}, {"hysteresis": 0}),
+        ],
+        [{"min_scale": 8.0}, {"growth_interval": 1}, {"hysteresis": 1}],
+    ),
+    "colossalai": ({}, [{"hysteresis": -1}, {"min_scale": 2.0**17}], [{"hysteresis": 0}, {"min_scale": 2.0**16}]),
+    "paddle": ({}, [{"incr_ratio": 1.0}, {"decr_ratio": 0.0}, {"decr_ratio": 1.0}], []),
+    "jmp": ({"loss_scale": 8.0}, [{"factor": 0}, {"dtype": "bfloat16"}], [{"factor": 1}]),
+    "tf_v1": ({}, [{"multiplier": 0}], [{"multiplier": 1}]),
+    "mindspore_cell": (
+        {"loss_scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+        [{"scale_factor": 0}],
+        [{"scale_factor": 1}],
+    ),
+    "mindspore_manager": ({}, [{"scale_factor": 0}], [{"scale_factor": 1}]),
+    "fairscale_layerwise": (
+        {"layer_scale_dict": {"a": 1.0, "b": 2.0}},
+        [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"layer_scale_dict": {}}, {"layer_scale_dict": {"a": 0.0}}],
+        [{"layer_scale_dict": {"a": 1.0}}, {"backoff_factor": 0.0}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_preset_refuses_what_its_framework_refuses_and_takes_the_last_number_before(name: str) -> None:
+    given, refused, taken = ENDS[name]
+    for more in refused:
+        with pytest.raises(ValueError, match="must|need|dtype is"):
+            preset(name, **{**given, **more})
+    for more in ({}, *taken):
+        assert preset(name, **{**given, **more}).name == name

@@ -277,3 +277,36 @@ def test_lambda_lr_keeps_a_rate_that_is_a_tensor_and_each_group_its_own():
 def test_what_is_no_step_is_quoted_in_part():
     with pytest.raises(TypeError, match=rf"^a step is a number or a tensor, got {re.escape(repr([0] * 99)[:80])}; for"):
         s.ExponentialDecayLR(0.1, 0.9, 4)([0] * 99)
+
+
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        (lambda: s.PolynomialDecayLR(1.0, 0.0, 4, 1.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
+        (lambda: s.polynomial_decay_lr(1.0, 0.0, 5, 1, 4, 1.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
+        (lambda: s.CosineDecayLR(0.0, 1.0, 4), [1.0, None, 0.5, None, 0.0]),
+        (lambda: s.WarmUpLR(0.0, 4), [0.0] * 5),
+        (lambda: s.warmup_lr(0.0, 5, 1, 4), [0.0] * 5),
+    ],
+)
+def test_a_rate_may_end_at_zero_or_warm_up_to_it(make: Callable[[], Any], rates: list[float | None]) -> None:
+    schedule = make()
+    got = schedule if isinstance(schedule, list) else [float(schedule(torch.tensor(t))) for t in range(5)]
+    for rate, want in zip(got, rates, strict=True):
+        assert want is None or rate == pytest.approx(want, abs=2.0**-23)  # a cosine of float32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: s.PolynomialDecayLR(0.0, 0.0, 4, 1.0),
+        lambda: s.PolynomialDecayLR(1.0, 0.0, 4, 0.0),
+        lambda: s.ExponentialDecayLR(0.0, 0.9, 4),
+        lambda: s.ExponentialDecayLR(1.0, 0.0, 4),
+        lambda: s.CosineDecayLR(0.0, 0.0, 4),
+        lambda: s.exponential_decay_lr(0.0, 0.9, 5, 1, 4),
+    ],
+)
+def test_a_rate_that_decays_begins_above_zero(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        make()
