@@ -407,7 +407,7 @@ ENDS = {  # preset -> (what it is made with, what its framework refuses beside t
 def test_a_preset_refuses_what_its_framework_refuses_and_takes_the_last_number_before(name: str) -> None:
     given, refused, taken = ENDS[name]
     for more in refused:
-        with pytest.raises(ValueError, match="must|need|dtype is"):
+        with pytest.raises(ValueError, match=r"must|need|dtype is"):
             preset(name, **{**given, **more})
     for more in ({}, *taken):
         assert preset(name, **{**given, **more}).name == name
