@@ -494,6 +494,16 @@ def test_the_tensors_of_a_dataclass_are_found_and_its_class_holds_none() -> None
     ]
 
 
+def test_of_what_an_operation_moves_only_its_new_float32_results_are_bound_to_the_format() -> None:
+    """As of a sort: the places are whole numbers. A tensor that was only handed on stays what it was."""
+    target, x = Emulated(E5M2, E5M2), torch.tensor([2.0, 1.0])
+    values, places = handlers.moved(tuple(x.sort()), (x,), target)  # type: ignore[misc]
+    assert (precision(values), values.tolist()) == (target, [1.0, 2.0])
+    assert not hasattr(places, MARK)
+    assert handlers.moved(x, (x,), target) is x
+    assert not hasattr(x, MARK)
+
+
 def test_what_is_written_beside_a_format_is_not_in_it() -> None:
     """`out=` of a result that was rounded to no format, or to another one."""
     target = Emulated(E5M2, E5M2)
