@@ -34,8 +34,8 @@ from mpkit.casting import (
 from mpkit.casting.handlers import _delivered
 from mpkit.casting.mode import LOCAL, CastMode
 from mpkit.casting.table import MINDSPORE, OTHERS
-from mpkit.casting.targets import MARK, Emulated, float_tensors, marked, precision
-from mpkit.formats import E5M2, FloatFormat
+from mpkit.casting.targets import MARK, Emulated, float_tensors, marked, precision, target_of
+from mpkit.formats import E5M2, FP64, FloatFormat
 
 BIT = 2.0**-12  # beside 1 it is in float32, and in no narrower format
 
@@ -492,6 +492,14 @@ def test_the_tensors_of_a_dataclass_are_found_and_its_class_holds_none() -> None
         id(x),
         id(y),
     ]
+
+
+def test_float32_itself_can_be_emulated_and_float64_cannot() -> None:
+    within, beyond = FloatFormat("e8m23", 8, 23), FP64
+    assert target_of(within) == target_of(within, within) == Emulated(within, within)
+    for formats in ((beyond, None), (within, beyond)):
+        with pytest.raises(ValueError, match=r"emulated inside float32, .* is wider"):
+            target_of(*formats)
 
 
 def test_of_what_an_operation_moves_only_its_new_float32_results_are_bound_to_the_format() -> None:
