@@ -6,6 +6,8 @@ import random
 import pytest
 from scenes import look
 
+from mpkit.explorers.evidence import TRACES
+from mpkit.widgets import adasum, dim_reduce, evidence, group_scale, recipes
 from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
 from mpkit.widgets.casting import log_softmax_view
 from mpkit.widgets.drawing import draw_view, gap_view, total_view
@@ -21,7 +23,13 @@ FORMATS = [bits_view, ranges_view, gradients_view, modes_view, staircase_view, u
 SCALES = [underflow_view, dynamics_view, sweep_view, zoo_view, naive_view]
 STEPS = [step_view, order_view, schedules_view, decay_view, adam_state_view]
 BOOST = [boost_view, freeze_view, less_bn_view, centralize_view]
-VIEWS = [*FORMATS, *SCALES, *STEPS, *BOOST, *DRAWN]
+LATER = [
+    make
+    for module in (adasum, dim_reduce, evidence, group_scale, recipes)
+    for name, make in vars(module).items()
+    if name.endswith("_view") and make.__module__ == module.__name__
+]
+VIEWS = [*FORMATS, *SCALES, *STEPS, *BOOST, *DRAWN, *LATER]
 TYPED = [
     "0.1",
     "-2",
@@ -38,7 +46,7 @@ TYPED = [
     "448",
     "17 18 18 17 16 17",
 ]
-TYPED += ["-20 -18 -15 -12 -9 -6 -3 0 3", "1000 1500 2000 2500 3000 3500 4000"]
+TYPED += [*TRACES, "no run", "-20 -18 -15 -12 -9 -6 -3 0 3", "1000 1500 2000 2500 3000 3500 4000"]
 
 
 def moved(rng, view):
@@ -54,6 +62,9 @@ def moved(rng, view):
             "toggle": rng.randrange(33),
             "compare_with": rng.choice(["none", "less_bn", "freezing", "O1", "O1 tuned"]),
             "draw": {str(first + i): rng.uniform(-40, 50) for i in range(3)},
+            "drag_b": [0, [rng.uniform(-2, 2), rng.uniform(-2, 2)]],
+            "pair": rng.randrange(12),
+            "cell": rng.randrange(40),
         }
         name = rng.choice(explorer.gestures)
         return {name: at.get(name, [view.index, rng.uniform(-160, 140)])}
@@ -73,6 +84,7 @@ def anew(make, view):
         other.explorer.set(**explorer.state())
         other.explorer.guess, other.explorer.revealed = explorer.guess.copy(), explorer.revealed
     else:
+        vars(other.explorer).update(_drawn_on=getattr(explorer, "run", ""))  # the ceiling belongs to this run
         other.explorer._change(explorer.state(), **{name: getattr(explorer, name) for name in explorer.fresh})
     other.index = view.index
     other._drawn = view._drawn = None  # where the step is a control, the page places its handle by itself

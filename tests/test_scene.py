@@ -3,9 +3,7 @@
 import contextlib
 import copy
 import json
-import math
 import pkgutil
-import random
 import re
 import threading
 from collections.abc import Callable
@@ -18,11 +16,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import CHROMIUM, QUIET
 from matplotlib.patches import FancyBboxPatch, Rectangle
-from scenes import look, page, plain, weight
+from scenes import page, plain, weight
 
 from mpkit import widgets
 from mpkit.explorers.base import Explorer
-from mpkit.explorers.evidence import TRACES
 from mpkit.explorers.scaling import DynamicsExplorer
 from mpkit.plots.scaling import dynamics_scene
 from mpkit.plots.scene import KINDS, ROLES, Scene, exponents, linear, log2, names, power_of_two, unpack
@@ -203,34 +200,6 @@ def test_reset_shows_the_opening_picture_from_any_choice_and_step(name):
             view.press("Reset")
             assert plain(view.spec | {"kept": view.kept}) == first, control["name"]
             assert view.index == opened, control["name"]
-
-
-WALKED = [n for n in VIEWS if n.split(".")[0] in ("adasum", "dim_reduce", "evidence", "group_scale", "recipes")]
-
-
-@pytest.mark.parametrize("name", WALKED)
-def test_any_path_ends_where_a_fresh_view_with_the_same_settings_stands(name):
-    """Also past values that are refused, drawings, other runs, steps and resets."""
-    view, rng = VIEWS[name](), random.Random(name)
-    strokes = {"draw": {str(i): 12.0 + i % 5 for i in range(40, 60)}, "drag_b": [0, [-1.0, 0.7]], "pair": 9, "cell": 33}
-    for _ in range(24):
-        done = [(g, strokes[g]) for g in view.explorer.gestures] + [("play", None)] * ("index" in view.spec)
-        for control in view.controls:
-            told = {"choice": [v for _, v in control.get("options", ())], "range": [*control.get("grid", ()), math.nan]}
-            values = told.get(control["kind"], [*TRACES, "no run"] if control["kind"] == "text" else [True])
-            done.append((control["name"], rng.choice(values)))
-        what, value = rng.choice(done)
-        if what == "play":
-            view.index = rng.randrange(view.spec["index"]["count"])
-        else:
-            view.ask({what: value})
-        fresh, explorer = VIEWS[name](), view.explorer
-        vars(fresh.explorer).update(_drawn_on=getattr(explorer, "run", ""))
-        fresh.explorer._change(explorer.state(), **{k: getattr(explorer, k) for k in explorer.fresh})
-        for one in (view, fresh):
-            one._drawn = None  # a handle of the step is moved by the page alone
-            one.redraw()
-        assert (look(view), view.sentence[0], view.data()) == (look(fresh), fresh.sentence[0], fresh.data()), what
 
 
 @pytest.mark.parametrize("name", VIEWS)
