@@ -411,7 +411,8 @@ def cpu_multiplies_eight_bits() -> bool:
     four, five = (torch.zeros(16, 16).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2))
     one, rows = torch.ones(()), torch.ones(16, 1)
     try:
-        torch._scaled_mm(five, four.t(), one, one, out_dtype=torch.float32)
+        for left in (four, five):  # the oldest instruction sets have the second alone
+            torch._scaled_mm(left, four.t(), one, one, out_dtype=torch.float32)
         torch._scaled_mm(four, four.t(), rows, rows.t(), out_dtype=torch.bfloat16)
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
