@@ -190,7 +190,7 @@ def test_a_scale_that_grew_beyond_all_numbers_is_told() -> None:
         ([1.0, 1.0], 2.0**24.5, "the scale ended 24 bits below the ceiling"),
         ([1.0, 1.0], 2.0**25, "the scale ended 25 bits below the ceiling"),
         ([1.0, 2.0**-30], 4.0, ""),  # half of the values are lost
-        ([1.0, 2.0**-30, 2.0**-30], 4.0, "67 % of the gradient values were lost in the last tenth"),
+        ([1.0, 2.0**-30, 2.0**-30], 4.0, "67 % of the non-zero gradients were lost in the last tenth"),
         ([1.0], 0.5, "every step of the last tenth was skipped"),
         ([1.0], 1.0, ""),
     ],

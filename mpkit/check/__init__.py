@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
-from mpkit.check.task import in_float32
+from mpkit.check.task import in_float32 as _in_float32
 from mpkit.check.task import plain as _plain
 
 
@@ -142,7 +142,12 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if value is None:
         return None, f"Question: {question.prompt}"
     truth = question.truth()
-    if isinstance(truth, float) and in_float32(value) and abs(truth) < 2.0**128 and _plain(value) == _to_float32(truth):
+    if (
+        isinstance(truth, float)
+        and _in_float32(value)
+        and abs(truth) < 2.0**128
+        and _plain(value) == _to_float32(truth)
+    ):
         value = truth  # the float32 number nearest to it: an answer in float32 cannot be nearer
     value = _plain(value)
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
