@@ -184,8 +184,11 @@ def test_graphs_that_are_no_compilers_are_cast() -> None:
 # --- where torch does not compile a part ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "given"), [(nn.LSTM, True), (nn.GRU, False)], ids=["LSTM from a state", "GRU"])
-@pytest.mark.parametrize("level", CASTING_LEVELS)
+@pytest.mark.parametrize(
+    ("level", "kind", "given"),
+    [("O1", nn.LSTM, True), ("O2", nn.GRU, False), ("O3", nn.RNN, True), ("auto", nn.LSTM, False)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_recurrent_layers_run_under_the_compiler_which_leaves_them_out(
     level: str, kind: type[nn.RNNBase], given: bool
 ) -> None:
@@ -219,8 +222,7 @@ class Getters(nn.Module):
         return self.asked(x * 2) + self.asked(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
-@pytest.mark.parametrize("level", CASTING_LEVELS)
+@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.bfloat16), ("O2", E4M3FN)], ids=str)
 def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str, dtype: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

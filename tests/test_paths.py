@@ -98,7 +98,7 @@ def test_a_view_shows_what_a_new_one_in_its_settings_shows(make):
     rng, view, done = random.Random(0), make(), []
     if "index" in view.spec:
         view.index = 0  # where a page-only step once counted as none
-    for _ in range(24):
+    for _ in range(16):
         if "index" in view.spec and rng.random() < 0.15:
             view.index = rng.choice([0, rng.randrange(view.spec["index"]["count"])])
         before, step, revision = view.explorer.message, view.index, view.explorer.revision
