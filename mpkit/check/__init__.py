@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
-from mpkit.check.task import in_float32 as _in_float32
+from mpkit.check.task import has_float32 as _has_float32
 from mpkit.check.task import plain as _plain
 
 
@@ -144,7 +144,7 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     truth = question.truth()
     if (
         isinstance(truth, float)
-        and _in_float32(value)
+        and _has_float32(value)
         and abs(truth) < 2.0**128
         and _plain(value) == _to_float32(truth)
     ):

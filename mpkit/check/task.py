@@ -33,7 +33,7 @@ class Task:
             call = f"{name}({', '.join(_shown(a) for a in arguments)})"
             try:
                 found = function(*copy.deepcopy(arguments))
-                got, rel = plain(found), max(self.rel, 1e-5 if in_float32(found) else 0.0)  # of some dozen roundings
+                got, rel = plain(found), max(self.rel, 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
             except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
                 return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
             if got is None and number == 0:
@@ -52,10 +52,10 @@ def plain(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def in_float32(value: object) -> bool:
+def has_float32(value: object) -> bool:
     """Whether it is a tensor or number of torch's or NumPy's float32, or a list with one."""
     if isinstance(value, list | tuple):
-        return any(map(in_float32, value))
+        return any(map(has_float32, value))
     return str(getattr(value, "dtype", "")).endswith("float32")
 
 

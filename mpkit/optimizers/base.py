@@ -273,7 +273,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _count_on_device(self, device: torch.device) -> None:
         """From now on the counters are tensors, because only the device knows which steps were skipped."""
-        # a step count that skips move becomes one when they are added; in a graph it must be none from the start
+        # adding skipped steps, which are counted in a tensor, makes it one; a graph needs a tensor from the start
         if torch.compiler.is_compiling() and isinstance(self._counts["global_step"], int):
             self._counts["global_step"] = torch.full((), self._counts["global_step"], dtype=torch.int64, device=device)
         for group in self.param_groups:
