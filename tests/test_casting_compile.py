@@ -222,11 +222,11 @@ class Getters(nn.Module):
         return self.asked(x * 2) + self.asked(x)
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", torch.bfloat16), ("O2", E4M3FN)], ids=str)
-def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str, dtype: Any) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_getters_in_a_part_that_is_not_compiled_are_told_apart(level: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    network, x = auto_mixed_precision(Getters(), level, dtype), torch.rand(3, 3)
+    network, x = auto_mixed_precision(Getters(), level, torch.bfloat16), torch.rand(3, 3)
     want = network(x)
     got = torch.compile(network, backend="eager")(x)
     assert (got.dtype, got.tolist()) == (want.dtype, want.tolist())
