@@ -40,7 +40,7 @@ for name in ("hypothesis", "ml_dtypes"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in the random order of this seed")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="random order and draws of this seed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,9 +51,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_draws():
+def same_draws(request):
     """A test without a seed of its own draws the same numbers alone, after any other tests and in any worker."""
-    torch.random.default_generator.manual_seed(0)
+    seed(request.config)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """So does a file of tests; both draw others where the order is another one."""
+    if isinstance(collector, pytest.Module):
+        seed(collector.config)
+
+
+def seed(config: pytest.Config) -> None:
+    torch.random.default_generator.manual_seed(config.getoption("shuffle", None) or 0)
 
 
 @pytest.fixture

@@ -197,5 +197,6 @@ def test_the_same_in_an_emulated_format() -> None:
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
     want = cast_like(net, "apex_O1", torch.float16)(IMAGE)
     got = cast_like(net, "apex_O1", FP16)(IMAGE)
-    assert torch.equal(got, want.float())
+    # batch norm's native kernel adds up in another order, and a last bit of float32 can turn the rounding to 16 bits
+    torch.testing.assert_close(got, want.float(), rtol=2**-10, atol=2**-14)
     assert torch.equal(cast_like(Apply(torch.square), "torch_autocast", FP16)(A * 300), (A * 300) ** 2)
