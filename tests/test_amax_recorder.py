@@ -71,6 +71,17 @@ def test_a_resumed_recording_goes_on_at_its_step():
     assert np.array_equal(resumed.amax_trace().amax, whole.amax[2:3])
 
 
+def test_a_recording_is_taken_back_to_the_step_of_its_state():
+    net = network()
+    recorder = Recorder(net, amaxes=True)
+    run(net, recorder, range(2))
+    saved = recorder.state_dict()
+    run(net, recorder, range(2, 4))
+    whole = recorder.amax_trace()
+    recorder.load_state_dict(saved)
+    assert np.array_equal(recorder.amax_trace().amax, whole.amax[:2])
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of itself
 def test_recomputed_compiled_and_copied_networks_are_recorded_once():
     net = network()

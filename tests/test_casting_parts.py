@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -559,3 +560,17 @@ def test_a_warning_names_the_line_where_a_method_passes_its_level_by() -> None:
         net.encode(torch.ones(1, 2))  # type: ignore[operator]
     line = Encoder.encode.__code__.co_firstlineno + 1  # what calls the layer
     assert [(w.filename, w.lineno) for w in told] == [(__file__, line)]
+
+
+def test_a_method_passes_by_the_level_of_its_own_network_alone() -> None:
+    class Calls(Encoder):
+        def on(self, other: nn.Module, x: Tensor) -> Tensor:
+            return other(x)
+
+    net, other = auto_mixed_precision(Calls(), "O1"), auto_mixed_precision(nn.Linear(2, 2), "O1")
+    without = Calls()  # its layer has a level, it has none
+    without.layer = auto_mixed_precision(nn.Linear(2, 2), "O1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.on(other, torch.ones(1, 2))  # type: ignore[operator]
+        without.encode(torch.ones(1, 2))

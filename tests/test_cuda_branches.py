@@ -282,8 +282,9 @@ def test_an_experiment_has_one_worker_a_device(gpus, monkeypatch):
 
 def test_products_in_8_bits_ask_for_the_capability(gpus, monkeypatch):
     assert products.native_product(GPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert not products.native_product(GPU)
+    for capability, native in (((8, 0), False), ((8, 9), True)):  # Ada's tensor cores are the first
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert products.native_product(GPU) is native
     assert not products.native_product(torch.device("cpu"))
 
 

@@ -140,6 +140,8 @@ def test_the_tensors_of_a_batch_have_the_names_that_python_knows() -> None:
     round_.append(round_)
     assert len(list(tensors_of("batch", round_))) < 10
     assert copied_batch((lock := threading.Lock(), 3)) == (lock, 3)
+    half = torch.ones(2, dtype=torch.float16)
+    assert [copied_batch(half).dtype, copied_batch(half, widened=True).dtype] == [torch.float16, torch.float32]
 
 
 class Doubles(nn.Module):
