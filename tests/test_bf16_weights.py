@@ -93,6 +93,20 @@ def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
     assert optimizer.inner.param_groups[0]["lr"] == 0
 
 
+def test_an_optimizer_that_has_made_steps_goes_on_in_float32():
+    w = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    inner = torch.optim.Adam([w])
+    w.grad = torch.full_like(w, 3.0)
+    inner.step()
+    first = inner.state[w]["exp_avg"].float()
+    optimizer = BFloat16Weights(inner, "kahan")
+    optimizer.step()
+    (state,) = inner.state.values()
+    assert {x.dtype for x in state.values()} == {torch.float32}
+    assert torch.equal(state["exp_avg"], first.lerp(w.grad.float(), 0.1))  # in bfloat16 this would be 0.5703125
+    assert state["exp_avg"].bfloat16().float().ne(state["exp_avg"]).all()
+
+
 def test_bad_input_is_refused_with_the_way_out():
     low = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     for wrong, error, words in (

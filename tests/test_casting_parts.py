@@ -567,10 +567,10 @@ def test_a_method_passes_by_the_level_of_its_own_network_alone() -> None:
         def on(self, other: nn.Module, x: Tensor) -> Tensor:
             return other(x)
 
-    net, other = auto_mixed_precision(Calls(), "O1"), auto_mixed_precision(nn.Linear(2, 2), "O1")
+    net, other = auto_mixed_precision(Calls(), "O1"), auto_mixed_precision(Encoder(), "O1")
     without = Calls()  # its layer has a level, it has none
-    without.layer = auto_mixed_precision(nn.Linear(2, 2), "O1")
+    without.layer = other.layer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        net.on(other, torch.ones(1, 2))  # type: ignore[operator]
+        net.on(other.layer, torch.ones(1, 2))  # type: ignore[operator]
         without.encode(torch.ones(1, 2))
