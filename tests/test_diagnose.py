@@ -477,6 +477,11 @@ def test_no_false_alarm(name, make, batch, loss, options):
     assert 0 <= report.lost <= 1
 
 
+def test_no_scale_above_the_powers_of_float32_is_tried():
+    zeros = torch.zeros(1, 1)  # gradients of 0 at any scale
+    assert diagnose(nn.Linear(1, 1, bias=False), (zeros, zeros), F.mse_loss, scale=1.0).max_scale == 2.0**127
+
+
 def test_the_largest_scale_is_the_largest():
     network, batch = chain(nn.ReLU()), rows()
     top = diagnose(network, batch, F.cross_entropy, scale=1.0).max_scale
