@@ -21,6 +21,7 @@ from mpkit.casting import (
     calls,
     cast_like,
     custom_mixed_precision,
+    entrances,
     forward,
     frameworks,
     graphs,
@@ -574,3 +575,8 @@ def test_a_method_passes_by_the_level_of_its_own_network_alone() -> None:
         warnings.simplefilter("error")
         net.on(other.layer, torch.ones(1, 2))  # type: ignore[operator]
         without.encode(torch.ones(1, 2))
+
+
+def test_the_methods_that_torch_gives_to_every_module_are_not_watched() -> None:
+    assert not list(entrances.methods(nn.Linear))
+    assert {base for base, _, _ in entrances.methods(Encoder)} == {Encoder}
