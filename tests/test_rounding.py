@@ -628,6 +628,13 @@ def test_a_seed_draws_the_same_with_any_number_of_threads(count, dtype):
     assert mismatches(found[0], found[1]) == mismatches(found[0], found[2]) == 0
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("fraction_bits", [20, 21, 22, 23])
+def test_formats_that_drop_few_bits_of_float32_are_rounded_as_from_float64(fraction_bits, mode):
+    x, fmt = torch.randn(5000), FloatFormat("own", 5, fraction_bits)
+    assert torch.equal(round_to(x, fmt, mode), round_to(x.double(), fmt, mode).float())
+
+
 @pytest.mark.parametrize("fraction_bits", [4, 5, 6, 7, 8])
 def test_noise_is_as_wide_as_what_it_decides(fraction_bits):
     """One word of 16 bits serves where no more than 16 are dropped."""

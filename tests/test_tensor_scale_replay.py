@@ -259,6 +259,13 @@ def test_the_live_scaler_is_the_rule_and_saves_every_counter():
         TensorScaler(tensor_scale_preset("te_delayed")).load_state_dict(scaler.state_dict())
 
 
+def test_the_largest_float32_is_an_element_max():
+    largest = torch.finfo(torch.float32).max
+    assert TensorScalePolicy(element_max=largest).element_max == largest
+    with pytest.raises(ValueError, match="float32 holds"):
+        TensorScalePolicy(element_max=math.nextafter(largest, math.inf))
+
+
 def test_bad_input_is_refused_with_the_way_out():
     te = TENSOR_SCALE_PRESETS["te_delayed"]
     for wrong, error, words in (
