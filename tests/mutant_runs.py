@@ -140,7 +140,7 @@ class Known:
         )
 
     def chosen(self, mutant: Mutant, own: tuple[str, ...], budget: float) -> list[str]:
-        """The tests to run: those that reach it, short ones of its own files first; then those that nobody can see.
+        """The tests to run: those that reach it, short ones of its own files or signature first; then unseen ones.
 
         Of these a test that reaches few lines comes before one that passes by on its way through the library.
 
@@ -149,16 +149,19 @@ class Known:
         thousand cases of one promise would leave no time for the others.
         """
         reach, seconds = self.reach(mutant), self.seconds
+        called = mutant.place.scope.split(".")[0]  # tests by signature have the name of what they call in their own
         case, turns = {}, Counter()
         for test in sorted(reach, key=lambda t: (seconds[t], t)):
             case[test] = turns[test.split("[")[0]]
             turns[test.split("[")[0]] += 1
         first = sorted(  # `case` is in the order of their seconds
             case,
-            key=lambda t: (t in self.apart, not t.startswith(own), seconds[t] > SHORT, case[t], self.breadth[t]),
+            key=lambda t: (
+                *(t in self.apart, not (t.startswith(own) or (called and t.endswith(f".{called}]")))),
+                *(seconds[t] > SHORT, case[t], self.breadth[t]),
+            ),
         )
         unseen = self.blind | {t for t in self.apart if t.startswith(own)}
-        called = mutant.place.scope.split(".")[0]  # tests by signature have the name of what they call in their own
         taken: list[str] = []
         for tests in (first, sorted(unseen - reach, key=lambda t: (not called or called not in t, seconds[t]))):
             total = 0.0

@@ -94,6 +94,16 @@ def test_one_case_of_every_test_is_run_before_the_second_case_of_any():
     ]
 
 
+def test_the_tests_of_its_signature_come_with_those_of_its_module():
+    names = ["tests/test_other.py::test_it", "tests/test_wrong.py::test_kinds[x.f]", "tests/test_own.py::test_it"]
+    parts = [
+        {"file": n.split("::")[0], "tests": [[n, 0.01, 0.0]], "lines": {"mpkit/x.py": {2: [0]}}, "imported": {}}
+        for n in names
+    ]
+    (mutant, *_) = mutants.mutants_of("def f(a):\n    a < 1\n", "mpkit/x.py")
+    assert mutant_runs.Known(parts).chosen(mutant, ("tests/test_own.py",), 9.0)[2] == names[0]
+
+
 def test_a_test_that_passes_by_comes_after_one_that_reaches_little_else():
     tests = [[f"tests/test_own.py::test_{name}", 0.01, 0.0] for name in ("whole", "part")]
     lines = {"mpkit/x.py": {2: [0, 1], 3: [0]}}
