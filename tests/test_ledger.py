@@ -88,6 +88,17 @@ def test_counts_of_flushed_and_overflowed_values() -> None:
     assert (emulated.rows[0].flushed, emulated.rows[0].overflowed) == (1, 1)
 
 
+@pytest.mark.parametrize(("value", "lost"), [(1.0, (0, 0)), (2.0**-26, (1, 0)), (7e4, (0, 1))])
+def test_an_operation_counts_what_its_own_casts_lose(value: float, lost: tuple[int, int]) -> None:
+    network = auto_mixed_precision(nn.Linear(2, 1, bias=False), "O1", torch.float16)
+    torch.nn.init.ones_(network.weight)
+    with ledger(network, count=True) as book:
+        network(torch.tensor([[value, 0.0]]))
+    (row,) = book.rows
+    assert row.casts > 0
+    assert (row.flushed, row.overflowed) == lost
+
+
 def test_without_counting_there_are_no_counts() -> None:
     network = auto_mixed_precision(nn.Linear(2, 2), "O2")
     with ledger(network) as book:
