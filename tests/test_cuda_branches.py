@@ -242,6 +242,9 @@ def test_random_states_of_all_devices_are_saved_and_restored(gpus):
     assert [s.tolist() for s in state["cuda"]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
     randomness.set_random_state(state, [])
     assert ("set_rng_state_all", state["cuda"]) in gpus.calls
+    gpus.calls.clear()
+    randomness.set_random_state({**state, "cuda": []}, [])  # saved on a machine without a GPU
+    assert not any(name == "set_rng_state_all" for name, *_ in gpus.calls)
 
 
 def test_a_trial_repeats_the_dropout_of_its_device(gpus):
