@@ -1,6 +1,8 @@
 """Slides hold what the stored lesson holds: its goals, its questions without their answers, its pictures."""
 
 import re
+import subprocess
+import sys
 from html import escape, unescape
 from importlib import import_module
 
@@ -28,6 +30,7 @@ def test_every_picture_and_question_of_a_lesson_is_a_slide(number):
         assert not any(word in unescape(page) for _, word in prediction.choices), "a slide gives an answer away"
     assert not re.search(r"https?://", page)
     assert page.count("<li>") >= 2
+    assert "*" not in "".join(re.findall(r"<li>.*?</li>", page)), "a mark of Markdown is on a slide"
 
 
 def test_the_usual_lessons_are_written_and_others_are_refused(tmp_path, monkeypatch, capsys):
@@ -40,9 +43,52 @@ def test_the_usual_lessons_are_written_and_others_are_refused(tmp_path, monkeypa
     assert "lessons are 00, 01" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("taken", ["file", "04_why_loss_scaling.html"])
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys, taken):
+    """A traceback where the folder was there and a file in it could not be written."""
     (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["slides.py", "--to", str(tmp_path / "file")])
+    (tmp_path / "04_why_loss_scaling.html").mkdir()
+    monkeypatch.setattr("sys.argv", ["slides.py", "04", "--to", str(tmp_path / taken if taken == "file" else tmp_path)])
     with pytest.raises(SystemExit):
         slides.main()
-    assert "--to names no folder that can be written" in capsys.readouterr().err
+    assert "--to needs a folder that can be written" in capsys.readouterr().err
+
+
+def test_without_nbformat_the_environment_is_named():
+    code = "import sys; sys.modules['nbformat'] = None; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
+    for script in ("slides", "labs"):
+        path = ROOT / "notebooks" / "instructor" / f"{script}.py"
+        ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+        assert ended.returncode == 1
+        assert re.fullmatch(r"mpkit: .*nbformat.* source .venv/bin/activate.*\n", ended.stderr), ended.stderr
+
+
+@pytest.fixture
+def screen(chromium):
+    """A full-HD page."""
+    from browser import CHROMIUM, QUIET
+
+    with chromium.launch(executable_path=CHROMIUM, args=QUIET) as browser:
+        yield browser.new_page(viewport={"width": 1920, "height": 1080})
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("number", slides.USUAL)
+def test_slides_fill_the_screen_turn_by_key_and_print_one_a_page(screen, tmp_path, number):
+    """Pictures were half as wide as a full-HD screen, Left and Right did nothing, lesson 09 printed on five pages."""
+    file = tmp_path / "slides.html"
+    file.write_text(slides.page(LESSONS[number]), "utf-8")
+    screen.goto(file.as_uri())
+    heights = screen.evaluate("[...document.querySelectorAll('section')].map((s) => s.getBoundingClientRect().height)")
+    assert heights == [1080] * len(heights)
+    sizes = screen.evaluate("[...document.images].map((i) => Math.min(i.width / 1920, i.height / 1080 * 1.6))")
+    assert min(sizes) > 0.8, "a picture takes less than half of the height or four fifths of the width"
+    shown = 0
+    keys = [("ArrowRight", 1), ("ArrowLeft", -1), ("ArrowDown", 1), ("ArrowUp", -1), ("PageDown", 1), ("PageUp", -1)]
+    for key, turn in [*keys, *[("Space", 1)] * len(heights)]:
+        screen.keyboard.press(key)
+        shown = min(shown + turn, len(heights) - 1)
+        assert screen.evaluate("scrollY") == 1080 * shown, key
+    for landscape in (False, True):
+        printed = screen.pdf(format="A4", landscape=landscape)
+        assert len(re.findall(rb"/Type\s*/Page\b", printed)) == len(heights)

@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
+try:
+    import nbformat
+except ModuleNotFoundError as missing:
+    sys.exit(f"mpkit: {missing}; first run make lab once, then: source .venv/bin/activate")
 
 HERE = Path(__file__).resolve().parent
 STUB = {"code": "# YOUR CODE HERE\nraise NotImplementedError()", "markdown": "YOUR ANSWER HERE"}

@@ -1,8 +1,10 @@
 """Slides from lessons as they are stored: `python notebooks/instructor/slides.py [LESSON ...] [--to FOLDER]`.
 
 One HTML file for each lesson (00, 04, 05 and 09 when none is named), which needs no network: the goals, every
-prediction as a question to the room, every picture with its sentence. The arrow keys or Page Down go on; the browser
-prints a slide on a page. Pictures and words are those of the lesson, so slides cannot grow old.
+prediction as a question to the room, every picture with its sentence. The arrow keys, Page Up, Page Down and the space
+bar turn the pages; the browser prints a slide on a page. Pictures and words are those of the lesson, so slides cannot
+grow old. The title over a picture is that of its section in the lesson; what a sentence asks to press or to drag stands
+there.
 """
 
 from __future__ import annotations
@@ -15,16 +17,35 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import nbformat
+try:
+    import nbformat
+except ModuleNotFoundError as missing:
+    sys.exit(f"mpkit: {missing}; first run make lab once, then: source .venv/bin/activate")
 
 HERE = Path(__file__).resolve().parent
 USUAL = ("00", "04", "05", "09")
 STYLE = """
-html { scroll-snap-type: y mandatory; font: 2.4vh/1.4 sans-serif; color: #1f1f1f; background: #fff; }
+html { scroll-snap-type: y mandatory; font: 3vh/1.35 sans-serif; color: #1f1f1f; background: #fff; }
 body { margin: 0; }
-section { box-sizing: border-box; min-height: 100vh; padding: 5vh 7vw; scroll-snap-align: start; break-after: page; }
-h1 { font-size: 5vh; } h2 { font-size: 3.6vh; } img { display: block; max-width: 100%; max-height: 62vh; margin: auto; }
-figure { margin: 0; } figcaption { margin-top: 2vh; } li { margin: 1vh 0; }
+section { box-sizing: border-box; min-height: 100vh; padding: 4vh 5vw; scroll-snap-align: start;
+  break-inside: avoid; display: flex; flex-direction: column; }
+section + section { break-before: page; }
+h1 { font-size: 6vh; margin: 0 0 3vh; } h2 { font-size: 4.4vh; margin: 0 0 2vh; } li, p { margin: 1.5vh 0; }
+figure { margin: 0; flex: 1 0 50vh; display: flex; flex-direction: column; }
+img { flex: 1 0 30vh; height: 0; width: 100%; object-fit: contain; } figcaption { margin-top: 1vh; font-size: 2.6vh; }
+footer { margin-top: auto; padding-top: 1vh; font-size: 2.2vh; color: #595959; }
+@media print { section { height: 100vh; } }
+"""
+# Page by page, also by the Left and Right of a presenter's remote control, which scroll no page by themselves.
+KEYS = """
+const pages = document.querySelectorAll("section");
+const turns = {ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1};
+addEventListener("keydown", (event) => {
+  if (!turns[event.key] || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  const now = [...pages].findLastIndex((page) => page.getBoundingClientRect().top < innerHeight / 2);
+  pages[Math.min(Math.max(now + turns[event.key], 0), pages.length - 1)].scrollIntoView();
+});
 """
 
 
@@ -56,19 +77,25 @@ def slides(notebook: Any) -> Iterator[tuple[str, str]]:
 
 
 def _plain(markdown: str) -> str:
-    """A line of Markdown as HTML: code and bold stay, links become their words."""
+    """A line of Markdown as HTML: code, bold and emphasis stay, links become their words."""
     text = escape(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(markdown.split())))
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", re.sub(r"\*\*([^*]*)\*\*", r"<b>\1</b>", text))
+    for mark, tag in (("`", "code"), (r"\*\*", "b"), (r"\*", "em")):
+        text = re.sub(rf"{mark}([^`*]+){mark}", rf"<{tag}>\1</{tag}>", text)
+    return text
 
 
 def page(path: Path) -> str:
     """The whole file of slides for one stored lesson."""
     shown = list(slides(nbformat.read(path, as_version=4)))
     sections = "\n".join(
-        f"<section><h{1 + (i > 0)}>{_plain(t)}</h{1 + (i > 0)}>{b}</section>" for i, (t, b) in enumerate(shown)
+        f"<section><h{1 + (i > 1)}>{_plain(title)}</h{1 + (i > 1)}>{body}"
+        f"<footer>Lesson {path.stem[:2]} · {i} of {len(shown)}</footer></section>"
+        for i, (title, body) in enumerate(shown, 1)
     )
     head = f'<meta charset="utf-8"><title>{escape(shown[0][0])}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>\n{sections}\n</body></html>\n'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}</head><body>\n{sections}\n<script>{KEYS}</script></body></html>\n'
+    )
 
 
 def main() -> int:
@@ -80,14 +107,16 @@ def main() -> int:
     unknown = [number for number in options.lessons if number not in paths]
     if unknown:
         parser.error(f"lessons are {', '.join(paths)}, got {', '.join(unknown)}")
+    pages = {
+        f"{paths[number].stem}.html": page(paths[number]) for number in options.lessons
+    }  # all, before one is written
     try:
         options.to.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (options.to / name).write_text(text, encoding="utf-8")
+            print(options.to / name)
     except OSError as error:
-        parser.error(f"--to names no folder that can be written: {error}")
-    for number in options.lessons:
-        target = options.to / f"{paths[number].stem}.html"
-        target.write_text(page(paths[number]), encoding="utf-8")
-        print(target)
+        parser.error(f"--to needs a folder that can be written: {error}")
     return 0
 
 
