@@ -282,6 +282,13 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
 EVERY = "if not all(bool(grad.isfinite().all()) for grad in grads):"
 JOINT = "torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm)"
 THIRD = '"e5m1 O2": {"level": "O2", "dtype": "e5m1", "scaler": "torch"}'
+LATER = "        output = network(batch)\n    loss = F.cross_entropy(output"
+SIMULATED = """scales, scale, good = [], 2.0**10, 0
+    for finite in flags:
+        good = (good + 1) % interval if finite else 0
+        scale = scale / 2 if not finite else 2 * scale if not good else scale
+        scales.append(scale)
+    for finite in []:"""
 NEARLY = [
     (
         "lab01",
@@ -333,17 +340,83 @@ NEARLY = [
     ("lab04", "q5", "hidden2", "a.double(), b.double()", "a.float(), b.float()"),  # wider, and not wide enough
     ("lab04", "q4", "hidden", "len(costs) // groups", "-(-len(costs) // groups)"),  # rounded up
     ("lab04", "q4", "hidden", "costs[: v * stride]", "costs[: round(v * len(costs) / groups)]"),  # rounded too late
+    (
+        "lab05",
+        "q1",
+        "hidden",
+        "x.abs().max().item()",
+        "max(abs(v) for v in x.flatten().tolist())",
+    ),  # no NaN but a first
+    ("lab05", "q1", "hidden", "x.abs().max().item()", "x.abs().max(0).values.flatten()[0].item()"),  # one column
+    ("lab05", "q1", "hidden", "x.abs()", "x.abs_()"),
+    ("lab05", "q2", "hidden", "largest / (margin", "448.0 / (margin"),
+    (
+        "lab05",
+        "q2",
+        "hidden",
+        "return scales[: len(amaxes)]",
+        "scales = scales[: len(amaxes)]\n    amaxes.clear()\n    return scales",
+    ),
+    ("lab05", "q3", "hidden", "largest * 1.000001", "largest * 1.0000001"),  # counts rounding errors
+    ("lab05", "q4", "hidden", "block.abs().max()", "block.abs().sum()"),
+    ("lab05", "q4", "hidden", "block.abs()", "block.abs_()"),
+    ("lab05", "q5", "hidden", "torch.cat(parts)", "torch.cat(parts).double()"),
+    ("lab05", "q6", "hidden", "block.abs()", "block.abs_()"),
     ("lab05", "q6", "hidden", "max(exponent - (fraction == 0.5), -127)", "(exponent - (fraction == 0.5))"),  # no floor
+    ("lab06", "q1", "hidden", " and math.isfinite(base[s])", ""),
+    ("lab06", "q1", "hidden", "if n < 2", "if len(own.keys() & base.keys()) < 2"),  # counted before nan is left out
+    ("lab06", "q1", "hidden", "    mean =", "    own.clear()\n    mean ="),
+    ("lab06", "q2", "hidden", "middle + half < 0", "middle + half <= 0"),
+    ("lab06", "q2", "hidden", "math.log2(comparisons)", "(comparisons.bit_length() - 1)"),
+    ("lab06", "q2", "hidden", "math.log2(comparisons)", "math.ceil(math.log2(comparisons))"),
+    ("lab06", "q3", "hidden", "max(curve) - curve[-1]", "max(curve) - curve.pop()"),
+    ("lab06", "q5", "hidden", THIRD, '"e5m1 O2": {"levle": "O2"}'),
+    ("lab06", "q5", "hidden", THIRD, '"e5m1 O2": {"level": "O2", "dtype": "e5m1x"}'),
+    ("lab06", "q5", "hidden", THIRD, '"again": {"lr": 0.1}'),  # what `project` takes in any case
+    ("lab06", "q5", "hidden", "list(range(5))", "[0.5 * i for i in range(5)]"),
+    ("lab06", "q6", "hidden", "seeds=seeds", "seeds=len(seeds)"),
+    (
+        "lab06",
+        "q6",
+        "hidden",
+        "project, cells,",
+        "project, {'float32': {}, 'bf16 O2': {'level': 'O2', 'dtype': 'bf16'}},",
+    ),
     ("lab06", "q5", "hidden", THIRD, '"bf16": {"dtype": "bf16"}'),  # at O0, where nothing is cast
     ("lab06", "q5", "hidden", THIRD, '"again": {"level": "O2", "dtype": "bf16"}'),  # a cell twice
     ("lab07", "q1", "hidden", "statistics.median(times)", "min(times)"),
+    (
+        "lab07",
+        "q1",
+        "hidden",
+        "work()\n    synchronize()\n    times",
+        "work()\n    times",
+    ),  # the warm-up is measured too
+    ("lab07", "q1", "hidden", "median(", "median_low("),
+    ("lab07", "q2", "hidden", "    with torch.autocast(DEVICE.type, dtype):\n        loss", "    loss"),
+    ("lab07", "q2", "hidden", "(DEVICE.type, dtype)", "(DEVICE.type, torch.bfloat16)"),
+    ("lab07", "q2", "hidden", "        loss = F.cross_entropy(network(batch)", LATER),
+    ("lab07", "q2", "hidden", "(batch), target)", "(batch), target, reduction='sum')"),  # the same step, once clipped
+    ("lab07", "q2", "hidden", "scaler.get_scale() >= before", "math.isfinite(loss.item())"),  # its gradients
     ("lab07", "q2", "hidden", ">= before", "== before"),  # a step that raises the scale is no skipped one
     ("lab07", "q3", "hidden", "t.untyped_storage().nbytes()", "t.nbytes"),  # a slice keeps its whole storage
+    ("lab07", "q3", "hidden", "t.untyped_storage().nbytes()", "t.untyped_storage().nbytes() // t.element_size() * 4"),
+    (
+        "lab07",
+        "q3",
+        "hidden",
+        "found[t.untyped_storage().data_ptr()]",
+        "found[t.data_ptr()]",
+    ),  # two halves of a storage
+    ("lab07", "q3", "hidden", "network.parameters()}", "network.parameters() if p.requires_grad}"),
+    ("lab07", "q4", "hidden", "for finite in flags:", "while flags:\n        finite = flags.pop(0)"),
+    ("lab07", "q4", "hidden", "scales = []\n    for finite in flags:", SIMULATED),  # no GradScaler is asked
 ]
 # right, in an unusual form, and once refused by a hidden test after the visible one had passed
 SHARES = "(cast == 0).double().mean().item(), cast.isinf().double().mean().item()"
 LISTED = "[i for i, (amax, scale) in enumerate(zip(amaxes, scales)) if amax * scale > largest * 1.000001]"
 ARRAY = "torch.tensor([a * s > largest * 1.000001 for a, s in zip(amaxes, scales)]).nonzero().flatten().numpy()"
+SINGLE = "import numpy as np\n    return sum(np.float32(max(curve)) - np.float32(curve[-1]) for curve in curves)"
 UNUSUAL = [
     ("lab01", "q1", "def decode", "from functools import lru_cache\n\n\n@lru_cache\ndef decode"),
     (
@@ -364,7 +437,21 @@ UNUSUAL = [
         "return (cycle * (steps // len(cycle) + 1))[:steps]",
         "return tuple(cycle * (steps // len(cycle) + 1))[:steps]",
     ),
+    ("lab05", "q2", "return scales[: len(amaxes)]", "return tuple(scales[: len(amaxes)])"),
+    ("lab05", "q2", "return scales[: len(amaxes)]", "return torch.tensor(scales[: len(amaxes)])"),
     ("lab05", "q3", LISTED, ARRAY),
+    ("lab05", "q3", LISTED, f"tuple({LISTED})"),
+    (
+        "lab05",
+        "q6",
+        "return 2.0 ** max(exponent - (fraction == 0.5), -127) if amax else 2.0**-127",
+        "return block_scale(block) * (1 if amax <= largest * block_scale(block) else 2)",
+    ),
+    ("lab06", "q3", "return sum(max(curve) - curve[-1] for curve in curves)", SINGLE),
+    ("lab06", "q5", THIRD, '"slow": {"lr": 0.05}'),  # `train`'s own default, and not that of `project`
+    ("lab07", "q2", "scaler.get_scale() >= before", "torch.tensor(scaler.get_scale() >= before)"),
+    ("lab07", "q4", "return scales", "return tuple(scales)"),
+    ("lab07", "q4", "return scales", "return torch.tensor(scales)"),
     ("lab06", "q5", '"float32": {"level": "O0"}', '"float32": {"level": "O0", "boost": "O0"}'),  # `train`'s own default
 ]
 
@@ -389,6 +476,23 @@ def test_a_mistake_that_is_nearly_right_loses_points(lab, question, test, right,
 @pytest.mark.parametrize(("lab", "question", "usual", "unusual"), UNUSUAL)
 def test_a_right_answer_in_another_form_earns_its_points(lab, question, usual, unusual):
     assert failed_in(lab, question, usual, unusual) == set()
+
+
+@pytest.mark.parametrize(
+    ("lab", "broken", "later"),
+    [
+        ("lab01", "q3", {"q4", "q5"}),
+        ("lab04", "q5", {"q6"}),
+        ("lab05", "q2", {"q3"}),
+        ("lab05", "q4", {"q5"}),
+    ],
+)
+def test_an_answer_that_defines_nothing_costs_no_hidden_test_of_a_later_question(lab, broken, later):
+    source = nbformat.read(SOURCES[lab], as_version=4)
+    cell = next(c for c in source.cells if labs.mark(c).get("grade_id") == f"{lab}_{broken}_answer")
+    cell.source = "raise PermissionError('refused')"
+    lost = {name for name in failed(source) if f"_{broken}_" not in name}
+    assert lost <= {f"{lab}_{question}_visible" for question in later}
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ assert limits == [5]
 assert not {"check_number", "float16"} & set(f.__code__.co_names)"""
 
 
-def lab(answer, added=None, test=TEST, setup=SETUP, seconds=60):
+def lab(answer, added=None, test=TEST, setup=SETUP, seconds=60, solution=SOLUTION):
     """What the points of a question are when it is answered so, behind a cell that the student added."""
     mark = {"schema_version": 3, "locked": False, "task": False}
     new = nbformat.v4.new_code_cell
     question = {"nbgrader": mark | {"grade_id": "q1", "grade": False, "solution": True}}
     graded = {"nbgrader": mark | {"grade_id": "q1_hidden", "grade": True, "solution": False, "points": 3}}
-    source = nbformat.v4.new_notebook(cells=[new(setup), new(SOLUTION, metadata=question), new(test, metadata=graded)])
+    source = nbformat.v4.new_notebook(cells=[new(setup), new(solution, metadata=question), new(test, metadata=graded)])
     submission = nbformat.from_dict(source)
     submission.cells[1].source = answer
     if added:
@@ -53,6 +53,16 @@ def test_an_honest_answer_earns_its_points(name):
     test = TEST if name != "a class" else TEST.rpartition("\n")[0]
     score = lab(*HONEST[name], test=test)
     assert (score.points, score.note) == (3, "")
+
+
+def test_an_answer_may_write_anew_what_the_solution_calls_and_so_use_what_that_uses():
+    setup = SETUP.replace("    return", "    check_number('x', x)\n    return")
+    own = "def mine(x):\n    check_number('x', x)\n    return 2.0 * x + 1\nf = mine"
+    test = TEST.rpartition("\n")[0]
+    solution = "def f(x):\n    return twice(float(x)) + 1"
+    assert lab(own, test=test, setup=setup, solution=solution).note == ""
+    refused = lab(own, test=test, setup=setup)
+    assert "check_number of the library is not for this question" in refused.note
 
 
 WRONG = "def f(x):\n    return 0.0"

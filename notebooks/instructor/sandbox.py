@@ -291,6 +291,7 @@ class Room:
     imports: set[str] = field(default_factory=set)  # "module.name" of the lab's own imports
     library: set[str] = field(default_factory=set)  # names through which they reach mpkit
     used: dict[str, set[str]] = field(default_factory=dict)  # a student's function -> names in it
+    helpers: dict[str, set[str]] = field(default_factory=dict)  # a function of the lab -> names in it
 
     def __post_init__(self) -> None:
         held = {name: value for name, value in vars(builtins).items() if name not in NO_NAMES}
@@ -309,6 +310,8 @@ class Room:
                 self.library |= {alias.asname or alias.name for alias in node.names}
             if isinstance(node, ast.ImportFrom):
                 self.imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        self.helpers |= {node.name: names_in(node) for node in functions if node.name not in self.expected}
         for name in [n for n in self.space if n in vars(builtins)]:  # `all = lambda _: True`
             del self.space[name]
         self.space.update(self.kept)
@@ -332,25 +335,25 @@ class Room:
             for name in bound(ast.Module([node], [])) - set(self.used):
                 self.used[name] = names_in(node)
         if solution:
-            allowed = names_in(ast.parse(solution))
-            taken = self.closure(names_in(tree)) & self.library - allowed - self.expected
+            allowed = self.closure(names_in(ast.parse(solution)), self.helpers)  # also to write a helper anew
+            taken = self.closure(names_in(tree), self.used) & self.library - allowed - self.expected
             if taken:
                 raise PermissionError(f"{min(taken)} of the library is not for this question: write it yourself")
         self.space |= {"__builtins__": self.safe, "__writable__": writable, "__only_clipping__": _Clipping}
         exec(compile(ast.fix_missing_locations(Guard().visit(tree)), "<answer>", "exec"), self.space)
 
-    def closure(self, names: set[str]) -> set[str]:
-        """Names, and those in the student's functions that they name, and so on."""
+    def closure(self, names: set[str], functions: dict[str, set[str]]) -> set[str]:
+        """Names, and those in the functions that they name, and so on."""
         found, open_ = set(names), list(names)
         while open_:
-            fresh = self.used.get(open_.pop(), set()) - found
+            fresh = functions.get(open_.pop(), set()) - found
             found |= fresh
             open_ += fresh
         return found
 
     def names(self, function: str) -> set[str]:
         """What a student's function mentions, in helpers too: for tests that ask whether it is the student's own."""
-        return self.closure({function})
+        return self.closure({function}, self.used)
 
 
 class _Names(ast.NodeTransformer):
