@@ -1,6 +1,6 @@
 # make lab: open the first lesson.   make test: prove that all of it works.   Both set everything up by themselves.
 PYTHON ?= python3
-FOUND = @command -v $(PYTHON) >/dev/null || { echo "mpkit: Python 3.11 to 3.13 is needed and none was found; install it, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
+FOUND = @[ "$$($(PYTHON) -c 'import sys; print(sys.version_info[0])' 2>/dev/null)" = 3 ] || { echo "mpkit: Python 3.11 to 3.13 is needed, and $(PYTHON) is no Python 3 that runs; install one, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
 RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 JOBS ?= 2
 export OMP_NUM_THREADS ?= 1

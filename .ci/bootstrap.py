@@ -161,10 +161,11 @@ def port_of(arguments):
 
 def lab(arguments):
     """JupyterLab at the first lesson."""
+    port = port_of(arguments)  # before a set-up of minutes: a wrong one is told at once
     setup("lab")
     # not the file itself: the address that the server prints would lead to an empty launcher
     page = "--LabApp.default_url=/lab/tree/" + FIRST_LESSON
-    command = [os.path.join(BIN, "jupyter"), "lab", page, *port_of(arguments), *arguments]
+    command = [os.path.join(BIN, "jupyter"), "lab", page, *port, *arguments]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")  # containers and course servers
     say(f"opening JupyterLab at {FIRST_LESSON}; stop it with Ctrl-C")

@@ -17,11 +17,38 @@ from mpkit.files import write_whole
 
 DEFAULT = "mpkit-lessons"
 FIRST_LESSON = "00_start_here.ipynb"
+FLAGS = {"", "-y", "--no-browser", "--debug", "--allow-root"}  # options of JupyterLab after which no value stands
 RECORD = ".mpkit-lessons.json"  # file -> SHA-256 of what was copied: what differs from it is the reader's own work
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Copy what is new, say what was kept, open JupyterLab at the first lesson; the exit status."""
+    named, copy_only, others = _asked(arguments)
+    try:
+        folder = Path(named).expanduser()
+        copied, kept = copy_lessons(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a ~ where nobody has a home
+        return _fail(f"the lessons could not be copied into {named} ({error}); name a folder that you may write in")
+    new = "1 file is" if copied == 1 else f"{copied or 'no'} files are"
+    print(f"mpkit: {new} new in {folder.resolve()}", flush=True)
+    if kept:
+        print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
+    if copy_only:
+        return 0
+    if find_spec("jupyterlab") is None:
+        return _fail("JupyterLab is not installed here; pip install 'mpkit[lab]'")
+    # not the file itself: the address that the server prints would lead to an empty launcher
+    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}", *others]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")  # containers and course servers
+    if os.name == "nt":  # there exec would start a second process and end this one
+        return subprocess.call(command, cwd=folder)
+    os.chdir(folder)
+    os.execv(command[0], command)  # the server gets the signals that were meant for this command
+
+
+def _asked(arguments: Sequence[str]) -> tuple[str, bool, list[str]]:
+    """The folder, whether to copy only, and the options of JupyterLab; ends the process where they make no sense."""
     words = list(arguments)
     named = words.pop(0) if words and not words[0].startswith("-") else DEFAULT
     parser = argparse.ArgumentParser(
@@ -39,26 +66,10 @@ def main(arguments: Sequence[str] = ()) -> int:
         parser.error("the name of the folder is empty; . is the one that you are in")
     if options.copy_only and others:
         parser.error(f"{others[0]} means nothing beside --copy-only; FOLDER stands first")
-    try:
-        folder = Path(named).expanduser()
-        copied, kept = copy_lessons(folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a ~ where nobody has a home
-        return _fail(f"the lessons could not be copied into {named} ({error}); name a folder that you may write in")
-    print(f"mpkit: {copied} files are new in {folder.resolve()}", flush=True)
-    if kept:
-        print(f"mpkit: kept as you changed them: {', '.join(kept)}", flush=True)
-    if options.copy_only:
-        return 0
-    if find_spec("jupyterlab") is None:
-        return _fail("JupyterLab is not installed here; pip install 'mpkit[lab]'")
-    # not the file itself: the address that the server prints would lead to an empty launcher
-    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{FIRST_LESSON}", *others]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # containers and course servers
-    if os.name == "nt":  # there exec would start a second process and end this one
-        return subprocess.call(command, cwd=folder)
-    os.chdir(folder)
-    os.execv(command[0], command)  # the server gets the signals that were meant for this command
+    for before, word in zip(["", *others], others):  # before anything is copied into another folder
+        if not word.startswith("-") and (before in FLAGS or "=" in before or not before.startswith("-")):
+            parser.error(f"one FOLDER is needed, as the first word, got {word} where an option of JupyterLab may stand")
+    return named, options.copy_only, others
 
 
 def installed_lessons() -> Path | None:

@@ -129,6 +129,32 @@ def test_jupyterlab_gets_every_other_word_and_replaces_the_process(lessons, tmp_
     assert calls[1][4:7] == ["--no-browser", "--port", "8899"]
 
 
+@pytest.mark.parametrize(
+    "words", [["a", "b"], ["--no-browser", "b"], ["a", "--port=8899", "b"], ["--port", "8899", "b"]]
+)
+def test_a_second_folder_is_refused_before_the_lessons_go_into_another_one(
+    words, lessons, tmp_path, monkeypatch, capsys
+):
+    """`mpkit lab --no-browser b` copied them into mpkit-lessons, where JupyterLab then missed a file called b."""
+    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+    monkeypatch.setattr(lab.os, "execv", lambda path, command: pytest.fail("JupyterLab was started"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        lab.main(words)
+    assert "one FOLDER is needed, as the first word, got b" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["lessons"]
+
+
+def test_how_many_files_are_new_is_said_in_words_that_fit(lessons, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+    mine = tmp_path / "mine"
+    for gone, said in (([], "3 files are new"), (["00_start_here.ipynb"], "1 file is new"), ([], "no files are new")):
+        for name in gone:
+            (mine / name).unlink()
+        assert lab.main([str(mine), "--copy-only"]) == 0
+        assert said in capsys.readouterr().out
+
+
 @pytest.fixture
 def fork():
     spec = importlib.util.spec_from_file_location("fork", ROOT / ".ci" / "fork.py")

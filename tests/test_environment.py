@@ -156,6 +156,25 @@ def test_the_address_that_is_printed_leads_to_the_first_lesson(bootstrap, monkey
     assert (ROOT / "notebooks" / "00_start_here.ipynb").exists()
 
 
+def test_a_wrong_port_is_told_before_anything_is_set_up(bootstrap, monkeypatch):
+    monkeypatch.setattr(bootstrap, "setup", lambda extra: pytest.fail("the set-up came first"))
+    with pytest.raises(SystemExit, match="needs a number from 1 to 65535, got 'x'"):
+        bootstrap.lab(["--port=x"])
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python3", "ls", "true"])
+def test_what_is_no_python_is_told_by_its_name(python):
+    """`make labs PYTHON=true` did nothing and ended well; a shim of a Python that is not installed told of itself."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "labs", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert done.stdout.startswith(
+        f"mpkit: Python 3.11 to 3.13 is needed, and {python} is no Python 3 that runs; install"
+    )
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_the_second_set_up_has_nothing_to_do():
     if not (ROOT / ".venv" / "mpkit-test").exists():
         pytest.skip("this environment was not made by make test")
