@@ -693,14 +693,14 @@ def test_a_list_of_rates_must_cover_every_step(found):
         train(optimizer, params, range(1), found)
 
 
-@pytest.mark.usefixtures("flags")
 def test_a_whole_number_is_a_rate_as_long_as_float64_holds_it():
-    largest = int(sys.float_info.max)
-    assert SGD([nn.Parameter(torch.ones(1))], learning_rate=largest).param_groups[0]["lr"] == sys.float_info.max
+    largest, weight = int(sys.float_info.max), nn.Parameter(torch.ones(1))
+    assert opt.SGD([weight], learning_rate=largest).param_groups[0]["lr"] == sys.float_info.max
     with pytest.raises(ValueError, match="finite"):
-        SGD([nn.Parameter(torch.ones(1))], learning_rate=2 * largest)
+        opt.SGD([weight], learning_rate=2 * largest)
 
 
+@pytest.mark.usefixtures("flags")
 def test_skipped_steps_do_not_use_up_a_list_of_rates():
     params = parameters()
     optimizer = opt.SGD(params, [0.3, 0.2])
