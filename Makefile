@@ -2,7 +2,8 @@
 PYTHON ?= python3
 FOUND = @[ "$$($(PYTHON) -c 'import sys; print(sys.version_info[0])' 2>/dev/null)" = 3 ] || { echo "mpkit: Python 3.11 to 3.13 is needed, and $(PYTHON) is no Python 3 that runs; install one, or name it: make lab PYTHON=/path/to/python3"; exit 1; };
 RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
-JOBS ?= 2
+# three on two cores: a third of the time a test waits, for a browser, a kernel or a process of its own
+JOBS ?= 3
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: lab test check gpu soak fuzz mutants compat portable bench views notebooks labs fork clean
