@@ -362,7 +362,8 @@ def main() -> int:
         differences += len(failed)
         print(*(f"{variant.name}: {test}" for test in failed), sep="\n", end="\n" * bool(failed), flush=True)
     small = print_margins(claims) if options.margins else 0
-    print(f"{differences} differences, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
+    near = f", {small} claims too near to their bound" * options.margins
+    print(f"{differences} differences{near}, {len(todo)} variants, {time.perf_counter() - start:.0f} s")
     return int(differences + small > 0)
 
 
