@@ -91,7 +91,7 @@ def _in_memory(
     ROUNDING.set((x, fmt))
     if out is None:
         out = torch.empty_like(x)
-    elif _overlap_in_part(x, out):
+    elif _is_elsewhere_in(x, out):
         x = x.clone()  # a block written must not be one that is still to be read
     if x.numel():
         with torch.no_grad():
@@ -123,9 +123,12 @@ def _likeness(t: object) -> object:
     return (tuple(t.shape), t.dtype, str(t.device)) if isinstance(t, Tensor) else t
 
 
-def _overlap_in_part(x: Tensor, out: Tensor) -> bool:
-    same_place = x.data_ptr() == out.data_ptr() and x.stride() == out.stride()
-    return x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and not same_place
+def _is_elsewhere_in(x: Tensor, out: Tensor) -> bool:
+    """Whether both lie in one memory and begin at different places.
+
+    From one place with other strides, one of them is not contiguous: then `_by_blocks` writes elsewhere first.
+    """
+    return x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and x.data_ptr() != out.data_ptr()
 
 
 # blocks: whatever runs over a block several times finds it in the cache, and scratch space stays small

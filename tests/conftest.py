@@ -44,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "--shuffle" in config.invocation_params.args:
+        # pytest looks for conftest files before it knows this option: the number by itself would be a path to it
+        raise pytest.UsageError("write --shuffle=SEED as one word; as two, the notebooks would be left out")
     kernels = offered()  # for the notebooks; the workers of xdist inherit it
     os.environ.update(kernels)
     if kernels and hasattr(config.option, "nbval"):
@@ -84,7 +87,7 @@ def own_kernels(monkeypatch):
 def pytest_report_header(config: pytest.Config) -> list[str]:
     left_out = ["tests of notebooks and widgets are left out: jupyterlab is not installed"]
     seed = config.getoption("shuffle", None)  # None too where this file is found too late to have options
-    return left_out * bool(collect_ignore_glob) + [f"random order of --shuffle {seed}"] * (seed is not None)
+    return left_out * bool(collect_ignore_glob) + [f"random order of --shuffle={seed}"] * (seed is not None)
 
 
 def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

@@ -561,6 +561,7 @@ def test_a_warning_names_the_line_where_a_method_passes_its_level_by() -> None:
         net.encode(torch.ones(1, 2))  # type: ignore[operator]
     line = Encoder.encode.__code__.co_firstlineno + 1  # what calls the layer
     assert [(w.filename, w.lineno) for w in told] == [(__file__, line)]
+    assert "the modules that it calls are cast, what it computes itself is not" in str(told[0].message)
 
 
 def test_a_method_passes_by_the_level_of_its_own_network_alone() -> None:

@@ -153,6 +153,21 @@ def test_policies_do_the_same_one_by_one_and_all_at_once(name: str, form: str, m
     assert together.raised_at.dtype == np.int64
 
 
+def test_a_sweep_of_usual_policies_is_computed_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: dict[str, set[torch.dtype]] = {}
+    step = simulation._step
+    for name in ("plain", "double"):
+
+        def watched(policy, state, *rest, found=kinds.setdefault(name, set())):
+            found |= {value.dtype for value in state}
+            return step(policy, state, *rest)
+
+        monkeypatch.setattr(simulation, "_step", watched)
+        simulate(np.full(3, 2.0**15), stack(POLICIES[name] * 30), compiled=False)
+    assert not kinds["plain"] & {torch.float64, torch.int64}
+    assert {torch.float64, torch.int64} <= kinds["double"]
+
+
 def test_a_scale_just_at_the_ceiling_is_applied_and_has_no_headroom() -> None:
     trace = trace_of([torch.ones(4)] * 3, form="fp32")
     top = float(ceilings(trace, "fp16")[0])
