@@ -154,18 +154,17 @@ def test_policies_do_the_same_one_by_one_and_all_at_once(name: str, form: str, m
 
 
 def test_a_sweep_of_usual_policies_is_computed_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: dict[str, set[torch.dtype]] = {}
-    step = simulation._step
-    for name in ("plain", "double"):
+    step, kinds = simulation._step, set()
 
-        def watched(policy, state, *rest, found=kinds.setdefault(name, set())):
-            found |= {value.dtype for value in state}
-            return step(policy, state, *rest)
+    def watched(policy, state, *rest):
+        kinds.update(value.dtype for value in state)
+        return step(policy, state, *rest)
 
-        monkeypatch.setattr(simulation, "_step", watched)
-        simulate(np.full(3, 2.0**15), stack(POLICIES[name] * 30), compiled=False)
-    assert not kinds["plain"] & {torch.float64, torch.int64}
-    assert {torch.float64, torch.int64} <= kinds["double"]
+    monkeypatch.setattr(simulation, "_step", watched)
+    simulate(np.full(3, 2.0**15), stack(POLICIES["plain"] * 30), compiled=False)
+    assert kinds.isdisjoint({torch.float64, torch.int64})
+    simulate(np.full(3, 2.0**15), stack(POLICIES["double"] * 30), compiled=False)
+    assert kinds >= {torch.float64, torch.int64}
 
 
 def test_a_scale_just_at_the_ceiling_is_applied_and_has_no_headroom() -> None:
