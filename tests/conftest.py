@@ -8,10 +8,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
 from _pytest.runner import runtestprotocol
 from forked_kernels import offered
 from without_packages import is_missing, stand_in
 
+pytest.register_assert_rewrite("browser", "questions", "sentences", "support")  # these too show the values that differ
 collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.

@@ -285,11 +285,11 @@ function render({ model, el }) {
 	}
 	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
-	// ---- pictures of other values: wished for near a handle, so that a drag asks nothing
+	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
 	const ready = (name) => { const { tokens } = model.get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
 	function want(name) {
 		const { tokens, busy } = model.get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
-		if (!tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
+		if (!root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
 		tellKernel("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
 	}
 	async function arrived() {
@@ -318,7 +318,7 @@ function render({ model, el }) {
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
-	const act = { // what can be clicked is a button above the picture that stays, with the focus, when it is drawn anew
+	const act = { // what can be clicked is a button above the picture: it stays, and its focus
 		pick(m, k, d) {
 			const name = `${m.pick} ${k}`;
 			if (!picks.has(name)) {
@@ -578,7 +578,7 @@ function render({ model, el }) {
 	}
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
-	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known only then
+	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known then
 	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:sentence": showSentence, "change:rows": showRows };
 	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
