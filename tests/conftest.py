@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-
 from _pytest.runner import runtestprotocol
 from forked_kernels import offered
 from without_packages import is_missing, stand_in
