@@ -25,7 +25,7 @@ from mpkit.explorers.boost import (
     measured,
     relative_time,
 )
-from mpkit.plots.boost import _rows, boost_scene
+from mpkit.plots.boost import _rows, boost_scene, speedups
 from mpkit.widgets.boost import boost_view, centralize_view, freeze_view, less_bn_view
 from mpkit.widgets.scene import View
 
@@ -181,6 +181,27 @@ def test_two_configurations_are_taken_apart_step_by_step() -> None:
     assert f"{CYCLE} steps of O1 tuned take as long as {tuned.total:.1f} steps without boost" in view.summary()
 
 
+def test_nothing_is_compared_with_itself() -> None:
+    """The first 18 steps of none took as long as 18.0 steps without boost, and O1 was compared with O1."""
+    model = BoostExplorer(compare="O1", beside="none")
+    told = model.summary()
+    assert "BatchNorms take 11 % of a step without boost." in told
+    assert "steps of none" not in told
+    assert told.count("speed-up") == 1
+    assert "the speed-up of O1 is 1.19" in BoostExplorer(mode="tuned", compare="O1").summary()
+    assert "the speed-up of none" not in BoostExplorer(mode="tuned", compare="none").summary()
+    words = [str(t) for p in boost_scene(model).spec()["panels"] for m in p["marks"] for t in m.get("text", ())]
+    assert [t for t in words if t.startswith("18 ")] == ["18 steps", "18 take 14.9"]
+
+
+def test_a_mark_of_a_promise_bears_the_promised_number() -> None:
+    """1.17, the measured speed-up of O2, stood beside the mark of the promised 1.30."""
+    rows = [{"contender": "O2", "ratio": 1.17, "quartiles": [1.1, 1.23]}]
+    marks = speedups(rows, {"O2": 1.3}).spec()["panels"][0]["marks"]
+    at = {mark["text"][0]: mark["x"] for mark in marks if mark["type"] == "text"}
+    assert at == {"1.17": 0.0, "promised 1.30": 1.3}
+
+
 def test_accuracy_is_only_stated_where_it_was_measured() -> None:
     assert "accuracy on the digits is" in BoostExplorer().summary()
     assert "accuracy on the digits is" in BoostExplorer(mode="tuned").summary()
@@ -257,7 +278,7 @@ def _split(layer: tuple[str, str]) -> tuple[str, str]:
 
 def test_a_speed_that_nobody_measured_is_not_told() -> None:
     model = BoostExplorer(mode="enable_all")  # runs dim_reduce
-    assert "Its speed was not measured; the speed-up of none is 1.00. Its accuracy was not measured." in model.summary()
+    assert "Its speed was not measured. Its accuracy was not measured." in model.summary()
     assert model.table()[0]["speed-up"] == "not measured"
     assert _drawn_speeds(model) == []
     model.set(mode="auto")

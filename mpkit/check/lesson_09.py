@@ -91,5 +91,6 @@ TASK = Task(
     "round of the measurement. It returns how many times faster the boost is: the median of the ratios of the rounds.",
     _ratios,
     "In each round a busy machine slows both sides alike. And the median ignores one bad round.",
-    "Divide within each round first, then take the median of the ratios.",
+    "Divide within each round first, then take the median of the ratios. Of an even number of ratios it is the mean of "
+    "the two in the middle.",
 )

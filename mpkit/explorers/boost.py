@@ -266,21 +266,27 @@ class BoostExplorer(Explorer):
         runs = ", ".join(this.active) or "nothing"
         how = "measured" if this.trained else "computed from steps that were timed one by one"
         speed = f"speed-up is {this.speedup:.2f}, {how}" if this.timed else "speed was not measured"
+        itself = other.trained == "none" or (this.trained, this.step) == (other.trained, other.step)
+        against = "" if itself else f"; the speed-up of {self.compare} is {other.speedup:.2f}"
         text = (
             f"boost_level {self.level} in mode {self.mode} runs {runs}. It removes {this.removed} of {this.norms} "
             f"BatchNorms and freezes layers in {percent(1 - this.odds[0])} of the steps. "
-            f"Its {speed}; the speed-up of {self.compare} is {other.speedup:.2f}. {self._accuracy_text()}"
+            f"Its {speed}{against}. {self._accuracy_text()}"
         )
         ticked = [name for name in SWITCHES if getattr(self, name)] if self.mode != "manual" else []
         if ticked:
             text += f" Read in mode manual only: {', '.join(ticked)}."
         text += "".join(f" Inactive: {what} ({reason})." for what, reason in this.inactive)
-        told = (
-            f"The first {CYCLE} steps of {r.name} take as long as {r.total:.1f} steps without boost, and BatchNorms "
-            f"take {percent(r.parts[0, 1] / r.parts[0].sum())} of a full step."
-            for r in self.rows
+        return f"{text} {' '.join(dict.fromkeys(map(self._steps_text, self.rows)))}"
+
+    def _steps_text(self, row: Steps) -> str:
+        norms = percent(row.parts[0, 1] / row.parts[0].sum())
+        if row.name == "none":
+            return f"BatchNorms take {norms} of a step without boost."
+        return (
+            f"The first {CYCLE} steps of {row.name} take as long as {row.total:.1f} steps without boost, and "
+            f"BatchNorms take {norms} of a full step."
         )
-        return f"{text} {' '.join(dict.fromkeys(told))}"
 
     def _accuracy_text(self) -> str:
         row = accuracy(self.this.trained) if self.this.trained else None

@@ -102,7 +102,8 @@ def _steps(scene: Scene, data: BoostExplorer) -> None:
         which = " and ".join(row.name for row in data.rows)
         panel.boxes(*ends, edge="overflow", dash="3 2", width=1, label="removed", leaves=which)
     for k, row in enumerate(data.rows):
-        panel.text(f"{count} take {row.total:.1f}", count + 0.15, k, anchor="start", weight="bold")
+        words = f"{count} steps" if row.name == "none" else f"{count} take {row.total:.1f}"
+        panel.text(words, count + 0.15, k, anchor="start", weight="bold")
 
 
 def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
@@ -250,10 +251,11 @@ def speedups(rows: Sequence[Mapping[str, Any]], promises: Mapping[str, float]) -
     panel.rule("x", 1, "ink", width=1)
     for place, row in enumerate(rows):
         panel.line([place] * 2, [low[place], high[place]], "ink", width=1.6, quiet=True)
+        panel.text(f"{row['ratio']:.2f}", 0, place, anchor="start", dx=8)  # in its bar: a mark has a number of its own
         promise = promises.get(row["contender"])
-        end = max(row["ratio"], row["quartiles"][1], promise or 0)
-        panel.text(f"{row['ratio']:.2f}", end, place, anchor="start", dx=8)
         if promise is not None:
             look = {"width": 3.5, "label": "promised by MindSpore"}
             panel.line([place - 0.38, place + 0.38], [promise] * 2, "overflow", **look)
+            end = max(promise, row["quartiles"][1])
+            panel.text(f"promised {promise:.2f}", end, place, color="overflow", anchor="start", dx=8)
     return scene
