@@ -1,5 +1,6 @@
 """Predictions and tasks of all lessons: right passes, wrong is told why, nothing is said before an answer."""
 
+import json
 import math
 import re
 import statistics
@@ -134,6 +135,9 @@ UNUSUAL = [
     ("09", "active", np.array(["less_bn", "grad_freeze"])),
     ("09", "active", "['grad_freeze', 'less_bn']"),
     ("08", "raises", "mpkit; deepspeed fairseq"),
+    ("09", "active", "less_bn and grad_freeze"),
+    ("06", "clip", 6.1e-5),  # 2^-14, to two digits
+    ("06", "clip", 6.2e-5),
 ]
 
 
@@ -158,6 +162,9 @@ WRONG_FORMS = [
     ("04", "forward", "True"),
     ("08", "infinity", "0"),
     ("09", "active", {"less_bn", "grad_freeze", "adasum"}),
+    ("06", "clip", 2**-13),
+    ("06", "clip", 6.3e-5),
+    ("05", "floor", "the scale"),
 ]
 
 
@@ -370,6 +377,10 @@ MISTAKES = [
     ("00", strict),
     ("00", judged_by(lambda gradients: gradients[:1])),
     ("00", judged_by(lambda gradients: gradients[-1:])),
+    ("04", lambda v: 15 - math.floor(math.log2(v))),  # 1.9995 times 2^15 is above 65504
+    ("07", lambda master, scaled, scale, rate: updated(half(master), scaled, scale, rate)),  # forgets what it collected
+    ("07", lambda master, scaled, scale, rate: updated(master, half(scaled / scale), 1, rate)),
+    ("07", lambda master, scaled, scale, rate: updated(master, half(rate * scaled / scale), 1, 1)),
     ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
     ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
     ("14", only_inf),
@@ -429,7 +440,7 @@ def test_what_python_makes_of_a_power_as_lessons_write_it_is_told_so():
     positive = ("14", "largest", 2 ^ 20), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -24), ("00", "largest", 2 ^ 16)
     exponents = (
         ("04", "edge", 2 ^ -25),
-        ("04", "recommended", 2 ^ 21),
+        ("04", "recommended", 2 ^ 19),
         ("07", "eps", 10 ^ -7),
         ("01", "smallest", 2 ^ -14),
     )
@@ -457,6 +468,31 @@ def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
         ("08", "zero", "1/3"),
     ):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
+    for answer in ("the model", "in the scale"):
+        assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("05", "floor", answer)[1]
+    for lesson, name, answer in (("05", "floor", "scale"), ("20", "interval", "better"), ("05", "window", 5)):
+        assert "is asked for" not in check.verdict(lesson, name, answer)[1]
+
+
+ABOVE = {  # lesson -> what its questions are answered by, as its own cells would print it
+    "04": ["2^19"],
+    "06": ["2048", "6.1e-05"],
+    "08": ["51", "160", "132"],
+}
+
+
+@pytest.mark.parametrize("lesson", ABOVE)
+def test_a_question_is_not_answered_by_what_is_stored_above_it(lesson):
+    """Their answers could be copied: 2^21, 32768, 0.000244, 1001, 166, 158."""
+    (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
+    outputs = [output for cell in json.loads(path.read_text("utf-8"))["cells"] for output in cell.get("outputs", ())]
+    told = "".join(line for o in outputs for line in o.get("text", o.get("data", {}).get("text/plain", ())))
+    questions = import_module(f"mpkit.check.lesson_{lesson}").QUESTIONS.values()
+    asked = [q for q in questions if type(q.truth()) in (int, float) and math.isfinite(q.truth())]
+    for answer in ABOVE[lesson]:
+        value = float(answer.removeprefix("2^"))
+        assert any(math.isclose(value, q.truth(), rel_tol=q.rel) for q in asked)
+        assert not re.search(rf"(?<![\w.^-]){re.escape(answer)}(?![\w.])", told)
 
 
 def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
@@ -466,7 +502,7 @@ def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
 
 
 def test_a_power_in_place_of_its_exponent_is_told_so():
-    for lesson, name, power in (("04", "edge", 2.0**-25), ("04", "recommended", 2**21), ("07", "eps", 1e-7)):
+    for lesson, name, power in (("04", "edge", 2.0**-25), ("04", "recommended", 2**19), ("07", "eps", 1e-7)):
         right, told = check.verdict(lesson, name, power)
         assert not right
         assert told.endswith("The question asks for n, its exponent.")

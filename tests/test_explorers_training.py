@@ -31,9 +31,22 @@ from mpkit.explorers.training import (
     shares_at,
 )
 from mpkit.formats import get_format
+from mpkit.plots.scene import unpack
 from mpkit.plots.static import figure
+from mpkit.plots.training import underflow_scene
 from mpkit.rounding import round_to
 from mpkit.widgets.training import order_view, step_view, underflow_view
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_no_bar_is_cut_off_and_rings_stand_above_all_bars(moment, kind):
+    """A bar of 25 % ended at the top of an axis of 24 %, and the ring stood in it."""
+    for panel in underflow_scene(UnderflowExplorer(moment=moment, kind=kind)).panels[:2]:
+        top = panel.given["y"]["hi"]
+        bars = max(np.max(unpack(m["values"], {})) for m in panel.marks if m["type"] == "bars" and m.get("quiet"))
+        (ring,) = (mark["cross"] for mark in panel.marks if mark["type"] == "handle")
+        assert bars < ring < top
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -231,8 +244,8 @@ def test_summaries_hold_the_numbers(explorer, words):
 
 
 RIGHT = {
-    "04": {"edge": -25, "shift": 10, "recommended": 21, "forward": False},
-    "06": {"scale": 32768, "weights": 0, "clip": 0.25 / 1024, "divisions": 1},
+    "04": {"edge": -25, "shift": 10, "recommended": 19, "forward": False},
+    "06": {"scale": 2048, "weights": 0, "clip": 0.25 / 4096, "divisions": 1},
 }
 
 

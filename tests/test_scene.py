@@ -653,6 +653,13 @@ def test_the_threshold_below_the_histogram_is_the_scale_too(show):
     assert asked(tab) == []
 
 
+def test_the_ring_of_the_threshold_keeps_off_the_title(show):
+    tab = show(VIEWS["training.underflow"]())
+    title = tab.get_by_text("what the format holds at this scale").bounding_box()
+    ring = tab.locator("[data-name=threshold] circle").bounding_box()
+    assert ring["y"] - (title["y"] + title["height"]) > 4
+
+
 def test_the_kernel_does_what_a_handle_asks_for():
     view = dynamics_view()
     for what in ({"scale_window": 10.2}, {"scale_factor": 4.0}, {"floor_exponent": -30}, {"put": [40, 20]}):

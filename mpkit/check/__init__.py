@@ -153,7 +153,8 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
         value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
-        value = re.findall(r"[\w.]+", value) if len(truth) > 1 else [value]  # one may hold a comma
+        parts = [part for part in re.findall(r"[\w.]+", value) if part != "and"]
+        value = parts if len(truth) > 1 else [value]  # one may hold a comma
     if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
@@ -170,6 +171,9 @@ def _unread(value: object, truth: object) -> str:
     """A word on an answer of another kind than is asked for: it may hold the truth in words."""
     if isinstance(truth, bool):
         return "" if _name(value) in ("true", "false") else f"True or False is asked for, got {value!r:.60}. "
+    if isinstance(truth, str):
+        more = isinstance(value, str) and len(value.split()) > len(truth.split())
+        return f"Only the word itself is asked for, got {value!r:.60}. " if more else ""
     if isinstance(truth, int | float) and _number(value) is None:
         return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
     return ""

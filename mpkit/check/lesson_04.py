@@ -8,13 +8,13 @@ from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
 from mpkit.explorers.training import gradients_of_digits, shares_at
-from mpkit.formats import FP16
+from mpkit.formats import E5M2, FP16
 
 
 def _recommended() -> int:
     from mpkit.explorers.training import gradients_of_digits, recommended_exponent
 
-    return recommended_exponent(gradients_of_digits()[720, "activations"], FP16)
+    return recommended_exponent(gradients_of_digits()[0, "weights"], E5M2)
 
 
 QUESTIONS = {
@@ -36,12 +36,15 @@ QUESTIONS = {
         "Multiply 2^-20 by 2^10 and compare the exponents.",
     ),
     "recommended": Question(
-        "For gradients of activations after 720 steps in fp16, the view recommends a scale of 2^n. Which n is it?",
+        "For gradients of weights after 0 steps in e5m2, the view recommends a scale of 2^n. Which n is it?",
         _recommended,
         "The largest gradient then stands one to two powers of two below overflow, and nearly nothing is flushed to "
         "zero.",
-        "Set the view to 720, activations, fp16 and press 'Recommended'.",
-        ((2.0**21, "That is the scale itself. The question asks for n, its exponent."),),
+        "Set the view to 0, weights, e5m2 and press 'Recommended'.",
+        (
+            (2.0**19, "That is the scale itself. The question asks for n, its exponent."),
+            (20, "That is the one for fp16."),
+        ),
     ),
     "forward": Question(
         "Can a loss scale repair an overflow in the forward pass (True or False)?",
@@ -58,7 +61,8 @@ def _share() -> str:
 
 
 def _largest_scales() -> list[tuple[tuple[float], int]]:
-    return [((v,), math.floor(math.log2(FP16.max / v))) for v in (1.0, 65504.0, 1e-3, 2.0**-20, 3.1e-7, 700.0, 1e5)]
+    largest = (1.0, 1.9995, 65504.0, 1e-3, 2.0**-20, 3.1e-7, 700.0, 1e5)
+    return [((v,), math.floor(math.log2(FP16.max / v))) for v in largest]
 
 
 PREDICTIONS = {

@@ -42,7 +42,7 @@ QUESTIONS = {
         "The ceiling does not move. Does a smaller scale_window skip 'more' or 'fewer' steps?",
         lambda: "more",
         "The scale probes the ceiling after every window, and each probe that fails costs a step.",
-        "Move the window slider from 50 to 5 and count the crosses.",
+        "In the view, change scale_window from 50 to 5 and count the skipped steps.",
     ),
     "floor": Question(
         "Every step overflows, even at scale 1. Where is the cause: in the 'scale' or in the 'model'?",

@@ -65,13 +65,15 @@ def _mastered() -> list[tuple[tuple[float, float, float, float], tuple[float, fl
         (1.0, 0.5, 1024.0, 2.0**-13),
         (0.75, -0.25, 64.0, 0.5),
         (1.0, 2.0, 1.0, 0.25),
+        (2.0**-8, 2.0**-26, 2.0**16, 0.5),  # float16 holds the scaled gradient, not the true one
     ):
         parameter = torch.nn.Parameter(torch.tensor([master], dtype=torch.float16))
-        parameter.grad = torch.tensor([gradient * scale], dtype=torch.float16)
         optimizer = SGD([parameter], rate, loss_scale=scale)
-        optimizer.step()
-        held = optimizer.state[parameter]["master"].item()
-        found.append(((master, gradient * scale, scale, rate), (held, parameter.item())))
+        for _ in range(2):  # the second step starts from a master copy that the float16 weight may not show
+            parameter.grad = torch.tensor([gradient * scale], dtype=torch.float16)
+            optimizer.step()
+            before, master = master, optimizer.state[parameter]["master"].item()
+            found.append(((before, gradient * scale, scale, rate), (master, parameter.item())))
     return found
 
 

@@ -10,11 +10,11 @@ from mpkit.policies import naive_loss_ratio, preset, run
 
 
 def _deepspeed_first_growth() -> int:
-    return int((run(preset("deepspeed", scale_window=1000), [True] * 1100).scale > 2.0**16).argmax()) + 1
+    return int((run(preset("deepspeed", scale_window=50), [True] * 100).scale > 2.0**16).argmax()) + 1
 
 
 def _torch_to_zero() -> int:
-    return int((run(preset("torch"), [False] * 200).scale == 0).argmax()) + 1
+    return int((run(preset("torch", init_scale=2.0**10), [False] * 200).scale == 0).argmax()) + 1
 
 
 def _keras_at_infinity() -> float:
@@ -23,7 +23,7 @@ def _keras_at_infinity() -> float:
 
 
 def _naive_steps() -> int:
-    scale, steps = 1.0, 0
+    scale, steps = 1 / 16, 0
     while scale > 2.0**-24:
         scale, steps = naive_loss_ratio(scale, 2.3), steps + 1
     return steps
@@ -36,18 +36,18 @@ def _who_raises() -> list[str]:
 
 QUESTIONS = {
     "deepspeed": Question(
-        "With scale_window=1000, after how many finite steps does DeepSpeed's scale grow for the first time?",
+        "With scale_window=50, after how many finite steps does DeepSpeed's scale grow for the first time?",
         _deepspeed_first_growth,
         "{truth}: it counts from the step after the last overflow, and the start counts as an overflow.",
-        "It is off by one. Run `preset('deepspeed')` over finite steps and look for the first change.",
-        ((1000, "That is torch's answer. DeepSpeed needs one step more after the start and after an overflow."),),
+        "It is off by one. Run `preset('deepspeed', scale_window=50)` over finite steps and look for the first change.",
+        ((50, "That is torch's answer. DeepSpeed needs one step more after the start and after an overflow."),),
     ),
     "zero": Question(
-        "torch's GradScaler starts at 65536 and every step overflows. After how many steps is the scale exactly 0?",
+        "torch's GradScaler starts at 1024 and every step overflows. After how many steps is the scale exactly 0?",
         _torch_to_zero,
         "{truth}. There is no floor, and no message.",
-        "The smallest positive float32 is 2**-149. How many halvings from 2**16 to below it?",
-        ((165, "At that step it is 2**-149, the smallest float32 above 0: one more."),),
+        "The smallest positive float32 is 2**-149. How many halvings from 2**10 to below it?",
+        ((159, "At that step it is 2**-149, the smallest float32 above 0: one more."),),
     ),
     "infinity": Question(
         "Keras 3's scale has grown to inf. What is it after 100 overflows?",
@@ -64,11 +64,11 @@ QUESTIONS = {
         ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at all the small pictures."),),
     ),
     "naive": Question(
-        "The naive rule starts at 1 with a loss of 2.3. After how many steps is its scale below 2^-24, the smallest "
+        "The naive rule starts at 1/16 with a loss of 2.3. After how many steps is its scale below 2^-24, the smallest "
         "positive float16?",
         _naive_steps,
         "{truth} steps, each times 0.9: a gradient of 1 times this scale is smaller than every positive float16.",
-        "Each step multiplies by 0.9 while the loss is above the scale. When is 0.9**n below 2**-24?",
+        "Each step multiplies by 0.9 while the loss is above the scale. When is 0.9**n / 16 below 2**-24?",
         ((lambda v: isinstance(v, int | float) and v == math.inf, "It does get there: 0.9**n goes to 0."),),
     ),
 }

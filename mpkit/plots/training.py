@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FIRST, LAST = -46, 26  # exponents on screen; all smaller and larger ones stand in the outermost bars
 SCALES = np.arange(-8, 31)
+TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
 
 
 def underflow_scene(data: UnderflowExplorer) -> Scene:
@@ -34,7 +35,7 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     left = scene.panel(
         title=f"gradients times the scale, in {data.format}",
         x=log2("magnitude", FIRST, LAST, 12),
-        y=linear("share of the values, %", 0, 24, 5),
+        y=linear("share of the values, %", 0, 1.3 * TALLEST, 5),
     )
     regions(left, "x", *(float(e) for e in edges))
     heights = 100 * np.stack([_at_scale(data, int(e)) for e in SCALES])
@@ -46,7 +47,7 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
         **look,
     )
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5
-    grip = {"base": peak, "cross": 20.7, "note": "drag"}  # above all bars
+    grip = {"base": peak, "cross": 1.12 * TALLEST, "note": "drag"}
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))
     shown = (percents([getattr(s, name) for s in data.course]) for name in ("lost", "overflow"))
     words = ("{} % flushed to zero", "{} % overflow")
@@ -71,13 +72,14 @@ def _window(scene: Scene, data: UnderflowExplorer, edges: np.ndarray) -> None:
     """The gradients as they are; what the format holds of them at this scale is a window with a threshold to drag."""
     lost, over = float(edges[0]), float(edges[2])
     heights = 100 * _at_scale(data, 0)
-    x, y = log2("magnitude of the gradient itself", FIRST, LAST, 12), linear("share, %", 0, 20, 2)
+    top = 1.5 * TALLEST
+    x, y = log2("magnitude of the gradient itself", FIRST, LAST, 12), linear("share, %", 0, top, 2)
     panel = scene.panel(1, 0, title="what the format holds at this scale", x=x, y=y)
     window = {"width": over - lost, "shift": -SCALES, "fill": "normal/0.2", "edge": "normal"}
-    panel.bars([20.0], [(lost + over) / 2], label="window of the format", **window)
+    panel.bars([top], [(lost + over) / 2], label="window of the format", **window)
     panel.bars(heights, np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", quiet=True)
     panel.text("zero up to 2^{}", 0.99, 0.86, values=[lost - SCALES], frame=True, anchor="end", halo=True, color="zero")
-    grip = {"id": "threshold", "base": lost, "slope": -1, "note": "threshold"}
+    grip = {"id": "threshold", "base": lost, "slope": -1, "note": "threshold", "cross": 1.25 * TALLEST}
     panel.handle(
         "x", "exponent", data.exponent, int(SCALES[0]), int(SCALES[-1]), "threshold below which all is 0", **grip
     )
