@@ -33,6 +33,26 @@ def test_every_picture_and_question_of_a_lesson_is_a_slide(number):
     assert "*" not in "".join(re.findall(r"<li>.*?</li>", page)), "a mark of Markdown is on a slide"
 
 
+SETTINGS = {  # what a question needs: the end of the text that stands before it
+    "04": ["look at the gradients that flow back between its layers.</p>"],
+    "05": ["between 2¹⁸ and 2²¹. The scaler has factor 2 and window 50.</p>"],
+    "07": ["<code>eps</code> is there to prevent a division by 0.</p>"],
+    "08": ["and grow every 20 finite steps.</p>", "loss &lt; 0.5 * scale else scale</pre>"],
+    "19": ["sums over thousands of rows.</li></ul><p>The trainings below are those of a small network."],
+}
+
+
+@pytest.mark.parametrize("number", sorted(LESSONS))
+def test_a_question_stands_below_its_setting(number):
+    """The slides of 04 and 05 asked about a network and a ceiling of which they had said nothing."""
+    asked = [body for title, body in slides.slides(nbformat.read(LESSONS[number], as_version=4)) if "predict?" in title]
+    for text, body in zip(SETTINGS.get(number, ()), asked, strict=number in SETTINGS):
+        assert body.index(text) < body.rindex("<p><b>")
+    for body in asked:
+        assert not re.search(r"\b(cells?|buttons?)\b", body), "a slide has neither"
+        assert "*" not in re.sub(r"<(code|pre)>.*?</\1>", "", body, flags=re.S), "a mark of Markdown is on a slide"
+
+
 def test_the_usual_lessons_are_written_and_others_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["slides.py", "--to", str(tmp_path)])
     assert slides.main() == 0

@@ -1,10 +1,10 @@
 """Slides from lessons as they are stored: `python notebooks/instructor/slides.py [LESSON ...] [--to FOLDER]`.
 
 One HTML file for each lesson (00, 04, 05 and 09 when none is named), which needs no network: the goals, every
-prediction as a question to the room, every picture with its sentence. The arrow keys, Page Up, Page Down and the space
-bar turn the pages; the browser prints a slide on a page. Pictures and words are those of the lesson, so slides cannot
-grow old. The title over a picture is that of its section in the lesson; what a sentence asks to press or to drag stands
-there.
+prediction as a question to the room below what its section says before it, every picture with its sentence. The arrow
+keys, Page Up, Page Down and the space bar turn the pages; the browser prints a slide on a page. Pictures and words are
+those of the lesson, so slides cannot grow old. The title over a picture is that of its section in the lesson; what a
+sentence asks to press or to drag stands there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ addEventListener("keydown", (event) => {
 
 def slides(notebook: Any) -> Iterator[tuple[str, str]]:
     """(title, body as HTML) of every slide of a stored lesson, in order."""
-    title = ""
+    title, setting = "", ""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             headings = re.findall(r"^#+ (.*)", cell.source, re.M)
@@ -61,19 +61,36 @@ def slides(notebook: Any) -> Iterator[tuple[str, str]]:
                 )
                 yield headings[0], f"<p>After this lesson you can</p><ul>{goals}</ul>"
             title = headings[-1] if headings else title
+            setting = _setting(cell.source) if headings else setting + _setting(cell.source)
             continue
         for output in cell.outputs:
+            if output.output_type == "stream":
+                setting += f"<pre>{escape(output.text.rstrip())}</pre>"
             data = output.get("data", {})
             text = "".join(data.get("text/plain", ""))
             if text.startswith("Predict: "):
                 question, *answers = text.removeprefix("Predict: ").splitlines()
                 choices = "".join(f"<p>{escape(answer.strip())}</p>" for answer in answers)
-                yield "What do you predict?", f"<p><b>{escape(question)}</b></p>{choices}"
+                yield "What do you predict?", f"{setting}<p><b>{escape(question)}</b></p>{choices}"
             elif "image/png" in data:
                 png = "".join(data["image/png"].split())
                 words = escape(text)
                 picture = f'<img alt="{words}" src="data:image/png;base64,{png}">'
                 yield title, f"<figure>{picture}<figcaption>{words}</figcaption></figure>"
+
+
+def _setting(markdown: str) -> str:
+    """The paragraphs and lists under the last heading as HTML, without the sentences about cells and their buttons."""
+    found = []
+    for part in re.split(r"\n\n+", re.split(r"^#+ .*$", markdown, flags=re.M)[-1].strip()):
+        if part.startswith("* "):
+            items = re.split(r"^\* ", part, flags=re.M)[1:]
+            found.append(f"<ul>{''.join(f'<li>{_plain(item)}</li>' for item in items)}</ul>")
+            continue
+        sentences = re.split(r"(?<=[.?!:]) (?=[A-Z])", " ".join(part.split()))
+        kept = " ".join(s for s in sentences if not re.search(r"\b(cells?|buttons?)\b|^Predict", s))
+        found.append(f"<p>{_plain(kept)}</p>" if kept else "")
+    return "".join(found)
 
 
 def _plain(markdown: str) -> str:
