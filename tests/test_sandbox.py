@@ -149,6 +149,46 @@ def test_what_refuses_an_answer_is_said_beside_the_failed_test():
     assert "line 2: import of os is not allowed in an answer" in score.note
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("def f(x):\n    return 1 / x", "f(0) raised ZeroDivisionError: division by zero"),
+        ("def f(x):\n    raise NotImplementedError()", "f(0) raised NotImplementedError"),
+        ("def f(x):\n    assert x", "f(0) raised AssertionError"),
+        ("def f(x):\n    while True:\n        pass", "f(0) took too long"),
+        (
+            "def f(x):\n    return None",
+            "f(0) returned None, and with that the test could not go on: TypeError: must be real number, not NoneType",
+        ),
+        ("def g(x):\n    return 1.0", "no answer defines f"),
+        ("def f(x):\n    return x", "AssertionError"),
+    ],
+)
+def test_what_an_answer_raises_is_said_with_the_call_that_raised_it(answer, said):
+    test = "assert [math.isclose(f(x), 2 * x + 1) for x in range(4)] == [True] * 4"
+    assert lab(answer, test=test, seconds=3).note == said
+
+
+def test_a_call_is_told_in_few_characters_with_what_it_was_given_before_it_changed_that():
+    room = sandbox.Room({"f"})
+    room.given("import torch")
+    room.answer("def f(x, *rest, **named):\n    x.zero_()\n    return x.sum() / rest[0]", "")
+    cases = {
+        "f(torch.ones(2), [])": "f(tensor([1.0, 1.0]), []) raised TypeError",
+        "f(torch.ones(3, 4), [1, {2: [3.0, 'a']}])": "f(tensor of shape (3, 4), [1, {2: [3.0, ...]}]) raised TypeError",
+        "f(torch.ones(1), None, n=torch.nn.ReLU())": "f(tensor([1.0]), None, n=<ReLU>) raised TypeError",
+        "f(torch.ones(1, device='meta'), (), n=10**5000)": "f(<Tensor>, (), n=<int>) raised",
+        "f(torch.ones(1), list(range(99)))": "f(tensor([1.0]), [0, 1, 2, 3, 4, 5, ...]) raised TypeError",
+        "f(torch.ones(1), *['a' * 30] * 9)": f"f(tensor([1.0]), {', '.join([repr('a' * 30)] * 4)}"[:116]
+        + "...) raised",
+        "1 + len(f(torch.ones(1), 2))": "f(tensor([1.0]), 2) returned tensor(0.0), and with that the test could not",
+    }
+    for call, said in cases.items():
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever torch raises
+            room.given(call)
+        assert room.told(raised.value).startswith(said)
+
+
 def test_limits_of_the_process_hold_for_everything_in_it():
     steps = [
         sandbox.Step("given", "open('large', 'wb').write(bytes(2**27))"),

@@ -13,7 +13,9 @@ notebooks/labs/variant-N, and its solutions go to notebooks/instructor/variant-N
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import errno
 import os
 import re
 import sys
@@ -191,20 +193,61 @@ def variant_of(submission: Any, given_out: int | None = None) -> int:
 
 
 def write_releases(variant: int, to: Path) -> None:
-    """What students get of every lab; of a variant also its sources with solutions, beside this file."""
+    """What students get of every lab; of a variant also its sources with solutions, beside this file. All or nothing.
+
+    Raises:  ValueError for a variant below 0, a folder that holds solutions, or a source that cannot be released;
+             OSError, which names the file, where one cannot be written: then all files are as they were.
+    """
     if variant < 0:
         raise ValueError(f"a variant is a whole number from 0, got {variant}; 0 is the labs as they stand")
     solved = HERE / f"variant-{variant}"
-    for folder in (to, solved) if variant else (to,):
-        folder.mkdir(parents=True, exist_ok=True)
+    if to.resolve() in (HERE, solved):
+        raise ValueError(f"{to} holds solutions, which the released labs would replace; name another folder")
+    texts, released = {}, []
     for path in sources():
         notebook = source(path, variant)
-        nbformat.write(release(notebook), to / path.name)
+        texts[to / path.name] = nbformat.writes(release(notebook))
         if variant:
-            nbformat.write(notebook, solved / path.name)
-        print(f"released {to.name}/{path.name}")
+            texts[solved / path.name] = nbformat.writes(notebook)
+        released.append(f"released {to.name}/{path.name}")
+    write_all(texts)
+    print(*released, sep="\n")
     if variant:
         print(f"solutions are in {solved.parent.name}/{solved.name}")
+
+
+def write_all(texts: dict[Path, str]) -> None:
+    """Write all files, or none: first a draft beside each place, then every draft takes its place.
+
+    Raises:  OSError, which names the file that cannot be written: then all files and folders are as they were.
+    """
+    made: list[Path] = []
+    before: dict[Path, bytes | None] = {}
+    drafts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in texts}
+    path = Path()
+    try:
+        for path, text in texts.items():
+            for folder in reversed([f for f in path.parents if not f.exists()]):
+                folder.mkdir()
+                made.append(folder)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a folder stands in its place")
+            drafts[path].write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        for path, draft in drafts.items():
+            old = path.read_bytes() if path.exists() else None
+            os.replace(draft, path)
+            before[path] = old
+    except BaseException as error:
+        for done, old in before.items():
+            done.unlink() if old is None else done.write_bytes(old)
+        for draft in drafts.values():
+            with contextlib.suppress(OSError):
+                draft.unlink()
+        for folder in reversed(made):
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise type(error)(f"{path} cannot be written: {error.strerror or error}") from error
+        raise
 
 
 def main() -> int:
@@ -227,7 +270,7 @@ def main() -> int:
         try:
             write_releases(options.variant, to)
         except (OSError, ValueError) as error:
-            print(f"nothing more was released: {error}", file=sys.stderr)
+            print(f"nothing was released: {error}", file=sys.stderr)
             return 1
         return 0
     if options.csv:

@@ -13,6 +13,7 @@ import ast
 import builtins
 import contextlib
 import json
+import math
 import os
 import re
 import resource
@@ -20,9 +21,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +283,24 @@ def _whole(tensor: Any, numbers: Any, content: Any) -> None:
         tensor.data = numbers
 
 
+def brief(thing: Any, items: int = 6) -> str:
+    """A value in a few characters, for a message. No method of a student's class is called."""
+    kind, name = type(thing), type(thing).__qualname__
+    with contextlib.suppress(Exception):  # an endless list, a number of 5,000 digits, a tensor without content
+        if f"{kind.__module__}.{name}" in ("torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"):
+            few = math.prod(thing.shape) <= items
+            return f"{name.lower()}({thing.tolist()})" if few else f"{name.lower()} of shape {tuple(thing.shape)}"
+        if kind in (list, tuple, set, dict):
+            parts = [brief(part, items // 2) for part in islice(thing, items)]
+            if kind is dict:
+                parts = [f"{key}: {brief(value, items // 2)}" for key, value in zip(parts, thing.values())]
+            ends = {list: "[]", tuple: "()"}.get(kind, "{}")
+            return f"{ends[0]}{', '.join(parts + ['...'] * (len(thing) > items))}{ends[1]}"
+        if kind in (bool, int, float, complex, str, type(None)) or kind.__module__ in ("torch", "numpy"):
+            return f"{thing!r}"[:40]
+    return str(thing.__name__) if kind in (types.FunctionType, type) else f"<{name}>"
+
+
 @dataclass
 class Room:
     """The namespace in which the cells of one submission run."""
@@ -292,6 +313,8 @@ class Room:
     library: set[str] = field(default_factory=set)  # names through which they reach mpkit
     used: dict[str, set[str]] = field(default_factory=dict)  # a student's function -> names in it
     helpers: dict[str, set[str]] = field(default_factory=dict)  # a function of the lab -> names in it
+    call: str = ""  # the last call of a student's function by the lab
+    end: Any = None  # what that call returned or raised
 
     def __post_init__(self) -> None:
         held = {name: value for name, value in vars(builtins).items() if name not in NO_NAMES}
@@ -317,15 +340,16 @@ class Room:
         self.space.update(self.kept)
         for put_back in self.contents.values():
             put_back()
-        self.space |= {"__builtins__": vars(builtins), "__names__": self.names, "__name__": "__main__"}
-        exec(compile(ast.fix_missing_locations(_Names().visit(tree)), "<lab>", "exec"), self.space)
+        self.space |= {"__builtins__": vars(builtins), "__names__": self.names, "__ask__": self.ask}
+        self.space["__name__"], self.call = "__main__", ""
+        exec(compile(ast.fix_missing_locations(_Watched(self.expected).visit(tree)), "<lab>", "exec"), self.space)
         fresh = {name: self.space[name] for name in bound(tree) - self.expected if name in self.space}
         self.kept |= fresh
         self.contents |= {name: held(value) for name, value in fresh.items()}
 
     def answer(self, source: str, solution: str) -> None:
         """A student's cell. `solution`: that of its question; "" for a cell that the student added."""
-        tree = ast.parse(cleaned(source))
+        self.call, tree = "", ast.parse(cleaned(source))
         if found := problem(tree, self.imports):
             raise PermissionError(found)
         for node in ast.walk(tree):
@@ -355,9 +379,51 @@ class Room:
         """What a student's function mentions, in helpers too: for tests that ask whether it is the student's own."""
         return self.closure({function}, self.used)
 
+    def ask(self, name: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """What a student's function returns to the lab; the call and its end are kept for `told`."""
+        parts = [*map(brief, given), *(f"{key}={brief(value)}" for key, value in named.items())]
+        call = f"{name}({', '.join(parts)})"  # before the function can change what it is given
+        call = call if len(call) <= 120 else f"{call[:116]}...)"
+        try:
+            self.end = function(*given, **named)
+        except BaseException as raised:
+            self.end = raised
+            raise
+        finally:
+            self.call = call
+        return self.end
 
-class _Names(ast.NodeTransformer):
-    """`f.__code__.co_names` in a test sees the helpers of f too."""
+    def told(self, raised: BaseException) -> str:
+        """Why a cell failed: which call of a student's function raised what, where it did, or left a test helpless."""
+        words = f"{type(raised).__name__}: {raised}".splitlines()[0].removesuffix(": ")
+        if isinstance(raised, NameError) and raised.name in self.expected and _place(raised) == "<lab>":
+            return f"no answer defines {raised.name}"
+        if not self.call or (isinstance(raised, AssertionError) and _place(raised) == "<lab>"):
+            return words
+        late, returned = isinstance(raised, KeyboardInterrupt), brief(self.end)[:100]
+        if raised is self.end:
+            return f"{self.call} took too long" if late else f"{self.call} raised {words}"
+        return words if late else f"{self.call} returned {returned}, and with that the test could not go on: {words}"
+
+
+def _place(raised: BaseException) -> str:
+    """The code in which it was raised: that of the lab, an answer, or a file."""
+    frames = list(traceback.walk_tb(raised.__traceback__))
+    return frames[-1][0].f_code.co_filename if frames else ""
+
+
+class _Watched(ast.NodeTransformer):
+    """Tests see more: `f.__code__.co_names` has the names in the helpers of f too, and `f(x)` is kept by `Room.ask`."""
+
+    def __init__(self, expected: set[str]) -> None:
+        self.expected = expected
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in self.expected:
+            node.args[:0] = [ast.Constant(node.func.id), node.func]
+            node.func = ast.Name("__ask__", ast.Load())
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         text = re.fullmatch(r"(\w+)\.__code__\.co_names", ast.unparse(node))
@@ -391,7 +457,7 @@ def _serve() -> None:
             else:
                 room.given(step["source"])
         except BaseException as raised:  # SystemExit and KeyboardInterrupt are ends of a cell like any other
-            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            error = room.told(raised)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(json.dumps(error) + "\n")
