@@ -133,6 +133,58 @@ def test_nothing_is_earned_until_something_is_solved(source):
     assert graded_tests(source) <= failed(labs._merged(labs.release(source), source))
 
 
+def only(lab, question):
+    """A lab of one question: its set-up and the question's own cells."""
+    source = nbformat.read(SOURCES[lab], as_version=4)
+    source.cells = [c for c in source.cells if f"_{question}_" in labs.mark(c).get("grade_id", f"_{question}_")]
+    return source
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ('"slow": {"lr": 0.1}', "float32 and slow train in the same way"),
+        ('"slow": {"lr": 0.3}, "bf16 O2": {"level": "O2"}, "again": {"lr": 0.3}', "slow and again train in the same"),
+        ('"slow": {"lr": 0.2, "batch": 16}', "slow differs from the baseline in ['batch', 'lr'] at once"),
+    ],
+)
+def test_who_has_changed_what_is_the_same_in_all_cells_is_told_that_grading_has_not(cells, said):
+    source = only("lab06", "q5")
+    submission = nbformat.from_dict(source)
+    by = {labs.mark(c).get("grade_id", c.id): c for c in submission.cells}
+    by["c21"].source = by["c21"].source.replace('"lr": 0.1', '"lr": 0.5')
+    by["lab06_q5_answer"].source = f'def grid():\n    return {{"float32": {{}}, {cells}}}, list(range(5)), "float32"'
+    note = labs.grade(submission, source)[-1].note
+    assert said in note
+    assert "What a cell does not name is taken from USUAL as the lab gives it, also if you have changed USUAL." in note
+
+
+def test_a_network_of_ones_own_may_stand_in_a_grid():
+    source = only("lab06", "q5")
+    submission = nbformat.from_dict(source)
+    answer = next(c for c in submission.cells if labs.mark(c).get("solution"))
+    answer.source = """def mine():
+    return Network(inputs=64, hidden=8)
+
+
+def grid():
+    cells = {"O0": {}, "O2": {"level": "O2"}}
+    return {name: {"network": mine} | cell for name, cell in cells.items()}, [1, 2, 3, 4, 5], "O0"
+"""
+    assert [s.note for s in labs.grade(submission, source)] == ["", ""]
+
+
+def test_what_an_answer_raises_is_said_in_every_test_of_a_question():
+    source = only("lab05", "q1")
+    submission = nbformat.from_dict(source)
+    answer = next(c for c in submission.cells if labs.mark(c).get("solution"))
+    answer.source = "def current_scale(x, largest):\n    return min(largest / x.abs().max().item(), TOP)"
+    visible, hidden = labs.grade(submission, source)
+    assert visible.note == ""
+    told = "current_scale(tensor of shape (3, 2), 448.0) raised ZeroDivisionError: float division by zero"
+    assert hidden.note == told.replace("tensor of shape (3, 2)", "tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])")
+
+
 def without_words(code):
     """What code does: its tree without docstrings."""
     tree = ast.parse(code)
@@ -281,6 +333,10 @@ def test_typical_mistakes_lose_exactly_their_points(lab):
 # wrong, and once judged right: (lab, question, test that notices it, text of the solution, what it becomes)
 EVERY = "if not all(bool(grad.isfinite().all()) for grad in grads):"
 JOINT = "torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm)"
+TWO_SPELLINGS = """"half": {"level": "O2", "dtype": "float16"},
+        "again": {"level": "O2", "dtype": __import__("torch").float16}"""
+HALF = """"float32": {"level": "O2", "dtype": "float16"},
+        "slow": {"level": "O2", "dtype": __import__("torch").float16, "lr": 0.05}"""
 THIRD = '"e5m1 O2": {"level": "O2", "dtype": "e5m1", "scaler": "torch"}'
 LATER = "        output = network(batch)\n    loss = F.cross_entropy(output"
 SIMULATED = """scales, scale, good = [], 2.0**10, 0
@@ -383,6 +439,15 @@ NEARLY = [
     ),
     ("lab06", "q5", "hidden", THIRD, '"bf16": {"dtype": "bf16"}'),  # at O0, where nothing is cast
     ("lab06", "q5", "hidden", THIRD, '"again": {"level": "O2", "dtype": "bf16"}'),  # a cell twice
+    ("lab06", "q5", "hidden", THIRD, TWO_SPELLINGS),
+    ("lab06", "q6", "hidden", "progress=False", "progress=True"),
+    ("lab06", "q6", "hidden", ", progress=False", ""),
+    ("lab07", "q2", "hidden", "    optimizer.zero_grad()", "    optimizer.zero_grad()\n    batch.sub_(batch.mean())"),
+    ("lab07", "q2", "hidden", "    return scaler", "    target.zero_()\n    return scaler"),
+    ("lab07", "q3", "hidden", "        return t\n", "        x.held = [*getattr(x, 'held', ()), t]\n"),  # None
+    ("lab07", "q3", "hidden", "        return t\n", "        return torch.zeros_like(t)\n"),
+    ("lab07", "q3", "hidden", "lambda t: t)", "lambda t: None)"),
+    ("lab07", "q3", "hidden", "    del output\n", "    x.zero_()\n"),
     ("lab07", "q1", "hidden", "statistics.median(times)", "min(times)"),
     (
         "lab07",
@@ -442,6 +507,8 @@ UNUSUAL = [
     ("lab05", "q3", LISTED, f"tuple({LISTED})"),
     ("lab06", "q3", "return sum(max(curve) - curve[-1] for curve in curves)", SINGLE),
     ("lab06", "q5", THIRD, '"slow": {"lr": 0.05}'),  # `train`'s own default, and not that of `project`
+    ("lab06", "q5", '"float32": {"level": "O0"}', HALF),
+    ("lab06", "q5", "same | cell", '{"network": lambda: Network(inputs=64, hidden=8)} | cell'),  # new ones
     ("lab07", "q2", "scaler.get_scale() >= before", "torch.tensor(scaler.get_scale() >= before)"),
     ("lab07", "q4", "return scales", "return tuple(scales)"),
     ("lab07", "q4", "return scales", "return torch.tensor(scales)"),
@@ -449,9 +516,9 @@ UNUSUAL = [
 ]
 
 
-def failed_in(lab, question, old, new):
+def failed_in(lab, question, old, new, variant=0):
     """The tests of one question, run alone, that fail when `new` stands in its solution for `old`."""
-    source = nbformat.read(SOURCES[lab], as_version=4)
+    source = varied(nbformat.read(SOURCES[lab], as_version=4), variant)
     cell = next(c for c in source.cells if labs.mark(c).get("grade_id") == f"{lab}_{question}_answer")
     assert cell.source.count(old) == 1
     cell.source = cell.source.replace(old, new)
@@ -464,6 +531,12 @@ def failed_in(lab, question, old, new):
 @pytest.mark.parametrize(("lab", "question", "test", "right", "wrong"), NEARLY)
 def test_a_mistake_that_is_nearly_right_loses_points(lab, question, test, right, wrong):
     assert failed_in(lab, question, right, wrong) == {f"{lab}_{question}_{test}"}
+
+
+@pytest.mark.parametrize("variant", [0, 3, 4, 5])  # a step of 0.05, and of each length that a variant may ask for
+def test_a_softmax_before_the_cross_entropy_loses_points_however_short_the_step_is(variant):
+    lost = failed_in("lab07", "q2", "(batch), target)", "(batch).softmax(1), target)", variant)
+    assert lost == {"lab07_q2_hidden"}
 
 
 @pytest.mark.parametrize(("lab", "question", "usual", "unusual"), UNUSUAL)

@@ -148,7 +148,11 @@ def optimizer_of(optimizer: object, net: nn.Module, lr: Rate | None) -> torch.op
     return made
 
 
-def _dtype(dtype: Dtype) -> torch.dtype | FloatFormat:
+def format_of(dtype: Dtype) -> torch.dtype | FloatFormat:
+    """What `dtype` names: a native type, or the format that is emulated. "float16" and `torch.float16` are one.
+
+    Raises:  ValueError for a name that no format has.
+    """
     if isinstance(dtype, str):
         native = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         return native[dtype] if dtype in native else get_format(dtype)
@@ -159,7 +163,7 @@ def low_format(level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> str:
     """The name of the format whose range bounds the scaled gradients."""
     if recipe is not None or level == "O0":
         return "fp32"
-    low = _dtype(dtype)
+    low = format_of(dtype)
     return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
 
 
@@ -169,9 +173,9 @@ def _cast(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recipe | Non
     elif callable(level):
         level(net)
     elif level in LEVELS:
-        auto_mixed_precision(net, level, _dtype(dtype))
+        auto_mixed_precision(net, level, format_of(dtype))
     else:
-        cast_like(net, level, _dtype(dtype))
+        cast_like(net, level, format_of(dtype))
 
 
 def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) -> LossScaler | nn.Module | None:
