@@ -156,7 +156,7 @@ def test_who_has_changed_what_is_the_same_in_all_cells_is_told_that_grading_has_
     by["lab06_q5_answer"].source = f'def grid():\n    return {{"float32": {{}}, {cells}}}, list(range(5)), "float32"'
     note = labs.grade(submission, source)[-1].note
     assert said in note
-    assert "What a cell does not name is taken from USUAL as the lab gives it, also if you have changed USUAL." in note
+    assert "What a cell does not name is taken from USUAL as the lab gives it, even if you have changed it." in note
 
 
 def test_a_network_of_ones_own_may_stand_in_a_grid():
