@@ -387,8 +387,8 @@ BUGS = [
     Bug(
         "a level that never reaches the network",
         "experiment/parts.py",
-        "auto_mixed_precision(net, level, _dtype(dtype))",
-        'auto_mixed_precision(net, "O0", _dtype(dtype))',
+        "auto_mixed_precision(net, level, format_of(dtype))",
+        'auto_mixed_precision(net, "O0", format_of(dtype))',
         "20_your_own_experiment",
         19,
     ),

@@ -69,6 +69,12 @@ OUTSIDE = f"""() => {{ {INSIDE}
     return words(stage).filter((e) => {{ const a = e.getBoundingClientRect();
       return Math.max(page.left - a.left, a.right - page.right, page.top - a.top, a.bottom - page.bottom) > 1; }})
       .map((e) => e.textContent); }}); }}"""
+BELOW_TITLES = """() => [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {
+  const boxes = (what) => [...stage.querySelectorAll(what)].filter((e) => e.getClientRects().length)
+    .map((e) => [e.textContent, e.getBoundingClientRect()]);
+  return boxes('text[font-weight="600"]').flatMap(([title, a]) =>
+    boxes('.handle circle:not(.plain)').filter(([, b]) => Math.min(a.right, b.right) > Math.max(a.left, b.left)
+      && a.bottom + 2 > b.top && a.top < b.bottom).map(() => title)); })"""
 COVERED = f"""() => {{ {INSIDE}
   return [...document.querySelectorAll('.mpk-stage')].flatMap((stage) => {{
     const balls = [...stage.querySelectorAll('.handle circle:not(.plain), path.glyph')]
@@ -653,11 +659,9 @@ def test_the_threshold_below_the_histogram_is_the_scale_too(show):
     assert asked(tab) == []
 
 
-def test_the_ring_of_the_threshold_keeps_off_the_title(show):
-    tab = show(VIEWS["training.underflow"]())
-    title = tab.get_by_text("what the format holds at this scale").bounding_box()
-    ring = tab.locator("[data-name=threshold] circle").bounding_box()
-    assert ring["y"] - (title["y"] + title["height"]) > 4
+def test_rings_keep_off_the_titles(show):
+    tab = show(*(made(name) for name in VIEWS))
+    assert tab.evaluate(BELOW_TITLES) == []
 
 
 def test_the_kernel_does_what_a_handle_asks_for():

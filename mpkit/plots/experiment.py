@@ -61,20 +61,21 @@ def cost(results: Any, metric: str, against: str) -> Still:
     x, y = axis(named(metric), shown[metric]), names(told, down=True, bare=False)
     left = scene.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=_beside(told))
     intervals(left, runs[metric], both[metric])
-    right = scene.panel(
-        0,
-        1,
-        title="the same means, and their cost",
-        x=axis(named(against), shown[against], 3),
-        y=axis(named(metric), shown[metric]),
-    )
+    dear, good = axis(named(against), shown[against], 3), axis(named(metric), shown[metric])
+    right = scene.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
+    near = [0.04 * (scale["hi"] - scale["lo"]) for scale in (dear, good)]
+    together: dict[tuple[float, float], list[str]] = {}  # numbers that would cover each other stand side by side
     for i, (up, across) in enumerate(zip(both[metric], both[against])):
         if math.isnan(up[1]) or math.isnan(across[1]):
             continue
         right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
         right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
         right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
-        right.text(str(i + 1), across[1], up[1], dx=7, dy=-7)
+        here = (across[1], up[1])
+        place = next((p for p in together if all(abs(a - b) < n for a, b, n in zip(p, here, near))), here)
+        together.setdefault(place, []).append(str(i + 1))
+    for place, numbers in together.items():
+        right.text(", ".join(numbers), *place, dx=7, dy=-7)
     parts = (
         f"{label} {_interval(*ends)} at {price[1]:.3g}"
         for label, ends, price in zip(labels, both[metric], both[against])

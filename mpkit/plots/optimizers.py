@@ -59,7 +59,7 @@ LOW, HIGH = -12, 8  # powers of two of the step axis; what lies beyond is drawn 
 def adam_state_scene(data: AdamStateExplorer) -> Scene:
     """Step size over gradient size, in float32 and in the narrow format; infinite and zero steps at the edges."""
     scene = Scene(height=390)
-    y = log2("first step, in learning rates", LOW - 1, HIGH + 1)
+    y = log2("first step, in learning rates", LOW - 1, HIGH + 2)
     inner = [[e, power_of_two(e)] for e in range(-9, HIGH, 3)]
     y["ticks"] = [[LOW, f"up to {power_of_two(LOW)}"], *inner, [HIGH, f"from {power_of_two(HIGH)}"]]
     title = "Adam's first step: 1 where v fits the format and eps is small"
@@ -70,7 +70,7 @@ def adam_state_scene(data: AdamStateExplorer) -> Scene:
     panel.line(narrow, x, "own", width=2.4, label="chosen format", ghost=True)
     sizes = data.narrow.size.numpy()
     for where, color, label in ((sizes == 0, "zero", "no step: 0"), (~np.isfinite(sizes), "overflow", "inf or NaN")):
-        at = np.flatnonzero(where)[::3]
+        at = np.flatnonzero(where)[::-3]  # with the last: one value may be all there is
         if len(at):
             panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label)
     panel.points([narrow[data.marked]], [x[data.marked]], "own", fill="paper", size=6)

@@ -297,6 +297,8 @@ def _handle(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any
         line = axes.axvline if own == "x" else axes.axhline
         line(at + (moved if own == "x" else 0), color=colour("own"), lw=1.1, ls=(0, (5, 3)), zorder=z)
         cross = p[other]["hi"]
+        if own == "x":  # off the title, as in the page
+            cross -= 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
     x, y = (at, cross) if own == "x" else (cross, at)
     x += moved
     if not m.get("plain"):

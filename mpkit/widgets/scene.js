@@ -57,7 +57,7 @@ const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.fil
 
 const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
-// The outline of a line; values that are not finite leave a gap.
+// The outline of a line, with a gap where a value is not finite.
 function trace(p, m, n, ys = m.y) {
 	let d = "", before = null;
 	for (let i = 0; i < n; i++) {
@@ -313,7 +313,7 @@ function render({ model, el }) {
 		rest = setTimeout(settle, 60);
 		mark();
 	}
-	on(root, "input", (e) => (typing = e.target)); // what is being typed nobody writes over
+	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
 	on(root, "change focusout", () => (typing = null), true);
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
@@ -448,7 +448,7 @@ function render({ model, el }) {
 		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", free = m.cross != null || m.axis === "xy";
 		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, other = at(m.cross ?? 0, index);
 		const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
-		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top, p.top, p.bottom);
+		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top + 4, p.top, p.bottom);
 		h.value = v;
 		const ends = free ? m.stem && (across ? { x1: p.X(own(0)) } : { y1: p.Y(own(0)) }) : across ? { y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right };
 		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
@@ -495,7 +495,7 @@ function render({ model, el }) {
 	});
 	on(over, "pointermove", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
-		if (drag?.name) { // the axes of when the drag began
+		if (drag?.name) { // the axes when the drag began
 			const off = q.off, own = (v) => (v - at(m.base ?? 0, index)) / (m.slope ?? 1);
 			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : own(m.axis === "x" ? q.backX(x) - off : q.backY(y)));
 		} else if (drag) draws(e);
