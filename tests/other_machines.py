@@ -27,7 +27,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -202,7 +202,7 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
                     work.remove((variant, path))
                 if kind != (variant.python, variant.variables):
                     if server:
-                        server.__exit__(None, None, None)
+                        end(server)
                     kind = (variant.python, variant.variables)
                     server = started(variant)
                 found.put((variant, path, asked(server, notebook=str(path), seed=variant.seed)))
@@ -212,7 +212,7 @@ def results(todo: Sequence[Variant], notebooks: Sequence[Path], jobs: int) -> It
             found.put(error)
         finally:
             if server:
-                server.__exit__(None, None, None)  # closes its pipes, which ends it, and waits
+                end(server)
             found.put(None)
 
     threads = [threading.Thread(target=worker) for _ in range(jobs)]
@@ -235,6 +235,12 @@ def started(variant: Variant, package: str = str(ROOT)) -> subprocess.Popen[str]
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    """Close the pipes of a server, which ends it, and wait."""
+    with suppress(BrokenPipeError):  # of one that had ended before it read what it was asked
+        server.__exit__(None, None, None)
 
 
 def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "mpkit")) -> list[str]:

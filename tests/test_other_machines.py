@@ -95,7 +95,17 @@ def test_a_notebook_is_run_in_a_fork_and_a_different_cell_is_named(tmp_path):
     assert [claim[:2] for claim in result["claims"]] == [["it is small", 0.1]]
 
 
-def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences():
+@pytest.mark.parametrize("early", [False, True])  # ended when it is asked
+def test_a_variant_that_cannot_run_is_not_told_as_one_without_differences(early, monkeypatch):
+    start = other_machines.started
+
+    def started(variant):
+        server = start(variant)
+        if early:
+            server.wait()
+        return server
+
+    monkeypatch.setattr(other_machines, "started", started)
     with pytest.raises(RuntimeError, match="ended before it answered"):
         list(other_machines.results([other_machines.Variant("none", {"PYTHONHOME": "nowhere"})], [ROOT] * 3, 2))
 

@@ -189,6 +189,21 @@ def test_a_call_is_told_in_few_characters_with_what_it_was_given_before_it_chang
         assert room.told(raised.value).startswith(said)
 
 
+def test_an_error_is_laid_to_the_call_that_raised_it_alone():
+    room = sandbox.Room({"f", "g"})
+    room.answer("def f(x):\n    return g(x) if x else x", "")
+    for run, code, said in (
+        (room.given, "f(1)", "f(1) raised NameError: name 'g' is not defined"),
+        (room.given, "g(1)", "no answer defines g"),
+        (room.given, "1 / 0", "ZeroDivisionError: division by zero"),
+        (lambda code: room.answer(code, ""), "1 / 0", "ZeroDivisionError: division by zero"),
+    ):
+        room.given("f(0)")
+        with pytest.raises((NameError, ZeroDivisionError)) as raised:
+            run(code)
+        assert room.told(raised.value) == said
+
+
 def test_limits_of_the_process_hold_for_everything_in_it():
     steps = [
         sandbox.Step("given", "open('large', 'wb').write(bytes(2**27))"),
