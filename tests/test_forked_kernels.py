@@ -27,7 +27,8 @@ def test_it_is_a_fresh_process_in_the_folder_and_environment_of_its_asker(kernel
 def test_it_can_be_interrupted_and_ends_with_its_asker(kernel):
     manager, client = kernel
     process = int(answer(client, "import os; os.getpid()"))
-    client.execute("import time; print('begun', flush=True); time.sleep(600)")
+    # one long sleep would be slept to its end if the signal came between the print and the call
+    client.execute("import time; print('begun', flush=True)\nwhile True: time.sleep(0.05)")
     printed(client, "begun")
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=30)["content"]["ename"] == "KeyboardInterrupt"

@@ -230,12 +230,14 @@ while explorer.run is None or len(explorer.run.losses) < 3:
     time.sleep(0.01)
 print("it trains", flush=True)
 """
+# one long sleep would be slept to its end if the signal came between the print and the call
+FOR_EVER = "while True: time.sleep(0.05)"
 
 
 def test_an_interrupted_cell_leaves_the_training_steerable_and_a_restart_ends_it(kernel):
     manager, client = kernel
     assert answer(client, SET_UP) == ""
-    client.execute(TRAIN + "time.sleep(600)", stop_on_error=False)
+    client.execute(TRAIN + FOR_EVER, stop_on_error=False)
     printed(client, "it trains")
     manager.interrupt_kernel()
     assert client.get_shell_msg(timeout=120)["content"]["ename"] == "KeyboardInterrupt"
