@@ -130,7 +130,14 @@ UNUSUAL = [
     ("09", "promise", torch.tensor(False)),
     ("14", "largest", "2²⁰"),
     ("14", "square", "'healthy'."),
-    ("16", "position", np.float32(1e-4)),
+    ("16", "position", np.float32(0.8)),
+    ("16", "position", torch.tensor([0.8])),
+    ("16", "half", "7.9989e-5"),
+    ("20", "interval", "not_distinguishable"),
+    ("20", "interval", ["Not-distinguishable."]),
+    ("20", "chance", "64 %"),
+    ("20", "better", "['centralized']"),
+    ("18", "zeros", torch.tensor([[22]])),
     ("21", "warmup", torch.tensor(0.3)),
     ("09", "active", np.array(["less_bn", "grad_freeze"])),
     ("09", "active", "['grad_freeze', 'less_bn']"),
@@ -394,7 +401,9 @@ MISTAKES = [
     ("16", lambda gradients: sum(v != 0 and v <= 2**-25 for v in gradients) / len(gradients)),
     ("16", lambda gradients: sum(0 < abs(v) < 2**-25 for v in gradients) / len(gradients)),
     ("17", lambda amaxes, n: 448 / max(amaxes[-n:-1] or amaxes[-1:])),
+    ("17", lambda amaxes, n: 448 // max(amaxes[-n:])),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(max(block))) - 2)),
+    ("18", lambda block: 2.0 ** (math.floor(math.log2(abs(sum(block)))) - 2)),
 ]
 
 
@@ -410,6 +419,8 @@ def test_a_function_that_forgets_its_last_return_is_not_taken_for_an_unwritten_o
                 return name
 
     assert "must give '', and gave None" in told("14", forgets, capsys)
+    shown = told("21", lambda w, rate, decay: print(w - rate * decay * w), capsys)
+    assert "must give 0.95, and gave None, as a function without return does" in shown
 
 
 def test_a_right_answer_is_right_in_any_form():
@@ -432,8 +443,11 @@ def test_a_right_answer_is_right_in_any_form():
     assert not check.verdict("10", "saving", "11")[0]
 
 
-def test_a_single_name_may_hold_a_comma():
-    assert check.verdict("20", "worse", "e5m1 O2, scaled")[0]
+def test_a_single_name_may_hold_a_comma(monkeypatch):
+    questions = import_module("mpkit.check.lesson_20").QUESTIONS
+    monkeypatch.setitem(questions, "one", check.Question("?", lambda: ["e5m1 O2, scaled"], "", ""))
+    for form in ("e5m1 O2, scaled", "['e5m1 O2, scaled']", ["e5m1 O2, scaled"]):
+        assert check.verdict("20", "one", form)[0], form
 
 
 def test_what_python_makes_of_a_power_as_lessons_write_it_is_told_so():
@@ -478,12 +492,14 @@ ABOVE = {  # lesson -> what its questions are answered by, as its own cells woul
     "04": ["2^19"],
     "06": ["2048", "6.1e-05"],
     "08": ["51", "160", "132"],
+    "16": ["57344", "7.9989e-05", "0.8", "178"],
+    "18": ["4.125", "22"],
 }
 
 
 @pytest.mark.parametrize("lesson", ABOVE)
 def test_a_question_is_not_answered_by_what_is_stored_above_it(lesson):
-    """Their answers could be copied: 2^21, 32768, 0.000244, 1001, 166, 158."""
+    """Their answers could be copied: 2^21, 32768, 0.000244, 1001, 166, 158; in 16 and 18 six of seven."""
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     outputs = [output for cell in json.loads(path.read_text("utf-8"))["cells"] for output in cell.get("outputs", ())]
     told = "".join(line for o in outputs for line in o.get("text", o.get("data", {}).get("text/plain", ())))
@@ -493,6 +509,19 @@ def test_a_question_is_not_answered_by_what_is_stored_above_it(lesson):
         value = float(answer.removeprefix("2^"))
         assert any(math.isclose(value, q.truth(), rel_tol=q.rel) for q in asked)
         assert not re.search(rf"(?<![\w.^-]){re.escape(answer)}(?![\w.])", told)
+
+
+def test_a_wrong_answer_is_told_what_it_is():
+    for lesson, name, value, words in (
+        ("20", "chance", 64, "That is percent"),
+        ("20", "chance", 0.36, "none of the twenty"),
+        ("20", "better", ["e5m1 O2, scaled", "freezing"], "it is worse"),
+        ("21", "decayed", ["gamma_net.weight", "fc.bias"], "reads names only"),
+        ("21", "decayed", {"gamma_net.weight", "fc.bias", "bn.weight"}, "has gamma in it"),
+    ):
+        right, told = check.verdict(lesson, name, value)
+        assert not right
+        assert words in told
 
 
 def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
@@ -528,6 +557,7 @@ def test_a_task_takes_rows_of_any_kind(capsys):
 
     assert told("10", by_numpy, capsys).startswith("Right")
     assert told("10", by_torch, capsys).startswith("Right")
+    assert told("21", lambda w, rate, decay: torch.tensor([w - rate * decay * w]), capsys).startswith("Right")
     assert told("00", lambda g, s: [np.bool_(decide(g, s)[0]), decide(g, s)[1]], capsys).startswith("Right")
 
 

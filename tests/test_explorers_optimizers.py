@@ -160,7 +160,7 @@ RIGHT = {
     ("07", "lost"): 1,
     ("07", "factor"): 1024,
     ("21", "warmup"): 0.3,
-    ("21", "decayed"): ["conv.weight", "fc.bias"],
+    ("21", "decayed"): ["bn.weight", "fc.bias"],
     ("21", "listed"): 0.01,
 }
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.arguments import check_kind, check_number
+from mpkit.check.task import alone as _alone
 from mpkit.check.task import has_float32 as _has_float32
 from mpkit.check.task import plain as _plain
 
@@ -142,23 +143,17 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if value is None:
         return None, f"Question: {question.prompt}"
     truth = question.truth()
-    if (
-        isinstance(truth, float)
-        and _has_float32(value)
-        and abs(truth) < 2.0**128
-        and _plain(value) == _to_float32(truth)
-    ):
+    short, value = _has_float32(value), _alone(_plain(value), truth)
+    if short and isinstance(truth, float) and abs(truth) < 2.0**128 and value == _to_float32(truth):
         value = truth  # the float32 number nearest to it: an answer in float32 cannot be nearer
-    value = _plain(value)
-    if isinstance(value, list) and len(value) == 1 and not isinstance(truth, list | tuple):
-        value = value[0]
     if isinstance(truth, list) and isinstance(value, str):
         parts = [part for part in re.findall(r"[\w.]+", value) if part != "and"]
-        value = parts if len(truth) > 1 else [value]  # one may hold a comma
-    if _same(_in_any_order(value, truth), _in_any_order(truth, truth), question.rel):
+        value = parts if len(truth) > 1 else [value.strip(" []()")]  # one may hold a comma
+    given = _in_any_order(value, truth)
+    if _same(given, _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
-        if wrong(value) if callable(wrong) else _same(value, wrong, question.rel):
+        if wrong(value) if callable(wrong) else _same(given, _in_any_order(wrong, truth), question.rel):
             return False, "Not yet. " + sentence
     return False, f"Not yet. {_unread(value, truth)}{_crossed(value, question, truth)}{question.hint}"
 
@@ -206,7 +201,8 @@ def _of(lesson: str) -> ModuleType:
 
 def _name(value: Any) -> str:
     """A name as a reader gives it: "float32", torch.float32, a class of that name, or math.nan for "nan"."""
-    return str(getattr(value, "__name__", value)).strip(" .'\"\n").lower().removeprefix("torch.")
+    name = str(getattr(value, "__name__", value)).strip(" .'\"\n").lower().removeprefix("torch.")
+    return re.sub(r"(?<=\w)[_-](?=\w)", " ", name)
 
 
 def _number(value: Any) -> float | None:

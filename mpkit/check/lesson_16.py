@@ -8,22 +8,22 @@ import torch
 from mpkit.casting import auto_mixed_precision
 from mpkit.check import Question
 from mpkit.check.task import Task
-from mpkit.formats import FP32
+from mpkit.formats import E5M2, FP32
 from mpkit.optimizers import SGD
 from mpkit.policies import naive_loss_ratio
 from mpkit.scalers import all_finite
 
 
 def _steps_to_zero() -> int:
-    scale, steps = 1.0, 0
+    scale, steps = 8.0, 0
     while scale >= 2.0**-24:
         scale, steps = naive_loss_ratio(scale, 10.0), steps + 1
     return steps
 
 
-def _dampening() -> float:
+def _factor() -> float:
     parameter = torch.nn.Parameter(torch.ones(1))
-    return float(SGD([parameter], 0.1, 0.9, 1e-4).param_groups[0]["dampening"])
+    return 1 - float(SGD([parameter], 0.1, 0.9, 0.2).param_groups[0]["dampening"])
 
 
 def _verdicts() -> list[bool]:
@@ -69,34 +69,43 @@ QUESTIONS = {
         ),
     ),
     "max": Question(
-        "What is the largest finite float32? (four digits are enough)",
-        lambda: FP32.max,
-        "{truth:.8g} = (2 - 2^-23) * 2^127.",
-        "The largest power of two is 2^127, and the largest fraction almost doubles it.",
-        ((2.0**127, "That is 2^127, half of the right number: the fraction is missing."),),
-        rel=1e-3,
+        "E5M2 has five exponent bits, as float16 has, and two fraction bits. What is its largest finite number?",
+        lambda: E5M2.max,
+        "{truth:g} = (2 - 2^-2) * 2^15.",
+        "The largest power of two is 2^15, as in float16. Which fraction comes with it?",
+        (
+            (2.0**15, "That is the largest power of two without the fraction: the mistake of statement 1."),
+            (65504, "That is float16, which has ten fraction bits."),
+        ),
     ),
     "half": Question(
-        "Which float16 is nearest to 0.00006666666? (five digits)",
-        lambda: float(np.float16(0.00006666666)),
+        "Which float16 is nearest to 0.00008? (five digits)",
+        lambda: float(np.float16(0.00008)),
         "{truth:.6g}: the number is rounded, as nearly every number is. Nothing overflows.",
         "Ask numpy or torch. Near this number the values of float16 lie 2^-24 apart.",
-        ((0.000067, "float16 rounds to 11 binary digits, not to two decimal digits."),),
+        ((0.00008, "float16 keeps 11 binary digits, and 0.00008 needs more."),),
         rel=1e-5,
     ),
     "position": Question(
-        "SGD(params, 0.1, 0.9, 1e-4): what is the dampening of this optimizer?",
-        _dampening,
-        "The third number is the dampening, and weight decay stays 0. Name your arguments.",
+        "An optimizer is SGD(params, 0.1, 0.9, 0.2). From the second step on, by which factor is a gradient multiplied "
+        "before it is added to the momentum?",
+        _factor,
+        "The third number is the dampening, so the factor is 1 - 0.2 = {truth:g}. Weight decay stays 0. Name your "
+        "arguments.",
         "Read the signature: learning_rate, momentum, dampening, weight_decay.",
-        ((0.0, "The dampening would be 0 if the last argument had been written as weight_decay=1e-4."),),
+        (
+            (1.0, "The factor would be 1 if the last argument had been written as weight_decay=0.2."),
+            (0.2, "That is the dampening. The factor is 1 minus it."),
+            (0.9, "That is the momentum. It multiplies what was collected before, not the new gradient."),
+        ),
     ),
     "steps": Question(
-        "Under the rule 'loss > scale: scale *= 0.9', from scale 1 with a loss of 10: after how many steps is the "
+        "Under the rule 'loss > scale: scale *= 0.9', from scale 8 with a loss of 10: after how many steps is the "
         "scale below the smallest float16, 2^-24?",
         _steps_to_zero,
-        "{truth} steps. A dynamic rule that halves the scale needs 25 overflows in a row for that.",
-        "Find the smallest n with 0.9^n < 2^-24.",
+        "{truth} steps. A dynamic rule that halves the scale needs 28 overflows in a row for that.",
+        "Find the smallest n with 8 * 0.9^n < 2^-24.",
+        ((158, "From scale 1 it takes so many steps. Here the scale starts at 8."),),
     ),
 }
 

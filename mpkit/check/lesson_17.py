@@ -21,9 +21,9 @@ def _scale() -> float:
     return float(state.scale)
 
 
-def _clips(length: int) -> int:
+def _clips_of(amaxes: np.ndarray, length: int) -> int:
     policy = tensor_scale_preset("te_delayed", E5M2, amax_history_len=length)
-    return int(replay_tensor_scales(load_amaxes().series()[GRAD], [policy]).clipped[0])
+    return int(replay_tensor_scales(amaxes, [policy]).clipped[0])
 
 
 QUESTIONS = {
@@ -39,18 +39,17 @@ QUESTIONS = {
     ),
     "first": Question(
         f"In how many recorded steps is {GRAD} clipped in E5M2, with a delayed scale and a history of 16 steps?",
-        lambda: _clips(16),
+        lambda: _clips_of(load_amaxes().series()[GRAD], 16),
         "{truth} steps. In each of them the gradient had grown beyond every amax of the 16 steps before.",
         'Replay tensor_scale_preset("te_delayed", E5M2, amax_history_len=16) on the series of this tensor, and read '
         "`clipped`.",
     ),
-    "safe": Question(
-        "Does current scaling ever clip a finite tensor? Answer True or False.",
-        lambda: bool(
-            replay_tensor_scales(np.array([1.0, 1e30, 1e-30]), [tensor_scale_preset("te_current")]).clipped[0] > 0
-        ),
-        "Its scale comes from the tensor itself, so the largest element always fits.",
-        "From which tensor does a current scale come?",
+    "grows": Question(
+        "The amax of a tensor grows by 1 % in every step, and the margin is 0. Does a longer history clip the tensor "
+        "in fewer steps? Answer True or False.",
+        lambda: _clips_of(1.01 ** np.arange(64), 16) < _clips_of(1.01 ** np.arange(64), 1),
+        "Every amax is larger than all before it, so the scale is too small with any history. A margin helps.",
+        "Which is the largest amax of the history, when every amax is larger than all before it?",
     ),
 }
 
@@ -73,7 +72,7 @@ def _clipped_step() -> str:
 
 
 def _scales() -> list[tuple[tuple[list[float], int], float]]:
-    histories = ([4.0], [4.0, 0.5, 0.5], [4.0, 0.5, 0.5, 0.5], [7.0, 2.0, 1.0], [0.5, 2.0, 8.0])
+    histories = ([4.0], [4.0, 0.5, 0.5], [4.0, 0.5, 0.5, 0.5], [7.0, 2.0, 1.0], [0.5, 2.0, 8.0], [1024.0, 4.0])
     return [((amaxes, length), _delayed(amaxes, length)[-1]) for amaxes in histories for length in (1, 2, 3)]
 
 

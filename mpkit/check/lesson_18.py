@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from mpkit.blocks import MXFP4, NVFP4, BlockFormat, quantize_blocks
+from mpkit.blocks import MXFP4, BlockFormat, quantize_blocks
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
@@ -12,31 +12,37 @@ from mpkit.check.task import Task
 
 def _zeros() -> int:
     x = torch.ones(64)
-    x[0] = 64.0
+    x[0], x[1:10] = 64.0, 8.0
     return int((quantize_blocks(x, replace(MXFP4, scale_rounding="rceil")).dequantize() == 0).sum())
 
 
 QUESTIONS = {
     "bits": Question(
-        "How many bits does a value of NVFP4 take, with its share of the block's scale?",
-        lambda: NVFP4.bits_per_element,
-        "Four bits for the element, and 8 / 16 of a bit for its share of the scale: {truth}.",
-        "Sixteen values share a scale of 8 bits.",
-        ((4, "The scale must be stored too."), (4.25, "That is MXFP4, whose blocks have 32 values.")),
+        "How many bits would a value of MXFP4 take, with its share of the scale, if a block had 64 values?",
+        lambda: replace(MXFP4, block=(1, 64)).bits_per_element,
+        "Four bits for the element, and 8 / 64 of a bit for its share of the scale: {truth}.",
+        "Sixty-four values share a scale of 8 bits.",
+        ((4, "The scale must be stored too."), (4.25, "That is MXFP4 as it is: its blocks have 32 values.")),
     ),
     "scale": Question(
-        "The largest element of an MXFP4 block is 7. Which scale does rceil take (E2M1 ends at 6)?",
+        "The largest value of an MXFP4 block is 7. Which scale does rceil take (E2M1 ends at 6)?",
         lambda: float(quantize_blocks(torch.tensor([7.0]), replace(MXFP4, scale_rounding="rceil")).scales[0]),
         "With scale 1 the 7 would be clipped to 6, so rceil takes {truth:g}.",
         "Which is the smallest power of two s for which 6 * s is at least 7?",
         ((1, "That is the scale of the rule floor: then 7 becomes 6."),),
     ),
     "zeros": Question(
-        "A row has 64 values: the first is 64, all others are 1. How many become 0 in MXFP4 with rceil (blocks of 32)?",
+        "A row has 64 values: the first is 64, the next nine are 8, all others are 1. How many become 0 in MXFP4 with "
+        "rceil (blocks of 32)?",
         _zeros,
-        "The scale of the first block is 16. 1 / 16 is below 0.25, so the {truth} other values of the block become 0.",
+        "The scale of the first block is 16. There 8 / 16 is 0.5 and stays, and 1 / 16 is below 0.25. So the {truth} "
+        "ones of this block become 0.",
         "Only one block has the outlier. The smallest magnitude of E2M1 above 0 is 0.5.",
-        ((63, "The second block has a scale of its own."), (32, "The outlier itself does not become 0.")),
+        (
+            (54, "The second block has a scale of its own."),
+            (63, "The second block has a scale of its own."),
+            (31, "The scale of the first block is 16. What does 8 become?"),
+        ),
     ),
 }
 
@@ -58,7 +64,7 @@ def _next_block() -> str:
 
 
 def _shared() -> list[tuple[tuple[list[float]], float]]:
-    blocks = ([0.1, -0.6, 5.0], [6.1, 1.0], [1000.0, 5.0], [0.02, 0.01], [-7.9, 3.0])
+    blocks = ([0.1, -0.6, 5.0], [6.1, 3.0], [1000.0, 5.0], [0.02, 0.01], [-7.9, 3.0])
     return [((block,), float(quantize_blocks(torch.tensor(block), MXFP4).scales[0])) for block in blocks]
 
 

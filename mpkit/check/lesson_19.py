@@ -1,5 +1,7 @@
 """Questions of lesson 19."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -12,17 +14,25 @@ from mpkit.networks import TinyGPT
 
 QUESTIONS = {
     "casts": Question(
-        "How many casts does a recipe describe for one linear layer?",
-        lambda: len(list(RECIPES["mxfp8"].casts())),
-        "There are three products with two operands each: {truth} casts.",
-        "Count the products of forward and backward pass, and the operands of each.",
-        ((3, "That is the number of products; each has two operands."),),
+        "How many casts does the recipe 'mxfp4, weight gradient high' make for one linear layer?",
+        lambda: sum(
+            cast is not None for _, cast in replace(RECIPES["mxfp4"], wgrad_grad=None, wgrad_input=None).casts()
+        ),
+        "Two products are left with two operands each: {truth} casts.",
+        "Which of the six operands does this recipe leave in high precision?",
+        (
+            (6, "That is the number of casts of mxfp4. This recipe does not cast the operands of the weight gradient."),
+            (5, "The weight gradient has two operands, and this recipe casts neither."),
+        ),
     ),
     "axis": Question(
-        "Over which axis of the gradient of the output does the weight gradient sum: 'rows' or 'features'?",
-        lambda: "rows",
-        "grad.T @ input sums over the {truth}, so both operands are cast along the {truth}.",
-        "Write the shapes: (rows, out) and (rows, in) give (out, in).",
+        "A weight has the shape (output features, input features), and each of its rows has one scale. Which product "
+        "can use this cast: 'fprop' or 'dgrad'?",
+        lambda: "fprop",
+        "{truth} sums over the input features, along the rows of the weight. dgrad sums over the output features, "
+        "across the rows.",
+        "A row that shares a scale must lie along the axis that the product sums over.",
+        (("wgrad", "The weight is no operand of wgrad."),),
     ),
     "hadamard": Question(
         "In how many of the six casts of nvfp4 is there a Hadamard transform?",

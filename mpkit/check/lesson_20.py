@@ -7,9 +7,10 @@ from mpkit.experiment.statistics import more_seeds, paired
 from mpkit.explorers.own_experiment import recorded
 
 
-def _worse() -> list[str]:
-    verdicts = recorded().summary("accuracy")["verdict"]
-    return [str(cell) for cell in verdicts.index if verdicts[cell] == "worse"]
+def _told(metric: str, verdict: str) -> list[str]:
+    """The cells of the recorded experiment with this verdict."""
+    verdicts = recorded().summary(metric)["verdict"]
+    return [str(cell) for cell in verdicts.index if verdicts[cell] == verdict]
 
 
 def _half() -> float:
@@ -21,16 +22,17 @@ def _half() -> float:
 
 
 QUESTIONS = {
-    "worse": Question(
-        "Which settings of the recorded experiment are worse than float32, with the correction for seven comparisons? "
-        "Give a list of the cells' names, in the order of the table.",
-        _worse,
-        "{truth}. For the other settings the runs show neither that they differ nor that they are equal.",
+    "better": Question(
+        "The runs also stored final_loss, the mean loss of the last epoch. Which settings are better than float32 in "
+        'results.summary("final_loss")? Give a list of the names of the cells.',
+        lambda: _told("final_loss", "better"),
+        "{truth}: a smaller loss is better. In the accuracy this setting was not distinguishable from float32.",
         "Read the column verdict, not the sign of the difference. A verdict needs p_holm below 0.05.",
         (
+            (lambda v: v == _told("final_loss", "worse"), "Their loss is larger than that of float32, so it is worse."),
             (
-                lambda v: isinstance(v, list) and len(v) > 3,
-                "Most of these differences may be chance: read the column verdict.",
+                lambda v: isinstance(v, list) and len(v) > 2,
+                "Some of these differences may be chance: read the column verdict.",
             ),
         ),
     ),
@@ -50,6 +52,8 @@ QUESTIONS = {
         "First compute the chance that none of the twenty looks different: 0.95 to the power of 20.",
         (
             (0.05, "That is the chance for one comparison."),
+            (0.95**20, "That is the chance that none of the twenty looks different."),
+            (100 * (1 - 0.95**20), "That is percent. A number from 0 to 1 is asked for."),
             (1.0, "That is the mean number of settings that look different, not a chance."),
         ),
         rel=0.02,
@@ -65,7 +69,7 @@ QUESTIONS = {
 
 
 def _differs() -> str:
-    worse = _worse()
+    worse = _told("accuracy", "worse")
     return "b" if worse == ["e5m1 O2, scaled"] else "c" if not worse else "a"
 
 

@@ -11,11 +11,11 @@ from mpkit.optimizers import SGD, AdamWeightDecay
 from mpkit.optimizers.arguments import decays_by_name
 from mpkit.schedules import PolynomialDecayLR, WarmUpLR, piecewise_constant_lr
 
-NAMES = ("conv.weight", "fc.bias", "bn.gamma", "bn.beta")
+NAMES = ("bn.weight", "fc.bias", "bn.beta", "gamma_net.weight")
 
 
 def _listed() -> float:
-    return piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])[5]
+    return piecewise_constant_lr([3, 6, 8], [0.1, 0.05, 0.01])[6]
 
 
 QUESTIONS = {
@@ -29,17 +29,22 @@ QUESTIONS = {
     "decayed": Question(
         f"There are no groups. Which of {', '.join(NAMES)} does weight decay reach? Give a list of names.",
         lambda: [name for name in NAMES if decays_by_name(name)],
-        "The name decides: those with beta or gamma are left out, biases are not.",
+        "The name decides: those with beta or gamma are left out. torch calls the factor of a batch norm bn.weight, so "
+        "decay reaches it.",
         "The rule looks for two words in the name, and for nothing else.",
-        ((["conv.weight"], "Biases are decayed too: only the names with beta or gamma are left out."),),
+        (
+            (["bn.weight"], "Biases are decayed too: only the names with beta or gamma are left out."),
+            (["fc.bias", "gamma_net.weight"], "The rule knows no layers: it reads names only."),
+            (["bn.weight", "fc.bias", "gamma_net.weight"], "One of these names has gamma in it."),
+        ),
     ),
     "listed": Question(
-        "The rates are piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01]). The first step is step 0. What is the "
-        "rate of step 5?",
+        "The rates are piecewise_constant_lr([3, 6, 8], [0.1, 0.05, 0.01]). The first step is step 0. What is the "
+        "rate of step 6?",
         _listed,
         "A milestone is the step at which the next rate begins: {truth:g}.",
         "Print the list and count from 0.",
-        ((0.05, "That rate ends before its milestone: it is used in the steps 2, 3 and 4."),),
+        ((0.05, "That rate ends before its milestone: it is used in the steps 3, 4 and 5."),),
     ),
 }
 

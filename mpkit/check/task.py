@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 from collections.abc import Callable, Iterable, Set, ValuesView
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +34,17 @@ class Task:
             call = f"{name}({', '.join(_shown(a) for a in arguments)})"
             try:
                 found = function(*copy.deepcopy(arguments))
-                got, rel = plain(found), max(self.rel, 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
+                got = alone(plain(found), expected)
+                rel = max(self.rel, 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
             except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
                 return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
-            if got is None and number == 0:
+            if got is None and number == 0 and _unwritten(function):
                 return None, f"Write it yourself: {self.prompt}"
             if not same(got, plain(expected), rel):
                 both = [_shown(expected), _shown(got)]
                 both = both if both[0] != both[1] else [repr(plain(expected)), repr(got)]  # they differ in later digits
-                return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}. {self.hint}"
+                none = ", as a function without return does" if got is None else ""
+                return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}{none}. {self.hint}"
         return True, f"Right, in all {number + 1} cases. {self.right}"
 
 
@@ -50,6 +53,19 @@ def plain(value: object) -> Any:
     if isinstance(value, list | tuple | Set | range | ValuesView):
         return [plain(part) for part in value]
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def alone(value: Any, wanted: object) -> Any:
+    """The one value of a list, also of a list in a list, where no list is wanted."""
+    while isinstance(value, list) and len(value) == 1 and not isinstance(wanted, list | tuple):
+        value = value[0]
+    return value
+
+
+def _unwritten(function: Callable[..., Any]) -> bool:
+    """Whether its body is still empty: it begins, and returns a constant."""
+    code = getattr(function, "__code__", None)
+    return code is not None and len(list(dis.get_instructions(code))) <= 3
 
 
 def has_float32(value: object) -> bool:
