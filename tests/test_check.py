@@ -400,9 +400,12 @@ MISTAKES = [
     ("15", counted(late=-1)),
     ("16", lambda gradients: sum(v != 0 and v <= 2**-25 for v in gradients) / len(gradients)),
     ("16", lambda gradients: sum(0 < abs(v) < 2**-25 for v in gradients) / len(gradients)),
+    ("16", lambda gradients: str(sum(0 < abs(v) <= 2**-25 for v in gradients) / len(gradients))),
     ("17", lambda amaxes, n: 448 / max(amaxes[-n:-1] or amaxes[-1:])),
     ("17", lambda amaxes, n: 448 // max(amaxes[-n:])),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(max(block))) - 2)),
+    ("19", lambda name: str(name == "lm_head" or name.startswith("h.0."))),  # "False" counts as true
+    ("20", lambda base, other: tuple(map(str, interval(base, other)))),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(abs(sum(block)))) - 2)),
 ]
 

@@ -40,7 +40,7 @@ class Task:
                 return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
             if got is None and number == 0 and _unwritten(function):
                 return None, f"Write it yourself: {self.prompt}"
-            if not same(got, plain(expected), rel):
+            if _quoted(got, expected) or not same(got, plain(expected), rel):
                 both = [_shown(expected), _shown(got)]
                 both = both if both[0] != both[1] else [repr(plain(expected)), repr(got)]  # they differ in later digits
                 none = ", as a function without return does" if got is None else ""
@@ -66,6 +66,13 @@ def _unwritten(function: Callable[..., Any]) -> bool:
     """Whether its body is still empty: it begins, and returns a constant."""
     code = getattr(function, "__code__", None)
     return code is not None and len(list(dis.get_instructions(code))) <= 3
+
+
+def _quoted(got: object, expected: object) -> bool:
+    """Whether a text stands where none is expected: a reader may write "0.5" or "True", a function may not."""
+    if isinstance(got, list) and isinstance(expected, list | tuple):
+        return any(map(_quoted, got, expected))
+    return isinstance(got, str) and not isinstance(expected, str)
 
 
 def has_float32(value: object) -> bool:
