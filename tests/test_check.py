@@ -380,6 +380,20 @@ def judged_by(some):
     return decided
 
 
+def not_below_zero(a, b):
+    """AdaSum with weights that never fall below 0."""
+    a, b = np.array(a), np.array(b)
+    return max(0, 1 - a @ b / (2 * a @ a)) * a + max(0, 1 - a @ b / (2 * b @ b)) * b
+
+
+def only_last_value(heard):
+    return next((name for name, out in heard if not math.isfinite(out[-1])), "")
+
+
+def only_layers_behind_the_input(heard):
+    return next((name for name, out in heard[1:] if not all(map(math.isfinite, out))), "")
+
+
 MISTAKES = [
     ("00", strict),
     ("00", judged_by(lambda gradients: gradients[:1])),
@@ -390,6 +404,9 @@ MISTAKES = [
     ("07", lambda master, scaled, scale, rate: updated(master, half(rate * scaled / scale), 1, 1)),
     ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
     ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
+    ("12", not_below_zero),
+    ("14", only_last_value),
+    ("14", only_layers_behind_the_input),
     ("14", only_inf),
     ("14", only_plus_inf),
     ("14", only_large),
@@ -424,6 +441,14 @@ def test_a_function_that_forgets_its_last_return_is_not_taken_for_an_unwritten_o
     assert "must give '', and gave None" in told("14", forgets, capsys)
     shown = told("21", lambda w, rate, decay: print(w - rate * decay * w), capsys)
     assert "must give 0.95, and gave None, as a function without return does" in shown
+
+
+def test_a_task_takes_a_result_that_was_float32_on_its_way(capsys):
+    def widened(rows, step):
+        rows = torch.tensor(rows).double()  # torch.tensor makes float32 of a list
+        return rows.T @ (rows @ torch.tensor(step).double())
+
+    assert told("11", widened, capsys).startswith("Right")
 
 
 def test_a_right_answer_is_right_in_any_form():

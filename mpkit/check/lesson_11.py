@@ -63,8 +63,8 @@ def _directions() -> str:
 
 
 def _projected() -> list[tuple[tuple[list[list[float]], list[float]], list[float]]]:
-    root = 0.5**0.5
-    pairs = (([[1.0, 0.0, 0.0]], [3.0, 4.0, 5.0]), ([[root, root, 0.0], [0.0, 0.0, 1.0]], [1.0, 3.0, 2.0]))
+    rows = [[0.5, 0.5, 0.5, 0.5], [0.5, -0.5, 0.5, -0.5]]  # exact in every format that a reader may compute in
+    pairs = (([[1.0, 0.0, 0.0]], [3.0, 4.0, 5.0]), (rows, [1.0, 4.0, 2.0, 8.0]))
     return [((rows, step), (np.array(rows).T @ (np.array(rows) @ np.array(step))).tolist()) for rows, step in pairs]
 
 

@@ -68,7 +68,7 @@ def _first_bad() -> list[tuple[tuple[list[tuple[str, list[float]]]], str]]:
             heard.append((name, values.tolist()))
         first = next((name for name, out in heard if not all(map(math.isfinite, out))), "")
         found.append(((heard,), first))
-    return found
+    return [*found, (([("input", [0.5, math.inf, 2.0]), ("first", [1.0, math.nan, 3.0])],), "input")]
 
 
 PREDICTIONS = {
