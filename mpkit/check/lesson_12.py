@@ -50,8 +50,13 @@ def _rule() -> str:
 
 
 def _merged() -> list[tuple[tuple[list[float], list[float]], list[float]]]:
-    pairs = (([2.0, 0.0], [2.0, 0.0]), ([2.0, 0.0], [0.0, 1.5]), ([1.0, 2.0], [3.0, -1.0]), ([1.0, 1.0], [-2.0, -2.0]))
-    pairs += (([1.0, 0.0], [4.0, 0.0]),)  # the weight of a is -1 here
+    pairs = (
+        ([2.0, 0.0], [2.0, 0.0]),
+        ([2.0, 0.0], [0.0, 1.5]),
+        ([1.0, 2.0], [3.0, -1.0]),
+        ([1.0, 1.0], [-2.0, -2.0]),
+        ([1.0, 0.0], [4.0, 0.0]),  # the weight of a is -1 here
+    )
     both = [(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)) for a, b in pairs]
     return [(pair, adasum_pair(a, b, eps=0).tolist()) for pair, (a, b) in zip(pairs, both)]
 
