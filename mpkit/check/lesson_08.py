@@ -17,9 +17,8 @@ def _torch_to_zero() -> int:
     return int((run(preset("torch", init_scale=2.0**10), [False] * 200).scale == 0).argmax()) + 1
 
 
-def _keras_at_infinity() -> float:
-    grown = run(preset("keras3", dynamic_growth_steps=1), [True] * 120 + [False] * 100)
-    return float(grown.scale[-1])
+def _torch_back_from_zero() -> float:
+    return float(run(preset("torch", growth_interval=1), [False] * 200 + [True] * 200).scale[-1])
 
 
 def _naive_steps() -> int:
@@ -29,9 +28,9 @@ def _naive_steps() -> int:
     return steps
 
 
-def _who_raises() -> list[str]:
-    model = ZooExplorer(situation="model")
-    return sorted(name for i, name in enumerate(model.names) if model.done.raised_at[i] >= 0)
+def _who_stays_below() -> list[str]:
+    model = ZooExplorer(situation="free", interval=10)
+    return sorted(name for name, final in zip(model.names, model.done.final) if final < 2.0**36)
 
 
 QUESTIONS = {
@@ -49,19 +48,24 @@ QUESTIONS = {
         "The smallest positive float32 is 2**-149. How many halvings from 2**10 to below it?",
         ((159, "At that step it is 2**-149, the smallest float32 above 0: one more."),),
     ),
-    "infinity": Question(
-        "Keras 3's scale has grown to inf. What is it after 100 overflows?",
-        _keras_at_infinity,
-        "inf / 2 is inf: it never comes back.",
-        "What is half of infinity?",
-        ((0.0, "A finite number becomes smaller with each halving. Does inf?"),),
+    "back": Question(
+        "The scale of torch's GradScaler has fallen to exactly 0, and growth_interval is 1. Then 200 finite steps "
+        "follow. What is the scale after them?",
+        _torch_back_from_zero,
+        "Two times 0 is 0: it never comes back.",
+        "What is two times 0?",
+        ((lambda v: isinstance(v, int | float) and v > 0, "Every finite step doubles the scale. What is 0 doubled?"),),
     ),
-    "raises": Question(
-        "Choose 'the model is broken' in the view above. Which rules raise an error in its 200 steps? A sorted list.",
-        _who_raises,
-        "{truth}. Later MindSpore's manager stops at overflow 1001, apex when its scale is 0, the others never.",
-        "A dot at the end of a line in a small picture marks an error.",
-        ((lambda v: isinstance(v, list | tuple) and len(v) < 3, "There are more. Look at all the small pictures."),),
+    "below": Question(
+        "Choose 'nothing ever overflows' in the view above, and a growth interval of 10. Most rules climb from 2^16 to "
+        "2^36 in the 200 steps. Which ones end below 2^36? A list of their names.",
+        _who_stays_below,
+        "{truth}. Three of them have a cap of 2^24. The other two count one step more: DeepSpeed once, flax each time.",
+        "`ZooExplorer(situation='free', interval=10).table()` says where each rule ends.",
+        (
+            (["apex", "mpkit", "mxnet"], "These three have a cap. Two others start to grow later than the rest."),
+            (lambda v: isinstance(v, list | tuple) and len(v) < 5, "There are more: caps are not the only reason."),
+        ),
     ),
     "naive": Question(
         "The naive rule starts at 1/16 with a loss of 2.3. After how many steps is its scale below 2^-24, the smallest "

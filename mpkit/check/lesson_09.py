@@ -10,26 +10,34 @@ from mpkit.networks import resnet34
 
 
 def _active() -> list[str]:
-    return sorted(AutoBoost("O2").active)
+    switches = {"mode": "manual", "less_bn": True, "adasum": True, "grad_accumulation": True}
+    return sorted(AutoBoost("O0", {"boost": switches, "grad_accumulation": {"grad_accumulation_step": 4}}).active)
 
 
 def _removed() -> int:
     return len(LessBN(resnet34(width=4)).report.removed)
 
 
-def _reached() -> bool:
+def _saved() -> float:
     from mpkit.explorers.boost import measured
 
-    return next(row["ratio"] for row in measured()["speed"] if row["contender"] == "O1") >= 1.2
+    return 1 - 1 / next(row["ratio"] for row in measured()["speed"] if row["contender"] == "O1 tuned")
 
 
 QUESTIONS = {
     "active": Question(
-        "Which algorithms run at boost_level O2 in one process? A sorted list of names.",
+        "boost_level is O0 and the mode is manual. The switches less_bn, adasum and grad_accumulation are on, and "
+        "grad_accumulation_step is 4. Which algorithms run in one process? A list of names.",
         _active,
-        "adasum has nothing to merge in one process, so O2 does what O1 does.",
-        "Print AutoBoost('O2') and read the line of what is active.",
-        ((["adasum", "grad_freeze", "less_bn"], "adasum is asked for; look at what is listed as inactive, and why."),),
+        "In mode manual the switches decide, not the level. adasum has nothing to merge in one process.",
+        "Print AutoBoost('O0', {'boost': {'mode': 'manual', ...}, 'grad_accumulation': {...}}) with these switches.",
+        (
+            (
+                ["adasum", "grad_accumulation", "less_bn"],
+                "adasum is asked for; look at what is listed as inactive, and why.",
+            ),
+            ([], "At O0 nothing runs in mode auto. Does the level decide in mode manual?"),
+        ),
     ),
     "removed": Question(
         "A ResNet-34 has 36 BatchNorms. How many of them does O1 remove?",
@@ -46,11 +54,14 @@ QUESTIONS = {
         "In the view above choose mode manual and tick a switch. Then try the other modes.",
         (("auto", "In auto the level alone decides; see what is listed as inactive."),),
     ),
-    "promise": Question(
-        "Did O1 reach the promised 20 % more speed in the stored CPU measurement: True or False?",
-        _reached,
-        "{truth}, says the row O1 of the stored figures.",
-        "Look at the row O1 in the table of speed-ups.",
+    "saved": Question(
+        "In the stored CPU measurement O1 tuned has a speed-up of about 1.30. Which share of the time of a step does "
+        "it save?",
+        _saved,
+        "1 - 1/1.30, {truth:.0%}. A speed-up of 1.30 means 30 % more steps in the same time, not 30 % less time.",
+        "A step takes 1/1.30 of the time that it took without boost.",
+        ((0.3, "That is how many more steps there are in the same time."),),
+        rel=0.03,
     ),
 }
 

@@ -12,25 +12,21 @@ from mpkit.optimizers import centralized
 
 
 def _frozen() -> int:
-    args = 10, 1, 0.7, 1000
+    args = 10, 1, 0.6, 500
     return sum(v > 0 for v in GradientFreeze(*args).generate_freeze_index_sequence(*args))
 
 
-def _mean_after() -> float:
-    import torch
-
-    from mpkit.optimizers import centralized
-
-    return round(float(centralized(torch.tensor([[1.0, 5.0, 3.0]])).mean()), 6)
+def _last_entry() -> float:
+    return float(centralized(torch.tensor([[1.0, 5.0, 3.0], [2.0, 2.0, 8.0]]))[1, 2])
 
 
 QUESTIONS = {
     "share": Question(
-        "GradientFreeze(10, 1, 0.7, 1000): on how many of the 1000 steps is something frozen?",
+        "GradientFreeze(10, 1, 0.6, 500): on how many of the 500 steps is something frozen?",
         _frozen,
         "freeze_p is the share of steps without freezing, whatever its name says.",
         "Count the steps of a strategy whose index is not 0.",
-        ((700, "That is what the name freeze_p promises. These are the steps with index 0."),),
+        ((300, "That is what the name freeze_p promises. These are the steps with index 0."),),
     ),
     "stages": Question(
         "21 stages, 10 groups, index 3: how many stages are frozen?",
@@ -47,12 +43,16 @@ QUESTIONS = {
         ((0.3, "That would be so if a frozen step saved everything."),),
         rel=0.02,
     ),
-    "mean": Question(
-        "An output's gradient is [1, 5, 3]. What is its mean after centralization?",
-        _mean_after,
-        "Every entry loses the mean of 3; what is left is [-2, 2, 0].",
-        "The mean is subtracted from every entry.",
-        ((3, "That is the mean before."),),
+    "entry": Question(
+        "The gradient of a weight matrix has two rows, one for each output: [1, 5, 3] and [2, 2, 8]. What becomes of "
+        "its last entry, the 8, with centralization?",
+        _last_entry,
+        "Every entry of the second row loses the mean of this row, which is 4.",
+        "From each row its own mean is subtracted.",
+        (
+            (4.5, "That would be so with one mean for the whole matrix. Each output has its own."),
+            (-4, "Mind the sign: the mean is subtracted from the entry."),
+        ),
     ),
 }
 

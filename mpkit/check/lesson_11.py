@@ -11,13 +11,15 @@ from mpkit.check.task import Task
 from mpkit.explorers.dim_reduce import components, earlier_path, reduced_path
 
 
-def _most_trials() -> int:
-    return max(len(search.losses) for search in reduced_path(8).searches)
+def _passes() -> int:
+    cost = {round(search.rho, 2): len(search.losses) for search in reduced_path(8).searches}
+    return 25 * cost[1.0] + 9 * cost[0.55] + 6 * cost[0.0]
 
 
 def _freed() -> int:
-    """Steps of the last ten in which a stuck run accepted a trial."""
-    return sum(search.accepted for search in reduced_path(2).searches[-10:])
+    """Steps after the first refused search in which a run without a residual accepted a trial."""
+    accepted = [search.accepted for search in reduced_path(8, alpha=0.0).searches]
+    return sum(accepted[accepted.index(False) :])
 
 
 def _meaningful() -> int:
@@ -31,18 +33,29 @@ def _meaningful() -> int:
 
 QUESTIONS = {
     "passes": Question(
-        "How many forward passes can one line search cost at most?",
-        _most_trials,
-        "Step size 1, then rho, then it gives up.",
-        "Which step sizes are tried, and what happens after the second?",
-        ((1, "That is the cost when the first trial is accepted."),),
+        "Of 40 line searches 25 accepted the first trial, 9 the second, and 6 none. How many forward passes did these "
+        "searches cost?",
+        _passes,
+        "25 searches tried once. The other 15 tried twice, and then accepted or gave up: 25 + 2 * 15 = {truth}.",
+        "Each trial is one forward pass. How many trials does a search make that accepts none?",
+        (
+            (61, "A search gives up after the second trial: there is no third."),
+            (49, "A search that accepts none has tried twice, too."),
+            (40, "That would be so if every search accepted its first trial."),
+        ),
     ),
     "stuck": Question(
-        "2 components, alpha 0.001: in how many of the last ten steps is a trial accepted?",
+        "8 components, and alpha is 0. At some step a search refuses both trials for the first time. In how many of "
+        "all later steps is a trial accepted?",
         _freed,
-        "{truth}: a refused search changes nothing in the subspace, so the next one tries nearly the same two steps.",
-        "Set the view to 2 components and walk through the last steps: which trials are refused?",
-        ((10, "The residual moves in every step, but far too little to change the search."),),
+        "{truth}: no weight moves, so every later search tries exactly the same two steps, and refuses them again.",
+        "Set alpha to 0 in the view and walk through the steps. What could change the next search?",
+        (
+            (
+                lambda v: isinstance(v, int | float) and v > 0,
+                "With alpha above 0 the residual moves the weights and can free the search. Here it moves nothing.",
+            ),
+        ),
     ),
     "samples": Question(
         "You recorded 5 snapshots. How many principal components do they have that are more than rounding noise?",

@@ -8,33 +8,42 @@ from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
 
 
-def _three_times() -> float:
+def _against() -> float:
     a = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    return round(float(adasum_pair(a, 3 * a, eps=0.0)[0]), 9)
+    return round(float(adasum_pair(a, -3 * a, eps=0.0)[0]), 9)
 
 
 def _sixteen_axes() -> float:
-    return round(float(adasum([[axis] for axis in torch.eye(16, dtype=torch.float64)], eps=0.0)[0].norm()), 9)
+    return round(float(adasum([[3 * axis] for axis in torch.eye(16, dtype=torch.float64)], eps=0.0)[0].norm()), 9)
 
 
 QUESTIONS = {
-    "three_times": Question(
-        "Two workers propose a and 3a, the same direction. AdaSum is how many times a?",
-        _three_times,
-        "It is the mean: parallel updates are averaged, whatever their lengths.",
-        "Put d = 3, A = 1 and B = 9 into the formula and add the two parts.",
-        ((4, "That is the sum. Parallel updates propose the same twice, so AdaSum does not add them."),),
+    "against": Question(
+        "Two workers propose a and -3a: opposite directions, and one update is three times as long. AdaSum is how many "
+        "times a?",
+        _against,
+        "It is the mean: two updates on one line are averaged, whatever their lengths and signs.",
+        "Put d = -3, A = 1 and B = 9 into the formula and add the two parts.",
+        (
+            (-2, "That is the sum. AdaSum does not add updates that lie on one line."),
+            (0, "Opposite updates cancel only if they are equally long."),
+            (1, "Mind the sign: the longer update points against a."),
+        ),
     ),
     "sixteen": Question(
-        "16 workers propose updates of length 1, all at right angles. How long is their AdaSum?",
+        "16 workers propose updates of length 3, all at right angles. How long is their AdaSum?",
         _sixteen_axes,
         "Nothing is shared, so the updates are added, and by Pythagoras the sum of 16 of them has length {truth:g}.",
-        "At right angles AdaSum is the sum. How long is the diagonal of a cube in 16 dimensions, with sides of 1?",
-        ((1, "That would be 16 equal updates."), (16, "Lengths add like this only for parallel vectors.")),
+        "At right angles AdaSum is the sum. How long is the diagonal of a cube in 16 dimensions, with sides of 3?",
+        (
+            (3, "That would be 16 equal updates."),
+            (48, "Lengths add like this only for parallel vectors."),
+            (4, "That is for updates of length 1."),
+        ),
     ),
     "sizes": Question(
-        "Which of 6, 8, 12 and 16 workers can be merged pair by pair? Give a list.",
-        lambda: [n for n in (6, 8, 12, 16) if adasum_enabled(n, 1)],
+        "Which of 24, 32, 40, 48 and 64 workers can be merged pair by pair? Give a list.",
+        lambda: [n for n in (24, 32, 40, 48, 64) if adasum_enabled(n, 1)],
         "Every round halves the number of updates, and that ends at one only for a power of two.",
         "Halve each number until you reach 1, or an odd number.",
     ),

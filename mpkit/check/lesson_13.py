@@ -13,11 +13,11 @@ from mpkit.explorers.group_scale import batches, deep_sigmoid, surviving, train_
 from mpkit.formats import E5M2
 
 
-def _at_the_input(scales: list[float]) -> float:
-    """What the gradient of the input is multiplied by when markers enclose two groups that do nothing."""
+def _without_the_middle(scales: list[float]) -> float:
+    """What the gradient of the input is multiplied by when the marker between the two groups was forgotten."""
     manager = GroupLossScaleManager(scales, [[nn.Parameter(torch.zeros(1))] for _ in scales])
     x = torch.ones(1, requires_grad=True)
-    manager(manager(manager(x, 0, 1), 1, 2), 2, 3).backward()
+    manager(manager(x, 0, 1), 2, 3).backward()
     assert x.grad is not None
     return float(x.grad)
 
@@ -49,10 +49,16 @@ QUESTIONS = {
         ((1 / 64, "Mind the direction: in the backward pass the gradient goes from group 2 to group 1."),),
     ),
     "input": Question(
-        "The same network: with which number is the gradient of its input multiplied in the end?",
-        lambda: _at_the_input([1024.0, 16.0]),
-        "The last marker multiplies by 16, the middle one by 64, and the first divides by 1024: together that is 1.",
-        "There are three markers. On its way back the gradient has the scales 1, 16, 1024 and again 1.",
+        "In the same network somebody forgot this marker, the one between group 1 and group 2. With which number is "
+        "the gradient of the network's input multiplied now?",
+        lambda: _without_the_middle([1024.0, 16.0]),
+        "The last marker multiplies by 16, and the first divides by 1024: 16 / 1024 = 1/64. So the gradients of "
+        "group 1 and of all before it are 64 times too small.",
+        "Two markers are left: the one after group 2 multiplies by 16 / 1, the one before group 1 by 1 / 1024.",
+        (
+            (1, "That is so with all three markers."),
+            (64, "That is what the forgotten marker would have multiplied by."),
+        ),
     ),
     "two": Question(
         "A group has the scale 1024, and it overflows in two steps. What is its scale then?",

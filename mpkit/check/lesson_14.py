@@ -4,50 +4,66 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
-from mpkit.diagnose import recommend
-from mpkit.explorers.evidence import investigated, load_run
+from mpkit.diagnose import diagnose, recommend
+from mpkit.explorers.evidence import case, investigated, load_run
 
 
-def _first_skip() -> int:
+def _largest() -> float | None:
+    found = case("A")
+    smaller = diagnose(found.network, found.batch, lambda y, t: F.cross_entropy(y, t) / 32, level="O2", scale=2.0**24)
+    return smaller.max_scale
+
+
+def _skips_with_a_finite_loss() -> int:
     trace = load_run("growing_activations")
-    lost = ~np.isfinite(trace.loss)
-    return int(trace.step[lost.argmax()])
+    return int((trace.overflow & np.isfinite(trace.loss)).sum())
 
 
 QUESTIONS = {
     "largest": Question(
-        "What is the largest power-of-two loss scale with which training A's batch has finite gradients?",
-        lambda: investigated("A", 24, "float16").max_scale,
-        "{truth:.0f}: at twice this scale a scaled gradient passes 65504. A dynamic scaler would come down to it.",
-        "Look at the last column of the table, or ask the detective.",
-        ((2.0**24, "That is the scale that failed. Read `max_scale` of the report."),),
+        "Training A divides its loss by 32 before the backward pass. What is now the largest power-of-two loss scale "
+        "with which its batch has finite gradients?",
+        _largest,
+        "{truth:.0f}: all gradients are 32 times smaller, so they bear a scale that is 32 times larger.",
+        "The largest scale without the division stands in the last column of the table. How does it change?",
+        (
+            (2.0**20, "That is the largest scale for the loss as it was."),
+            (2.0**15, "Mind the direction: smaller gradients bear a larger scale."),
+        ),
     ),
-    "square": Question(
-        "Training B fails in float16. What does the report say in bfloat16? Answer with the verdict.",
-        lambda: investigated("B", 12, "bfloat16").verdict,
-        "bfloat16 reaches 3.4e38, so the square of 300, to which `gain` leads, is an ordinary number there. It "
-        "only has fewer digits.",
+    "wider": Question(
+        "Training A fails in float16 at the scale 2^24. What does the report say in bfloat16, at the same scale? "
+        "Answer with the verdict.",
+        lambda: investigated("A", 24, "bfloat16").verdict,
+        "bfloat16 reaches 3.4e38, so gradients times 2^24 are ordinary numbers there.",
         "Ask the detective with the other format.",
-        (("forward_overflow", "That is float16. What is the largest bfloat16?"),),
+        (("scale_too_high", "That is float16. How large is the largest bfloat16?"),),
     ),
-    "forward": Question(
-        "In which step of the run growing_activations was the loss itself not finite for the first time?",
-        _first_skip,
-        "From step {truth} on no loss scale can help: the forward pass does not see the scale.",
-        "Look for the first NaN or inf in `trace.loss`; skipped steps before it still had a finite loss.",
+    "finite": Question(
+        "In how many of the skipped steps of growing_activations was the loss itself still finite?",
+        _skips_with_a_finite_loss,
+        "{truth}: in these steps only the scale was too high. In all others no scale could have helped.",
+        "Count the steps in which `trace.overflow` is True and `trace.loss` is finite.",
+        (
+            (268, "These are all skipped steps. In most of them the loss was inf or NaN."),
+            (255, "In these steps the loss was inf or NaN."),
+            (29, "Not every step from 116 to 144 was skipped."),
+        ),
     ),
     "cure": Question(
-        "Which format does `recommend` name for growing_activations: 'fp16' or 'bf16'?",
-        lambda: recommend(load_run("growing_activations")).dtype,
-        "The activations leave float16, and only a format with more range holds them.",
-        "Can any loss scale repair a forward overflow?",
+        "The run resnet_digits skipped 19 of its 200 steps. Which format does `recommend` name for it: 'fp16' or "
+        "'bf16'?",
+        lambda: recommend(load_run("resnet_digits")).dtype,
+        "Its loss was finite in every step: only the scale was too high, and a smaller one repairs that.",
+        "`recommend(load_run('resnet_digits'))`. Was the loss of this run ever inf or NaN?",
         (
-            ("fp16", "From step 145 on the scale was halved down to 0, and no step worked."),
-            ("bfloat16", "You mean the right format. Give it the name that `recommend` gives it."),
+            ("bf16", "Skipped steps alone are no reason to leave float16. Was the loss itself ever inf or NaN?"),
+            ("float16", "You mean the right format. Give it the name that `recommend` gives it."),
         ),
     ),
 }

@@ -13,8 +13,8 @@ from mpkit.record import Trace
 from mpkit.replay import replay, simulate, swept
 
 
-def _skips(run: str, name: str) -> int:
-    return int(replay(load_run(run), preset(name), fmt=FP16).iloc[0]["skipped"])
+def _skips(run: str, name: str, **parameters: float) -> int:
+    return int(replay(load_run(run), preset(name, **parameters), fmt=FP16).iloc[0]["skipped"])
 
 
 def _measured() -> Trace:
@@ -23,26 +23,31 @@ def _measured() -> Trace:
 
 
 def _never_full() -> int:
-    """The smallest window that is longer than every run of finite steps before the outliers of the recording."""
-    outliers = np.flatnonzero(load_run("rare_outliers").overflow)[:10]  # later ones find a scale that is low enough
-    return int(np.diff(outliers, prepend=-1).max())
+    """The smallest window with which a scale never grows when every 25th step overflows at any scale."""
+    tops = np.where(np.arange(500) % 25 == 24, -1.0, 2.0**30)
+    scales = {w: simulate(tops, ScalePolicy.by_factor(2.0**16, 2.0, w)).sampled[:, 0] for w in range(20, 30)}
+    return next(window for window, scale in scales.items() if (np.diff(scale) <= 0).all())
 
 
 QUESTIONS = {
     "megatron": Question(
-        "How many steps of mlp_digits would Megatron-LM's defaults have skipped?",
-        lambda: _skips("mlp_digits", "megatron"),
-        "{truth}: it starts at 2^32, and because of its patience the first halving takes two overflows.",
-        "Replay preset('megatron') on the trace and read the column `skipped`.",
-        ((3, "That is the recorded policy."),),
+        "Megatron-LM is given a start at 2^24; all else is its default. How many steps of mlp_digits would it have "
+        "skipped?",
+        lambda: _skips("mlp_digits", "megatron", initial_scale=2.0**24),
+        "{truth}: eight fewer than from 2^32, one for each power of two that it need not come down.",
+        "Replay preset('megatron', initial_scale=2**24) on the trace and read the column `skipped`.",
+        ((3, "That is the recorded policy."), (16, "That is from 2^32, its default.")),
     ),
     "window": Question(
-        "In the run rare_outliers every 16th batch is huge. What is the smallest scale_window (in finite steps) with "
-        "which the scale never grows while the outliers overflow?",
+        "In another run every 25th batch overflows at every scale. What is the smallest scale_window (in finite steps) "
+        "with which the scale never grows?",
         _never_full,
-        "Only 15 finite steps lie between two outliers, so a window of {truth} is never full.",
-        "Growth needs `window` finite steps in a row. How many lie between two outliers?",
-        ((15, "15 finite steps in a row do happen, so a window of 15 still grows."),),
+        "Only 24 finite steps lie between two such batches, so a window of {truth} is never full.",
+        "Growth needs `window` finite steps in a row. How many lie between two such batches?",
+        (
+            (24, "24 finite steps in a row do happen, so with a window of 24 the scale still grows."),
+            (16, "That is for the run rare_outliers, in which every 16th batch is huge."),
+        ),
     ),
     "collapse": Question(
         "Take the float32 recording of rare_outliers, a start at 2^16, factor 2 and window 12. Does this policy "
