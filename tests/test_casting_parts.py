@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -271,11 +272,29 @@ def test_graphs_are_looked_for_from_the_first_thing_that_was_compiled_on(monkeyp
     dynamo = SimpleNamespace(cached_backends={})
     monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", dynamo)
     fresh = runpy.run_path(graphs.__file__)["may_run"]
+    dynamo.cached_backends[0] = None  # what was kept from the compiler by `torch.compiler.disable`
     assert [fresh(), fresh()] == [False, False]
-    dynamo.cached_backends[0] = "eager"
+    dynamo.cached_backends[1] = print
     assert fresh()
     dynamo.cached_backends.clear()
     assert fresh()
+
+
+def test_nothing_looks_for_graphs_before_somebody_compiles() -> None:
+    """Whoever imported a recipe or a boost was taken for somebody who compiles, and each operation cost a look more."""
+    code = """if True:
+        import sys, torch, mpkit.casting
+        assert "torch._dynamo" not in sys.modules, "the compiler takes a second to import"
+        import mpkit.boost
+        from mpkit.casting import graphs
+        net = torch.nn.Linear(2, 2)
+        torch.optim.SGD(net.parameters(), 0.1)
+        print(graphs.may_run())
+        torch.compile(net, backend="eager")
+        print(graphs.may_run())
+    """
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["False", "True"]
 
 
 def test_counting_what_an_operation_loses_leaves_what_it_writes_into_alone() -> None:

@@ -47,7 +47,8 @@ def may_run() -> bool:
         return True
     if not _seen:
         dynamo = sys.modules.get("torch._dynamo.eval_frame")
-        _seen = bool(getattr(dynamo, "cached_backends", None))  # emptied by a reset, so what was seen stays
+        # emptied by a reset, so what was seen stays; `torch.compiler.disable` stands there with None as its backend
+        _seen = any(callable(backend) for backend in getattr(dynamo, "cached_backends", {}).values())
     return _seen
 
 

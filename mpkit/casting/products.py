@@ -123,7 +123,9 @@ class RecipeForward(Forward):
 def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
 
-    linear = _linear_with_state if recipe.delayed() else _linear
+    linear = _linear
+    if recipe.delayed():  # asked for here, since a look at the compiler imports all of it
+        linear = torch.compiler.disable(_linear, reason="whether a step has ended is decided in Python")
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
@@ -155,9 +157,6 @@ def _linear(
 ) -> Tensor:
     y = recipe_linear(x, weight, recipe, layer.scalers(weight) if recipe.delayed() else {}, note)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-_linear_with_state = torch.compiler.disable(_linear, reason="whether a step has ended is decided in Python")
 
 
 def recipe_linear(
