@@ -279,7 +279,7 @@ def _serves_directions(fmt: FloatFormat) -> bool:
     if fmt.exponent_bits == 8:
         return fmt.fraction_bits < 23
     unit = fmt.min_subnormal
-    return fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and 2.0**-126 <= unit <= 1 and fmt.max / unit < 2.0**127
+    return fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and 2.0**-125 <= unit <= 1 and fmt.max / unit < 2.0**126
 
 
 def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
@@ -289,14 +289,11 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
     other directions, and a carry goes to the exponent as rounding must. With 8 exponent bits that is all. With fewer,
     `fmt` has subnormals where float32 has none, so the numbers are first rounded in the same direction to multiples of
     the smallest value of `fmt`: rounding twice in one direction is rounding once, since every value is such a multiple.
-    Nearest away is nearest even of a number whose lowest bit is set: that leaves the tie for the side away from
-    zero, and passes no value and no tie, which have a zero there.
+    Nearest away does that in halves of it, toward zero, which moves nothing past a value or a tie. The bits that are
+    cleared then are those of normal numbers; a subnormal that still ends in a half is a tie.
     Everything else, NaN and what overflows, goes the long way.
     """
-    if mode == "nearest_away" and fmt.exponent_bits < 8:
-        short = _after_odd(_kernel(torch.float32, fmt, "nearest_even", overflow, None))
-    else:
-        short = _clearing(fmt, mode)
+    short = _clearing(fmt, mode)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         if _within(x, fmt):
@@ -307,20 +304,13 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
     return kernel
 
 
-def _after_odd(nearest_even: Kernel) -> Kernel:
-    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        torch.bitwise_or(x.view(torch.int32), 1, out=c.view(torch.int32))
-        nearest_even(c, out, b, c)
-
-    return kernel
-
-
 def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
     mask, unit = 2 ** (23 - fmt.fraction_bits) - 1, fmt.min_subnormal
 
     def in_units(x: Tensor, out: Tensor) -> Tensor:
-        if mode == "toward_zero":
-            return torch.div(x, unit, rounding_mode="trunc", out=out)  # trunc_ alone is not vectorised
+        if mode in ("toward_zero", "nearest_away"):
+            step = unit / 2 if mode == "nearest_away" else unit
+            return torch.div(x, step, rounding_mode="trunc", out=out)  # trunc_ alone is not vectorised
         torch.mul(x, 1 / unit, out=out)
         return out.ceil_() if mode == "up" else out.floor_()
 
@@ -337,8 +327,13 @@ def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
         out.bitwise_and_(~mask)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
-        narrow = fmt.exponent_bits < 8
-        clear((in_units(x, out) if narrow else x).view(torch.int32), out.view(torch.int32), b.view(torch.int32))
+        narrow, pattern = fmt.exponent_bits < 8, out.view(torch.int32)
+        clear((in_units(x, out) if narrow else x).view(torch.int32), pattern, b.view(torch.int32))
+        if narrow and mode == "nearest_away":
+            out.mul_(0.5)
+            pattern.bitwise_or_(1)  # a tie is now nearer to the side away from zero; the others go back
+            out.round_()
+            pattern.bitwise_and_(~mask)  # from 2**23 on nothing was rounded
         if narrow:
             out.mul_(unit)
 
