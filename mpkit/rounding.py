@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -95,7 +96,13 @@ def _in_memory(
         x = x.clone()  # a block written must not be one that is still to be read
     if x.numel():
         with torch.no_grad():
-            _by_blocks(x, out.detach(), _kernel(x.dtype, fmt, mode, overflow, generator))
+            # a stochastic one keeps its place among the random numbers
+            kernel = (
+                _kernel(x.dtype, fmt, mode, overflow, generator)
+                if mode == "stochastic"
+                else _kept(x.dtype, fmt, mode, overflow)
+            )
+            _by_blocks(x, out.detach(), kernel)
     return out
 
 
@@ -145,9 +152,12 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         x, final = x.permute(order).contiguous(), out.permute(order)
     target = final if final.is_contiguous() and not final.is_neg() else torch.empty_like(x)
-    size = min(BLOCK * torch.get_num_threads() if x.is_cpu else 2**24, x.numel())
-    b, c = x.new_empty(2, size)
-    for block, result in zip(x.view(-1).split(size), target.view(-1).split(size)):
+    whole, places = x.view(-1), target.view(-1)
+    size = min(BLOCK * torch.get_num_threads() if x.is_cpu else 2**24, whole.numel())
+    b, c = whole.new_empty(size), whole.new_empty(size)
+    # splitting what is one block costs as much as a small rounding
+    blocks = [(whole, places)] if size == whole.numel() else zip(whole.split(size), places.split(size))
+    for block, result in blocks:
         count = block.numel()
         # in place: a kernel reads x again after it has written to out
         source = block.clone() if block.data_ptr() == result.data_ptr() else block
@@ -177,6 +187,11 @@ def _kernel(
         out.copy_(_exact(x, fmt, mode, overflow, generator))
 
     return kernel
+
+
+@cache
+def _kept(dtype: torch.dtype, fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
+    return _kernel(dtype, fmt, mode, overflow, None)
 
 
 def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) -> Kernel:
@@ -209,7 +224,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     """
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
-    finite = torch.finfo(torch.float32).max
+    finite, largest = torch.finfo(torch.float32).max, fmt.max
     draw, spare = _random_words(generator), torch.empty(0, device="cpu")
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
@@ -218,7 +233,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
         # below the smallest normal the ulp is that of the subnormals, above the largest that of the largest
         power.clamp_(low, high)
-        within = mode == "stochastic" and _within(x, fmt)  # saves three passes; nearest even would save one
+        within = mode == "stochastic" and _within(x, largest)  # saves three passes; nearest even would save one
         if mode == "nearest_even":
             torch.add(x, b, alpha=alpha, out=out)
         else:
@@ -250,14 +265,14 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     """
     dropped = 23 - fmt.fraction_bits
     mask = 2**dropped - 1
-    finite = torch.finfo(torch.float32).max
+    finite, largest = torch.finfo(torch.float32).max, fmt.max
     draw = _random_words(generator)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         bits, pattern = x.view(torch.int32), c.view(torch.int32)
         if mode == "stochastic":
             draw(pattern, torch.int16 if dropped <= 16 else torch.int32).bitwise_and_(mask)
-            if _within(x, fmt):  # saves two passes
+            if _within(x, largest):  # saves two passes
                 torch.add(bits, pattern, out=out.view(torch.int32)).bitwise_and_(~mask)
                 return
         else:
@@ -293,10 +308,10 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
     cleared then are those of normal numbers; a subnormal that still ends in a half is a tie.
     Everything else, NaN and what overflows, goes the long way.
     """
-    short = _clearing(fmt, mode)
+    short, largest = _clearing(fmt, mode), fmt.max
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        if _within(x, fmt):
+        if _within(x, largest):
             short(x, out, b, c)
         else:
             out.copy_(_exact(x, fmt, mode, overflow, None))
@@ -340,12 +355,12 @@ def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
     return kernel
 
 
-def _within(x: Tensor, fmt: FloatFormat) -> bool:
-    """Whether a block lies on a CPU, where a look at numbers waits for nothing, and none is beyond `fmt.max`."""
+def _within(x: Tensor, largest: float) -> bool:
+    """Whether a block lies on a CPU, where a look at numbers waits for nothing, and none is beyond `largest`."""
     if not x.is_cpu:
         return False
-    least, most = (extreme.numpy() for extreme in x.aminmax())
-    return bool(-fmt.max <= least and most <= fmt.max)  # not so with a NaN
+    least, most = x.aminmax()
+    return bool(-largest <= least.numpy() and most.numpy() <= largest)  # not so with a NaN
 
 
 def _random_words(generator: torch.Generator | None) -> Callable[[Tensor, torch.dtype], Tensor]:
