@@ -224,7 +224,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
     """
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
     alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
-    finite, largest = torch.finfo(torch.float32).max, fmt.max
+    finite, largest, overflow_ = torch.finfo(torch.float32).max, fmt.max, _overflow_rule(fmt, overflow, torch.float32)
     draw, spare = _random_words(generator), torch.empty(0, device="cpu")
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
@@ -251,7 +251,7 @@ def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: t
                 out.sub_(c)
         out.sub_(b, alpha=alpha)
         if not within:
-            _overflow_(out, b, fmt, overflow)
+            overflow_(out, b)
         # what was rounded to zero from below came out as +0
         out.copysign_(x)
 
@@ -265,7 +265,7 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
     """
     dropped = 23 - fmt.fraction_bits
     mask = 2**dropped - 1
-    finite, largest = torch.finfo(torch.float32).max, fmt.max
+    finite, largest, overflow_ = torch.finfo(torch.float32).max, fmt.max, _overflow_rule(fmt, overflow, torch.float32)
     draw = _random_words(generator)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
@@ -284,7 +284,7 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
         # 0 * NaN: the patterns of NaNs have lost their meaning; everything else gains a zero of its own sign
         torch.add(c, b, alpha=0, out=out)
         if overflow != "inf":
-            _overflow_(out, b, fmt, overflow)
+            overflow_(out, b)
 
     return kernel
 
@@ -392,26 +392,26 @@ def _random_words(generator: torch.Generator | None) -> Callable[[Tensor, torch.
     return fill
 
 
-def _overflow_(rounded: Tensor, scratch: Tensor, fmt: FloatFormat, overflow: Overflow) -> None:
-    """Apply the overflow rule in place to values on the grid of `fmt` that may lie beyond its max.
+def _overflow_rule(fmt: FloatFormat, overflow: Overflow, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object]:
+    """A function (values, scratch) that applies the rule in place to values on the grid of `fmt`, perhaps beyond max.
 
     Multiplying until max is next to the largest number of the dtype finds them without a comparison, which would
     cost several times as much on a CPU.
     """
-    largest = torch.finfo(rounded.dtype).max
-    if overflow == "saturate":
-        rounded.clamp_(-fmt.max, fmt.max)
-    elif overflow == "inf" and fmt.specials == "ieee":
-        to_top = 2.0 ** (math.frexp(largest)[1] - 1 - fmt.max_exponent)
-        rounded.mul_(to_top).mul_(1 / to_top)
-    else:
-        factor = largest / fmt.overflow_edge  # +-inf just where |rounded| > max
+    largest, most = torch.finfo(dtype).max, fmt.max
+    to_top = 2.0 ** (math.frexp(largest)[1] - 1 - fmt.max_exponent)
+    factor = largest / fmt.overflow_edge  # +-inf just where |values| > max
+
+    def apply_(values: Tensor, scratch: Tensor) -> object:
+        if overflow == "saturate":
+            return values.clamp_(-most, most)
+        if overflow == "inf" and fmt.specials == "ieee":
+            return values.mul_(to_top).mul_(1 / to_top)
         # the compiler takes contiguous tensors only as an `out`
-        scratch = rounded * factor if torch.compiler.is_compiling() else torch.mul(rounded, factor, out=scratch)
-        if overflow == "nan":
-            rounded.add_(scratch, alpha=0)
-        else:
-            rounded.add_(_infinite_part(scratch))
+        scratch = values * factor if torch.compiler.is_compiling() else torch.mul(values, factor, out=scratch)
+        return values.add_(scratch, alpha=0) if overflow == "nan" else values.add_(_infinite_part(scratch))
+
+    return apply_
 
 
 def _infinite_part(x: Tensor) -> Tensor:
@@ -432,7 +432,7 @@ def _exact(x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generato
     high = fmt.max if mode in ("toward_zero", "down") else torch.inf
     rounded = rounded.clamp(low, high) + _infinite_part(wide)  # a directed mode stops at max, but inf is no rounding
     if fmt.bits < 64:
-        _overflow_(rounded, torch.empty_like(rounded), fmt, overflow)
+        _overflow_rule(fmt, overflow, rounded.dtype)(rounded, torch.empty_like(rounded))
     elif overflow == "saturate":
         largest = torch.finfo(x.dtype).max
         rounded.clamp_(-largest, largest)
