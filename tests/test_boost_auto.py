@@ -310,7 +310,9 @@ def test_adasum_and_the_wrong_kinds() -> None:
     manual = {"boost": {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": True}}
     optimizer = sgd(net)
     assert AutoBoost("O0", manual).network_auto_process_train(net, optimizer) == (net, optimizer)
-    assert optimizer.adasum is True  # type: ignore[attr-defined]
+    assert not hasattr(optimizer, "adasum")  # a train cell learns it from the AutoBoost
+    AutoBoost("O0", manual, faithful=True).network_auto_process_train(net, optimizer)
+    assert optimizer.adasum is True  # type: ignore[attr-defined]  # MindSpore's mark
     with pytest.raises(TypeError, match="network must be"):
         AutoBoost("O1").network_auto_process_train(optimizer, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optimizer must be"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mpkit.boost import (
     GroupLossScaleManager,
     LessBN,
 )
-from mpkit.boost.dim_reduce import WeightSnapshots
+from mpkit.boost.dim_reduce import DimReduceSGD, WeightSnapshots
 from mpkit.model import Model
 from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaleUpdateCell
 from mpkit.step import StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, build_train_network
@@ -289,6 +290,48 @@ def test_the_flag_needs_a_manager_and_every_parameter_a_group() -> None:
         BoostTrainOneStepWithLossScaleCell(net, momentum(net), manager, boost=boost)
 
 
+# adasum
+
+
+ADASUM = {"boost": {**MANUAL_OFF, "adasum": True}, "common": {"device_number": 1}}
+FREEZING = {**ADASUM, "boost": {**MANUAL_OFF, "adasum": True, "grad_freeze": True}, "grad_freeze": {"param_groups": 2}}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    ("config", "faithful", "runs"),
+    [
+        (ADASUM, False, True),
+        (ADASUM, True, True),
+        (FREEZING, False, True),
+        (FREEZING, True, False),
+        (None, False, False),
+    ],
+)
+def test_adasum_runs_where_the_autoboost_says_that_it_is_active(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any] | None, faithful: bool, runs: bool, copied: bool
+) -> None:
+    """Whatever became of the optimizer on its way: torch copies and pickles one without attributes of others."""
+    boost = AutoBoost("O0", config, faithful=faithful)
+    bare = mlp()
+    net, optimizer = boost.network_auto_process_train(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+    cell = BoostTrainOneStepCell(loss_net(net), copy.deepcopy(optimizer) if copied else optimizer, boost=boost)
+    for module in ("mpkit.boost.auto", "mpkit.step.distributed"):
+        monkeypatch.setattr(f"{module}.rank_and_size", lambda: (0, 4))
+    assert cell.check_adasum_enable() == ("adasum" in boost.active) == runs
+
+
+def test_an_optimizer_that_was_boosted_before_brings_no_adasum_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    AutoBoost("O0", ADASUM).network_auto_process_train(net, optimizer)
+    cell = BoostTrainOneStepCell(loss_net(net), optimizer, boost=AutoBoost("O0"))
+    monkeypatch.setattr("mpkit.step.distributed.rank_and_size", lambda: (0, 16))
+    assert not cell.check_adasum_enable()
+    optimizer.adasum = True  # type: ignore[attr-defined]  # by hand, as in MindSpore
+    assert cell.check_adasum_enable()
+
+
 # dim_reduce
 
 
@@ -318,6 +361,19 @@ def test_dim_reduce_replaces_the_update_at_any_loss_scale(tmp_path: Path, scaled
         x, y = batch()
         assert cell(x, y * float("inf")).overflow
         assert_same(weights(net), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_the_optimizer_for_dim_reduce_trains_as_it_does(copied: Callable[[Any], Any]) -> None:
+    """torch leaves what it does not know out of a copied optimizer."""
+    net = loss_net()
+    first = DimReduceSGD(list(net.parameters()), torch.eye(2, sum(p.numel() for p in net.parameters())), 0.25)
+    other, second = copied((net, first))
+    boost = AutoBoost("O0", {"boost": {**MANUAL_OFF, "dim_reduce": True}, "dim_reduce": {"n_components": 2}})
+    for _ in range(3):
+        BoostTrainOneStepCell(net, first, boost=boost)(*batch())
+        BoostTrainOneStepCell(other, second, boost=boost)(*batch())
+    assert_same(weights(other), weights(net), rtol=0, atol=0)
 
 
 def test_a_mark_without_autoboost_is_refused() -> None:

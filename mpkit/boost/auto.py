@@ -206,7 +206,8 @@ class AutoBoost:
         Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
         keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
         Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
-        adasum is marked by an attribute of that name on the optimizer, for the train cells, as in MindSpore.
+        adasum changes neither: a train cell that is given this AutoBoost runs it. MindSpore marks the optimizer by an
+        attribute of that name; so does `faithful`, and train cells heed one that is set by hand.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
@@ -223,7 +224,7 @@ class AutoBoost:
             network = self._less_bn(network, optimizer)
         if self.flags["grad_freeze"]:
             network, optimizer = self._freeze(network).freeze_generate(network, optimizer)
-        if self.flags["adasum"]:
+        if self.flags["adasum"] and self.faithful:
             optimizer.adasum = True  # type: ignore[attr-defined]
         return network, optimizer
 

@@ -39,7 +39,7 @@ class _Boosted(TrainOneStepCell):
         centralize_where_marked(inner(self.optimizer))
 
     def check_adasum_enable(self) -> bool:
-        """Whether AdaSum runs: the optimizer is marked and 2, 4, 8, ... groups of `device_number` processes train."""
+        """Whether AdaSum runs: `boost`, or a mark on the optimizer, asks for it, and 2, 4, 8, ... groups train."""
         return merges(self.optimizer, self.boost)
 
     def check_dim_reduce_enable(self) -> bool:
@@ -84,8 +84,8 @@ class BoostTrainOneStepCell(_Boosted):
 
     Args:
         network:    returns the loss.
-        optimizer:  from `AutoBoost.network_auto_process_train` (a `FreezeOpt`, or marked for AdaSum or DimReduce), or
-                    any optimizer.
+        optimizer:  from `AutoBoost.network_auto_process_train` (a `FreezeOpt`, or the one for DimReduce), or any
+                    optimizer; one with an attribute `adasum = True` asks for AdaSum, as in MindSpore.
         sens:       the backward pass starts from it, and it is not divided out; None means 1.
         boost:      the AutoBoost that made the optimizer: its accumulation, AdaSum and DimReduce settings.
         options:    `hooks`, `clip_norm` and `accumulation_steps` of `TrainOneStepCell`.

@@ -165,10 +165,11 @@ def device_number(boost: AutoBoost | None) -> int:
 
 
 def merges(optimizer: Optimizer, boost: AutoBoost | None) -> bool:
-    """Whether AdaSum runs: the optimizer is marked and 2, 4, 8, ... groups of processes train."""
-    return bool(getattr(optimizer, "adasum", False)) and adasum_enabled(
-        distributed.rank_and_size()[1], device_number(boost)
-    )
+    """Whether AdaSum runs: `boost` or a mark set by hand asks for it, and 2, 4, 8, ... groups of processes train."""
+    if boost is not None and boost.flags["adasum"]:
+        return "adasum" in boost.active
+    marked = getattr(optimizer, "adasum", False)
+    return bool(marked) and adasum_enabled(distributed.rank_and_size()[1], device_number(boost))
 
 
 def reduces_dimension(optimizer: Optimizer) -> bool:
@@ -184,7 +185,7 @@ def _adasum(optimizer: Optimizer, devices: int) -> AdaSum:
 
 def _dim_reduce(network: nn.Module, optimizer: Any, boost: AutoBoost | None) -> DimReduce:
     """The DimReduce of an optimizer that `AutoBoost` made."""
-    if not hasattr(optimizer, "pca_mat_local"):  # marked by hand, or a copy, which torch makes without it
+    if not hasattr(optimizer, "pca_mat_local"):  # marked by hand
         raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
     hyper = (boost or AutoBoost()).hyper
     rank, size = distributed.rank_and_size()

@@ -50,6 +50,10 @@ class DimReduceSGD(torch.optim.SGD):
         super().__init__(parameters, lr=1.0)
         self.pca_mat_local, self.dim_reduce_alpha = pca_mat_local, alpha
 
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("pca_mat_local", "dim_reduce_alpha")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
+
 
 DimReduceSGD.__name__ = "SGD"  # what it is to everybody else, and what MindSpore calls it
 
