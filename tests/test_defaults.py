@@ -16,7 +16,6 @@ import torch
 
 from mpkit.formats import E4M3FN
 from mpkit.optimizers.layerwise import not_norm_or_bias
-from mpkit.policies import FRAMEWORKS, presets
 from mpkit.policies.rule import NEVER
 
 ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "loss_scale": 1.0}
@@ -182,60 +181,6 @@ OWN: dict[str, dict[str, Any]] = {
         "amax_floor": 0.0, "unfused": False, "double": False, "power_of_two": False, "name": "",
     },
 }  # fmt: skip
-LARGEST = float(torch.finfo(torch.float32).max)
-PRESETS: dict[str, dict[str, Any]] = {  # each framework's own class, in the versions that were run
-    "mpkit": {
-        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-        "min_scale": 2.0**-14, "max_scale": 2.0**24, "hysteresis": 1, "raise_at_min": True,
-    },
-    "torch": {
-        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,
-    },
-    "keras3": {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000},
-    "tf_keras": {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None},  # 2^15 and 2000
-    "tf_v1": {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0},
-    "apex": {
-        "loss_scale": "dynamic", "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000,
-        "min_loss_scale": None, "max_loss_scale": 2.0**24,
-    },
-    "deepspeed": {
-        "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2,
-        "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16,
-    },
-    "megatron": {
-        "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-        "growth_interval": 1000, "hysteresis": 2,
-    },
-    "colossalai": {
-        "initial_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
-        "min_scale": None, "max_scale": None, "hysteresis": 2, "verbose": False,
-    },
-    "fairseq": {
-        "init_scale": 2.0**15, "scale_factor": 2.0, "scale_window": 2000, "tolerance": 0.0, "threshold": None,
-        "min_loss_scale": 1e-4,
-    },
-    "jmp": {"counter": 0, "period": 2000, "factor": 2, "min_loss_scale": 1.0, "dtype": "float32", "jit": False},
-    "flax": {
-        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "fin_steps": 0, "scale": 2.0**16,
-        "minimum_scale": 2.0**-126,
-    },
-    "paddle": {
-        "enable": True, "init_loss_scaling": 2.0**16, "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
-        "decr_every_n_nan_or_inf": 1, "use_dynamic_loss_scaling": True,
-    },
-    "paddle_static": {  # static.amp.decorate; the operation itself has none
-        "init_loss_scaling": 2.0**15, "incr_ratio": 2.0, "decr_ratio": 0.8, "incr_every_n_steps": 1000,
-        "decr_every_n_nan_or_inf": 2,
-    },
-    "mxnet": {"_loss_scale": 2.0**16, "_scale_seq_len": 2000, "_max_loss_scale": 2.0**24},
-    "fairscale_layerwise": {
-        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10000, "min_scale": 2.0**-126,
-        "max_scale": LARGEST,
-    },
-    "mindspore_scaler": {},
-    "mindspore_cell": {},
-    "mindspore_manager": {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
-}  # fmt: skip
 
 
 def named(path: str) -> Any:
@@ -263,13 +208,6 @@ def test_what_is_left_out_has_the_promised_value(name):
     given, promised = defaults_of(named(name)), {**ORIGINAL, **OWN}[name]
     check(given, promised)
     assert name in OWN or given.keys() == promised.keys()
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_a_preset_leaves_out_has_the_value_of_the_framework(framework):
-    given = defaults_of(presets._PRESETS[framework].build)
-    check(given, PRESETS[framework])
-    assert given.keys() == PRESETS[framework].keys()
 
 
 MODULES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tries
+from test_defaults import check, defaults_of
 
 from mpkit.policies import (
     FRAMEWORKS,
@@ -24,6 +26,7 @@ from mpkit.policies import (
     naive_loss_ratio,
     own_names,
     preset,
+    presets,
     run,
     stack,
 )
@@ -44,6 +47,69 @@ def of(framework: str, **parameters) -> ScalePolicy:
 def short(framework: str, **parameters) -> ScalePolicy:
     """With a growth interval of 3, so that a short run grows too."""
     return of(framework, **{own_names(framework)[1]: 3}, **parameters)
+
+
+# what each framework's own class takes and has by default, in the versions that were run
+PRESETS: dict[str, dict[str, Any]] = {
+    "mpkit": {
+        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+        "min_scale": 2.0**-14, "max_scale": 2.0**24, "hysteresis": 1, "raise_at_min": True,
+    },
+    "torch": {
+        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,
+    },
+    "keras3": {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000},
+    "tf_keras": {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None},  # 2^15 and 2000
+    "tf_v1": {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0},
+    "apex": {
+        "loss_scale": "dynamic", "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000,
+        "min_loss_scale": None, "max_loss_scale": 2.0**24,
+    },
+    "deepspeed": {
+        "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2,
+        "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16,
+    },
+    "megatron": {
+        "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        "growth_interval": 1000, "hysteresis": 2,
+    },
+    "colossalai": {
+        "initial_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
+        "min_scale": None, "max_scale": None, "hysteresis": 2, "verbose": False,
+    },
+    "fairseq": {
+        "init_scale": 2.0**15, "scale_factor": 2.0, "scale_window": 2000, "tolerance": 0.0, "threshold": None,
+        "min_loss_scale": 1e-4,
+    },
+    "jmp": {"counter": 0, "period": 2000, "factor": 2, "min_loss_scale": 1.0, "dtype": "float32", "jit": False},
+    "flax": {
+        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "fin_steps": 0, "scale": 2.0**16,
+        "minimum_scale": 2.0**-126,
+    },
+    "paddle": {
+        "enable": True, "init_loss_scaling": 2.0**16, "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
+        "decr_every_n_nan_or_inf": 1, "use_dynamic_loss_scaling": True,
+    },
+    "paddle_static": {  # static.amp.decorate; the operation itself has none
+        "init_loss_scaling": 2.0**15, "incr_ratio": 2.0, "decr_ratio": 0.8, "incr_every_n_steps": 1000,
+        "decr_every_n_nan_or_inf": 2,
+    },
+    "mxnet": {"_loss_scale": 2.0**16, "_scale_seq_len": 2000, "_max_loss_scale": 2.0**24},
+    "fairscale_layerwise": {
+        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10000, "min_scale": 2.0**-126,
+        "max_scale": float(np.finfo(np.float32).max),
+    },
+    "mindspore_scaler": {},
+    "mindspore_cell": {},
+    "mindspore_manager": {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_preset_leaves_out_has_the_value_of_the_framework(framework):
+    given = defaults_of(presets._PRESETS[framework].build)
+    check(given, PRESETS[framework])
+    assert given.keys() == PRESETS[framework].keys()
 
 
 # reference table: start, finite steps to first / next growth, bad steps before the first backoff, floor, cap
@@ -498,23 +564,16 @@ ARITHMETIC = {
     "mindspore_cell": ({"scale_factor": 1.7}, lambda s: F32(s) * F32(1.7), lambda s: F32(s) * (F32(1) / F32(1.7))),
     "mindspore_manager": ({"scale_factor": 1.7}, lambda s: F64(s) * 1.7, lambda s: F64(s) * (1 / 1.7)),
 }
-START = {
-    **dict.fromkeys(("mpkit", "torch", "deepspeed", "fairseq"), "init_scale"),
-    **dict.fromkeys(("megatron", "colossalai"), "initial_scale"),
-    **dict.fromkeys(("paddle", "paddle_static"), "init_loss_scaling"),
-    **{"tf_v1": "initial_loss_scale", "jmp": "loss_scale", "flax": "scale", "mindspore_scaler": "scale_value"},
-    **{"mindspore_cell": "loss_scale_value", "mindspore_manager": "init_loss_scale"},
-}
 NO_FACTOR = {"keras3", "tf_keras", "apex", "mxnet"}  # 2 is hard-wired
 
 
 @pytest.mark.parametrize("framework", ARITHMETIC)
 def test_a_factor_that_float32_cannot_hold_is_taken_as_the_framework_takes_it(framework):
     factors, grow, shrink = ARITHMETIC[framework]
-    window = "scale_window" if framework.startswith("mindspore") else None
+    first, window = own_names(framework)
     for start in (32768.0, 1000.0, 12345.678, 7.25):
-        given = {START[framework]: start} if framework in START else {"layer_scale_dict": {"all": start}}
-        given |= {window: 1000} if window else {}
+        given = {first: start} if first else {"layer_scale_dict": {"all": start}}
+        given |= {window: 1000}
         policy = preset(framework, **factors, **given)
         policy = policy[0] if framework == "fairscale_layerwise" else policy
         begin = initial(policy)
