@@ -162,6 +162,30 @@ def test_a_gradient_of_another_shape_leaves_nothing_behind() -> None:
     assert not any(t.any() for t in accumulate.accumulated)
 
 
+@pytest.mark.parametrize("where", ["update", "reduce"])
+def test_what_is_done_to_a_mean_whose_update_fails_does_not_reach_the_sums(where: str) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    fails = [True]
+
+    def halved(grads: list[torch.Tensor]) -> None:
+        torch._foreach_mul_(grads, 0.5)
+
+    def update() -> None:
+        if where == "update":
+            halved([weight.grad])
+        if fails and fails.pop():
+            raise OSError("no answer from the other rank")
+        optimizer.step()
+
+    accumulate = GradientAccumulation(2, optimizer, update=update, reduce=halved if where == "reduce" else None)
+    for g in (1.0, 3.0):
+        with contextlib.suppress(OSError):
+            accumulate(torch.tensor(0.0), [torch.tensor([g])])
+    accumulate(torch.tensor(0.0), [torch.tensor([8.0])])
+    assert weight.item() == -4.0 / 2  # half the mean of all three, and not of two that were halved before
+
+
 def test_an_update_that_raises_loses_no_micro_step_and_leaves_no_gradient_behind() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)

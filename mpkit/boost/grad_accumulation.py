@@ -126,12 +126,13 @@ class GradientAccumulation(nn.Module):
     def _step(self, scale: float) -> None:
         """Hand the sums over as gradients and run the update; once it has run, they are gone from here."""
         parameters = self.weights
-        sums = self._sums if scale == 1.0 else {i: held * scale for i, held in self._sums.items()}
+        # copies, because the mean may be reduced and clipped in place before the update fails
+        means = {i: held * scale for i, held in self._sums.items()}
         try:
             if self._reduce is not None:
-                self._reduce(list(sums.values()))
+                self._reduce(list(means.values()))
             for i, p in enumerate(parameters):
-                p.grad = sums[i].to(p.dtype) if i in sums else None
+                p.grad = means[i].to(p.dtype) if i in means else None
             with torch.enable_grad():
                 self._update()
         finally:
