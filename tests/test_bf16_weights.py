@@ -62,6 +62,24 @@ def test_a_kahan_step_changes_weight_and_remainder_by_the_update():
         assert (error <= 2.0**-16 * w.abs().double() + 2.0**-24).all()
 
 
+@pytest.mark.parametrize("before", [1000.0, -1000.0, 3.0e38])
+@pytest.mark.parametrize("after", [0.0, 2.0**-7, -2.0])
+def test_a_weight_that_somebody_writes_leaves_no_remainder_of_the_old_one(before, after):
+    w = nn.Parameter(torch.tensor([before], dtype=torch.bfloat16))
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=1.0), "kahan")
+    w.grad = torch.tensor([-1.0 if before > 0 else 1.0], dtype=torch.bfloat16) * abs(before) * 2.0**-9
+    optimizer.step()
+    if before > 3e38:  # past the largest number the weight is inf and what was lost NaN
+        for _ in range(8):
+            optimizer.step()
+        assert w.isinf()
+    with torch.no_grad():
+        w.fill_(after)
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    assert w.item() == after
+
+
 @pytest.mark.parametrize("way", ["stochastic", "kahan"])
 def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
     def made() -> tuple[nn.Module, BFloat16Weights]:

@@ -45,7 +45,8 @@ class BFloat16Weights(TorchOptimizer):
     """Any optimizer on bfloat16 weights, as if it had a float32 copy of them, but without one between steps.
 
     Plain bfloat16 forgets an update below 2^-9 of the weight. "stochastic" rounds up or down by chance, so that small
-    updates arrive on average; "kahan" keeps what rounding lost in a second bfloat16 number beside each weight.
+    updates arrive on average; "kahan" keeps what rounding lost in a second bfloat16 number beside each weight. Where
+    somebody writes to a weight, that number is dropped once it is more than rounding to the new weight can lose.
 
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
@@ -105,7 +106,7 @@ class BFloat16Weights(TorchOptimizer):
         """While the optimizer inside works, float32 stand-ins (with or without values) are where bfloat16 was."""
         pairs = self._stand_ins()
         for p, wide in pairs if filled else ():
-            wide.data = p.float() + self._lost[p].float() if p in self._lost else p.float()
+            wide.data = p.float() + _remainder(p, self._lost[p]) if p in self._lost else p.float()
             wide.grad = None if p.grad is None else p.grad.float()
         kept = [list(group["params"]) for group in self.inner.param_groups]
         try:
@@ -171,6 +172,14 @@ class BFloat16Weights(TorchOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         mine = ("way", "generator", "inner", "_wide", "_lost")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
+
+
+def _remainder(p: Tensor, lost: Tensor) -> Tensor:
+    """What rounding lost, in float32; 0 where it cannot belong to the weight, which somebody has written to since."""
+    wide = lost.float()
+    # half a gap: at most 2^-8 of a normal number, 2^-134 of a subnormal one; the NaN beside an inf is dropped too
+    most = (p.detach().float().abs() * 2.0**-8).clamp(min=2.0**-134)
+    return torch.where(wide.abs() <= most, wide, 0.0)
 
 
 def _widened(value: object) -> object:
