@@ -379,6 +379,25 @@ def judged_by(some):
     return decided
 
 
+def by_test(fits):
+    """The decision by another test of the gradients and the scale."""
+    return lambda gradients, scale: (found := fits(gradients, scale), scale if found else scale / 2)
+
+
+def one_growth(grown):
+    """The rule of lesson 05 with another scale after a full window."""
+    return lambda s, c, finite: (grown(s), 0) if finite and c == 2 else after(s, c, finite)
+
+
+def norm_of_two(scaled, scale, max_norm):
+    true = [g / scale for g in scaled]
+    return [g * min(1, max_norm / math.hypot(*true[:2])) for g in true]
+
+
+def usable_if_scaled_is_long(scaled, scale, max_norm):
+    return usable(scaled, scale, max_norm) if math.hypot(*scaled) > max_norm else scaled
+
+
 def not_below_zero(a, b):
     """AdaSum with weights that never fall below 0."""
     a, b = np.array(a), np.array(b)
@@ -397,12 +416,28 @@ MISTAKES = [
     ("00", strict),
     ("00", judged_by(lambda gradients: gradients[:1])),
     ("00", judged_by(lambda gradients: gradients[-1:])),
+    ("00", judged_by(lambda gradients: (gradients[0], gradients[-1]))),
+    ("00", by_test(lambda gradients, scale: all(abs(g * scale) <= 65536 for g in gradients))),
+    ("00", by_test(lambda gradients, scale: abs(sum(gradients) * scale) <= 65504)),
+    ("00", by_test(lambda gradients, scale: scale <= 65504 and all(abs(g * scale) <= 65504 for g in gradients))),
     ("04", lambda v: 15 - math.floor(math.log2(v))),  # 1.9995 times 2^15 is above 65504
+    ("05", one_growth(lambda scale: 16.0)),
+    ("05", one_growth(lambda scale: scale + 8)),
+    ("05", one_growth(lambda scale: scale**2 / 4)),
+    ("06", norm_of_two),
+    ("06", usable_if_scaled_is_long),
+    ("07", lambda m, g, s, r: (m - r * g / s, half(half(m) - r * g / s))),  # the weight is not made of the master copy
+    ("07", lambda m, g, s, r: (m - r * g / s, torch.tensor(m - r * g / s).bfloat16())),
+    ("07", lambda m, g, s, r: updated(m, g, s, half(r))),
+    ("07", lambda m, g, s, r: updated(m, half(g * r), s, 1)),
     ("07", lambda master, scaled, scale, rate: updated(half(master), scaled, scale, rate)),  # forgets what it collected
     ("07", lambda master, scaled, scale, rate: updated(master, half(scaled / scale), 1, rate)),
     ("07", lambda master, scaled, scale, rate: updated(master, half(rate * scaled / scale), 1, 1)),
     ("09", lambda off, on: statistics.median_high(a / b for a, b in zip(off, on))),
     ("09", lambda off, on: statistics.median_low(a / b for a, b in zip(off, on))),
+    ("09", lambda off, on: statistics.median(a / b for a, b in zip(sorted(off), sorted(on)))),
+    ("09", lambda off, on: statistics.median(a / b for a in off for b in on)),
+    ("10", lambda g: [[v - sum(row) // len(row) for v in row] for row in g]),
     ("12", not_below_zero),
     ("14", only_last_value),
     ("14", only_layers_behind_the_input),

@@ -53,7 +53,13 @@ def _overflow() -> str:
 def _decisions() -> list[tuple[tuple[list[float], float], tuple[bool, float]]]:
     found = []
     cases = [([0.5, 2.0], 1024.0), ([0.5, 2.0], 65536.0), ([2.0, 0.5], 65536.0), ([-70.0], 1024.0), ([1e-9], 8.0)]
-    cases += [([-32752.0], 2.0)]
+    cases += [
+        ([-32752.0], 2.0),
+        ([32767.0], 2.0),
+        ([70.0, -70.0], 1024.0),
+        ([0.5, 70.0, 2.0], 1024.0),
+        ([1e-3], 2.0**17),
+    ]
     for gradients, scale in cases:
         scaler = DynamicLossScaler(scale, 2, 50)
         finite = all_finite([scaler.scale(torch.tensor(gradients)).half()])

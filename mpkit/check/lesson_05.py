@@ -62,7 +62,7 @@ def _search() -> str:
 def _steps() -> list[tuple[tuple[float, int, bool], tuple[float, int]]]:
     scaler = DynamicLossScaler(8.0, 2, 3)
     found = []
-    for finite in (True, True, True, True, False, True, True, False, False, False, False, False, True):
+    for finite in (True, True, True, True, False, True, True, False, False, False, False, False, True, True, True):
         before = (float(scaler.scale_value), int(scaler.counter))
         scaler.adjust(torch.tensor(finite))
         found.append(((*before, finite), (float(scaler.scale_value), int(scaler.counter))))

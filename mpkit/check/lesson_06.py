@@ -65,8 +65,14 @@ def _step_with_inf() -> str:
 
 def _clipped() -> list[tuple[tuple[list[float], float, float], list[float]]]:
     found = []
-    for true, scale, max_norm in (([3.0, 4.0], 8.0, 1.0), ([0.3, 0.4], 1024.0, 1.0), ([-6.0, 8.0], 2.0, 5.0)):
-        parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    for true, scale, max_norm in (
+        ([3.0, 4.0], 8.0, 1.0),
+        ([0.3, 0.4], 1024.0, 1.0),
+        ([-6.0, 8.0], 2.0, 5.0),
+        ([2.0, 3.0, 6.0], 4.0, 3.5),
+        ([0.03, 0.04], 2.0, 1.0),  # shorter than allowed even while it is scaled
+    ):
+        parameter = torch.nn.Parameter(torch.zeros(len(true), dtype=torch.float64))
         parameter.grad = torch.tensor(true, dtype=torch.float64)
         torch.nn.utils.clip_grad_norm_([parameter], max_norm)
         found.append((([g * scale for g in true], scale, max_norm), parameter.grad.tolist()))

@@ -62,8 +62,8 @@ def _first_step() -> str:
 def _mastered() -> list[tuple[tuple[float, float, float, float], tuple[float, float]]]:
     found = []
     for master, gradient, scale, rate in (
-        (1.0, 0.5, 1024.0, 2.0**-13),
-        (0.75, -0.25, 64.0, 0.5),
+        (1.0, 0.75, 1024.0, 2.0**-12),  # float16 shows the second update only because the first was kept
+        (0.75, -0.25, 64.0, 0.5 + 2.0**-12),  # a rate that float16 does not hold
         (1.0, 2.0, 1.0, 0.25),
         (2.0**-8, 2.0**-26, 2.0**16, 0.5),  # float16 holds the scaled gradient, not the true one
     ):

@@ -75,6 +75,7 @@ def _alone() -> str:
 
 def _ratios() -> list[tuple[tuple[list[float], list[float]], float]]:
     rounds = [([2.0, 2.2, 2.1], [1.0, 2.0, 1.0]), ([1.0, 1.0, 9.0], [1.0, 0.5, 1.0]), ([3.0], [2.0])]
+    rounds += [([4.0, 1.0, 2.0], [1.0, 2.0, 0.5])]  # sorted, or each with all others, they give another ratio
     rounds += [([1.0, 2.0, 3.0, 6.0], [1.0, 1.0, 1.0, 1.0])]  # an even number: the mean of the two in the middle
     return [((off, on), median(a / b for a, b in zip(off, on))) for off, on in rounds]
 

@@ -71,7 +71,7 @@ def _kept_place() -> str:
 
 
 def _centred() -> list[tuple[tuple[list[list[float]]], list[list[float]]]]:
-    gradients = ([[1.0, 3.0], [2.0, 6.0]], [[0.5, 0.5, 2.0]], [[1.0], [-1.0]])
+    gradients = ([[1.0, 3.0], [2.0, 6.0]], [[0.5, 0.5, 2.0]], [[1.0], [-1.0]], [[1.0, 2.0], [-0.5, 0.25]])
     return [((g,), centralized(torch.tensor(g, dtype=torch.float64), 1).tolist()) for g in gradients]
 
 
