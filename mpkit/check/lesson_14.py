@@ -29,7 +29,7 @@ QUESTIONS = {
         "Training A divides its loss by 32 before the backward pass. What is now the largest power-of-two loss scale "
         "with which its batch has finite gradients?",
         _largest,
-        "{truth:.0f}: all gradients are 32 times smaller, so they bear a scale that is 32 times larger.",
+        "{truth:.0f}: all gradients are 32 times smaller, so with a scale 32 times larger they are what they were.",
         "The largest scale without the division stands in the last column of the table. How does it change?",
         (
             (2.0**20, "That is the largest scale for the loss as it was."),
