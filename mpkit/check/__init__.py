@@ -214,10 +214,11 @@ def _number(value: Any) -> float | None:
             return float(value)
         from mpkit.explorers.formats import read_number  # its module needs packages that a question does not
 
-        share, text = 0.01 if value.strip().endswith("%") else 1.0, value.strip().removesuffix("%")
+        value = value.lstrip(" '\"\n").rstrip(" .'\"\n")
+        share, text = 0.01 if value.endswith("%") else 1.0, value.removesuffix("%")
         if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text):  # 65,536, as lessons write it
             text = text.replace(",", "")
-        return share * (float(int(text, 0)) if "x" in text else read_number(text))
+        return share * (float(int(text, 0)) if re.match(r"[+-]?0[xbo]", text, re.I) else read_number(text))
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -31,11 +31,13 @@ HUGE = 1 / TINY
 
 
 _RAISED = "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹"
+_DECIMAL = r"(\d+(?:\.\d+)?)"
+_EXPONENT = r"([+-]?\d{1,4}|\([+-]?\d{1,4}\)|\{[+-]?\d{1,4}\})"
 _PLAIN = str.maketrans(_RAISED + "−", "-+0123456789-")
 
 
 def read_number(text: str) -> float:
-    """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "-2**10", "inf", "nan"; the nearest float.
+    """A number as a reader types it: "0.1", "1e-5", "1/3", "2^-14", "3 x 10^-8", "inf", "nan"; the nearest float.
 
     Signs that are copied from a lesson are read too, as in "−2⁻¹⁴".
 
@@ -54,10 +56,11 @@ def read_exactly(text: str) -> tuple[float, Fraction]:
     (0.0, Fraction(1, 10))
     """
     given, text = text, re.sub(f"([{_RAISED}]+)", r"^\1", text).translate(_PLAIN)
-    power = re.fullmatch(r"\s*([+-]?)\s*(\d+)\s*(?:\^|\*\*)\s*(?:([+-]?\d{1,4})|\(([+-]?\d{1,4})\))\s*", text)
+    power = re.fullmatch(rf"\s*([+-]?)\s*(?:{_DECIMAL}\s*[·×x*]\s*)?{_DECIMAL}\s*(?:\^|\*\*)\s*{_EXPONENT}\s*", text)
     try:
         if power:
-            sign, exact = (-1 if power[1] == "-" else 1), Fraction(int(power[2])) ** int(power[3] or power[4])
+            exact = Fraction(power[2] or 1) * Fraction(power[3]) ** int(power[4].strip("(){}"))
+            sign = -1 if power[1] == "-" else 1
             return sign * _nearest(exact), sign * exact
         if "/" in text:
             return _nearest(Fraction(text)), Fraction(text)
