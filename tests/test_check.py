@@ -106,24 +106,40 @@ def test_the_right_names_in_another_order_are_right(lesson, name):
 
 # right, though not in the form that one would expect
 UNUSUAL = [
-    ("00", "weights", torch.float32),
-    ("00", "weights", "torch.float32"),
-    ("00", "largest", "65504"),
-    ("00", "largest", torch.finfo(torch.float16).max),
-    ("00", "weights", "'float32'"),
-    ("00", "largest", "65,504"),  # as lessons write large numbers
-    ("00", "after", "2**(15)"),
-    ("01", "smallest", 5.96e-8),  # as the table of the lesson prints it
-    ("01", "smallest", "2⁻²⁴"),  # as it stands in the text of the lesson
-    ("01", "smallest", "2^(-24)"),
-    ("04", "edge", "−25"),
+    ("00", "largest", 63.97),
+    ("00", "largest", torch.finfo(torch.float16).max / 1024),
+    ("00", "largest", "65504/1024"),
+    ("00", "weights", "4000000"),
+    ("00", "weights", 4e6),
+    ("00", "weights", "4,000,000"),  # as lessons write large numbers
+    ("00", "weights", "4_000_000"),
+    ("00", "after", "2**(12)"),
+    ("01", "smallest", 1.22e-4),
+    ("01", "smallest", "2⁻¹³"),  # as powers stand in the text of the lesson
+    ("01", "smallest", "2^(-13)"),
+    ("04", "edge", "−17"),
     ("01", "pattern", "0xC000"),
-    ("01", "beyond", math.nan),
-    ("02", "lost", 0.00049),
-    ("02", "tie", torch.tensor(2049.0).half()),
+    ("01", "pattern", "0b1100000000000000"),
+    ("01", "pattern", "'0xc000'."),  # as a name may be written
+    ("01", "smallest", '"2^-13"'),
+    ("01", "smallest", "2^{-13}"),
+    ("01", "smallest", "2.0**-13."),
+    ("01", "smallest", "1.22·10⁻⁴"),  # as lessons write small numbers
+    ("01", "smallest", "1.22 x 10^-4"),
+    ("05", "sequence", "0.5 * 2**10"),
+    ("10", "saving", "'11 %'"),
+    ("02", "mean", ".25"),
+    ("01", "pattern", "49,152"),
+    ("01", "beyond", "28"),
+    ("01", "beyond", np.float16(28)),
+    ("02", "lost", 0.0156),
+    ("02", "tie", torch.tensor(4102.0).half()),
     ("03", "bias", torch.float32),
-    ("03", "black", get_black_list()),
-    ("03", "black", {cls.__name__ for cls in get_black_list()}),
+    ("03", "bias", "torch.float32"),
+    ("03", "bias", "'float32'"),
+    ("03", "black", [torch.nn.BatchNorm1d, torch.nn.LayerNorm]),
+    ("03", "black", {torch.nn.LayerNorm, torch.nn.BatchNorm1d}),
+    ("03", "black", "LayerNorm, BatchNorm1d"),
     ("04", "forward", "False"),
     ("04", "forward", np.bool_(False)),
     ("15", "collapse", torch.tensor(False)),
@@ -153,24 +169,31 @@ def test_an_answer_to_these_lessons_is_right_in_any_form(lesson, name, value):
 
 
 WRONG_FORMS = [
-    ("00", "weights", torch.float16),
+    ("03", "bias", torch.float16),
     ("00", "largest", "many"),
     ("00", "largest", True),
-    ("00", "largest", "6,5504"),
-    ("01", "smallest", 2**-25),
-    ("01", "smallest", "2^(-24"),
-    ("01", "smallest", "²⁴"),
+    ("00", "largest", 64),
+    ("00", "weights", "40,00,000"),
+    ("01", "smallest", 2**-14),
+    ("01", "smallest", "2^(-13"),
+    ("01", "smallest", "⁻¹³"),
     ("01", "pattern", "0xzz"),
+    ("01", "pattern", "0b12"),
+    ("01", "smallest", "2^{-13)"),
+    ("01", "smallest", "."),
+    ("02", "mean", "25"),  # not ".25"
+    ("05", "sequence", "2*5**2*10"),
     ("01", "beyond", math.inf),
-    ("02", "lost", 0.001),
+    ("02", "lost", 0.0039),
     ("03", "black", [torch.nn.LayerNorm]),
+    ("03", "black", get_black_list()),
     ("04", "forward", 0),
     ("04", "forward", "True"),
     ("08", "back", "inf"),
     ("09", "active", {"less_bn", "grad_accumulation", "adasum"}),
     ("06", "clip", 2**-13),
     ("06", "clip", 6.3e-5),
-    ("05", "floor", "the scale"),
+    ("09", "mode", "in auto"),
 ]
 
 
@@ -498,7 +521,7 @@ def test_a_right_answer_is_right_in_any_form():
     assert check.verdict("13", "two", scale)[0]
     assert not check.verdict("13", "two", 1024 / 2**0.5)[0]
     assert "right format" in check.verdict("14", "cure", "float16")[1]
-    written = {("01", "smallest"): "2^-24", ("02", "mean"): "1/4", ("10", "saving"): "11 %", ("06", "weights"): " 0 "}
+    written = {("01", "smallest"): "2^-13", ("02", "mean"): "1/4", ("10", "saving"): "11 %", ("06", "weights"): " 96 "}
     written |= {("08", "below"): "mpkit, deepspeed, flax, apex, mxnet", ("09", "active"): "less_bn,grad_accumulation"}
     for question, form in written.items():
         assert check.verdict(*question, form)[0], form
@@ -522,12 +545,12 @@ def test_a_single_name_may_hold_a_comma(monkeypatch):
 
 
 def test_what_python_makes_of_a_power_as_lessons_write_it_is_told_so():
-    positive = ("14", "largest", 2 ^ 25), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -24), ("00", "largest", 2 ^ 16)
+    positive = ("14", "largest", 2 ^ 25), ("13", "two", 2 ^ 9), ("01", "smallest", 2 ^ -13), ("00", "after", 2 ^ 12)
     exponents = (
-        ("04", "edge", 2 ^ -25),
+        ("04", "edge", 2 ^ -17),
         ("04", "recommended", 2 ^ 19),
-        ("07", "eps", 10 ^ -7),
-        ("01", "smallest", 2 ^ -14),
+        ("07", "square", 2 ^ -7),
+        ("01", "smallest", 2 ^ -6),
     )
     for lesson, name, crossed in (*positive, *exponents):
         right, told = check.verdict(lesson, name, crossed)
@@ -550,18 +573,23 @@ def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
         ("10", "share", 299),
         ("15", "collapse", True),
         ("01", "beyond", 3),
+        ("01", "beyond", "nan"),
         ("08", "zero", "1/3"),
     ):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
-    for answer in ("the model", "in the scale"):
-        assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("05", "floor", answer)[1]
-    for lesson, name, answer in (("05", "floor", "scale"), ("20", "interval", "better"), ("05", "window", 5)):
+    for answer in ("the mode manual", "in auto"):
+        assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("09", "mode", answer)[1]
+    for lesson, name, answer in (("09", "mode", "auto"), ("20", "interval", "better"), ("05", "window", 5)):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
 
 
 ABOVE = {  # lesson -> what its questions are answered by, as its own cells would print it
-    "04": ["2^19"],
-    "06": ["2048", "6.1e-05"],
+    "00": ["63.97", "4096", "4000000"],
+    "01": ["0.0001221", "49152", "254"],
+    "02": ["0.015625"],
+    "04": ["2^19", "-17"],
+    "06": ["2048", "6.1e-05", "96"],
+    "07": ["-7"],
     "08": ["51", "160", "132"],
     "10": ["200"],
     "11": ["55"],
@@ -576,7 +604,7 @@ ABOVE = {  # lesson -> what its questions are answered by, as its own cells woul
 
 @pytest.mark.parametrize("lesson", ABOVE)
 def test_a_question_is_not_answered_by_what_is_stored_above_it(lesson):
-    """Their answers could be copied: 2^21, 32768, 0.000244, 1001, 166, 158; ten more in 10 to 15, six in 16 and 18."""
+    """They could be copied: 2^21, 32768, 0.000244, 1001, 166, 158; 18 more in 00 to 07, ten in 10 to 15, six later."""
     (path,) = (ROOT / "notebooks").glob(f"{lesson}_*.ipynb")
     outputs = [output for cell in json.loads(path.read_text("utf-8"))["cells"] for output in cell.get("outputs", ())]
     told = "".join(line for o in outputs for line in o.get("text", o.get("data", {}).get("text/plain", ())))
@@ -601,6 +629,10 @@ def test_a_wrong_answer_is_told_what_it_is():
         assert words in told
 
 
+def test_bits_written_as_a_decimal_number_are_told_so():
+    assert "0b1100000000000000" in check.verdict("01", "pattern", 1100000000000000)[1]
+
+
 def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
     truth = import_module("mpkit.check.lesson_16").QUESTIONS["verdicts"].truth()
     assert "a list of eleven times True or False" in check.verdict("16", "verdicts", list(map(int, truth)))[1]
@@ -608,7 +640,7 @@ def test_verdicts_in_ones_and_zeros_are_not_called_wrong():
 
 
 def test_a_power_in_place_of_its_exponent_is_told_so():
-    for lesson, name, power in (("04", "edge", 2.0**-25), ("04", "recommended", 2**19), ("07", "eps", 1e-7)):
+    for lesson, name, power in (("04", "edge", 2.0**-17), ("04", "recommended", 2**19), ("07", "square", 2.0**-7)):
         right, told = check.verdict(lesson, name, power)
         assert not right
         assert told.endswith("The question asks for n, its exponent.")

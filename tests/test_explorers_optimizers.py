@@ -156,9 +156,9 @@ def test_equal_scales_train_as_none_and_unequal_ones_hurt_all_but_adam(kind):
 
 
 RIGHT = {
-    ("07", "eps"): -7,
+    ("07", "square"): -7,
     ("07", "lost"): 1,
-    ("07", "factor"): 1024,
+    ("07", "factor"): 16,
     ("21", "warmup"): 0.3,
     ("21", "decayed"): ["bn.weight", "fc.bias"],
     ("21", "listed"): 0.01,

@@ -244,8 +244,8 @@ def test_summaries_hold_the_numbers(explorer, words):
 
 
 RIGHT = {
-    "04": {"edge": -25, "shift": 10, "recommended": 19, "forward": False},
-    "06": {"scale": 2048, "weights": 0, "clip": 0.25 / 4096, "divisions": 1},
+    "04": {"edge": -17, "shift": 15, "recommended": 19, "forward": False},
+    "06": {"scale": 2048, "weights": 96, "clip": 0.25 / 4096, "divisions": 8},
 }
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from mpkit.casting import auto_mixed_precision
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
@@ -9,36 +10,52 @@ from mpkit.formats import FP16
 from mpkit.scalers import DynamicLossScaler, all_finite
 
 
-def _after_one_overflow() -> float:
-    import torch
-
-    from mpkit.scalers import DynamicLossScaler
-
-    scaler = DynamicLossScaler(2.0**16, 2, 50)
-    scaler.adjust(torch.tensor(False))
+def _after_three_overflows() -> float:
+    scaler = DynamicLossScaler(2.0**14, 2, 50)
+    for finite in [True] * 50 + [False] * 3:
+        scaler.adjust(torch.tensor(finite))
     return float(scaler.scale_value)
 
 
 QUESTIONS = {
     "largest": Question(
-        "What is the largest finite number that float16 can hold?",
-        lambda: FP16.max,
-        "Anything from 65520 on becomes inf, and that is what the scaler looks for.",
-        "Run `torch.finfo(torch.float16).max` and compare.",
-        ((65536, "That is 2^16, one step too far: it is already inf in float16."),),
+        "The loss scale is 1024. What is the largest true gradient for which the scaled gradient is not above 65504, "
+        "the largest float16?",
+        lambda: FP16.max / 1024,
+        "It is 65504 / 1024, about {truth:.2f}. A larger scale leaves room for smaller gradients only.",
+        "The scaled gradient is the true one times 1024. Divide.",
+        (
+            (64, "64 times 1024 is 65536: that is already inf in float16. Divide 65504 itself."),
+            (65504, "That is the largest scaled gradient. Divide it by the scale."),
+        ),
+        rel=2e-4,  # two digits after the point are enough, and 64 is too large
     ),
     "after": Question(
-        "A DynamicLossScaler(2**16, 2, 50) meets one overflow. What is its scale afterwards?",
-        _after_one_overflow,
-        "It is divided by scale_factor at once: {truth:g}.",
-        "An overflow acts at once and divides by scale_factor; the window only counts steps without one.",
-        ((65536, "That would hold if nothing had overflowed: look at what scale_factor does."),),
+        "A DynamicLossScaler(2**14, 2, 50) sees 50 finite steps, and then three overflows in a row. What is its scale "
+        "then?",
+        _after_three_overflows,
+        "The 50 finite steps double it to 2^15, and each overflow halves it: {truth:g}.",
+        "What does a full window of finite steps do to the scale, and what does each overflow do?",
+        (
+            (2048, "Three overflows alone would do that. What did the 50 finite steps before them do?"),
+            (16384, "Each of the three overflows halves the scale, not only the first."),
+            (32768, "That is the scale before the three overflows."),
+        ),
     ),
     "weights": Question(
-        "In which dtype does an O2 network keep its parameters: 'float16' or 'float32'?",
-        lambda: "float32",
-        "They are cast at every use, so small updates are not lost: the float32 parameters are the master weights.",
-        "Look at the table of dtypes above: what does its column *weight* say?",
+        "A network has 1,000,000 weights and is trained at O3 in float16. How many bytes do its weights take between "
+        "two steps?",
+        lambda: sum(
+            p.nbytes
+            for p in auto_mixed_precision(torch.nn.Linear(1000, 1000, bias=False, device="meta"), "O3").parameters()
+        ),
+        "At every level each weight keeps its 32 bits, which are 4 bytes: {truth:,}. So small updates are not lost.",
+        "Look at the table of dtypes above: what does its column *weight* say? A byte has 8 bits.",
+        (
+            (2_000_000, "That would be float16. A step casts copies of the weights; what does it keep?"),
+            (32_000_000, "These are bits. A byte has 8 bits."),
+            (6_000_000, "The float16 copies live only while a step runs."),
+        ),
     ),
 }
 

@@ -1,22 +1,26 @@
 """Questions of lesson 01."""
 
+import math
+
 import torch
 
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
-from mpkit.formats import BF16, E4M3FN, FP16, FP32
+from mpkit.formats import BF16, E3M2, FP16, FP32, get_format
 from mpkit.rounding import round_to
 
 QUESTIONS = {
     "smallest": Question(
-        "What is the smallest positive number that fp16 can hold, subnormals included?",
-        lambda: FP16.min_subnormal,
-        "It is 2^-24 = {truth:.4g}; half of it is a tie and rounds to 0.",
-        "Take the pattern in which only the last bit is 1, and look at its value.",
+        "Another format, e4m7, has 4 exponent bits with a bias of 7, and 7 fraction bits. What is the smallest "
+        "positive number that it can hold, subnormals included?",
+        lambda: get_format("e4m7").min_subnormal,
+        "The smallest normal number is 2^(1 - 7) = 2^-6, and seven fraction bits go on to 2^-13 = {truth:.4g}.",
+        "Its smallest normal number is 2^(1 - bias). Which value has the last of the fraction bits there?",
         (
-            (FP16.min_normal, "That is the smallest *normal* number; below it the leading 1 is given up."),
-            (FP16.min_subnormal / 2, "That is exactly half of it: a tie, which goes to the even neighbour, 0."),
+            (2.0**-6, "That is the smallest *normal* number; below it the leading 1 is given up."),
+            (2.0**-14, "The exponent field 0 means the exponent of the field 1, which is 1 - 7 = -6."),
+            (FP16.min_subnormal, "That is the one of fp16, which has a bias of 15 and 10 fraction bits."),
         ),
         rel=1e-2,
     ),
@@ -25,21 +29,34 @@ QUESTIONS = {
         lambda: int(FP16.encode(-2.0)),
         "Sign 1, exponent field 16 (16 - 15 = 1), fraction 0: {truth:#06x}.",
         "Put 1 into the sign, 1 + bias into the exponent field, 0 into the fraction.",
-        ((int(FP16.encode(2.0)), "Only the sign bit, the first one, is wrong."),),
+        (
+            (int(FP16.encode(2.0)), "Only the sign bit, the first one, is wrong."),
+            (
+                1100000000000000,
+                "These are the right bits, read as a decimal number. Write 0b1100000000000000 for them.",
+            ),
+        ),
     ),
     "bf16": Question(
-        "A gradient of 2^-30 is stored in bf16. How many significant bits does it keep?",
-        lambda: BF16.fraction_bits + 1,
-        "All {truth} of them: bf16 has the exponents of float32, but never more bits than this.",
-        "Move the slider of the ranges to -30 and read the line of bf16.",
-        ((FP16.fraction_bits + 1, "That is the precision of fp16, and fp16 has nothing left at 2^-30."),),
+        "A gradient of 2^-130 is stored in bf16. How many significant bits does it keep?",
+        lambda: 1 + round(math.log2(2.0**-130 / BF16.min_subnormal)),
+        "{truth}: 2^-130 is below 2^-126, where the normal numbers of bf16 end, and each halving costs a bit.",
+        "Move the slider of the ranges to -130 and read the line of bf16.",
+        (
+            (BF16.fraction_bits + 1, "So many has a normal number of bf16. Is 2^-130 one?"),
+            (0, "bf16 has subnormal numbers, down to 2^-133."),
+        ),
     ),
     "beyond": Question(
-        "What does 1000 become in e4m3fn by the format's own rule: 'inf', 'nan' or 'saturate'?",
-        lambda: E4M3FN.overflow,
-        "The format has no infinity, so it marks the overflow with its one special pattern; many libraries saturate.",
-        "Set the bits of e4m3fn all to 1, then look at the kind.",
-        (("inf", "e4m3fn gave up infinity to gain the numbers from 256 to 448."),),
+        "What does 100 become in e3m2, by the format's own rule? A number, 'inf' or 'nan'.",
+        lambda: round_to(torch.tensor(100.0), E3M2).item(),
+        "The format saturates: it has neither inf nor NaN, so {truth:g}, its largest number, stands for all larger "
+        "ones.",
+        "Find e3m2 in the table of formats: where does it end, and what becomes of numbers beyond?",
+        (
+            (math.inf, "e3m2 has no inf. What does the last column of the table say?"),
+            (math.nan, "That is e4m3fn. e3m2 has no NaN, either."),
+        ),
     ),
     "range": Question(
         "How many powers of two are normal numbers in fp32 (the count of exponents)?",

@@ -9,62 +9,73 @@ from mpkit.casting import LEVELS, auto_mixed_precision, ledger
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
+from mpkit.formats import dtype_name
 
 
-def _computes(level: str, operation: str) -> str:
-    """What an operation of the residual block computes in at a level with float16."""
-    from mpkit.explorers.casting import walk
+class Squares(nn.Module):
+    """A product that is no matrix product."""
 
-    return next(step.compute for step in walk("residual block", level, "fp16").steps if step.operation == operation)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
 
 
-def _bits(precision: str) -> int:
-    return 32 if precision == "float32" else 16
+class Logs(nn.Module):
+    """The logarithm of softmax, in two operations."""
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return torch.log(torch.softmax(z, -1))
+
+
+def _product_bits() -> int:
+    with ledger(auto_mixed_precision(network := Squares(), "O1", torch.float16)) as book:
+        network(torch.ones(2))
+    return 32 if book.rows[0].compute == "float32" else 16
 
 
 def _lost_probabilities() -> int:
-    from mpkit.explorers.casting import LogSoftmaxExplorer
-
-    return LogSoftmaxExplorer(level="O2", fmt="fp16").lost
+    logits = -2.0 * torch.arange(17)
+    return int(auto_mixed_precision(Logs(), "O2", torch.float16)(logits).isinf().sum())
 
 
 def _auto_bias() -> str:
-    import torch
-    from torch import nn
-
-    from mpkit.casting import auto_mixed_precision
-    from mpkit.formats import dtype_name
-
     return dtype_name(auto_mixed_precision(nn.Linear(2, 2), "auto")(torch.ones(1, 2)).dtype)
 
 
 def _protected() -> list[str]:
-    from mpkit.casting import get_black_list
-
-    return sorted(cls.__name__ for cls in get_black_list())
+    modules = (
+        nn.BatchNorm1d(4),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm1d(4),
+        nn.LayerNorm(4),
+        nn.RMSNorm(4),
+        nn.Softmax(-1),
+    )
+    network = nn.Sequential(*modules)
+    with ledger(auto_mixed_precision(network, "O2", torch.bfloat16)) as book:
+        network(torch.ones(3, 4, 4))
+    return [type(m).__name__ for m, row in zip(modules, book.rows, strict=True) if row.compute == "float32"]
 
 
 QUESTIONS = {
-    "norm": Question(
-        "In how many bits does a BatchNorm2d compute at O2 in float16?",
-        lambda: _bits(_computes("O2", "batch_norm")),
-        "{truth} bits: batch norm is on the black list. Yet its input and its result have 16 bits.",
-        "Show the first view as a table at O2: what does its column *computes in* say?",
-        ((16, "That is the width of its input and of its result; ask the ledger what it computes in."),),
-    ),
-    "add": Question(
-        "In how many bits is the residual sum `x + y` computed at O1 in float16?",
-        lambda: _bits(_computes("O1", "add")),
-        "{truth} bits: add is not on the white list, and everything between white-listed operations is float32.",
+    "product": Question(
+        "x and y are results of two layers. In how many bits is `x * y`, their product element by element, computed at "
+        "O1 in float16?",
+        _product_bits,
+        "{truth} bits: it is no matrix product and not on the white list, and a listed layer gives float32 to the "
+        "next.",
         "Which operations are on O1's list? Only those are cast, the others take what they get.",
-        ((16, "That would be O2 or O3. At O1, results of listed operations are cast back to float32."),),
+        ((16, "That is so for `x @ y`, a matrix product. Is `*` on the white list, too?"),),
     ),
     "lost": Question(
-        "log(softmax(z)) is computed for the logits 0, -1, ..., -32 at O2 in fp16. How many results are -inf?",
+        "log(softmax(z)) is computed for the 17 logits 0, -2, -4, ..., -32 at O2 in float16. How many results are "
+        "-inf?",
         _lost_probabilities,
-        "{truth}: every probability below half of the smallest float16, 2^-25 = 3e-8, becomes 0.",
-        "Set the second view to O2 and fp16, or count the z with softmax(z) < 2^-25.",
-        ((0, "O2 does not protect softmax: only the four norm classes are on its list."),),
+        "{truth}: every probability of at most half of the smallest float16, 2^-25 = 3e-8, becomes 0.",
+        "Give -2.0 * torch.arange(17) to a `Head` at O2 as above, and count what `isinf()` finds.",
+        (
+            (0, "O2 does not protect softmax: only the four norm classes are on its list."),
+            (16, "That is for the 33 logits of the view. Here the logits lie 2 apart."),
+        ),
     ),
     "bias": Question(
         "Which dtype does an nn.Linear *with* bias return at level auto in float16? Answer 'float16' or 'float32'.",
@@ -74,10 +85,16 @@ QUESTIONS = {
         (("float16", "Without a bias that is right. With a bias, a float16 and a float32 tensor are added."),),
     ),
     "black": Question(
-        "Name the four classes that compute in float32 at O2. Give a sorted list of class names.",
+        "Which of these compute in float32 at O2: BatchNorm1d, GroupNorm, InstanceNorm1d, LayerNorm, RMSNorm, Softmax? "
+        "A list of their names.",
         _protected,
-        "{truth}. GroupNorm, InstanceNorm, softmax and losses are not among them.",
-        "Print get_black_list().",
+        "{truth}. The other norms are not on the black list, and neither are softmax and the losses.",
+        "Print get_black_list(): only the classes on it are kept in float32.",
+        (
+            (lambda v: isinstance(v, list | tuple) and len(v) > 2, "O2's list is short: not every norm is on it."),
+            (["LayerNorm"], "One more is missing."),
+            (["BatchNorm1d"], "One more is missing."),
+        ),
     ),
 }
 

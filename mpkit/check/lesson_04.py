@@ -19,21 +19,23 @@ def _recommended() -> int:
 
 QUESTIONS = {
     "edge": Question(
-        "Which is the largest magnitude that float16 rounds to zero? Write it as 2^n, and give n.",
-        lambda: round(math.log2(FP16.min_subnormal / 2)),
-        "Half the smallest subnormal lies exactly between 0 and 2^-24, and the tie goes to the even one, zero.",
-        "The smallest subnormal is 2^-24. Which numbers lie closer to zero than to it, and where does the tie go?",
+        "Which is the largest magnitude that e5m2 rounds to zero? Write it as 2^n, and give n.",
+        lambda: round(math.log2(E5M2.min_subnormal / 2)),
+        "Half the smallest subnormal lies exactly between 0 and 2^-16, and the tie goes to the even one, zero.",
+        "The smallest subnormal is 2^-16. Which numbers lie closer to zero than to it, and where does the tie go?",
         (
-            (-24, "2^-24 itself is kept: it is the smallest subnormal."),
+            (-16, "2^-16 itself is kept: it is the smallest subnormal."),
             (-14, "2^-14 is the smallest normal number."),
-            (2.0**-25, "That is the magnitude itself. The question asks for n, its exponent."),
+            (-25, "That is float16. e5m2 has the same exponents, but only 2 fraction bits."),
+            (2.0**-17, "That is the magnitude itself. The question asks for n, its exponent."),
         ),
     ),
     "shift": Question(
-        "By how many powers of two does a static scale of 2^10 move the histogram to the right?",
-        lambda: 10,
-        "Scaling by a power of two changes the exponent alone, so it costs no precision.",
-        "Multiply 2^-20 by 2^10 and compare the exponents.",
+        "By how many powers of two does a static scale of 32768 move the histogram to the right?",
+        lambda: round(math.log2(32768)),
+        "32768 is 2^{truth}. Scaling by a power of two changes the exponent alone, so it costs no precision.",
+        "Write 32768 as a power of two.",
+        ((32768, "That is the factor itself. Which power of two is it?"),),
     ),
     "recommended": Question(
         "For gradients of weights after 0 steps in e5m2, the view recommends a scale of 2^n. Which n is it?",

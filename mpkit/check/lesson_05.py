@@ -20,6 +20,19 @@ def _halvings() -> int:
     return int((~(run(policy, [False] * 40).scale > 2.0**10)).argmax()) + 1
 
 
+def _failed_probes() -> int:
+    scaler, skipped = DynamicLossScaler(2.0**16, 2, 4), 0
+    for _ in range(100):
+        finite = float(scaler.scale_value) <= 2.0**16
+        skipped += not finite
+        scaler.adjust(torch.tensor(finite))
+    return skipped
+
+
+def _at_the_floor() -> int:
+    return run(preset("mpkit", init_scale=2.0**10, min_scale=2.0**4), [False] * 20).raised_at + 1
+
+
 QUESTIONS = {
     "sequence": Question(
         "A scaler starts at 1024, with factor 2 and window 3. Two finite steps, an overflow and two finite steps "
@@ -39,16 +52,25 @@ QUESTIONS = {
         "Each skipped step halves the scale once. How many halvings from 2**24 to 2**10?",
     ),
     "window": Question(
-        "The ceiling does not move. Does a smaller scale_window skip 'more' or 'fewer' steps?",
-        lambda: "more",
-        "The scale probes the ceiling after every window, and each probe that fails costs a step.",
-        "In the view, change scale_window from 50 to 5 and count the skipped steps.",
+        "The ceiling stays just above 2^16. A scale starts at 2^16, with factor 2 and window 4. How many of the first "
+        "100 steps are skipped?",
+        _failed_probes,
+        "{truth}: after every four finite steps comes a probe, and it fails. A window of 9 would skip only 10 steps.",
+        "Go through the first ten steps: when does the scale double, and what happens in the step after it?",
+        (
+            (25, "The step that is skipped is one more: it comes after four finite ones."),
+            (0, "After four finite steps the scale doubles, and 2^17 is above the ceiling."),
+            (1, "The scale probes again after every four finite steps."),
+        ),
     ),
     "floor": Question(
-        "Every step overflows, even at scale 1. Where is the cause: in the 'scale' or in the 'model'?",
-        lambda: "model",
-        "A scale of 1 changes nothing, so the overflow is there without any scaling.",
-        "What does multiplying the loss by 1 do to its gradients?",
+        "A scale starts at 2^10, with factor 2, and its floor is 2^4. Then the model breaks, and every step overflows. "
+        "Which overflow, counted from 1, is the first that happens at the floor?",
+        _at_the_floor,
+        "Number {truth}: six overflows bring the scale down, and the next one finds it at the floor. It should be "
+        "reported.",
+        "How many halvings lead from 2^10 to 2^4, and which overflow comes after them?",
+        ((6, "The sixth overflow still lowers the scale: from 2^5 to 2^4."),),
     ),
 }
 

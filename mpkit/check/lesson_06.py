@@ -22,6 +22,16 @@ def _early_norm() -> float:
     return float(handed_over(micro_gradients(1), 4096.0, 0.25, "clip, unscale").norm())
 
 
+def _too_small() -> float:
+    """The first of four micro-batches in an update with one division, over the same with four."""
+    from mpkit.explorers.training import handed_over
+
+    micro = torch.zeros(4, 1)
+    micro[0] = 1.0
+    once, often = (handed_over(micro, 2.0, 1e9, order) for order in ("unscale, clip", "unscale each micro-batch"))
+    return float(once / often)
+
+
 QUESTIONS = {
     "scale": Question(
         "A step starts with the scale 4096 and the scale_factor 2. Its batch holds an inf. What is the next scale?",
@@ -31,10 +41,14 @@ QUESTIONS = {
         ((4096, "That is the scale of the step itself; phase 8 adjusts it."),),
     ),
     "weights": Question(
-        "How many weights does a skipped step change?",
-        lambda: 0,
-        "None. Momentum and step counter do not change either: for the optimizer this batch never came.",
-        "Look at phase 7 with the inf in the batch.",
+        "Adam counts its steps. A run has 100 training steps, and 4 of them are skipped. What does Adam's counter say?",
+        lambda: 100 - 4,
+        "{truth}: a skipped step changes neither weights nor momentum nor counter. For Adam its batch never came.",
+        "Look at phase 7 with the inf in the batch: is the optimizer called?",
+        (
+            (100, "In a skipped step the optimizer is not called at all."),
+            (4, "These are the steps in which the optimizer is not called."),
+        ),
     ),
     "clip": Question(
         "At a scale of 4096, gradients are clipped to the norm 0.25 and then unscaled. Which norm do they have now?",
@@ -45,11 +59,16 @@ QUESTIONS = {
         rel=2e-2,  # two digits are enough
     ),
     "divisions": Question(
-        "An update uses four micro-batches. How often must the gradients be divided by the scale in one update?",
-        lambda: 1,
-        "Once, after the last backward pass; all four are summed at the same scale.",
-        "What happens to the first micro-batch's gradient if it is divided after every backward pass?",
-        ((4, "Then the gradient of the first micro-batch is divided four times."),),
+        "An update uses four micro-batches at a scale of 2. By mistake the gradients are divided by the scale after "
+        "each of the four backward passes. How many times too small is then what the first micro-batch adds?",
+        _too_small,
+        "{truth:g} times: it was multiplied by 2 once and divided by 2 four times. Divide once, after the last pass.",
+        "How often is the gradient of the first micro-batch multiplied by 2, and how often divided by 2?",
+        (
+            (16, "It is divided four times, but it was also multiplied by the scale once."),
+            (4, "It is divided four times in all, and one of them is right."),
+            (2, "It is divided after each of the four passes, not only after two."),
+        ),
     ),
 }
 

@@ -12,12 +12,11 @@ from mpkit.check.task import Task
 from mpkit.explorers.optimizers import first_adam_step
 from mpkit.formats import FP16
 from mpkit.optimizers import SGD
-from mpkit.rounding import round_to
 
 
-def _least_eps() -> int:
-    """The smallest power of ten, as an exponent, that float16 does not round to 0."""
-    return min(e for e in range(-12, 0) if float(round_to(torch.tensor(10.0**e), FP16)) > 0)
+def _least_gradient() -> int:
+    """The smallest power of two, as an exponent, whose v float16 does not round to 0 in Adam's first step."""
+    return min(e for e in range(-20, 0) if float(first_adam_step(torch.tensor(2.0**e), 1e-8, FP16).moment2) > 0)
 
 
 def _without_master() -> float:
@@ -28,14 +27,17 @@ def _without_master() -> float:
 
 
 QUESTIONS = {
-    "eps": Question(
-        "eps is a power of ten, 10^n. Which is the smallest eps that float16 stores as a number above 0? Give n.",
-        _least_eps,
-        "10^{truth} is above half of the smallest subnormal, 2.98e-08. The next power of ten, 1e-08, is below it.",
-        "Half of float16's smallest subnormal number is 2.98e-08.",
+    "square": Question(
+        "A gradient is a power of two, 2^n, and Adam's beta2 is 0.999. What is the smallest n with which float16 "
+        "stores v as a number above 0 after the first step?",
+        _least_gradient,
+        "v is 0.001 x 2^-14 = 6.1e-08 there. With half this gradient it is a quarter of that, and rounds to 0.",
+        "v is 0.001 times the square of the gradient, and float16 rounds all up to 2^-25 = 2.98e-08 to 0.",
         (
-            (-8, "1e-08 is below half of the smallest subnormal number: it rounds to 0."),
-            (1e-7, "That is eps itself. The question asks for n, its exponent."),
+            (-8, "Then v is 0.001 x 2^-16 = 1.5e-08: it rounds to 0."),
+            (-6, "There v is above 0, but a smaller gradient will do."),
+            (-12, "There the square itself is above 0. But v takes only 0.001 of it."),
+            (2.0**-7, "That is the gradient itself. The question asks for n, its exponent."),
         ),
     ),
     "lost": Question(
@@ -46,10 +48,15 @@ QUESTIONS = {
         ((0.99, "That is what a float32 master copy would hold."),),
     ),
     "factor": Question(
-        "sens is 1024. The optimizer's loss_scale was forgotten, so it is 1. How many times too long is one SGD step?",
-        lambda: 1024.0 / 1.0,
-        "The gradient arrives multiplied by sens, and nothing divides it: {truth:g} times.",
+        "sens is 2^12, and the optimizer's loss_scale is 2^8 by mistake. How many times too long is one SGD step?",
+        lambda: 2.0**12 / 2.0**8,
+        "The gradient arrives multiplied by sens and is divided by loss_scale: 2^12 / 2^8, {truth:g} times.",
         "What multiplies the gradient, and what divides it?",
+        (
+            (2.0**12, "That would be so if the optimizer divided by nothing."),
+            (2.0**-4, "sens is the larger one, so the steps are too long."),
+            (4, "That is the exponent: 2^12 / 2^8 is 2^4."),
+        ),
     ),
 }
 
