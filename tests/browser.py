@@ -35,6 +35,8 @@ QUIET = [
 FRONTEND = os.environ.get("MPKIT_FRONTEND", "jupyterlab")
 PLACES = {"jupyterlab": "doc/tree", "notebook": "notebooks"}
 
+NARROW = 732  # pixels that JupyterLab leaves to the output of a cell in a window of 900, its side bars closed
+
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # views below the fold are on the page too
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from browser import NOTEBOOKS, Page, visit
+from browser import NARROW, NOTEBOOKS, Page, visit
 
 pytestmark = pytest.mark.browser  # all in one file: a second JupyterLab with its page would cost 20 s
 
@@ -65,6 +65,12 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
         opened.settled(2, quiet=0.3)
         gaps = "drawn = sorted(dynamics.explorer.drawn)\nprint(sum(b - a > 1 for a, b in zip(drawn, drawn[1:])))"
         assert told(gaps) == "1"  # two strokes, each whole
+
+        before = page.viewport_size
+        page.set_viewport_size({"width": 900, "height": 1600})
+        opened.settled(2)
+        assert page.locator(".mpk-stage").last.bounding_box()["width"] >= NARROW  # what the tests of scenes take it for
+        page.set_viewport_size(before)
     finally:
         opened.close()
     page.wait_for_timeout(300)  # pictures of other values were on their way: none asks a kernel that has gone for more

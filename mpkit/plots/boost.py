@@ -221,7 +221,7 @@ def centralize_scene(data: CentralizeExplorer) -> Scene:
     reach = 1.15 * float(data.grad.abs().max())
     n = data.grad.shape[1]
     x, y = linear("entry", -1, n, 5), linear("gradient", -reach, reach, 4)
-    entries = scene.panel(title=f"output {data.output}: entries and mean", x=x, y=y)
+    entries = scene.panel(title=f"{data.layer}, output {data.output}: entries and mean", x=x, y=y)
     entries.rule("y", 0, "muted", width=0.8)
     used = data.row_used.numpy()
     entries.points(data.row.numpy(), color="reference", size=1.8, width=1, label="before")
@@ -230,7 +230,7 @@ def centralize_scene(data: CentralizeExplorer) -> Scene:
     before, after = data.grad.mean(1).numpy(), data.used.mean(1).numpy()
     top = 1.2 * max(float(np.abs(before).max()), 1e-12)
     x, y = linear("output", -1, len(before), 4), linear("mean of its gradient", -top, top, 4)
-    means = scene.panel(0, 1, title=f"{data.layer}: mean of every output", x=x, y=y)
+    means = scene.panel(0, 1, title="mean of every output", x=x, y=y)
     means.rule("y", 0, "muted", width=0.8)
     means.points(before, color="reference", size=2.5, quiet=True)
     means.points(after, color="own", size=3.4, width=1.4, fill="none", quiet=True)

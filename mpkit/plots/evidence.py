@@ -142,7 +142,7 @@ def run_scene(data: RunExplorer) -> Scene:
 
 def what_if_scene(data: WhatIfExplorer) -> Scene:
     """The replayed scale under its ceiling, recorded or drawn; beside it what every pair loses under that ceiling."""
-    scene = Scene(height=400, width=1000, cols=(1.75, 1))
+    scene = Scene(height=400, width=1000, cols=(1.4, 1))
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
     chosen = [(f, w) for f, w in ((data.factor, data.window),) if f in data.factors and w in data.windows]
     cells = [(data.factors.index(f), data.windows.index(w)) for f, w in chosen]

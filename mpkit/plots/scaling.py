@@ -200,7 +200,7 @@ def zoo_scene(data: ZooExplorer) -> Scene:
         row, column = divmod(i, columns)
         x = linear("", 0, count - 1, 2) | {"blank": True}
         y = log2("", low, high) | {"blank": True, "ticks": []}
-        panel = scene.panel(row + 1, column, title=name, title_size=10.5, x=x, y=y, pad=[24, 6, 6, 8])
+        panel = scene.panel(row + 1, column, title=name, title_size=10, x=x, y=y, pad=[24, 6, 6, 8])
         panel.line(ceiling, color="overflow", width=1, step="mid")
         _rule(panel, data, i, (low, high), "own" if i == first else "zero" if i == second else "reference", width=1.8)
     return scene

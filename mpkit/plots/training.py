@@ -109,7 +109,7 @@ def step_scene(data: StepExplorer) -> Scene:
             panel.boxes(*box, fill="overflow/0.22", edge="overflow", width=1.5, radius=5, only=(i, 7))
         panel.boxes(*box, edge="own", width=4, radius=5, only=(i, i))
         head = {"anchor": "start", "valign": "top"}
-        panel.text(f"{i + 1} {phase.name}", x + 0.04, y + 0.75, weight="bold", size=11, **head)
+        panel.text(_wrapped(f"{i + 1} {phase.name}"), x + 0.04, y + 0.77, weight="bold", size=11, **head)
         panel.text(phase.code, x + 0.04, y + 0.61, color="muted", **head)
         panel.text(_wrapped(phase.seen), x + 0.04, y + 0.47, **head)
     for i, ((x, y), (to, down)) in enumerate(pairwise(places)):
