@@ -46,6 +46,12 @@ def test_what_is_done_faster_than_the_kernel_answers_arrives(lab, context):
         opened.settled(1)
         assert told("print(f'{bits.explorer.pattern:016b}')") == "1000001111111111"
 
+        number = page.locator("[data-control=number]")
+        number.fill("0.75")
+        number.press("Enter")
+        opened.settled(1)
+        assert told("print(bits.explorer.value)") == "0.75"
+
         grip = page.locator("[data-name=scale_window]")
         grip.scroll_into_view_if_needed()
         at = grip.locator("circle").bounding_box()

@@ -738,6 +738,27 @@ def test_a_text_that_is_being_typed_outlives_an_answer(show):
     assert asked(tab) == [{"number": "0.7"}]
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_enter_ends_typing_once(show, taken):
+    """Trap: inside a cell JupyterLab takes away the line break (`insertLineBreak`) by which Enter ends it."""
+    tab = show(VIEWS["formats.bits"](), dynamics_view())
+    if taken:
+        tab.evaluate("document.addEventListener('beforeinput', (e) => e.data === null && e.preventDefault())")
+    told = "([i, name]) => models[i].sent.filter(([kind, q]) => kind === 'ask' && name in q.ask).map(([, q]) => q.ask)"
+    for i, name, where, value in ((0, "number", "control", "0.7"), (1, "scale_window", "box", 77)):
+        box = tab.locator(f"[data-{where}={name}]")
+        box.click()
+        tab.keyboard.press("Control+a")
+        tab.keyboard.type(str(value))
+        tab.keyboard.press("Enter")
+        assert tab.evaluate(told, [i, name]) == [{name: value}]
+        assert box.evaluate("(e) => e === document.activeElement")  # the next number can be typed at once
+    step = tab.get_by_role("spinbutton", name="step", exact=True)
+    step.fill("33")
+    step.press("Enter")
+    assert tab.locator("[data-name=step]").get_attribute("aria-valuenow") == "33"
+
+
 def test_a_handle_of_the_played_step_needs_no_kernel(show):
     tab = show(dynamics_view(step=50))
     dawdle(tab)

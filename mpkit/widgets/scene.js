@@ -27,7 +27,7 @@ const px = (v) => Math.round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const plain = (v) => String(+(+v).toPrecision(4));
 const said = (v, axis) => axis.names?.[Math.round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
-	: plain(axis.format === "log10" ? 10 ** v : v) + (axis.unit ?? ""));
+	: plain(axis.format === "log10" ? 10 ** v : v));
 
 // What mpkit/widgets/ahead.py packed: [path, values] of all that differs.
 async function unpacked(data) {
@@ -216,7 +216,7 @@ function axes(g, moved, names, p) {
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
-		for (const [value, name] of axis.ticks ?? []) {
+		for (const [value, name] of axis.ticks) {
 			const v = across ? p.X(value) : p.Y(value);
 			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
@@ -257,12 +257,11 @@ function render({ model, el }) {
 	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
 	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
-	const player = part("player"), form = part("form"), status = part("status", { role: "status" }), more = html(root, "details", { class: "mpk-table" });
-	const table = (html(more, "summary", { tabindex: 0 }, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
+	const player = part("player"), form = part("form"), status = part("status", { role: "status" }), more = html(root, "details");
+	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
 	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-	const tellKernel = (name, v) => { model.set(name, v); model.save_changes(); };
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
 	// has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
 	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
@@ -290,7 +289,8 @@ function render({ model, el }) {
 	function want(name) {
 		const { tokens, busy } = model.get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
 		if (!root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
-		tellKernel("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
+		model.set("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
+		model.save_changes();
 	}
 	async function arrived() {
 		const given = model.get("ahead"), base = { spec: model.get("spec"), kept: model.get("kept") };
@@ -315,6 +315,7 @@ function render({ model, el }) {
 	}
 	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
 	on(root, "change focusout", () => (typing = null), true);
+	on(root, "keydown", (e) => { if (typing && e.key === "Enter") { e.target.blur(); e.target.focus(); } }); // JupyterLab stops what ends typing
 	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
 
 	// ---- the picture
@@ -395,7 +396,7 @@ function render({ model, el }) {
 			button = press(player, "Play", () => (frame ? pause() : play()));
 			fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
 			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
-			slider = html(player, "input", { type: "range", min: 0, "aria-label": spec.index.label });
+			slider = html(player, "input", { type: "range", "aria-label": spec.index.label });
 			on(slider, "input", () => go(+slider.value));
 			output = html(player, "label");
 			typed = html(output, "input", { type: "number" });
@@ -410,7 +411,7 @@ function render({ model, el }) {
 		timer = setTimeout(() => { timer = 0; if (model.get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
 		mark();
 	}
-	function pause() { if (!frame) return; cancelAnimationFrame(frame); frame = 0; button.textContent = "Play"; show(index); tell(0); }
+	function pause() { if (!frame) return; frame = cancelAnimationFrame(frame); button.textContent = "Play"; show(index); tell(0); }
 	function play() {
 		const last = spec.index.count - 1, first = index >= last ? 0 : pos, start = performance.now();
 		const every = Math.max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
@@ -464,7 +465,7 @@ function render({ model, el }) {
 		place(h, to);
 		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
-		h.sent = true; // stays where it was put until it is drawn there
+		h.sent = true; // stays where it is put until drawn there
 		choose(name, to, { [name]: h.m.gesture ? [index, to] : h.m.log2 ? 2 ** to : to }, h.m.gesture ? name + index : name);
 	}
 	function key(e, h) {
@@ -536,7 +537,7 @@ function render({ model, el }) {
 			const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
 			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true }, NaN)); continue; }
 			html(line, "span", {}, c.label);
-			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, min: 0, max: c.grid?.length - 1, "data-control": c.name, "aria-label": c.label });
+			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, max: c.grid && c.grid.length - 1, "data-control": c.name, "aria-label": c.label });
 			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
