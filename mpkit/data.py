@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.arguments import check_choice, check_flags, is_whole
-from mpkit.files import read_npz
+from mpkit.files import read_npz, regular
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
 _DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
@@ -167,7 +167,7 @@ def _read_idx(path: Path) -> np.ndarray:
     remedy = "delete it and call mnist(download=True), or copy it again"
     header = 4 + 4 * len(shape)
     try:
-        with gzip.open(path) as file:
+        with gzip.open(regular(path)) as file:
             content = file.read(header + math.prod(shape) + 1)  # no more, however much the file would unpack to
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file ({error}); {remedy}") from error

@@ -46,6 +46,17 @@ def _named(path: object) -> Path:
     return Path(path)
 
 
+def regular(path: str | Path) -> Path:
+    """The path of what may be read to its end.
+
+    Raises:  ValueError for a device or a pipe, which a link in a stranger's folder can lead to: they may never end.
+    """
+    path = _named(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is a device or a pipe, which may never end; copy what it gives into a file")
+    return path
+
+
 def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync: bool = True) -> None:
     """Write a file beside `path`, then put it in place at once: whoever looks sees the old file or the new one.
 
@@ -145,8 +156,9 @@ def read_json(path: str | Path) -> Any:
 
     Raises:  ValueError, which names the file, for anything that is no JSON; OSError.
     """
+    path = regular(path)
     try:
-        return json.loads(_named(path).read_text(encoding="utf-8-sig"))  # editors of Windows begin with a mark
+        return json.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin with a mark
     except RecursionError:
         raise ValueError(f"{path} is no JSON file that can be read: it is nested too deeply") from None
     except ValueError as error:  # of JSON, or of bytes that are no text
@@ -158,7 +170,7 @@ def read_npy(path: str | Path) -> np.ndarray:
 
     Raises:  ValueError, which names the file, unless it holds as many bytes as its header says; OSError.
     """
-    path = _named(path)
+    path = regular(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         try:
@@ -175,7 +187,7 @@ def read_npz(path: str | Path | io.BytesIO, name: object = None) -> dict[str, np
     Raises:  ValueError, which names the file, for one that is damaged, pickled, or would grow more than `DENSEST` times
              beyond `SMALL` bytes; FileNotFoundError.
     """
-    source = path if isinstance(path, io.BytesIO) else _named(path)
+    source = path if isinstance(path, io.BytesIO) else regular(path)
     try:
         with zipfile.ZipFile(source) as file:
             check_growth(file)
@@ -187,7 +199,10 @@ def read_npz(path: str | Path | io.BytesIO, name: object = None) -> dict[str, np
 
 
 def check_growth(file: zipfile.ZipFile) -> None:
-    """Raise ValueError for a zip file with a name twice, a foreign compression, or far more inside than it is long."""
+    """Raise ValueError for a zip file with a name twice, a foreign compression, or far more inside than it is long.
+
+    Entries that lie in each other are refused too: each byte of the file would count as often as it is unpacked.
+    """
     if not isinstance(file, zipfile.ZipFile):
         raise TypeError(f"file must be an open ZipFile, got {type(file).__name__}")
     entries = file.infolist()
@@ -196,9 +211,17 @@ def check_growth(file: zipfile.ZipFile) -> None:
         raise ValueError(f"it holds {twice[0]!r:.80} twice")
     if any(e.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or e.flag_bits & 1 for e in entries):
         raise ValueError("it is encrypted, or compressed in a way that nothing here writes")
+    _check_apart(file)
     packed, whole = sum(e.compress_size for e in entries), sum(e.file_size for e in entries)
     if whole > max(SMALL, DENSEST * packed):
         raise ValueError(f"its {packed} bytes would become {whole}")
+
+
+def _check_apart(file: zipfile.ZipFile) -> None:
+    """Raise ValueError where the entries of a zip file are together longer than what lies before its list of them."""
+    packed = sum(entry.compress_size for entry in file.infolist())
+    if packed > file.start_dir:
+        raise ValueError(f"its entries lie in each other: {packed} bytes in {file.start_dir}")
 
 
 def _member(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
@@ -245,9 +268,10 @@ def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
     """
     import torch
 
-    with _named(path).open("rb") as file:
+    with regular(path).open("rb") as file:
         try:
             with zipfile.ZipFile(file) as records:
+                _check_apart(records)
                 sizes = Counter(e.file_size for e in records.infolist())
                 if any(e.compress_type != zipfile.ZIP_STORED for e in records.infolist()):
                     raise ValueError("it is compressed, which torch.save does not do")

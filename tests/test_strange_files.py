@@ -18,6 +18,7 @@ import tempfile
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from mpkit.boost.dim_reduce.pca import read_pca_rows, write_pca_files
 from mpkit.boost.dim_reduce.snapshots import WeightSnapshots, read_snapshots
 from mpkit.experiment import Results, command, experiment, train
 from mpkit.experiment.engine import _Plan
-from mpkit.files import read_npy, read_npz
+from mpkit.files import read_npy, read_npz, read_tensors
 from mpkit.model import Model
 from mpkit.optimizers import Momentum
 from mpkit.record import AmaxTrace, Trace
@@ -406,6 +407,60 @@ def test_a_file_that_grows_a_thousandfold_is_refused_before_it_is_unpacked(tmp_p
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
+
+
+def _sharing(names: list[str], content: bytes, packed: bool) -> bytes:
+    """A zip file whose entries are the same bytes: the header of each holds those of all that follow as its own."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    data = deflate.compress(content) + deflate.flush() if packed else content
+    common = (8 * packed, 0, 0, zlib.crc32(content), len(data), len(content))
+    heads, listed, at = b"", b"", 0
+    for i, name in enumerate(map(str.encode, names)):
+        rest = sum(30 + len(later) for later in names[i + 1 :])
+        heads += struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 0, *common, len(name), rest) + name
+        listed += struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, *common, len(name), 0, 0, 0, 0, 0, at) + name
+        at += 30 + len(name)
+    body = heads + data
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, len(names), len(names), len(listed), len(body), 0)
+    return body + listed + end
+
+
+def test_entries_that_lie_in_each_other_are_refused_before_they_are_unpacked(tmp_path):
+    """Else 100 kB become gigabytes, each entry by no more than the allowed factor. Not every Python looks at this."""
+    array = io.BytesIO()
+    np.save(array, np.tile(np.arange(200, dtype=np.uint8), 10_000))
+    path = tmp_path / "bomb.npz"
+    path.write_bytes(_sharing([f"{i:03}.npy" for i in range(200)], array.getvalue(), packed=True))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="its entries lie in each other"):
+            read_npz(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
+    path.write_bytes(_sharing(["c/data.pkl", "c/data/0"], bytes(1000), packed=False))
+    with pytest.raises(ValueError, match="its entries lie in each other"):
+        read_tensors(path)
+    path.write_bytes(_sharing(["000.npy"], array.getvalue(), packed=True))
+    assert read_npz(path)["000"].shape == (2_000_000,)
+
+
+ELSE = {  # what does not call it a device
+    "components": "must be an existing .npy file",
+    "grid": "there is no file",
+    "index of a store": "no experiment in",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_link_to_a_device_or_a_pipe_is_refused_unread(name, place):
+    """One to /dev/zero would take all memory, and a pipe wait for ever."""
+    path = KINDS[name].make(place)
+    path.unlink()
+    path.symlink_to(os.devnull)
+    with pytest.raises(KINDS[name].refused, match=ELSE.get(name, "is a device or a pipe")):
+        KINDS[name].load(path)
 
 
 def test_a_text_beyond_unicode_is_refused(tmp_path):

@@ -361,6 +361,7 @@ RIGHT_FOR = {  # one callable's own
     "files.short": {"error": lambda: ValueError("x")},
     "files.write_whole": {"path": lambda: FILES / "a", "write": lambda: lambda file: None},
     "files.write_tensors": {"path": lambda: FILES / "a", "state": dict},
+    "files.regular": {"path": lambda: FILES},
     "files.drafts_of": {"path": lambda: FILES / "a"},
     "files.read_json": {"path": lambda: on_disk("a.json", "{}")},
     "files.read_npy": {"path": lambda: on_disk("a.npy", np.ones(2))},

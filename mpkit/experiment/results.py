@@ -20,7 +20,7 @@ from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
-from mpkit.files import check_growth, short, write_whole
+from mpkit.files import check_growth, regular, short, write_whole
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
 def _unpack(path: Path, to: Path) -> None:
     """The files of a zip file that `Results.save` made; names and sizes are looked at before anything is written."""
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(regular(path)) as file:
             check_growth(file)
             if strange := [n for n in file.namelist() if n != INDEX and not _NAME.fullmatch(n)]:
                 raise ValueError(f"it holds {strange[0]!r:.80}, which no experiment writes")
@@ -137,7 +137,7 @@ class Results:
             raise ValueError(f"the name must end in .zip, so that load recognises the file, got {path}")
         rows = [*self._rows.values(), *self._timed.values()]
         files = {f"{r.stem}.{end}": self.folder for r in rows for end in ("json", "npz", "trace.npz")}
-        held = {name: (home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
+        held = {name: regular(home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
         held[INDEX] = index_text(self._index).encode()
 
         def pack(open_: IO[bytes]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
-from mpkit.files import read_json, read_npz, short, write_whole
+from mpkit.files import read_json, read_npz, regular, short, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ class Row:
 
     def _read(self, ending: str, expected: str) -> bytes:
         path = self.folder / f"{self.stem}.{ending}"
-        data = path.read_bytes() if path.exists() else b""
+        data = regular(path).read_bytes() if path.exists() else b""
         if digest(data) != expected:
             raise ValueError(
                 f"{path} is not what the run wrote; delete it, and the same call of experiment makes it anew"
@@ -316,7 +316,7 @@ class Folder:
     def token(self) -> str:
         """What tells this folder from any other of the same path, on another machine say."""
         path = self.path / TOKEN
-        return path.read_text() if path.exists() else ""
+        return regular(path).read_text() if path.exists() else ""
 
     @property
     def stopping(self) -> bool:
@@ -332,7 +332,7 @@ class Folder:
         """A finished cell; None when there is none, and with a warning when its file cannot be used."""
         path = self.path / f"{stem}.json"
         try:
-            row = parsed(path.read_bytes().decode(), self.path)
+            row = parsed(regular(path).read_bytes().decode(), self.path)
             if row.stem != stem:
                 raise ValueError("the file does not hold the cell that it is named after")
             return row
