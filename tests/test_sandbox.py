@@ -118,6 +118,52 @@ ATTACKS = {
         "import fractions",
     ),
     "the file of the tests": ("def f(x):\n    return eval(open('/proc/self/fd/0').read())", None),
+    "an attribute in a pattern": (
+        "def f(x):\n    match f:\n        case object(__globals__=g):\n            return g['_want'][x]",
+        None,
+    ),
+    "a module called self": (
+        "def f(x):\n    self = random\n    system = self._os\n    system.write(1, b'0')\n    return 2.0 * x + 1",
+        "import random",
+    ),
+    "a private part of a module by a method": (
+        "class A:\n    def g(self):\n        return self._os\ndef f(x):\n    A.g(random)\n    return 2.0 * x + 1",
+        "import random",
+    ),
+    "names of the caller, by NumPy": ("def f(x):\n    return float(numpy.bmat('_want')[0, x])", "import numpy"),
+    "names of the caller, by NumPy without its name": (
+        "def f(x):\n    return float(TOOLS[0]('_want')[0, x])",
+        None,
+    ),
+    "a verdict in the answers' pipe": (
+        WRONG,
+        "import torch\nlog = torch.autograd.graph.logging\nfor n in range(3, 20):\n    try:\n"
+        "        h = log.FileHandler(f'/proc/self/fd/{n}', 'a')\n        h.emit(log.makeLogRecord({'msg': '\"\"'}))\n"
+        "        h.close()\n    except BaseException:\n        pass",
+    ),
+    "attributes in the form of a log": (
+        "class W:\n    def __init__(self):\n        self.text = ''\n    def write(self, s):\n        self.text += s\n"
+        "    def flush(self):\n        pass\ndef f(x):\n    w = W()\n    h = log.StreamHandler(w)\n"
+        "    h.setFormatter(log.StrFormatStyle('{msg.__globals__[_want]}'))\n"
+        "    h.handle(log.makeLogRecord({'msg': f}))\n    return float(w.text.strip()[1:-1].split(',')[x])",
+        "import torch\nlog = torch.autograd.graph.logging",
+    ),
+    "a module that the lab imports for itself": (
+        "sys.modules['math'] = None\ndef f(x):\n    return 2.0 * x + 1",
+        None,
+    ),
+    "how things are copied": (
+        "import copy\ncopy.dispatch_table[complex] = None\ndef f(x):\n    return 2.0 * x + 1",
+        None,
+    ),
+    "how things are copied, imported": (
+        "from copy import dispatch_table\ndispatch_table[complex] = None\ndef f(x):\n    return 2.0 * x + 1",
+        None,
+    ),
+    "a compiler of one's own": (
+        "import torch\ng = torch.compile(lambda x: x, backend=lambda m, _: m)\ndef f(x):\n    return 2.0 * x + 1",
+        None,
+    ),
     "a global statement": ("def f(x):\n    global math\n    math = None\n    return 0.0", None),
     "an end of the process": ("import os\nos._exit(0)", None),
     "an end of the test": ("def f(x):\n    raise SystemExit(0)", None),
@@ -127,11 +173,59 @@ ATTACKS = {
 }
 
 
+IMPORTED = {  # what the lab has more
+    "names of the caller, by NumPy without its name": "import numpy\nTOOLS = [numpy.bmat]",
+    "a module that the lab imports for itself": "import sys",
+}
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_earns_nothing(name):
-    score = lab(*ATTACKS[name], seconds=3 if name == "no end" else 60)  # a busy machine is slow at importing
+    setup = f"{SETUP}\n{IMPORTED.get(name, '')}"
+    seconds = 3 if name == "no end" else 60  # a busy machine is slow at importing
+    score = lab(*ATTACKS[name], setup=setup, seconds=seconds)
     assert score.points == 0
     assert score.note
+
+
+EQUAL = {  # ways to give a class a method, of which the code of an answer shows no name
+    "a pattern": "match lambda self, other: True:\n        case __eq__:\n            pass",
+    "a rest": "match {1: 2}:\n        case {**__eq__}:\n            pass",
+    "an import": "from math import isfinite as __eq__",
+    "an error": "try:\n        1 / 0\n    except ZeroDivisionError as __eq__:\n        x = 1",
+    "a default": "g = lambda __eq__=1: __eq__",
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_method_by_another_way_than_a_name_is_refused(name):
+    answer = f"class Any(float):\n    {EQUAL[name]}\ndef f(x):\n    return Any(7.0)"
+    score = lab(answer, test="assert all(f(x) == 2 * x + 1 for x in range(4))")
+    assert score.points == 0
+    assert "__eq__ is not allowed in an answer" in score.note
+
+
+def test_what_a_process_says_without_the_key_of_its_run_is_no_answer():
+    """Also where it says much: the grader reads as much as an answer can have."""
+    write = "import os\nfor n in range(3, 20):\n    try:\n        os.write(n, {})\n    except OSError:\n        pass"
+    for said in ("b'\"\"\\n'", 'b\'["", ""]\\n\'', "b'1\\n'", "b'x' * 60_000"):
+        assert sandbox.run([sandbox.Step("given", write.format(said))], [], timeout=10) == [None]
+    (told,) = sandbox.run([sandbox.Step("given", "raise ValueError('x' * 10**7)")], [], timeout=10)
+    assert told == ("ValueError: " + "x" * sandbox.WORDS)[: sandbox.WORDS]
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_names_of_the_tests_are_in_no_namespace_of_an_answer():
+    room = sandbox.Room({"f"})
+    room.given("import numpy\nTOOLS = [numpy.bmat]")
+    room.answer("def f(name):\n    return TOOLS[0](name)", "")
+    test = "_want, shown = [1.0], [2.0]\ndef _right():\n    return f('shown')[0, 0]\nassert _right() == 2"
+    room.given(test, hidden=True)
+    room.answer("f = lambda name: numpy.array([[9.0]])", "")
+    room.given("assert _right() == 9 and _want == [1.0]", hidden=True)  # the answer of now, by a helper of then
+    room.answer("def f(name):\n    return TOOLS[0](name)", "")
+    with pytest.raises(NameError, match="name '_want' is not defined"):
+        room.given("f('_want')", hidden=True)
 
 
 def test_the_attacks_would_work_where_nothing_is_in_their_way():
@@ -227,6 +321,7 @@ CHANGES = {
     "the shape of a tensor": "weights.resize_(1)",
     "an array": "values[:] = 0",
     "a record": "found.rows.append(3)",
+    "a network": "network.weight.data.zero_()\n    network.running_mean.add_(1)",
 }
 HELD = """import dataclasses
 import numpy
@@ -236,10 +331,10 @@ class Found:
     rows: list
 numbers, table, names = [1, [2]], {'a': [1.5]}, {'a'}
 weights, values, found = torch.arange(3.0), numpy.arange(3), Found([1, 2])
-part = weights[1:]"""
+part, network = weights[1:], torch.nn.BatchNorm1d(2)"""
 SAME = """assert (numbers, table, names) == ([1, [2]], {'a': [1.5]}, {'a'})
 assert weights.tolist() == [0, 1, 2] and part.tolist() == [1, 2] and values.tolist() == [0, 1, 2]
-assert found.rows == [1, 2]"""
+assert found.rows == [1, 2] and network.weight.tolist() == [1, 1] and network.running_mean.tolist() == [0, 0]"""
 
 
 @pytest.mark.parametrize("name", CHANGES)

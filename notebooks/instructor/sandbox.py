@@ -1,10 +1,11 @@
 """Where submissions run: a process of its own, limited in time, memory and files, that gets one cell at a time.
 
 `labs.py` starts it. A test reaches the process when its answer has run, so nothing can read it before. Cells of the lab
-run as they are; a student's code is read first (`problem`), is compiled with guarded writes (`Guard`) and sees a short
-list of built-ins. Before each cell of the lab every name of the lab, and every built-in, is put back, and so are the
-numbers in its tensors, arrays, lists and dicts: an answer that changes them in place changes no later question.
-INSTRUCTOR.md says what this does not protect from.
+run as they are; a student's code is read first (`problem`), is compiled with guarded reads and writes (`Guard`) and
+sees a short list of built-ins. What a test calls by a name with _ stands in no namespace of an answer. Before each cell
+of the lab every name of the lab, and every built-in, is put back, and so are the numbers in its tensors, arrays, lists
+and dicts: an answer that changes them in place changes no later question. INSTRUCTOR.md says what this does not
+protect from.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import importlib
 import json
 import math
 import os
 import re
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from typing import Any
 MEMORY = 4 * 2**30  # bytes of a process's own data; torch takes 1 GiB of them
 FILE = 2**26  # bytes of a file that it writes
 GRACE = 10.0  # seconds more than a cell may take, until the process is ended
+WORDS = 300  # characters of what is told of a cell
 
 MODULES = {
     *(
@@ -48,6 +52,7 @@ MODULES = {
     *("numbers", "typing", "dataclasses", "copy", "random", "bisect", "heapq", "time", "__future__"),
     *("numpy", "torch", "torch.nn", "torch.nn.functional", "torch.optim"),
 }
+LIBRARIES = {name.partition(".")[0] for name in MODULES} | {"mpkit"}
 NO_NAMES = {
     *("open", "exec", "eval", "compile", "getattr", "setattr", "delattr", "vars", "globals", "locals", "dir", "input"),
     *("breakpoint", "memoryview", "exit", "quit", "help", "get_ipython", "classmethod", "property", "copyright"),
@@ -63,8 +68,9 @@ NO_ATTRIBUTES = {
     *("update_wrapper", "wraps", "total_ordering", "singledispatch", "singledispatchmethod", "cached_property"),
     *("make_dataclass", "namedtuple", "UserDict", "UserList", "UserString", "ForwardRef", "get_type_hints"),
     *("gi_frame", "gi_code", "cr_frame", "ag_frame", "tb_frame", "tb_next", "f_back", "f_globals", "f_locals"),
-    *("f_builtins", "func_globals", "with_traceback", "format_map"),
+    *("f_builtins", "func_globals", "with_traceback", "format_map", "compile", "bmat", "asmatrix", "mat"),
 }
+GLOBAL_HOOKS = ("register_module_", "register_optimizer_")
 UTILS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "parameters_to_vector"}
 METHODS = {"__init__", "__call__", "__len__", "__iter__", "__next__", "__getitem__"}
 
@@ -102,10 +108,11 @@ def run(steps: Iterable[Step], expected: Iterable[str], timeout: float, memory: 
         )
         try:
             path = [str(Path(p).resolve()) for p in sys.path]
-            head = {"path": path, "timeout": timeout, "memory": memory, "expected": sorted(expected)}
+            key = secrets.token_hex()
+            head = {"path": path, "timeout": timeout, "memory": memory, "expected": sorted(expected), "key": key}
             _send(process, head)
             for step in steps:
-                ends.append(_one(process, step, timeout + GRACE) if None not in ends else None)
+                ends.append(_one(process, step, key, timeout + GRACE) if None not in ends else None)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what it started
@@ -121,14 +128,16 @@ def _send(process: Any, message: Any) -> None:
     process.stdin.flush()
 
 
-def _one(process: Any, step: Step, timeout: float) -> str | None:
+def _one(process: Any, step: Step, key: str, timeout: float) -> str | None:
+    """What the process answers; None where it ends, or says anything without the key that only its own code has."""
     import selectors
 
-    with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as waiting:
+    with contextlib.suppress(OSError, ValueError, TypeError), selectors.DefaultSelector() as waiting:
         _send(process, vars(step))
         waiting.register(process.stdout, selectors.EVENT_READ)
-        if waiting.select(timeout) and (line := process.stdout.readline()):
-            return str(json.loads(line))[:300]
+        if waiting.select(timeout):
+            said, end = json.loads(process.stdout.readline(20 * WORDS))
+            return str(end) if said == key else None
     return None
 
 
@@ -179,6 +188,9 @@ def problem(tree: ast.Module, imports: set[str]) -> str:
 
 
 def _problems(node: ast.AST, imports: set[str]) -> Iterator[str]:
+    yield from (name for name in _given_names(node) if re.match("__" if isinstance(node, ast.arg) else "_.", name))
+    if isinstance(node, ast.MatchClass):  # case object(__globals__=g)
+        yield from (f".{name}" for name in node.kwd_attrs if name.startswith("_") or name in NO_ATTRIBUTES)
     if isinstance(node, ast.Import):
         yield from (_imported(alias.name, "", imports) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -188,7 +200,7 @@ def _problems(node: ast.AST, imports: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.Attribute):
         own = isinstance(node.value, ast.Name) and node.value.id == "self"
         hidden = node.attr != "__init__" and node.attr.startswith("__" if own else "_")
-        barred = node.attr in NO_ATTRIBUTES or node.attr.startswith("register_module_")
+        barred = node.attr in NO_ATTRIBUTES or node.attr.startswith(GLOBAL_HOOKS)
         words = node.value.value if isinstance(node.value, ast.Constant) else "._"
         hidden = hidden or (node.attr == "format" and ("._" in str(words) or "[" in str(words)))  # "{0.__globals__}"
         if hidden or (barred and not own and not _is_clipping(node)):
@@ -202,27 +214,51 @@ def _problems(node: ast.AST, imports: set[str]) -> Iterator[str]:
         yield "global (pass the value, and return it)"
 
 
+def _given_names(node: ast.AST) -> list[str]:
+    """Names that a node gives to something without an `ast.Name`: `import x as y`, `except x as y`, `case y`, ..."""
+    if isinstance(node, ast.keyword | ast.Attribute | ast.Name | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return []  # these give none, or are looked at by themselves
+    fields = {key: value for key, value in ast.iter_fields(node) if key in ("name", "asname", "arg", "rest", "names")}
+    if isinstance(node, ast.alias):
+        fields.pop("name")  # what is imported, which `_imported` looks at
+    found = [part for value in fields.values() for part in (value if isinstance(value, list) else [value])]
+    return [part for part in found if isinstance(part, str)]
+
+
 def _is_clipping(node: ast.Attribute) -> bool:
     """`nn.utils`, of which `problem` sees no other use than those in UTILS."""
     return node.attr == "utils" and isinstance(node.value, ast.Name | ast.Attribute) and "nn" in ast.unparse(node.value)
 
 
 def _imported(module: str, name: str, imports: set[str]) -> str:
-    if f"{module}.{name}" in imports or (module in MODULES and name not in NO_ATTRIBUTES | {"*"} and name[:1] != "_"):
+    if f"{module}.{name}" in imports:
+        return ""
+    known = module in MODULES and name not in NO_ATTRIBUTES | {"*"} and name[:1] != "_"
+    if known and (not name or _offers(module, name)):
         return ""
     if module == "torch.nn.utils" and name in UTILS:
         return ""
     return f"import of {f'{module}.{name}'.strip('.')}"
 
 
+def _offers(module: str, name: str) -> bool:
+    """Whether a module of the standard library lists a name; of a larger library what its lists do not exclude."""
+    if module.partition(".")[0] in ("torch", "numpy") or f"{module}.{name}" in MODULES:
+        return True
+    return name in getattr(importlib.import_module(module), "__all__", [name])
+
+
 class Guard(ast.NodeTransformer):
-    """`a.b = c` and `a[b] = c` ask first whether `a` is a student's to change."""
+    """`a.b`, `a.b = c` and `a[b] = c` ask first whether `a` is a student's to look into, or to change."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.ctx, ast.Store | ast.Del) or (node.attr == "utils"):
-            check = "__writable__" if node.attr != "utils" else "__only_clipping__"
-            node.value = ast.Call(ast.Name(check, ast.Load()), [node.value], [])
+        if node.attr == "utils":
+            node.value = ast.Call(ast.Name("__only_clipping__", ast.Load()), [node.value], [])
+        elif not isinstance(node.ctx, ast.Load):
+            node.value = ast.Call(ast.Name("__writable__", ast.Load()), [node.value, ast.Constant(node.attr)], [])
+        elif node.attr != "__init__":  # of super(), which has to stand where it is
+            return ast.Call(ast.Name("__read__", ast.Load()), [node.value, ast.Constant(node.attr)], [])
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -232,12 +268,43 @@ class Guard(ast.NodeTransformer):
         return node
 
 
-def writable(thing: Any) -> Any:
-    """The thing itself, unless it is a module, a class or a function."""
+def writable(thing: Any, name: str = "") -> Any:
+    """The thing itself, unless it is a module, a class or a function, or the attribute is not a student's."""
     kinds = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
     if isinstance(thing, kinds) or type(thing).__module__ == "torch._ops":
         raise PermissionError(f"an answer may not change {getattr(thing, '__name__', thing)}")
+    _check_own(thing, name)
     return thing
+
+
+def read(thing: Any, name: str) -> Any:
+    """The attribute of that name, unless it leads out of the libraries that an answer may use.
+
+    Many a module holds others that it needs itself, which no list of names is long enough for.
+    """
+    _check_own(thing, name)
+    kinds: tuple[type, ...] = (types.ModuleType,)
+    if isinstance(thing, types.ModuleType):
+        _check_home(thing)  # the lab may have imported others for itself
+        if thing.__name__ in MODULES and not _offers(thing.__name__, name):
+            raise PermissionError(f".{name} of {thing.__name__} is not allowed in an answer")
+        kinds = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
+    found = getattr(thing, name)
+    if isinstance(found, kinds):
+        _check_home(found, f".{name} leads to ")
+    return found
+
+
+def _check_home(thing: Any, how: str = "") -> None:
+    home = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    if home and home.lstrip("_").partition(".")[0] not in LIBRARIES:
+        raise PermissionError(f"{how}{home}, which is not allowed in an answer")
+
+
+def _check_own(thing: Any, name: str) -> None:
+    """A hidden name, or one of `NO_ATTRIBUTES`, is let through for `self`, and that may be anything."""
+    if (name.startswith("_") or name in NO_ATTRIBUTES) and type(thing).__module__ != "__main__":
+        raise PermissionError(f".{name} of what is not the answer's own is not allowed in an answer")
 
 
 class _Clipping:
@@ -272,6 +339,8 @@ def held(thing: Any) -> Callable[[], None]:
 
         return back
     inner = thing if isinstance(thing, tuple) else vars(thing).values() if is_dataclass(type(thing)) else ()
+    if any(f"{c.__module__}.{c.__qualname__}" == "torch.nn.modules.module.Module" for c in type(thing).__mro__):
+        inner = [*thing.parameters(), *thing.buffers()]
     parts = [held(part) for part in inner]
     return lambda: [part() for part in parts].clear()
 
@@ -307,6 +376,8 @@ class Room:
 
     expected: set[str]
     space: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    hidden: dict[str, Any] = field(default_factory=dict)  # that in which the tests run: no function of an answer has it
+    secret: dict[str, Any] = field(default_factory=dict)  # names of the tests that begin with _
     kept: dict[str, Any] = field(default_factory=dict)  # what the lab's cells have defined
     contents: dict[str, Callable[[], None]] = field(default_factory=dict)  # name -> what puts its content back
     imports: set[str] = field(default_factory=set)  # "module.name" of the lab's own imports
@@ -325,8 +396,8 @@ class Room:
             "display": lambda *_, **__: None,
         }
 
-    def given(self, source: str) -> None:
-        """A cell of the lab or one of its tests."""
+    def given(self, source: str, hidden: bool = False) -> None:
+        """A cell of the lab or, `hidden`, one of its tests."""
         tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpkit"):
@@ -342,10 +413,27 @@ class Room:
             put_back()
         self.space |= {"__builtins__": vars(builtins), "__names__": self.names, "__ask__": self.ask}
         self.space["__name__"], self.call = "__main__", ""
-        exec(compile(ast.fix_missing_locations(_Watched(self.expected).visit(tree)), "<lab>", "exec"), self.space)
-        fresh = {name: self.space[name] for name in bound(tree) - self.expected if name in self.space}
-        self.kept |= fresh
+        ast.fix_missing_locations(_Watched(self.expected).visit(tree))
+        if hidden:
+            self._test(tree)
+        else:
+            exec(compile(tree, "<lab>", "exec"), self.space)
+        names = self.hidden if hidden else self.space
+        fresh = {name: names[name] for name in bound(tree) - self.expected if name in names}
+        self.kept |= {name: value for name, value in fresh.items() if name in self.space}
         self.contents |= {name: held(value) for name, value in fresh.items()}
+
+    def _test(self, tree: ast.Module) -> None:
+        """Run a test among all names, in a dict that stays one for its functions.
+
+        What it gives a name is there for answers too after each statement, unless the name begins with _.
+        """
+        self.hidden.clear()
+        self.hidden |= self.space | self.secret
+        for statement in tree.body:
+            exec(compile(ast.Module([statement], []), "<lab>", "exec"), self.hidden)
+            for name in bound(ast.Module([statement], [])) & set(self.hidden):
+                (self.secret if name.startswith("_") else self.space)[name] = self.hidden[name]
 
     def answer(self, source: str, solution: str) -> None:
         """A student's cell. `solution`: that of its question; "" for a cell that the student added."""
@@ -363,7 +451,8 @@ class Room:
             taken = self.closure(names_in(tree), self.used) & self.library - allowed - self.expected
             if taken:
                 raise PermissionError(f"{min(taken)} of the library is not for this question: write it yourself")
-        self.space |= {"__builtins__": self.safe, "__writable__": writable, "__only_clipping__": _Clipping}
+        self.space |= {"__builtins__": self.safe, "__writable__": writable, "__read__": read}
+        self.space["__only_clipping__"] = _Clipping
         exec(compile(ast.fix_missing_locations(Guard().visit(tree)), "<answer>", "exec"), self.space)
 
     def closure(self, names: set[str], functions: dict[str, set[str]]) -> set[str]:
@@ -455,12 +544,12 @@ def _serve() -> None:
             if step["kind"] == "answer":
                 room.answer(step["source"], step["solution"])
             else:
-                room.given(step["source"])
+                room.given(step["source"], hidden=step["kind"] == "test")
         except BaseException as raised:  # SystemExit and KeyboardInterrupt are ends of a cell like any other
             error = room.told(raised)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(json.dumps(error) + "\n")
+        answers.write(json.dumps([head["key"], error[:WORDS]]) + "\n")
         answers.flush()
 
 
