@@ -14,6 +14,7 @@ from support import ROOT
 
 from mpkit import check
 from mpkit.casting import get_black_list
+from mpkit.check.names import names_used
 from mpkit.check.prediction import Prediction
 from mpkit.widgets.commit import Commit
 
@@ -722,3 +723,18 @@ def added_by_hand(a, b):
     dot = sum(x * y for x, y in zip(a, b))
     one, two = (1 - dot / (2 * sum(x * x for x in v)) for v in (a, b))
     return [one * x + two * y for x, y in zip(a, b)]
+
+
+BY_OTHER_NAMES = {  # ways to float16 that do not spell it
+    "a code": lambda x: np.array(x, dtype="<f2"),
+    "a code of two letters": lambda x: np.dtype("f2").type(x),
+    "a kind of tensor": lambda x: torch.HalfTensor([x]),
+    "its name as a text": lambda x: torch.tensor(x).type("torch.HalfTensor"),
+}
+
+
+@pytest.mark.parametrize("name", BY_OTHER_NAMES)
+def test_a_dtype_is_seen_behind_its_other_names(name):
+    assert np.float32(BY_OTHER_NAMES[name](0.1)) == np.float16(0.1)
+    assert "float16" in names_used(BY_OTHER_NAMES[name])
+    assert not {"float16", ""} & names_used(lambda x: f"{x:e}: {x:.2f} of f22, torch.Half, {np.float32(x)}")
