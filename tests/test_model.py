@@ -684,14 +684,23 @@ class Holds:
         self.inner = inner
 
 
-def test_generators_are_looked_for_six_objects_deep_and_in_lists_of_up_to_64():
-    own = torch.Generator()
-    nested = [own]
-    for _ in range(7):
-        nested.append(Holds(nested[-1]))
-    assert [list(generators(held)) == [own] for held in nested] == [True] * 7 + [False]
-    assert list(generators([0] * 63 + [own])) == [own]
-    assert list(generators([0] * 64 + [own])) == []
+def test_generators_are_found_at_any_depth_and_in_long_lists_that_begin_with_one(monkeypatch):
+    own, other = torch.Generator(), torch.Generator()
+    held = own
+    for _ in range(100):
+        held = Holds(held)
+    assert generators(held) == [own]
+    samples = [0] * 100
+    assert generators([*samples[:63], own]) == generators([samples[:62], {1: own}]) == [own]
+    assert generators([*samples[:64], own]) == []  # the beginning of a list of samples says that it is one
+    assert generators([own, *samples, other]) == [own, other]
+    assert generators([[Holds(own), *samples, other], *samples, Holds(other)]) == [own, other]
+    endless = [own, *samples]
+    endless[1:1] = [endless]
+    assert generators(endless) == [own]
+    monkeypatch.setattr("mpkit.model.holdings.LOOKED_AT", 100)
+    assert generators([[[]] * 40, [[] for _ in range(60)], Holds(own)]) == [own]
+    assert generators([[Holds([]) for _ in range(60)], [[] for _ in range(60)], Holds(Holds(own))]) == []
 
 
 def test_workers_that_a_loader_keeps_stand_as_they_did():

@@ -6,14 +6,26 @@ import copy
 import gc
 import math
 import pickle
+import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from support import assert_same
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from mpkit import optimizers as opt
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, GradientFreeze, LessBN
@@ -387,6 +399,115 @@ def points():
     return TensorDataset(torch.arange(24.0).view(12, 2), torch.zeros(12, 1))
 
 
+class DrawsBy(Draws):
+    """A data set that draws through a function."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __getitem__(self, index):
+        return torch.full((2,), index + float(self.draw())), torch.zeros(1)
+
+
+class Draw:
+    __slots__ = ("generator",)
+
+    def __init__(self):
+        self.generator = seeded()
+
+    def __call__(self):
+        return torch.rand((), generator=self.generator)
+
+
+class DrawModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = seeded()
+
+    def forward(self):
+        return torch.rand((), generator=self.generator)
+
+
+class OfTheClass(Draws):
+    shared = np.random.default_rng(3)
+
+    def __init__(self):
+        type(self).shared = np.random.default_rng(3)
+
+    def __getitem__(self, index):
+        return torch.full((2,), index + self.shared.normal()), torch.zeros(1)
+
+
+def draw_from(generator):
+    return torch.rand((), generator=generator)
+
+
+def draw_by_name():
+    """From a generator of the module, as a cell of a notebook does."""
+    return draw_from(by_name)
+
+
+def anew():
+    global by_name
+    by_name = seeded()
+    return draw_by_name
+
+
+def noisy(generator, rows):
+    return torch.stack([x for x, _ in rows]) + torch.rand((), generator=generator), torch.zeros(len(rows), 1)
+
+
+class OneForEach(Draws):
+    def __init__(self):
+        self.generators = [torch.Generator().manual_seed(i) for i in range(100)]
+
+    def __getitem__(self, index):
+        return torch.rand(2, generator=self.generators[index + 80]), torch.zeros(1)
+
+
+def deep(dataset):
+    for _ in range(10):
+        dataset = torch.utils.data.ConcatDataset([dataset])
+    return dataset
+
+
+class Counts(Sampler):
+    """Another order in each pass, by the number of the pass."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class Stream(IterableDataset):
+    """Goes on where the last epoch ended."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        for _ in range(12):
+            self.place += 1
+            yield torch.full((2,), float(self.place % 7)), torch.zeros(1)
+
+
+class ByEpoch(Draws):
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return torch.full((2,), index * (1.0 + self.epoch)), torch.zeros(1)
+
+
 LOADERS = {
     "batch sampler": lambda: DataLoader(
         points(), batch_sampler=BatchSampler(RandomSampler(points(), generator=seeded()), 4, False)
@@ -397,7 +518,37 @@ LOADERS = {
     ),
     "a data set that draws": lambda: DataLoader(Draws(), batch_size=4),
     "a data set inside a data set": lambda: DataLoader(torch.utils.data.Subset(Draws(), range(12)), batch_size=4),
+    "a function with a generator": lambda: DataLoader(DrawsBy(partial(draw_from, seeded())), batch_size=4),
+    "a closure": lambda: DataLoader(DrawsBy((lambda own: lambda: draw_from(own))(seeded())), batch_size=4),
+    "a default": lambda: DataLoader(DrawsBy(lambda own=seeded(): draw_from(own)), batch_size=4),  # noqa: B008
+    "a method": lambda: DataLoader(DrawsBy(Draw().__call__), batch_size=4),
+    "a method of NumPy": lambda: DataLoader(DrawsBy(np.random.default_rng(3).normal), batch_size=4),
+    "a method of Python": lambda: DataLoader(DrawsBy(random.Random(3).random), batch_size=4),
+    "slots": lambda: DataLoader(DrawsBy(Draw()), batch_size=4),
+    "a module": lambda: DataLoader(DrawsBy(DrawModule()), batch_size=4),
+    "a class": lambda: DataLoader(OfTheClass(), batch_size=4),
+    "a name": lambda: DataLoader(DrawsBy(anew()), batch_size=4),
+    "the collation": lambda: DataLoader(points(), batch_size=4, collate_fn=partial(noisy, seeded())),
+    "a generator for each sample": lambda: DataLoader(OneForEach(), batch_size=4),
+    "ten data sets deep": lambda: DataLoader(deep(Draws()), batch_size=4),
+    "a sampler that counts": lambda: DataLoader(points(), batch_size=4, sampler=Counts()),
+    "a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "a sampler that is told the epoch": lambda: DataLoader(
+        points(), batch_size=4, sampler=DistributedSampler(points(), 1, 0)
+    ),
+    "a data set that is told the epoch": lambda: DataLoader(ByEpoch(), batch_size=4),
 }
+
+
+class TellsTheEpoch(Callback):
+    """As loops by hand do for a `DistributedSampler`."""
+
+    def __init__(self, loader):
+        self.told = [x for x in (loader.sampler, loader.dataset) if hasattr(x, "set_epoch")]
+
+    def on_train_epoch_begin(self, run):
+        for told in self.told:
+            told.set_epoch(run.cur_epoch_num)
 
 
 class Batches(Callback):
@@ -436,17 +587,30 @@ class StopsAfter(Callback):
 @pytest.mark.parametrize("steps", [2, 3, 5], ids=["first epoch", "its end", "second epoch"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_resumed_run_draws_the_same_batches(name, steps, tmp_path):
-    whole, batches = small_model(), Batches()
-    whole.train(3, LOADERS[name](), batches)
-    first = small_model()
-    first.train(3, LOADERS[name](), [StopsAfter(steps), Checkpoint(tmp_path / "c")])
-    resumed, rest = small_model(), Batches()
+    whole, batches, loader = small_model(), Batches(), LOADERS[name]()
+    whole.train(3, loader, [batches, TellsTheEpoch(loader)])
+    first, loader = small_model(), LOADERS[name]()
+    first.train(3, loader, [StopsAfter(steps), TellsTheEpoch(loader), Checkpoint(tmp_path / "c")])
+    resumed, rest, loader = small_model(), Batches(), LOADERS[name]()
     resumed.load(tmp_path / "c")
     torch.manual_seed(99)
-    resumed.train(3, LOADERS[name](), rest)
+    resumed.train(3, loader, [rest, TellsTheEpoch(loader)])
     assert len(rest.seen) == 9 - steps
     assert_same(rest.seen, batches.seen[steps:])
     assert_same(resumed.network.state_dict(), whole.network.state_dict())
+
+
+def test_a_data_set_with_another_setting_keeps_it_and_a_warning_says_so(tmp_path):
+    def loader(rows):
+        return DataLoader(points(), batch_sampler=BatchSampler(Counts(), rows, False))
+
+    first, batches = small_model(), loader(4)
+    first.train(3, batches, [StopsAfter(5), Checkpoint(tmp_path / "c")])
+    first.load(tmp_path / "c")
+    batches = loader(6)
+    with pytest.warns(RuntimeWarning, match=r"BatchSampler.batch_size is 6 and was 4.*other batches"):
+        first.train(3, batches)
+    assert (batches.batch_sampler.batch_size, batches.batch_sampler.sampler.passes) == (6, 3)
 
 
 @pytest.mark.parametrize("steps", [2, 5])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.model.callbacks import Callback, Checkpoint, RunContext
+from mpkit.model.counters import Counters
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, ready_workers, set_random_state
 from mpkit.scalers import LossScaleManager
@@ -62,6 +63,7 @@ class TrainingLoop:
         self.skipped_in_a_row = 0
         self._flags: list[Tensor] = []
         self._epoch_random: dict[str, Any] = {}
+        self._counters = Counters(dataset)
 
     def restore(self, resumed: dict[str, Any]) -> None:
         """Stand where a checkpoint was saved; `go` draws its batches and random numbers."""
@@ -96,6 +98,7 @@ class TrainingLoop:
             "skipped_in_a_row": self.skipped_in_a_row,
             "random_at_epoch_start": self._epoch_random,
             "random": random_state(self.dataset),
+            "counters": self._counters.state_dict(),
             "callbacks": [[type(c).__name__, c.state_dict()] for c in self._stateful()],
         }
 
@@ -116,6 +119,11 @@ class TrainingLoop:
         run = self.run
         run.cur_epoch_num, run.cur_step_in_epoch = self.epochs_done + 1, skip
         self.cell.train()
+        if resumed is not None:  # before a callback tells a sampler which epoch begins
+            start = resumed["random_at_epoch_start" if skip else "random"]
+            ready_workers(self.dataset, start)
+            self._counters.restore(resumed.get("counters"), epoch_start=skip > 0)
+            set_random_state(start, self.dataset)
         if not skip:
             self.tell("on_train_epoch_begin")
         for batch in self._batches(skip, resumed):
@@ -141,11 +149,8 @@ class TrainingLoop:
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of an epoch after the first `skip`, which are drawn again but not used."""
-        if resumed is not None:
-            start = resumed["random_at_epoch_start" if skip else "random"]
-            ready_workers(self.dataset, start)
-            set_random_state(start, self.dataset)
         self._epoch_random = random_state(self.dataset)
+        self._counters.begin_epoch()
         batches = iter(self.dataset)
         for drawn in range(skip):
             if next(batches, self) is self:

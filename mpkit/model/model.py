@@ -124,7 +124,8 @@ class Model:
         Ctrl-C ends the run after the step that is running, with KeyboardInterrupt; `request_stop` ends it silently.
         Either way weights, optimizer and scale belong to the same step. After `load`, the run goes on where it was
         saved, with the same numbers as if it had not stopped: the generators of torch, NumPy and Python, and those that
-        the data set, its samplers and transforms hold, are restored. What persistent workers of a DataLoader draw for
+        the data set, its samplers, transforms and functions hold, are restored, and so is what data sets and samplers
+        count in numbers of their own (an epoch, a place in a stream). What persistent workers of a DataLoader draw for
         themselves cannot be, and a warning says so.
         """
         self._train(epoch, train_dataset, callbacks, initial_epoch)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-DEPTH = 6  # objects inside one another that are looked through for generators: loader, batch sampler, sampler, ...
-MANY = 64  # a longer list holds samples
+from mpkit.model.holdings import Generator, generators
 
 
 def random_state(dataset: object) -> dict[str, Any]:
@@ -33,7 +29,7 @@ def random_state(dataset: object) -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any], dataset: object) -> None:
     """The reverse of `random_state`. Raises ValueError when the data set holds other generators than the saved one."""
-    own = list(generators(dataset))
+    own = generators(dataset)
     if len(own) != len(state["dataset"]):
         raise ValueError(
             f"the data set of the checkpoint held {len(state['dataset'])} random generators, this one holds "
@@ -70,38 +66,10 @@ def ready_workers(dataset: object, state: dict[str, Any]) -> None:
     )
 
 
-def generators(dataset: object) -> Iterator[Generator]:
-    """Every generator that a data set, its samplers, transforms and inner data sets hold, each once."""
-    seen: set[int] = set()
-
-    def found(value: object, depth: int) -> Iterator[Generator]:
-        if id(value) in seen or depth > DEPTH or isinstance(value, Tensor | nn.Module | np.ndarray | type | ModuleType):
-            return
-        if isinstance(value, Generator):
-            seen.add(id(value))
-            yield value
-            return
-        if isinstance(value, list | tuple | dict):
-            inner = list(value.values() if isinstance(value, dict) else value) if len(value) <= MANY else []
-        elif isinstance(value, DataLoader):  # without the iterator that it keeps
-            inner = [item for name, item in vars(value).items() if name != "_iterator"]
-        else:
-            inner = list(getattr(value, "__dict__", {}).values())
-        if inner:
-            seen.add(id(value))
-        for item in inner:
-            yield from found(item, depth + 1)
-
-    return found(dataset, 0)
-
-
 def _state(generator: Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
-    return _on_host(bits.state)
+    return generator.getstate() if isinstance(generator, random.Random) else _on_host(generator.state)
 
 
 def _set_state(generator: Generator, saved: Any) -> None:
@@ -110,8 +78,7 @@ def _set_state(generator: Generator, saved: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate(saved)
     else:
-        bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
-        bits.state = _as_numpy(saved)
+        generator.state = _as_numpy(saved)
 
 
 def _on_host(value: object) -> object:
