@@ -177,7 +177,7 @@ def _split(one: Contender, device: torch.device) -> dict[str, float]:
         return lambda *_: started.__setitem__(key, _now(device))
 
     def stop(key: Hashable, part: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             if key in started:
                 spent[part] += _now(device) - started.pop(key)
 

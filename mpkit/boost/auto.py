@@ -260,7 +260,7 @@ class AutoBoost:
                     hyper[name] = self._checked(name, value)
         return hyper
 
-    def _checked(self, name: str, value: Any) -> Any:
+    def _checked(self, name: str, value: object) -> Any:
         key = KEYS[name]
         if not key.valid(value) and (not self.faithful or name == "gradient_split_groups"):
             raise ValueError(f"{name} of section {key.section} must be {key.need}, got {value!r}")
@@ -369,7 +369,7 @@ def _loaded(config: object) -> dict[str, Any]:
     return {section: dict(keys) for section, keys in config.items()}
 
 
-def _known(name: Any, valid: Iterable[str], what: str) -> str:
+def _known(name: object, valid: Iterable[str], what: str) -> str:
     if name not in tuple(valid):  # a list or a dict is no name either, and cannot be looked up
         raise ValueError(f"no {what} {name!r}{_nearest(name, valid)} Valid: {', '.join(valid)}")
     return name

@@ -137,7 +137,7 @@ class LessBN(nn.Module):
         self.report = LessBNReport(before.removed, before.kept, normalized)
         self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once, inside a loss cell too
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
+    def forward(self, *inputs: object, **options: object) -> Any:
         return self.network(*inputs, **options)
 
     def _normalize(self, faithful: bool, last_fc: str | None, keep_bias: bool) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class Forward:
             if outer is mode.base:
                 mode.forget()
 
-    def delivered(self, output: Any) -> Any:
+    def delivered(self, output: object) -> Any:
         """A result with its float tensors cast as on the way out of the module."""
         if self.result is None:
             return output

@@ -61,7 +61,7 @@ def install() -> None:
     with_graph = getattr(torch_checkpoint, name)
     without_graph = torch_checkpoint.CheckpointFunction.forward
 
-    def generator(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[object]:
+    def generator(fn: Callable[..., Any], *args: object, **kwargs: object) -> Iterator[object]:
         # the function itself is called by whoever drives this, the first time
         carried, mode = carrying(fn), current()
         with nullcontext() if mode is None or carried is fn else mode.anew():

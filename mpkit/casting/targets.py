@@ -219,7 +219,7 @@ def still(x: Tensor, target: Emulated) -> Tensor:
     return x
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
     """`change` applied to every tensor in a nest of tuples (named too), lists, dicts and dataclasses.
 
     The nest keeps its types, and what hangs on them beside their items.

@@ -199,7 +199,7 @@ def _of(lesson: str) -> ModuleType:
         raise ValueError(f'there is no lesson {lesson!r} with questions; write two digits, as in "05"') from error
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     """A name as a reader gives it: "float32", torch.float32, a class of that name, or math.nan for "nan"."""
     name = str(getattr(value, "__name__", value)).strip(" .'\"\n").lower().removeprefix("torch.")
     return re.sub(r"(?<=\w)[_-](?=\w)", " ", name)

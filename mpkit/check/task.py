@@ -55,7 +55,7 @@ def plain(value: object) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def alone(value: Any, wanted: object) -> Any:
+def alone(value: object, wanted: object) -> Any:
     """The one value of a list, also of a list in a list, where no list is wanted."""
     while isinstance(value, list) and len(value) == 1 and not isinstance(wanted, list | tuple):
         value = value[0]

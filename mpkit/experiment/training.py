@@ -167,7 +167,7 @@ def _check(epochs: object, batch: object, level: object, recipe: object) -> None
         )
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: object, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 

@@ -114,7 +114,7 @@ def _settings(torch_: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]
     ]
 
 
-def _restore(torch_: Any, before: list[tuple[Callable[[Any], Any], Any]]) -> None:
+def _restore(torch_: object, before: list[tuple[Callable[[Any], Any], Any]]) -> None:
     for (put, value), (take, _) in zip(before, _settings(torch_)):
         if take() != value:
             put(value)

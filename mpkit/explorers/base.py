@@ -175,7 +175,7 @@ class Explorer(HasTraits):
         """Controls that change nothing as the others stand; a view hides them."""
         return ()
 
-    def act(self, method: str, *given: Any) -> None:
+    def act(self, method: str, *given: object) -> None:
         """Run the method of a button or gesture; a ValueError becomes `message`, in place of what stood there."""
         self.message = ""
         try:

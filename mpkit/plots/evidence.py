@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mpkit.formats import FP16
 from mpkit.plots.formats import edges, regions, zones
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     )
 
 
-def fitted(*series: Any, room: int = 2) -> tuple[int, int]:
+def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
     """Whole exponents around the positive finite values of the series, within -40 to 60: the axis of what happens."""
     every = np.concatenate([np.asarray(s, dtype=float).ravel() for s in series])
     every = np.log2(every[np.isfinite(every) & (every > 0)])
@@ -90,7 +91,7 @@ def _way(scene: Scene, data: DetectiveExplorer) -> None:
             panel.add("arrows", x0=ends[:1], y0=[y + 0.4], x1=ends[1:], y1=[y + 0.4])
 
 
-def _scale_line(panel: Panel, scale: Any, skipped: Any, low: int, high: int, **look: Any) -> None:
+def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, low: int, high: int, **look: Any) -> None:
     at = exponents(np.nan_to_num(scale, nan=0.0), low, high)
     panel.line(at, step="post", **look)
     if len(skipped):
@@ -167,7 +168,7 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     return scene
 
 
-def _draw_run(scene: Scene, col: int, run: Any, title: str) -> tuple[Panel, int]:
+def _draw_run(scene: Scene, col: int, run: WhatIfExplorer, title: str) -> tuple[Panel, int]:
     low, high = fitted(run.tops, run.trace.scale, run.scale)
     x = linear("step", 0, len(run.trace), 6)
     panel = scene.panel(0, col, title=title, x=x, y=log2("loss scale", low, high))

@@ -8,10 +8,14 @@ import io
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
+from matplotlib.container import BarContainer, Container
 from matplotlib.figure import Figure
-from matplotlib.patches import Arc, FancyBboxPatch, Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.patches import Arc, FancyBboxPatch, Patch, Rectangle
 from PIL import Image
 
 from mpkit.plots.scene import ROLES, Scene, unpack
@@ -98,7 +102,7 @@ def figure(spec: dict[str, Any], index: int = 0) -> Figure:
     return fig
 
 
-def colour(role: str | None) -> Any:
+def colour(role: str | None) -> str | tuple[float, ...]:
     """The colour of a role or of its tint, on paper."""
     base, _, share = (role or "none").partition("/")
     found = ROLES[base][0] if base in ROLES else base
@@ -154,7 +158,7 @@ def _shown(m: dict[str, Any], index: int, n: int) -> slice:
     return slice(0, n)
 
 
-def _item(value: Any, index: int) -> Any:
+def _item(value: object, index: int) -> Any:
     return value[min(index, len(value) - 1)] if isinstance(value, (list, tuple, np.ndarray)) else value
 
 
@@ -163,8 +167,9 @@ def _each(value: object, n: int) -> list[Any]:
     return own + own[-1:] * (n - len(own))  # as in the page, the last stands for all that follow
 
 
-def _mark(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> Any:
-    kind, look = m["type"], {"zorder": z}
+def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> Artist | Container | None:
+    kind: str = m["type"]
+    look: dict[str, Any] = {"zorder": z}
     if kind in ("line", "points", "pen"):
         return _line(axes, m, index, look)
     if kind == "band":
@@ -201,13 +206,13 @@ def said(value: float) -> str:
     return np.format_float_positional(rounded, trim="-") if plain else f"{rounded:.4g}"
 
 
-def _dash(name: str | None) -> Any:
+def _dash(name: str | None) -> str | tuple[int, tuple[float, ...]]:
     if name is None or name in ("--", "-.", ":"):
         return name or "-"
     return 0, tuple(map(float, name.split()))
 
 
-def _line(axes: Any, m: dict[str, Any], index: int, look: dict[str, Any]) -> Any:
+def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Line2D:
     n = max(np.size(m.get("x", ())), np.size(m["y"]))
     part = _shown(m, index, n)
     x, y = (np.broadcast_to(np.arange(n) if m.get(k) is None else m[k], n)[part] for k in ("x", "y"))
@@ -222,7 +227,7 @@ def _line(axes: Any, m: dict[str, Any], index: int, look: dict[str, Any]) -> Any
     return axes.plot(x, y, color=color, gid=m["type"], drawstyle=STEPS[m.get("step")], **style, **ends, **look)[0]
 
 
-def _ring(axes: Any, xs: Any, ys: Any, shares: Any, radius: float, look: dict[str, Any]) -> None:
+def _ring(axes: Axes, xs: np.ndarray, ys: np.ndarray, shares: np.ndarray, radius: float, look: dict[str, Any]) -> None:
     box = axes.get_window_extent()
     unit = [
         abs(np.subtract(*getattr(axes, f"get_{k}lim")())) / size for k, size in (("x", box.width), ("y", box.height))
@@ -234,7 +239,7 @@ def _ring(axes: Any, xs: Any, ys: Any, shares: Any, radius: float, look: dict[st
             axes.add_patch(Arc((x, y), *size, theta1=90 - 360 * until, theta2=90, color=colour(role), lw=3, **look))
 
 
-def _boxes(axes: Any, m: dict[str, Any], index: int, z: float) -> Any:
+def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
     n = max(np.size(m[k]) for k in ("x0", "y0", "x1", "y1"))
     keys = ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
     first = None
@@ -243,13 +248,13 @@ def _boxes(axes: Any, m: dict[str, Any], index: int, z: float) -> Any:
     for k in part:
         x0, y0, x1, y1, fill, edge, hatch, dash = (c[k] for c in columns)
         (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
-        style = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
+        style: dict[str, Any] = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
         style |= {
             "lw": PT * m.get("width", 1.0 if edge or hatch else 0),
             "hatch": "///" if hatch else None,
             "ls": _dash(dash),
         }
-        shape: Any = Rectangle((x0, y0), x1 - x0, y1 - y0, **style)
+        shape: Patch = Rectangle((x0, y0), x1 - x0, y1 - y0, **style)
         if m.get("radius"):
             round_by = f"round,pad=0,rounding_size={0.06 * abs(y1 - y0)}"
             shape = FancyBboxPatch((x0, y0), x1 - x0, y1 - y0, boxstyle=round_by, **style)
@@ -262,7 +267,7 @@ def _boxes(axes: Any, m: dict[str, Any], index: int, z: float) -> Any:
     return first
 
 
-def _bars(axes: Any, m: dict[str, Any], index: int, look: dict[str, Any]) -> Any:
+def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Patch | BarContainer:
     values, row = np.asarray(m["values"]).reshape(-1, m["count"]), _item(m.get("rows", index), index)
     heights = values[min(int(row), len(values) - 1)] * m.get("unit", 1.0)
     at = np.asarray(m["at"]) + _item(m.get("shift", 0.0), index)
@@ -270,14 +275,15 @@ def _bars(axes: Any, m: dict[str, Any], index: int, look: dict[str, Any]) -> Any
     if "zones" in m:
         fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
-    edge = {"edgecolor": colour(m.get("edge", "paper")), "lw": PT, "hatch": "///" if m.get("hatch") else None}
+    hatch = "///" if m.get("hatch") else None
+    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "paper")), "lw": PT, "hatch": hatch}
     kept = np.flatnonzero(heights != 0)
     if not len(kept):  # the legend still names the colour
         return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)
     return draw(at[kept], heights[kept], m.get("width", 0.8), color=[fill[i] for i in kept], **edge, **look)
 
 
-def _handle(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> None:
+def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> None:
     ball: dict[str, Any] = {"marker": "o", "ms": 9, "mfc": "white", "mec": colour("own"), "mew": 1.8, "clip_on": False}
     moved = axes.get_xlim()[0] - p["x"]["lo"]
     if m["axis"] == "xy":
@@ -310,10 +316,10 @@ def _handle(axes: Any, m: dict[str, Any], index: int, z: float, p: dict[str, Any
         _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 
-def _words(axes: Any, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
+def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
     ha = {"start": "left", "middle": "center", "end": "right"}[m.get("anchor", "middle")]
     va = {"middle": "center"}.get(m.get("valign", "middle"), m.get("valign"))
-    where = {"xycoords": "axes fraction"} if m.get("frame") else {}
+    where: dict[str, Any] = {"xycoords": "axes fraction"} if m.get("frame") else {}
     turned: dict[str, Any] = {"rotation": m["rotate"], "rotation_mode": "anchor"} if m.get("rotate") else {}
     axes.annotate(
         text,

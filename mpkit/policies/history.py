@@ -114,7 +114,7 @@ def _plain_array(name: str, value: object) -> np.ndarray:
     return array
 
 
-def explain(policy: ScalePolicy, before: Any, after: Any, finite: Any) -> np.ndarray:
+def explain(policy: ScalePolicy, before: object, after: object, finite: object) -> np.ndarray:
     """The reason of each decision, from the scale before and after it: arrays of one shape -> words of `REASONS`.
 
     In a delayed policy the word describes the decision of the step before, which became public in this one.

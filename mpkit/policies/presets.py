@@ -6,14 +6,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .rule import FLOAT32_MAX, NEVER, SMALLEST_NORMAL, ScalePolicy, in_float16, in_float32
 
 
-def preset(framework: str, **parameters: Any) -> ScalePolicy:
+def preset(framework: str, **parameters: object) -> ScalePolicy:
     """The policy of a framework's loss scaler: `parameters` are those of its own class, defaults too.
 
     `preset("fairscale_layerwise", layer_scale_dict={...})` is a vector, one policy per layer.

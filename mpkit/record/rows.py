@@ -146,7 +146,7 @@ def kept(value: Any) -> float | Tensor:
     return (value.double() if value.dtype == torch.bfloat16 else value).numpy().item()
 
 
-def noted(value: Any) -> Any:
+def noted(value: object) -> Any:
     """An overflow, read from where the GradScaler noted it; a step that it never took had none."""
     if not isinstance(value, dict):
         return value

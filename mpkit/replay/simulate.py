@@ -233,7 +233,7 @@ def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, Scal
     return replace(policy, **moved), ScaleState(*map(_short, state))
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     """A tensor in 32 bits, a count cut to them; anything else as it is."""
     if isinstance(value, Tensor):
         if value.dtype == torch.float64:

@@ -178,7 +178,7 @@ class PolicyLossScaler(LossScaler):
         scale = float(self.scale_value)
         return initial(self.policy)._replace(scale=scale, decided=scale, good=int(self._counter))
 
-    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: Any, layer: int | None = None) -> Any:
+    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: object, layer: int | None = None) -> Any:
         if layer is not None or not self._shape:
             return super()._map(function, inputs, layer)
         if not isinstance(inputs, tuple | list) or len(inputs) != self._count:

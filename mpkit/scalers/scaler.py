@@ -81,7 +81,7 @@ class LossScaler(ABC):
             for name in self._tensors():
                 setattr(self, name, getattr(self, name).to(device))
 
-    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: Any, layer: int | None = None) -> Any:
+    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: object, layer: int | None = None) -> Any:
         """`function(x, scale)` of every tensor x; `layer` picks one of several scales."""
         if isinstance(inputs, Tensor):
             self._follow(inputs.device)

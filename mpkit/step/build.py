@@ -31,7 +31,7 @@ class Float32Loss(WithLossCell):
         return self.loss_fn(widened(self.backbone(data)), widened(label))
 
 
-def widened(value: Any) -> Any:
+def widened(value: object) -> Any:
     """Float tensors, alone or in a nest of tuples (named too), lists, dicts and dataclasses, as float32."""
     return map_tensors(lambda x: x.float() if x.is_floating_point() else x, value)
 
@@ -46,7 +46,7 @@ def build_train_network(
     hooks: Sequence[Hook] = (),
     clip_norm: float | None = None,
     accumulation_steps: int = 1,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> TrainOneStepCell:
     """Cast a network at a level, add the loss, and wrap both with the optimizer into a train cell in training mode.
 
@@ -89,7 +89,7 @@ def _built(
     level: str,
     boost_level: str,
     kwargs: dict[str, Any],
-    **options: Any,
+    **options: object,
 ) -> TrainOneStepCell:
     row = MINDSPORE[level]
     keep = kwargs.get("keep_batchnorm_fp32", bool(row.protected))
@@ -125,7 +125,7 @@ def _default_manager(level: Level) -> LossScaleManager | None:
 
 
 def _train_cell(
-    network: nn.Module, optimizer: Optimizer, manager: LossScaleManager | None, boosted: object, **options: Any
+    network: nn.Module, optimizer: Optimizer, manager: LossScaleManager | None, boosted: object, **options: object
 ) -> TrainOneStepCell:
     plain: Any = TrainOneStepCell
     scaled: Any = TrainOneStepWithLossScaleCell

@@ -339,7 +339,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         self,
         network: nn.Module,
         optimizer: Optimizer,
-        scale_sense: Any,
+        scale_sense: object,
         *,
         hooks: Sequence[Hook] = (),
         clip_norm: float | None = None,
@@ -368,7 +368,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
             raise ValueError(f"the saved step had {had} and this one has {has}; build it with the same scale_sense")
         return [*super()._stateful(state), *([] if rule is None else [(rule, state["rule"])])]
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         """nn.Module has copied the scale by the time `set_extra_state` refuses the rest."""
         before = self.scale_sense.clone()
         try:

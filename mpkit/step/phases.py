@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ def checked_loss(loss: object) -> Tensor:
     return loss
 
 
-def backward(loss: Tensor, seed: Tensor, **options: Any) -> None:
+def backward(loss: Tensor, seed: Tensor, **options: object) -> None:
     """Add the gradients of `loss * seed` to the parameters' `grad`; the loss itself is not multiplied.
 
     Autograd casts the seed to the loss's dtype, so a float16 loss with a seed above 65504 starts from inf.

@@ -110,7 +110,7 @@ def _layers(network: nn.Module) -> Iterator[Any]:
             forward = vars(forward).get("inner")
 
 
-def _wrapped(optimizer: Any) -> list[Any]:
+def _wrapped(optimizer: object) -> list[Any]:
     """An optimizer and those inside it."""
     own = vars(optimizer).get("optimizer")
     return [optimizer, *_wrapped(own)] if isinstance(own, torch.optim.Optimizer) else [optimizer]

@@ -49,7 +49,7 @@ class ScaledStep:
     def __init__(
         self,
         optimizers: Optimizer | Sequence[Optimizer],
-        scale_sense: Any,
+        scale_sense: object,
         *,
         skip: Literal["all", "each"] = "all",
         average: bool = True,
@@ -74,7 +74,7 @@ class ScaledStep:
         self._found: list[Tensor] = []
         self._updated = 0  # optimizers that this step has run
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
+    def backward(self, loss: Tensor, **options: object) -> None:
         """Add the gradients of `loss * scale`; the first call of a step clears the old ones.
 
         An error in the backward pass gives the step up, as `drop` does: a part of the gradients is in the sums already.

@@ -88,7 +88,7 @@ class ScalerRule:
         self.scaler.load_state_dict(state)
 
 
-def scaling_of(scale_sense: Any, device: torch.device) -> tuple[Tensor, Scaling]:
+def scaling_of(scale_sense: object, device: torch.device) -> tuple[Tensor, Scaling]:
     """The live scale and the scaling of what a train cell takes as `scale_sense`.
 
     Raises:  TypeError for a number or a manager; ValueError for a tensor that is neither () nor (1,).

@@ -51,7 +51,7 @@ class Commit(w.VBox):
         answers = [f"  ({letter}) {text}" for letter, (text, _) in zip(self.buttons, self.prediction.choices)]
         return "\n".join([f"Predict: {self.prediction.prompt}", *answers])
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **kwargs: object) -> Any:
         bundle = super()._repr_mimebundle_(**kwargs)
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         return data | {"text/plain": repr(self)}  # ipywidgets cuts it off after 110 characters

@@ -134,7 +134,7 @@ class View(_Widget):
     def __repr__(self) -> str:
         return self.explorer.stored()
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+    def _repr_mimebundle_(self, **kwargs: object) -> Any:
         if _Widget is HasTraits:
             return static_bundle(self.png(), f"{self.explorer.stored()} {MISSING}")
         data, metadata = cast(Any, super())._repr_mimebundle_(**kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +80,7 @@ def expected_saving(costs: Sequence[float], groups: int, freeze_type: int, full_
     return (1 - full_step_fraction) * sum(p * s for p, s in zip(chances, shares))
 
 
-def stage_costs(net: nn.Module, *inputs: Any) -> list[float]:
+def stage_costs(net: nn.Module, *inputs: object) -> list[float]:
     """Multiply-adds that freezing each stage saves in a backward pass: for `expected_saving`.
 
     A layer costs its multiply-adds once for the gradient of its weight and once for that of its input, which the
