@@ -321,6 +321,19 @@ def test_adasum_runs_where_the_autoboost_says_that_it_is_active(
     assert cell.check_adasum_enable() == ("adasum" in boost.active) == runs
 
 
+def test_a_cell_that_is_given_the_optimizer_alone_merges_as_its_autoboost_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MindSpore's own words: network and optimizer come from an AutoBoost, and the cell gets these two."""
+    net = mlp()
+    boost = AutoBoost("O0", ADASUM)
+    _, optimizer = boost.network_auto_process_train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    cell = BoostTrainOneStepCell(loss_net(net), optimizer)
+    assert not cell.check_adasum_enable()  # one process has nothing to merge
+    for module in ("mpkit.boost.auto", "mpkit.step.distributed"):
+        monkeypatch.setattr(f"{module}.rank_and_size", lambda: (0, 16))
+    assert cell.check_adasum_enable()
+    assert "adasum" not in vars(optimizer)
+
+
 def test_an_optimizer_that_was_boosted_before_brings_no_adasum_along(monkeypatch: pytest.MonkeyPatch) -> None:
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -97,6 +98,9 @@ KEYS: Mapping[str, Key] = MappingProxyType(
     }
 )
 SECTIONS = ("boost", *dict.fromkeys(key.section for key in KEYS.values()))
+
+MADE: WeakKeyDictionary[Optimizer, AutoBoost] = WeakKeyDictionary()
+"""The AutoBoost that returned an optimizer, for a train cell that is given the optimizer alone."""
 
 
 class AutoBoost:
@@ -206,13 +210,19 @@ class AutoBoost:
         Else less_bn: the network in place, wrapped by `LessBN`; its parameters regrouped in the optimizer given, which
         keeps its class, its state, every parameter's weight decay, and what it holds beside the network.
         Then grad_freeze: the optimizer wrapped by `FreezeOpt`.
-        adasum changes neither: a train cell that is given this AutoBoost runs it. MindSpore marks the optimizer by an
-        attribute of that name; so does `faithful`, and train cells heed one that is set by hand.
+        adasum changes neither: a train cell that is given this AutoBoost, or just the optimizer returned, runs it.
+        MindSpore marks the optimizer by an attribute of that name; so does `faithful`, and train cells heed one that
+        is set by hand.
         """
         if not isinstance(network, nn.Module):
             raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        network, optimizer = self._processed(network, optimizer)
+        MADE[optimizer] = self
+        return network, optimizer
+
+    def _processed(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self.flags["dim_reduce"]:
             return network, self._dim_reduced(network, optimizer)
         if self.flags["less_bn"] and averaging_wrapper(network) is not None:

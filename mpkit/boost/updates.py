@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mpkit.boost.adasum import AdaSum, adasum_enabled
-from mpkit.boost.auto import AutoBoost
+from mpkit.boost.auto import MADE, AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_freeze import FreezeOpt
@@ -144,7 +144,7 @@ class BoostedUpdate(Wrapped):
     def __init__(self, network: nn.Module, optimizer: Optimizer, boost: AutoBoost | None) -> None:
         update = Update(optimizer)
         if merges(optimizer, boost):
-            self.adasum = _adasum(optimizer, device_number(boost))
+            self.adasum = _adasum(optimizer, device_number(optimizer, boost))
             update = AdaSumUpdate(update, self.adasum)
         if reduces_dimension(optimizer):
             self.dim_reduce = _dim_reduce(network, optimizer, boost)
@@ -159,17 +159,22 @@ class BoostedUpdate(Wrapped):
         super().__init__(update)
 
 
-def device_number(boost: AutoBoost | None) -> int:
+def device_number(optimizer: Optimizer, boost: AutoBoost | None) -> int:
     """Processes per node of AdaSum."""
+    boost = MADE.get(optimizer) if boost is None else boost
     return 1 if boost is None else boost.hyper["device_number"]
 
 
 def merges(optimizer: Optimizer, boost: AutoBoost | None) -> bool:
-    """Whether AdaSum runs: `boost` or a mark set by hand asks for it, and 2, 4, 8, ... groups of processes train."""
+    """Whether AdaSum runs: `boost`, or a mark set by hand, asks for it, and 2, 4, 8, ... groups of processes train.
+
+    None stands for the AutoBoost that returned this very optimizer.
+    """
+    boost = MADE.get(optimizer) if boost is None else boost
     if boost is not None and boost.flags["adasum"]:
         return "adasum" in boost.active
     marked = getattr(optimizer, "adasum", False)
-    return bool(marked) and adasum_enabled(distributed.rank_and_size()[1], device_number(boost))
+    return bool(marked) and adasum_enabled(distributed.rank_and_size()[1], device_number(optimizer, boost))
 
 
 def reduces_dimension(optimizer: Optimizer) -> bool:
