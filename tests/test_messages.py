@@ -215,6 +215,10 @@ WITH_MOMENTS = {
     "Lamb": lambda p: opt.Lamb(p, 0.1),
     "Momentum": lambda p: opt.Momentum(p, 0.1, 0.9),
     "SGD": lambda p: opt.SGD(p, 0.1, 0.9),
+    "LARS": lambda p: opt.LARS(opt.Momentum(p, 0.1, 0.9)),
+    "BFloat16Weights": lambda p: opt.BFloat16Weights(opt.Adam(p, 0.1)),
+    "BFloat16Weights of torch": lambda p: opt.BFloat16Weights(torch.optim.SGD(p, 0.1, 0.9), "kahan"),
+    "FreezeOpt": lambda p: FreezeOpt(opt.Adam(p, 0.1)),
 }
 
 
@@ -228,12 +232,12 @@ WITH_MOMENTS = {
     ids=["OneCycleLR", "CyclicLR"],
 )
 def test_cyclic_schedulers_of_torch_drive_the_rate_and_the_momentum(kind, schedule):
-    p = nn.Parameter(torch.ones(2))
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16 if "BFloat16" in kind else torch.float32))
     optimizer = WITH_MOMENTS[kind]([p])
     scheduler = schedule(optimizer)
     seen = []
     for _ in range(4):
-        p.grad = torch.ones(2)
+        p.grad = torch.ones_like(p)
         optimizer.step()
         group = optimizer.param_groups[0]
         seen.append((group["lr"], group["betas"][0] if "betas" in group else group["momentum"]))

@@ -80,7 +80,7 @@ class BFloat16Weights(TorchOptimizer):
 
     def _share(self) -> None:
         """One list of groups, with the network's own parameters: what one optimizer is given, the other has too."""
-        self.param_groups = self.inner.param_groups
+        self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer inside."""

@@ -141,6 +141,7 @@ class LARS(torch.optim.Optimizer):
 
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.defaults = self.optimizer.defaults  # schedulers ask there whether there is a momentum to move
 
     def scaled(
         self, grads: list[Tensor], weights: list[Tensor], group: dict[str, Any], chosen: list[int], numbers: Numbers
