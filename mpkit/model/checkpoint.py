@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpkit.files import drafts_of, read_tensors, write_tensors
@@ -17,12 +21,39 @@ def save_whole(state: dict[str, Any], path: Path) -> None:
     """Write `state` beside `path`, then put it in place at once: a kill leaves the old or the new file.
 
     What killed processes left half-written beside it is removed once nobody has written to it for an hour.
+    NumPy's numbers are written as Python's.
+    Raises:  TypeError for what `load_whole`, which runs nothing, could not read again: nothing is written then.
     """
+    state = _readable(state, "state")
     for stale in drafts_of(path):
         with suppress(FileNotFoundError):
             if time.time() - stale.stat().st_mtime > 3600:
                 stale.unlink()
     write_tensors(path, state)
+
+
+def _readable(value: Any, name: str) -> Any:
+    """`value` with Python's numbers in place of NumPy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (bool, int, float, str, bytes, type(None)) or isinstance(value, torch.Tensor):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_readable(item, f"{name}[{i}]") for i, item in enumerate(value))
+    if type(value) in (dict, OrderedDict) and all(isinstance(key, str | int) for key in value):
+        plain = copy.copy(value)  # with what a state_dict carries beside its entries
+        plain.update({key: _readable(item, f"{name}[{key!r}]") for key, item in value.items()})
+        return plain
+    try:
+        torch.save(value, file := io.BytesIO())
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, which is in no checkpoint, since reading one runs nothing; "
+            "have state_dict() give it as numbers, text, tensors, lists and dicts"
+        ) from error
+    return value
 
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:

@@ -210,6 +210,8 @@ class Model:
         """Write weights, optimizer, scale, counters, random states and the position in the data set to one file.
 
         The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback.
+
+        Raises:  TypeError when the state of a hook or callback holds what could not be read again, a NumPy array, say.
         """
         progress = self._resumed  # loaded, and not yet gone on from
         if progress is None and self._loop is not None:
