@@ -981,3 +981,82 @@ def test_casting_survives_a_failed_build():
             net, optimizer, nn.MSELoss(), "O3", clip_norm=1.0, loss_scale_manager=FixedLossScaleManager(8.0, False)
         )
     assert torch.equal(net(x), before)
+
+
+# --- checkpoints
+
+
+TWINS = {  # of two rules the groups and the tensors are the same
+    "Momentum": lambda p: opt.Momentum(p, 0.1, 0.9),
+    "LARS": lambda p: opt.LARS(opt.Momentum(p, 0.1, 0.9)),
+    "AdamWeightDecay": lambda p: opt.AdamWeightDecay(p, 0.1),
+    "Lamb": lambda p: opt.Lamb(p, 0.1),
+    "FreezeOpt": lambda p: FreezeOpt(opt.AdamWeightDecay(p, 0.1)),
+    "FreezeOpt of Lamb": lambda p: FreezeOpt(opt.Lamb(p, 0.1)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), [*zip([*TWINS][::2], [*TWINS][1::2]), *zip([*TWINS][1::2], [*TWINS][::2])])
+def test_the_state_of_another_rule_with_the_same_tensors_is_refused(one, other, tmp_path):
+    saving, loading = ([one_weight(value=1.0)] for _ in range(2))
+    first, second = TWINS[one](saving), TWINS[other](loading)
+    step, refuses = (ScaledStep(optimizer, torch.tensor(2.0)) for optimizer in (first, second))
+    with pytest.raises(ValueError, match=r"^the saved optimizer is a \w+"):
+        refuses.load_state_dict(step.state_dict())
+    nets = [nn.Linear(1, 1) for _ in range(2)]
+    models = [Model(net, nn.MSELoss(), TWINS[name](list(net.parameters()))) for net, name in zip(nets, (one, other))]
+    models[0].train(1, [(torch.ones(1, 1), torch.ones(1, 1))])
+    models[0].save(tmp_path / "c")
+    before = copy.deepcopy(models[1].train_network.state_dict())
+    with pytest.raises(ValueError, match=r"^the saved optimizer is a \w+"):
+        models[1].load(tmp_path / "c")
+    assert_same(models[1].train_network.state_dict(), before)
+
+
+def test_the_state_of_a_subclass_is_one_of_its_kind():
+    class Mine(opt.Momentum):
+        """With a method of the user's."""
+
+    steps = [ScaledStep(kind([one_weight()], 0.1, 0.9), torch.tensor(2.0)) for kind in (Mine, opt.Momentum)]
+    steps[0].load_state_dict(steps[1].state_dict())
+    steps[1].load_state_dict(steps[0].state_dict())
+    state = steps[1].state_dict()
+    del state["kinds"]  # as older versions saved it
+    steps[1].load_state_dict(state)
+    for wrong, error in ((5, TypeError), ([5], TypeError), ([[5]], TypeError), ([[[]]], ValueError), ([], ValueError)):
+        with pytest.raises(error, match="kinds"):
+            steps[1].load_state_dict({**state, "kinds": wrong})
+
+
+class Best(Callback):
+    def __init__(self, best):
+        self.best = best
+
+    def state_dict(self):
+        return {"best": {"of all": [self.best]}}
+
+    def load_state_dict(self, state):
+        (self.best,) = state["best"]["of all"]
+
+
+def trained(callback, path):
+    net = nn.Linear(1, 1)
+    model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1))
+    model.train(1, [(torch.ones(1, 1), torch.ones(1, 1))], [callback, Checkpoint(path)])
+    return model
+
+
+@pytest.mark.parametrize("best", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a"), {1, 2}])
+def test_a_numpy_number_in_the_state_of_a_callback_comes_back_from_a_checkpoint(best, tmp_path):
+    model = trained(Best(best), tmp_path / "c")
+    model.load(tmp_path / "c")
+    again = Best(None)
+    model.train(2, [(torch.ones(1, 1), torch.ones(1, 1))], again)
+    assert again.best == best
+
+
+@pytest.mark.parametrize("best", [np.ones(2), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
+def test_a_state_that_could_not_be_read_again_is_not_written(best, tmp_path):
+    with pytest.raises(TypeError, match=r"\['best'\]\['of all'\]\[0\] is a .* in no checkpoint"):
+        trained(Best(best), tmp_path / "c")
+    assert not (tmp_path / "c").exists()

@@ -46,6 +46,33 @@ def check_saved(optimizer: torch.optim.Optimizer, saved: object, *, whole: bool 
         check_kind(f"state[{key!r}]", held, Mapping, "a dict, as state_dict() gave it")
 
 
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The class of an optimizer, and those of the optimizers inside it, each with its bases down to torch's."""
+    own = [cls.__name__ for cls in type(optimizer).__mro__ if cls is not torch.optim.Optimizer and cls is not object]
+    held = vars(optimizer)
+    inside = held.get("optimizer", held.get("inner"))
+    return [own, *(kinds_of(inside) if isinstance(inside, torch.optim.Optimizer) else [])]
+
+
+def check_kinds(optimizer: torch.optim.Optimizer, saved: list[list[str]] | None) -> None:
+    """Raise ValueError if a state is that of another rule, though its groups and tensors are the same: Momentum, LARS.
+
+    One class may be a base of the other. `saved` is what `kinds_of` gave; None, in states of older versions, is any.
+    """
+    if saved is None:
+        return
+    own = kinds_of(optimizer)
+    check_kind("kinds", saved, (list, tuple), "a list of lists of names, as it was saved")
+    for kind in saved:
+        check_kind("each of kinds", kind, (list, tuple), "a list of names, as it was saved")
+        if not kind:
+            raise ValueError("each of kinds needs the name of a class, got an empty list")
+    names = [" of ".join(str(kind[0]) for kind in kinds) for kinds in (saved, own)]
+    alike = len(saved) == len(own) and all(a[0] in b or b[0] in a for a, b in zip(saved, own))
+    if not alike:
+        raise ValueError(f"the saved optimizer is a {names[0]}, this one a {names[1]}; build the one that was saved")
+
+
 def _check_hyper(key: str, saved: object, own: object) -> None:
     """A number may have become a tensor, or the other way round: a counter on the device, a rate for torch.compile."""
     plain = is_number(own) or (isinstance(own, torch.Tensor) and not own.dim())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_count, check_kind, check_number, is_number
 from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
@@ -219,6 +220,7 @@ class TrainOneStepCell(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """What `state_dict()` holds beside the tensors of the network."""
         state: dict[str, Any] = {"index": self.index, "pending": self.pending, "optimizer": self.optimizer.state_dict()}
+        state["kinds"] = kinds_of(self.optimizer)
         state["hooks"] = [h.state_dict() if hasattr(h, "state_dict") else None for h in self.hooks]
         if self.pending:
             state["gradients"] = [p.grad for p in parameters_of(self.optimizer)]
@@ -245,6 +247,7 @@ class TrainOneStepCell(nn.Module):
                     f"the saved step had a hook with {had} where this one's {type(hook).__name__} has {has}; "
                     "build the cell with the same hooks in the same order before loading"
                 )
+        check_kinds(self.optimizer, state.get("kinds"))
         gradients = self._checked_sums(state)
         load_all(self._stateful(state))
         self.index, self.pending = state["index"], state["pending"]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_choice, check_kind, is_number
+from mpkit.arguments import check_alike, check_choice, check_kind, is_number
 from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
 from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of
 from mpkit.step.restore import carried, carrying, load_all
@@ -152,6 +153,7 @@ class ScaledStep:
             "scale": self.scale.clone(),
             "rule": rule.state_dict() if hasattr(rule, "state_dict") else None,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "kinds": [kinds_of(optimizer) for optimizer in self.optimizers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,6 +166,10 @@ class ScaledStep:
         if theirs != ours:
             saved, own = (f"{count} optimizers and {'no' if bare else 'a'} rule" for count, bare in (theirs, ours))
             raise ValueError(f"the saved step had {saved} for its scale, this one has {own}; build it as it was saved")
+        kinds = state.get("kinds", [None] * len(self.optimizers))
+        check_alike("kinds", kinds, [None] * len(self.optimizers))
+        for optimizer, saved in zip(self.optimizers, kinds):
+            check_kinds(optimizer, saved)
         check_kind("scale", state["scale"], Tensor, "a tensor, as it was saved")
         if state["scale"].numel() != 1:
             raise ValueError(f"scale must be one number, got shape {tuple(state['scale'].shape)}")
