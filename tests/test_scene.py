@@ -630,6 +630,22 @@ def test_bits_are_buttons_that_the_arrow_keys_walk_along(show):
     assert tab.locator(".pick").first.get_attribute("aria-label") == "bit 15, sign: 0"
 
 
+@pytest.mark.parametrize("name", VIEWS)
+def test_whatever_can_be_chosen_in_the_picture_is_a_button_of_its_own(show, name):
+    view = made(name)
+    marks = [m for panel in view.spec["panels"] for m in panel["marks"] if m.get("pick")]
+    if not marks:
+        return
+    tab = show(view)
+    buttons = tab.locator(".pick")
+    assert buttons.count() == sum(len(m["keys"]) for m in marks)
+    slow(tab)
+    for i in range(buttons.count()):
+        buttons.nth(i).press("Enter")
+        answer(tab)
+    assert asked(tab) == [{m["pick"]: key} for m in marks for key in m["keys"]]
+
+
 def test_a_histogram_under_its_scale_is_dragged_without_the_kernel(show):
     tab = show(VIEWS["training.underflow"]())
     look = lambda: tab.inner_html(".mpk-stage svg")  # noqa: E731

@@ -48,10 +48,10 @@ def boost_scene(data: BoostExplorer) -> Scene:
 def _configurations(panel: Panel, data: BoostExplorer) -> None:
     """Every measured one with its seeds, and its name on the side with more room; arrows lead to the tuned one."""
     field = sorted(data.field, key=lambda one: one[1])
-    speeds = [speed for _, speed, _ in field]
     at = {name: (speed, float(np.mean(runs))) for name, speed, runs in field}
+    speeds, means = np.array(list(at.values())).T
     for k, (name, speed, runs) in enumerate(field):
-        mean, spread = at[name][1], float(np.std(runs, ddof=1))
+        mean, spread = means[k], float(np.std(runs, ddof=1))
         color = "zero" if name == data.compare else "reference"
         panel.points(runs, [speed] * len(runs), "muted", size=2.5, label="one seed", quiet=True)
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
@@ -60,13 +60,9 @@ def _configurations(panel: Panel, data: BoostExplorer) -> None:
         anchor, dx = ("end", -8) if before else ("start", 8)
         close = k > 1 and speed - speeds[k - 1] < 0.16 * (panel.given["x"]["hi"] - panel.given["x"]["lo"])
         panel.text(name, speed, mean, anchor=anchor, dx=dx, dy=30 if close else 14, halo=True, color=color)
-        panel.boxes(
-            *([speed - 0.012], [mean - 0.4], [speed + 0.012], [mean + 0.4]),
-            pick="compare_with",
-            keys=[name],
-            names=[f"compare with {name}"],
-            quiet=True,
-        )
+    squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
+    told = [f"compare with {name}" for name in at]
+    panel.boxes(*squares, pick="compare_with", keys=list(at), names=told, quiet=True)
     for (x0, y0), (x1, y1) in pairwise(at[name] for name in ("none", "O1", "O1 tuned")):
         ends = np.array([[x0, x1], [y0, y1]])
         away = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * np.array([0.12, 0.88])
