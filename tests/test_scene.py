@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import CHROMIUM, NARROW, QUIET
+from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from scenes import page, plain, weight
 
@@ -97,6 +98,25 @@ CUT = """() => [...document.querySelectorAll('select')].filter((e) => { const wi
   const cut = e.offsetWidth > wide;
   e.style.maxWidth = '';
   return cut; }).map((e) => e.dataset.control)"""
+RGB = """const brush = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgb = (colour) => { brush.clearRect(0, 0, 1, 1); brush.fillStyle = colour; brush.fillRect(0, 0, 1, 1);
+  return [...brush.getImageData(0, 0, 1, 1).data]; };
+const fill = (e) => rgb(getComputedStyle(e).fill);"""
+INKS = f"""() => {{ {RGB}
+  return [...document.querySelectorAll('.mpk-stage text')].filter((e) => e.textContent)
+    .map((e) => [[...e.childNodes].map((t) => t.textContent).join('\\n'), ...fill(e).slice(0, 3)]); }}"""
+PALE = f"""() => {{ {INSIDE} {RGB}
+  const linear = (v) => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (e, x, y) => e.classList.contains('halo') ? null : document.elementsFromPoint(x, y)
+    .find((o) => o.matches('path.box, path.band') && o.getAttribute('fill')?.[0] !== 'u' && fill(o)[3] > 0);
+  const page = rgb(getComputedStyle(document.body).backgroundColor);
+  return words(document).flatMap((e) => {{ const a = e.getBoundingClientRect();
+    return [0.1, 0.5, 0.9].map((share) => {{
+      const under = behind(e, a.left + share * a.width, (a.top + a.bottom) / 2), both = [fill(e), under ? fill(under) : page];
+      const [dark, bright] = both.map(light).sort((p, q) => p - q);
+      return [e.textContent, (bright + 0.05) / (dark + 0.05)]; }}).filter(([, contrast]) => contrast < 4.5).slice(0, 1);
+  }}); }}"""
 SOURCE = (HERE / "scene.js").read_text()
 
 
@@ -630,6 +650,25 @@ def test_bits_are_buttons_that_the_arrow_keys_walk_along(show):
     assert tab.locator(".pick").first.get_attribute("aria-label") == "bit 15, sign: 0"
 
 
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_the_marker_glides_to_where_a_bit_sends_it(show, motion):
+    """But not away from the pointer that drags it, and not for readers who want no motion."""
+    view = VIEWS["formats.bits"](number="1")
+    tab = show(view, motion=motion)
+    run = "() => document.getAnimations().filter((a) => a.transitionProperty === 'cx').length"
+    tab.evaluate("document.querySelector('.glides').getBoundingClientRect()")
+    moves = []
+    for dragged in (False, True):
+        if dragged:
+            tab.mouse.move(60, 14)
+            tab.mouse.down()
+        view.ask({"toggle": 13})
+        tab.evaluate("(given) => models[0].put('spec', given)", plain(view.spec))
+        moves.append(tab.evaluate(run))
+    tab.mouse.up()
+    assert moves == [motion == "no-preference", 0]
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_whatever_can_be_chosen_in_the_picture_is_a_button_of_its_own(show, name):
     view = made(name)
@@ -897,6 +936,27 @@ def test_axe_finds_nothing_in_any_view(show, theme):
     assert looked >= ({"color-contrast"} if only else {"color-contrast", "label", "svg-img-alt", "button-name"})
 
 
+@pytest.mark.parametrize("theme", ["true", "false"])
+def test_words_stand_out_from_what_lies_behind_them(show, theme):
+    """By 4.5 (WCAG 2.2, 1.4.3), in every view; axe does not look at words in an SVG. Stored ones have the same colours."""
+    views = [made(name) for name in VIEWS]
+    tab = show(*views, theme=theme)
+    tab.set_viewport_size({"width": 1016, "height": tab.evaluate("document.documentElement.scrollHeight")})
+    assert tab.evaluate(PALE) == []
+    if theme == "true":
+        figures = [figure(view.spec | {"kept": view.kept}, view.index) for view in views]
+        stored = {
+            (t.get_text(), *(round(255 * part) for part in to_rgb(t.get_color())))
+            for drawn in figures
+            for a in drawn.axes
+            for t in a.texts
+            if t.get_text()
+        }
+        seen = {(text, *map(round, rgb)) for text, *rgb in tab.evaluate(INKS)}
+        assert {text for text, *_ in stored} - {text for text, *_ in seen} == set()
+        assert not [s for s in stored if not any(s[0] == t[0] and np.allclose(s[1:], t[1:], atol=2) for t in seen)]
+
+
 @pytest.mark.parametrize("theme", [0, 1])
 def test_lines_and_words_stand_out_from_the_page(theme):
     def light(role):
@@ -966,6 +1026,17 @@ def test_the_module_is_one_readable_file_without_imports():
     assert not re.search(r"^\s*import\b|https?://(?!www\.w3\.org)|\bfetch\(|innerHTML", SOURCE, re.M)
     drawers = SOURCE[SOURCE.index("const DRAW") :]
     assert all(re.search(rf"\b{kind}(\(| ?:)", drawers) for kind in KINDS)
+
+
+def test_what_is_read_out_of_a_square_is_its_own_number(show):
+    view = made("boost.boost")
+    tab = show(view)
+    for name, _, runs in view.explorer.field:
+        button = tab.get_by_role("button", name=f"compare with {name}:", exact=True).bounding_box()
+        tab.mouse.move(button["x"] + button["width"] / 2, button["y"] + button["height"] / 2)
+        told = tab.locator(".mpk-tip").inner_text().splitlines()
+        assert f"{name}: {said(float(np.float32(np.mean(runs))))}" in told
+        assert all(line.startswith(("speed-up", "one seed", name)) for line in told)
 
 
 def test_numbers_are_read_out_alike(show):

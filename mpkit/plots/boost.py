@@ -55,7 +55,7 @@ def _configurations(panel: Panel, data: BoostExplorer) -> None:
         color = "zero" if name == data.compare else "reference"
         panel.points(runs, [speed] * len(runs), "muted", size=2.5, label="one seed", quiet=True)
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
-        panel.points([mean], [speed], color, glyph="s", size=5.5, quiet=True)
+        panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
         before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
         anchor, dx = ("end", -8) if before else ("start", 8)
         close = k > 1 and speed - speeds[k - 1] < 0.16 * (panel.given["x"]["hi"] - panel.given["x"]["lo"])
@@ -169,7 +169,7 @@ def less_bn_scene(data: LessBNExplorer) -> Scene:
     panel = scene.panel(title=title, x=linear("", -1, width), y=linear("", rows - 0.4, -0.7), bare=True)
     places: list[tuple[int, int]] = []
     for row, part in enumerate(parts):
-        panel.line([row, row], [0, len(part) - 1], "grid", width=1.5)
+        panel.line([row, row], [0, len(part) - 1], "muted", width=1.5)
         _blocks(panel, part, row, data.shortcuts)
         places += [(row, column) for column in range(len(part))]
     for kind, (color, glyph, label) in KINDS.items():

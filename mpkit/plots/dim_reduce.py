@@ -56,7 +56,7 @@ def _contours(scene: Scene, plane: Panel, data: DimReduceExplorer) -> None:
     """Lines of equal loss, which never change and so travel once, with their values where the picture has room."""
     room = [(low + 1.5, high - 1.5) for low, high in data.picture]
     for level, (xs, ys) in _lines(*(a.tobytes() for a in data.landscape), len(data.landscape[0])).items():
-        plane.line(scene.keep(f"y{level}", ys), scene.keep(f"x{level}", xs), "muted/0.6", width=0.9)
+        plane.line(scene.keep(f"y{level}", ys), scene.keep(f"x{level}", xs), "muted/0.75", width=0.9)
         inside = [(low < part) & (part < high) for (low, high), part in zip(room, (xs, ys))]
         places = np.flatnonzero(inside[0] & inside[1])
         if len(places):

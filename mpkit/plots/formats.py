@@ -107,7 +107,7 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     if data.value and math.isfinite(data.value):
         power = math.floor(math.log2(abs(data.value)))
         lead = math.log2(abs(data.value)) - power
-        grip = {"base": lead, "cross": 0.28, "gesture": True}
+        grip = {"base": lead, "cross": 0.28, "gesture": True, "look": "glides"}
         panel.handle("x", "shift_to", power, least, fmt.max_exponent, "power of two of the number", **grip)
 
 

@@ -81,7 +81,7 @@ def _decisions(
 
 def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, high: int) -> None:
     """What the reader drags: the scale of the step, and the settings of the rule."""
-    main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, plain=True)
+    main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     if data.hold:
         return
     up, down = math.log2(data.scale_factor), math.log2(data.down_factor)

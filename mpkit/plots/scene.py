@@ -205,7 +205,8 @@ class Panel:
 
         It lies at base + slope * value of its axis ("x", "y", or "xy" for a pair), across the whole panel or, with
         `cross`, at one place of the other axis. `log2=True` sends 2^value; `gesture=True` calls the explorer's method
-        of that name with (step, value); `note` is written beside it.
+        of that name with (step, value); `note` is written beside it. `look` "plain" has no ring of its own, "glides"
+        goes slowly to where a click sends it.
         """
         self.add("handle", axis=axis, name=name, at=at, lo=low, hi=high, label=label, **{"step": 1, **more})
 

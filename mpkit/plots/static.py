@@ -307,7 +307,7 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
             cross -= 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
     x, y = (at, cross) if own == "x" else (cross, at)
     x += moved
-    if not m.get("plain"):
+    if m.get("look") != "plain":
         axes.plot([x], [y], zorder=z + 1, **ball)
     if m.get("note"):
         left = own == "y" and "cross" not in m
@@ -328,7 +328,7 @@ def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: floa
         textcoords="offset points",
         ha=ha,
         va=va,
-        color=colour(m.get("color") or "ink"),
+        color=[0.7 * c + 0.3 * i for c, i in zip(to_rgb(colour(m.get("color") or "ink")), to_rgb(colour("ink")))],
         fontsize=PT * m.get("size", 12) + 0.4,
         fontweight=m.get("weight", "normal"),
         bbox={"fc": "white", "ec": "none", "pad": 1} if m.get("halo") else None,

@@ -186,7 +186,7 @@ const DRAW = {
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
 	const lines = String(text ?? "").split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
 	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
-	node.style.fill = paint(color);
+	node.style.color = paint(color); // made darker by scene.css
 	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
 	return node;
 }
@@ -235,7 +235,7 @@ function readout(p, x, y, i) {
 	const found = [], inside = (a, b, v) => Math.min(a, b) <= v && v < Math.max(a, b);
 	for (const m of p.marks) {
 		if (m.only && !within(i, m.only)) continue;
-		if (m.type === "boxes" && (m.names || m.label)) {
+		if (m.type === "boxes" && (m.text || m.label)) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
 				found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
 		} else if (m.type === "bars" && m.label) {
@@ -435,7 +435,7 @@ function render({ model, el }) {
 			wanted.add(id);
 			if (!handles.has(id)) {
 				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": id, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
-				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: m.plain ? 13 : 7, class: m.plain ? "plain" : null });
+				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: 7, class: m.look });
 				on(g, "keydown", (e) => key(e, handles.get(id)));
 				handles.set(id, { g });
 				if (last) last.after(g); else layer.prepend(g);
