@@ -428,6 +428,12 @@ def not_below_zero(a, b):
     return max(0, 1 - a @ b / (2 * a @ a)) * a + max(0, 1 - a @ b / (2 * b @ b)) * b
 
 
+def of_two_entries(a, b):
+    """AdaSum as the lesson computes it by hand: of a plane."""
+    d, A, B = a[0] * b[0] + a[1] * b[1], a[0] ** 2 + a[1] ** 2, b[0] ** 2 + b[1] ** 2
+    return [(1 - d / (2 * A)) * x + (1 - d / (2 * B)) * y for x, y in zip(a, b)]
+
+
 def only_last_value(heard):
     return next((name for name, out in heard if not math.isfinite(out[-1])), "")
 
@@ -463,6 +469,7 @@ MISTAKES = [
     ("09", lambda off, on: statistics.median(a / b for a in off for b in on)),
     ("10", lambda g: [[v - sum(row) // len(row) for v in row] for row in g]),
     ("12", not_below_zero),
+    ("12", of_two_entries),
     ("14", only_last_value),
     ("14", only_layers_behind_the_input),
     ("14", only_inf),
@@ -580,6 +587,11 @@ def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
     for answer in ("the mode manual", "in auto"):
         assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("09", "mode", answer)[1]
+    for answer in (32, {32: "yes", 64: "yes"}, filter(None, [32, 64])):
+        told = check.verdict("12", "sizes", answer)[1]
+        assert told.startswith(f'Not yet. A list is asked for, such as [1, 2] or ["a", "b"], got {answer!r:.60}. ')
+    for answer in ([32], (32, 48), {64}, "32", "32, 48"):
+        assert "is asked for" not in check.verdict("12", "sizes", answer)[1]
     for lesson, name, answer in (("09", "mode", "auto"), ("20", "interval", "better"), ("05", "window", 5)):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
 

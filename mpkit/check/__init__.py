@@ -169,6 +169,8 @@ def _unread(value: object, truth: object) -> str:
     if isinstance(truth, str):
         more = isinstance(value, str) and len(value.split()) > len(truth.split())
         return f"Only the word itself is asked for, got {value!r:.60}. " if more else ""
+    if isinstance(truth, list) and not isinstance(value, list):
+        return f'A list is asked for, such as [1, 2] or ["a", "b"], got {value!r:.60}. '
     if isinstance(truth, int | float) and _number(value) is None:
         return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
     return ""

@@ -65,6 +65,7 @@ def _merged() -> list[tuple[tuple[list[float], list[float]], list[float]]]:
         ([1.0, 2.0], [3.0, -1.0]),
         ([1.0, 1.0], [-2.0, -2.0]),
         ([1.0, 0.0], [4.0, 0.0]),  # the weight of a is -1 here
+        ([1.0, 2.0, 2.0], [0.0, 3.0, 4.0]),  # the first two entries alone have other products
     )
     both = [(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)) for a, b in pairs]
     return [(pair, adasum_pair(a, b, eps=0).tolist()) for pair, (a, b) in zip(pairs, both)]
