@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpkit.blocks import quantize_blocks
 from mpkit.explorers.recipes import (
     RECIPES_SHOWN,
     TENSORS,
@@ -52,6 +53,18 @@ def test_a_spike_of_ones_own_is_clipped_by_delayed_scaling_alone():
         assert 200 in spiked.clipped
         assert len(AmaxExplorer(tensor=tensor, spike=10, current=True).clipped) == 0
         assert spiked.replayed.unused_bits[0] > calm.replayed.unused_bits[0]
+
+
+@pytest.mark.parametrize(("fmt", "size", "share", "most"), [("NVFP4", 16, 0.49, 1 / 17), ("MXFP4", 32, 0.30, 0.25)])
+def test_what_the_largest_value_of_a_clipped_block_loses(fmt, size, share, most):
+    """E4M3 has three fraction bits: rounded to nearest, a scale is at most 1 / 17 too small. Floor leaves 6 of 8."""
+    blocks = gaussian(257).view(-1, size)
+    stored = quantize_blocks(blocks, BlockExplorer(fmt=fmt, size=size).format)
+    tops, limit = blocks.abs().amax(1), stored.largest().reshape(len(blocks), -1)[:, 0]
+    clipped = tops > limit * (1 + 2.0**-22)
+    assert abs(clipped.double().mean() - share) < 0.01
+    lost = 1 - stored.dequantize().abs().amax(1)[clipped] / tops[clipped]
+    assert 0.9 * most < lost.max() <= most
 
 
 def test_shares_of_clipped_blocks_are_those_of_gaussian_data():

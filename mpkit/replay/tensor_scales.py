@@ -30,7 +30,7 @@ class TensorScaleReplay:
         clipped:     (n,) steps whose largest element was beyond what the scale could hold.
         first:       (n,) the first such step, -1 if there is none.
         worst:       (n,) the largest overshoot: amax * scale / element_max (1 and below: nothing was clipped).
-        unused_bits: (n,) range given away, in whole powers of two between the largest scaled element and element_max,
+        unused_bits: (n,) range given away: powers of two that lie between the largest scaled element and element_max,
                      as a mean over the steps that were not clipped.
         scales:      (n, steps) the scale each step was cast with, where asked for, else None.
     """
