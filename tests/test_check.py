@@ -16,6 +16,10 @@ from mpkit import check
 from mpkit.casting import get_black_list
 from mpkit.check.names import names_used
 from mpkit.check.prediction import Prediction
+from mpkit.data import data_dir
+from mpkit.policies import ScalePolicy
+from mpkit.record import Trace
+from mpkit.replay import replay
 from mpkit.widgets.commit import Commit
 
 LESSONS = sorted(path.stem[-2:] for path in (ROOT / "mpkit" / "check").glob("lesson_*.py"))
@@ -594,6 +598,19 @@ def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
         assert "is asked for" not in check.verdict("12", "sizes", answer)[1]
     for lesson, name, answer in (("09", "mode", "auto"), ("20", "interval", "better"), ("05", "window", 5)):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
+
+
+def test_the_collapse_of_lesson_15_is_not_told_by_the_windows_above_it():
+    def run(factor):
+        policy = ScalePolicy.by_factor(2.0**16, factor, 20)
+        return replay(Trace.load(data_dir() / "traces" / "rare_outliers_float32.npz"), policy, fmt="fp16").iloc[0]
+
+    assert run(2)["collapsed"]  # as its table lets a reader guess
+    assert check.verdict("15", "collapse", bool(run(1.25)["collapsed"]))[0]
+    slow = run(1.25)
+    assert (slow["skipped"], round(slow["final_scale"])) == (31, round(2**16 / 1.25**31)) == (31, 65)
+    assert slow["flushed"] < 0.02
+    assert "factor 1.25" in check.verdict("15", "collapse", True)[1]
 
 
 ABOVE = {  # lesson -> what its questions are answered by, as its own cells would print it

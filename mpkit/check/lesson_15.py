@@ -50,11 +50,13 @@ QUESTIONS = {
         ),
     ),
     "collapse": Question(
-        "Take the float32 recording of rare_outliers, a start at 2^16, factor 2 and window 12. Does this policy "
+        "Take the float32 recording of rare_outliers, a start at 2^16, factor 1.25 and window 20. Does this policy "
         "collapse? Answer True or False.",
-        lambda: bool(replay(_measured(), swept(2.0**16, 2, 12), fmt=FP16).iloc[0]["collapsed"]),
-        "False: the scale recovers between two outliers, so each outlier costs one step and little else.",
-        "Replay `swept(2**16, 2, 12)` on the float32 recording with fmt='fp16', and read the column `collapsed`.",
+        lambda: bool(replay(_measured(), swept(2.0**16, 1.25, 20), fmt=FP16).iloc[0]["collapsed"]),
+        "False: the scale never grows, but 31 overflows divide it by 1.25^31, about 2^10. So it ends at 65, and there "
+        "few gradients become zero.",
+        "Replay `swept(2**16, 1.25, 20)` on the float32 recording with fmt='fp16', and read the column `collapsed`.",
+        ((True, "So it is with factor 2. How far do 31 overflows lower the scale with factor 1.25?"),),
     ),
 }
 
