@@ -345,6 +345,10 @@ SIMULATED = """scales, scale, good = [], 2.0**10, 0
         scale = scale / 2 if not finite else 2 * scale if not good else scale
         scales.append(scale)
     for finite in []:"""
+SEARCH = "d = 2.0 ** math.floor(math.log2(w))\n    while rounded(w + d) != w:\n        d /= 2\n"
+SEARCH_UP = "d = 2.0**-24\n    while rounded(w + 2 * d) == w:\n        d *= 2\n"
+SHARES = "(cast == 0).double().mean().item(), cast.isinf().double().mean().item()"
+TWICE = "    experiment(project, cells, seeds=seeds, progress=False)\n    return experiment"
 NEARLY = [
     (
         "lab01",
@@ -355,6 +359,10 @@ NEARLY = [
     ),  # the exact sum, unrounded on its way
     ("lab01", "q5", "hidden", "rounded(rounded(t - total) - y)", "(t - total) - y"),  # more than FP16 holds
     ("lab01", "q1", "hidden", "    sign = -1", "    from mpkit.formats import FP16\n    sign = -1"),  # the library
+    ("lab01", "q4", "hidden", SEARCH, SEARCH_UP),  # near the smallest normal number not even 2^-24 is lost
+    ("lab02", "q1", "visible", SHARES, SHARES.replace(".item()", "")),  # tensors, not floats
+    ("lab02", "q1", "hidden", "    cast =", "    gradient *= scale\n    cast ="),
+    ("lab02", "q2", "hidden2", "scale / factor", "scale // factor"),
     ("lab02", "q2", "hidden2", "grown <= torch", "grown < torch"),  # the largest float32 number is not too large
     ("lab02", "q3", "hidden", EVERY, "if not loss.isfinite():"),  # a finite loss can have gradients that are not
     ("lab02", "q3", "hidden", EVERY, "if not grads[0].isfinite().all():"),  # one gradient of six
@@ -364,6 +372,8 @@ NEARLY = [
     ("lab02", "q4", "hidden", JOINT, JOINT.replace("norm_", "value_")),  # each value alone
     ("lab03", "q1", "hidden", "nn.BatchNorm1d | nn.LayerNorm)", "nn.BatchNorm1d | nn.LayerNorm | nn.Conv2d)"),
     ("lab03", "q2", "hidden", "t.half().double()", "t.half().float()"),  # added up in float32
+    ("lab03", "q3", "hidden", "scale=1024.0", "scale=1.0"),
+    ("lab03", "q3", "hidden", "batch, loss_of", "batch, nn.functional.cross_entropy"),
     ("lab03", "q4", "hidden", "torch.float16)", "torch.bfloat16)"),  # another format
     ("lab03", "q4", "hidden", '"O2"', '"O1"'),  # another level
     ("lab03", "q4", "hidden", "    return network", "    network[1].weight.data /= 1000\n    return network"),
@@ -422,6 +432,8 @@ NEARLY = [
     ("lab06", "q1", "hidden", " and math.isfinite(base[s])", ""),
     ("lab06", "q1", "hidden", "if n < 2", "if len(own.keys() & base.keys()) < 2"),  # counted before nan is left out
     ("lab06", "q1", "hidden", "    mean =", "    own.clear()\n    mean ="),
+    ("lab06", "q1", "hidden", "T[n - 1]", "T[2]"),
+    ("lab06", "q1", "hidden", "return mean - half", "return min(mean - half, 0.0)"),
     ("lab06", "q2", "hidden", "middle + half < 0", "middle + half <= 0"),
     ("lab06", "q2", "hidden", "math.log2(comparisons)", "(comparisons.bit_length() - 1)"),
     ("lab06", "q2", "hidden", "math.log2(comparisons)", "math.ceil(math.log2(comparisons))"),
@@ -430,6 +442,8 @@ NEARLY = [
     ("lab06", "q5", "hidden", THIRD, '"again": {"lr": 0.1}'),  # what `project` takes in any case
     ("lab06", "q5", "hidden", "list(range(5))", "[0.5 * i for i in range(5)]"),
     ("lab06", "q6", "hidden", "seeds=seeds", "seeds=len(seeds)"),
+    ("lab06", "q6", "hidden", "project,", "train,"),  # its own data and epochs
+    ("lab06", "q6", "hidden", "    return experiment", TWICE),
     (
         "lab06",
         "q6",
@@ -475,9 +489,9 @@ NEARLY = [
     ("lab07", "q3", "hidden", "network.parameters()}", "network.parameters() if p.requires_grad}"),
     ("lab07", "q4", "hidden", "for finite in flags:", "while flags:\n        finite = flags.pop(0)"),
     ("lab07", "q4", "hidden", "scales = []\n    for finite in flags:", SIMULATED),  # no GradScaler is asked
+    ("lab07", "q4", "hidden", "scaler.step(", "scaler.unscale_("),  # the scale moves, and no weight
 ]
 # right, in an unusual form, and once refused by a hidden test after the visible one had passed
-SHARES = "(cast == 0).double().mean().item(), cast.isinf().double().mean().item()"
 LISTED = "[i for i, (amax, scale) in enumerate(zip(amaxes, scales)) if amax * scale > largest * 1.000001]"
 ARRAY = "torch.tensor([a * s > largest * 1.000001 for a, s in zip(amaxes, scales)]).nonzero().flatten().numpy()"
 SINGLE = "import numpy as np\n    return sum(np.float32(max(curve)) - np.float32(curve[-1]) for curve in curves)"
