@@ -165,6 +165,16 @@ def test_a_recorded_run_is_shown_at_its_own_scale(run: str) -> None:
     assert finite
 
 
+@pytest.mark.parametrize("run", TRACES)
+def test_bars_zeros_and_what_is_not_finite_are_all_values_of_a_step(run: str) -> None:
+    view = run_view(run=run)
+    for step in (0, 130, 199):
+        words = " ".join(text.get_text() for text in figure(view.spec | {"kept": view.kept}, step).axes[1].texts)
+        told = [re.search(rf"(\S+) % {what}", words) for what in ("zero", "inf or NaN")]
+        model = RunExplorer(run=run, step=step)
+        assert 100 * model.counts.sum() / model.values + sum(float(t[1]) for t in told if t) == pytest.approx(100, abs=0.02)
+
+
 def test_the_recorded_policy_gives_the_recorded_scale() -> None:
     model = WhatIfExplorer(run="mlp_digits", init=16, factor=2.0, window=50)
     np.testing.assert_array_equal(model.scale, model.trace.scale)

@@ -135,9 +135,13 @@ def run_scene(data: RunExplorer) -> Scene:
         label="share, %",
         quiet=True,
     )
-    nonfinite = part.nonfinite.sum(axis=1)[rows]
-    look: dict[str, Any] = {"frame": True, "anchor": "end", "halo": True, "color": "overflow"}
-    right.text("{} % inf or NaN", 0.98, 0.62, values=[100 * nonfinite / max(1, data.values)], **look)
+    look: dict[str, Any] = {"frame": True, "halo": True}
+    for words, count, x, anchor, color in (
+        ("{} % zero", part.zeros, 0.02, "start", "zero"),
+        ("{} % inf or NaN", part.nonfinite, 0.98, "end", "overflow"),
+    ):
+        shown = 100 * count.sum(axis=1)[rows] / max(1, data.values)
+        right.text(words, x, 0.62, values=[shown], anchor=anchor, color=color, **look)
     return scene
 
 
