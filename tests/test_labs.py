@@ -5,6 +5,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from tempfile import TemporaryDirectory
 
@@ -742,6 +744,16 @@ def test_a_release_never_takes_the_place_of_the_solutions(variant, folder, tmp_p
     with pytest.raises(ValueError, match="holds solutions, which the released labs would replace"):
         labs.write_releases(variant, tmp_path / folder)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_reader_who_stops_early_gets_no_traceback():
+    command = [sys.executable, str(labs.HERE / "labs.py"), "grade", "--csv", str(SOURCES["lab04"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as grading:
+        assert grading.stdout is not None
+        grading.stdout.close()  # as `| head -0` does
+        assert grading.stderr is not None
+        told = grading.stderr.read()
+    assert (grading.returncode, told) == (141, "")
 
 
 def test_an_answer_that_changes_the_images_in_place_costs_no_other_question():

@@ -305,4 +305,10 @@ def show(name: str, scores: list[Score], as_csv: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:  # nobody reads on, as behind `| head`; Python would write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
