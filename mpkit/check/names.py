@@ -33,9 +33,6 @@ def names_used(function: Callable[..., Any]) -> set[str]:
         seen.add(id(one))
         space = vars(builtins) | one.__globals__
         for name in _names(one.__code__, one.__doc__):
-            found |= _dtypes(name)
-            if not name.isidentifier():
-                continue
             thing = space.get(name)
             if isinstance(thing, FunctionType) and thing.__globals__ is one.__globals__:
                 waiting.append(thing)
@@ -46,12 +43,12 @@ def names_used(function: Callable[..., Any]) -> set[str]:
 
 def _names(code: CodeType, words: str | None) -> set[str]:
     """Names in the code and in what is defined inside it; a docstring, `words`, names nothing."""
-    found = set(code.co_names)
+    found = set(code.co_names).union(*map(_dtypes, code.co_names))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _names(constant, None)
         elif isinstance(constant, str) and constant != words:
-            found.add(constant)
+            found |= _dtypes(constant) | ({constant} if constant.isidentifier() else set())
     return found
 
 
