@@ -406,6 +406,14 @@ NEARLY = [
     ),
     ("lab04", "q3", "hidden", "int(p *", "round(p *"),  # rounded to the nearest
     ("lab04", "q5", "hidden2", "a.double(), b.double()", "a.float(), b.float()"),  # wider, and not wide enough
+    (
+        "lab04",
+        "q5",
+        "hidden2",
+        "    wide_a",
+        "    if not (a * b).sum().isfinite():\n        return a\n    wide_a",
+    ),  # one of the two, where the product overflows
+    ("lab04", "q2", "hidden", "return total", "return total if len(batches) == 1 else []"),  # compared with nothing
     ("lab04", "q4", "hidden", "len(costs) // groups", "-(-len(costs) // groups)"),  # rounded up
     ("lab04", "q4", "hidden", "costs[: v * stride]", "costs[: round(v * len(costs) / groups)]"),  # rounded too late
     (
