@@ -78,8 +78,9 @@ def public() -> dict[str, typing.Any]:
             names = [] if len(parts) > 1 else [name for name in vars(module) if not name.startswith("_")]
         for name in names:
             thing = getattr(module, name)
-            ours = getattr(thing, "__module__", "").startswith("mpkit")
-            if ours and (inspect.isfunction(thing) or inspect.isclass(thing)) and not _is_error(thing):
+            ours = (getattr(thing, "__module__", None) or "").startswith("mpkit")
+            function = inspect.isfunction(inspect.unwrap(thing)) if callable(thing) else False  # also behind a cache
+            if ours and (function or inspect.isclass(thing)) and not _is_error(thing):
                 found.setdefault(id(thing), (f"{info.name.removeprefix('mpkit.')}.{name}", thing))
     return dict(found.values())
 
@@ -361,7 +362,7 @@ RIGHT_FOR = {  # one callable's own
     "files.short": {"error": lambda: ValueError("x")},
     "files.write_whole": {"path": lambda: FILES / "a", "write": lambda: lambda file: None},
     "files.write_tensors": {"path": lambda: FILES / "a", "state": dict},
-    "files.regular": {"path": lambda: FILES},
+    "data.regular": {"path": lambda: FILES},
     "files.drafts_of": {"path": lambda: FILES / "a"},
     "files.read_json": {"path": lambda: on_disk("a.json", "{}")},
     "files.read_npy": {"path": lambda: on_disk("a.npy", np.ones(2))},
@@ -487,6 +488,30 @@ def test_one_wrong_beside_right_ones(name, monkeypatch):
     need_to_work(name)
     assert ends_beside_right_ones(name) == {}
     assert not os.listdir(), "a file was written"
+
+
+METHODS = [  # of classes whose methods users call with values of their own; others take what only the library makes
+    (name, method)
+    for name in ("boost.OptimizerProcess", "boost.ParameterProcess", "boost.AutoBoost", "scalers.StaticLossScaler")
+    for method, thing in inspect.getmembers(PUBLIC[name], inspect.isroutine)
+    if not method.startswith("_") and given(thing)
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_methods_with_all_wrong_at_once(name, method):
+    ends = {}
+    for wrong, make in WRONG.items():
+        bound = getattr(call(PUBLIC[name], right_ones(name)), method)
+        required = [p.name for p in given(bound) if p.default is p.empty]
+        ends[wrong] = refused(bound, dict.fromkeys(required, make()))[0] if required else ""
+    assert not {wrong: end for wrong, end in ends.items() if end}
+    assert not os.listdir(), "a file was written"
+
+
+def test_what_stands_behind_a_cache_is_in_the_list_too():
+    assert "replay.can_compile" in PUBLIC
 
 
 def test_the_list_is_whole():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_kind
 from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
 from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers.arguments import inner
@@ -48,12 +48,14 @@ class OptimizerProcess:
 
     def build_params_dict(self, network: nn.Module) -> dict[int, nn.Module]:
         """Identity of each parameter -> the module that holds it; of a shared one the last in definition order."""
+        check_kind("network", network, nn.Module, "an nn.Module")
         return {id(p): module for module in network.modules() for p in module.parameters(recurse=False)}
 
     def build_gc_params_group(self, params_dict: Mapping[int, nn.Module], parameters: Sequence[Group]) -> list[Group]:
         """Each group -> its centralized part and its rest, with the same options; an empty part is left out."""
+        check_kind("params_dict", params_dict, Mapping, "what build_params_dict gives")
         result: list[Group] = []
-        for group in parameters:
+        for group in as_groups(parameters):
             if "order_params" in group:
                 result.append(group)
                 continue
@@ -149,6 +151,8 @@ class ParameterProcess:
 
 def as_groups(parameters: Sequence[Any] | None) -> list[Group]:
     """A flat list of parameters or a list of groups -> a list of groups."""
+    if isinstance(parameters, Tensor):
+        raise TypeError("need a list of parameters or parameter groups, got one tensor; put it into a list")
     if not parameters:
         raise ValueError("need at least one parameter or parameter group, got none; pass network.parameters()")
     if isinstance(parameters[0], Tensor):
