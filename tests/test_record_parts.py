@@ -116,3 +116,14 @@ def test_the_smallest_exponent_of_nothing_is_zero() -> None:
     for values, smallest in (([0.0, 0.0], 0), ([4.0, 1.0, 0.25], -2), ([math.nan], 0)):
         trace = trace_of([torch.tensor(values)], form="fp32")
         assert trace.to_frame("gradients").smallest_exponent.tolist() == [smallest]
+
+
+@pytest.mark.parametrize(("halvings", "normal"), [(1, 0), (16, 0), (126, 0), (127, 1)])
+def test_a_power_of_two_moves_exponents_and_rounds_nothing(halvings: int, normal: int) -> None:
+    """The largest float32 below 2**(halvings - 126): times 2**-halvings it lies below 2**-126, and would be rounded up.
+
+    2**-127 is no normal number: by that and smaller ones float32 multiplies.
+    """
+    x = torch.nextafter(torch.tensor([2.0 ** (halvings - 126)]), torch.tensor(0.0))
+    counts, zeros, _, _ = host_counts(torch.cat([x, 4 * x]), 2.0**-halvings)
+    assert (int(counts.sum()), zeros) == (1 + normal, 1 - normal)
