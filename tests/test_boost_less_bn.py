@@ -167,6 +167,13 @@ def test_logits_of_the_normalised_layer_are_cosines_and_its_gradient_is_the_form
     assert torch.autograd.gradcheck(layer, x.requires_grad_())
 
 
+def test_inputs_of_any_shape_are_normalised_along_their_last_dimension() -> None:
+    layer, x = NormalizedLinear(4, 3), torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
+    want = layer(x.view(10, 4))
+    assert torch.equal(layer(x), want.view(2, 5, 3))
+    torch.testing.assert_close(layer(x[0, 0]), want[0])
+
+
 def test_half_precision_norms_do_not_overflow() -> None:
     layer = NormalizedLinear(4, 3).half()
     y = layer(torch.full((1, 4), 1e4, dtype=torch.float16))

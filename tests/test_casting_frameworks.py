@@ -125,6 +125,13 @@ def test_numbers_that_float16_cannot_hold_survive_where_autocast_widens() -> Non
         assert (got.dtype, float(got.sum())) == (torch.float32, want), name
 
 
+@pytest.mark.parametrize(("power", "want"), [(3, 0.125), (1, 0.5), (0, 1.0), (-1, 2.0), (-2, 4.0), (-5, 32.0)])
+def test_a_matrix_to_a_power_is_inverted_as_it_comes_and_multiplied_in_float16(power: int, want: float) -> None:
+    got = cast_like(Apply(lambda x: torch.linalg.matrix_power(x, power)), "torch_autocast")(0.5 * torch.eye(2))
+    assert got.dtype is (torch.float16 if abs(power) > 1 else torch.float32)
+    assert torch.equal(got, (want * torch.eye(2)).to(got.dtype))
+
+
 def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
     """torch ships the header that its own lists stand in."""
     text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()

@@ -829,6 +829,7 @@ BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
     ("order not iterable", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": 1}]), TypeError),
     ("order too short", lambda: opt.Adam([{"params": [P[0], P[1]]}, {"order_params": [P[0]]}]), ValueError),
     ("order foreign", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[1]]}]), ValueError),
+    ("order twice", lambda: opt.Adam([{"params": [P[0]]}, *[{"order_params": [P[0]]}] * 2]), ValueError),
     ("order alone", lambda: opt.Adam([{"order_params": [P[0]]}]), ValueError),
     ("lr negative", lambda: opt.Adam([P[0]], -0.1), ValueError),
     ("lr none", lambda: opt.Adam([P[0]], None), TypeError),
