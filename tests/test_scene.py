@@ -938,7 +938,7 @@ def test_axe_finds_nothing_in_any_view(show, theme):
 
 @pytest.mark.parametrize("theme", ["true", "false"])
 def test_words_stand_out_from_what_lies_behind_them(show, theme):
-    """By 4.5 (WCAG 2.2, 1.4.3), in every view; axe does not look at words in an SVG. Stored ones have the same colours."""
+    """By 4.5 (WCAG 2.2, 1.4.3), in every view; axe looks at no words in an SVG. Stored ones have the same colours."""
     views = [made(name) for name in VIEWS]
     tab = show(*views, theme=theme)
     tab.set_viewport_size({"width": 1016, "height": tab.evaluate("document.documentElement.scrollHeight")})

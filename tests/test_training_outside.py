@@ -29,7 +29,8 @@ from torch.utils.data import (
 
 from mpkit import optimizers as opt
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, GradientFreeze, LessBN
-from mpkit.casting import auto_mixed_precision
+from mpkit.boost.less_bn import NormalizedLinear
+from mpkit.casting import auto_mixed_precision, ledger, to_float
 from mpkit.model import Callback, Checkpoint, Model
 from mpkit.networks import resnet18
 from mpkit.scalers import (
@@ -655,6 +656,31 @@ def test_a_layer_that_a_transformer_reads_itself_is_not_normalised():
     net.eval()(torch.zeros(1, 2, 4))
 
 
+def louder(linear):
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
+    return linear
+
+
+def watched(linear):
+    linear.register_full_backward_hook(lambda *_: None)
+    return linear
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "to_float"])
+def test_a_last_layer_that_was_cast_is_cast_as_before(level):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if level == "to_float":
+        to_float(net[1], torch.float16)
+    else:
+        auto_mixed_precision(net, level)
+    LessBN(net, True)
+    assert type(net[1]) is NormalizedLinear
+    with ledger(net) as made:
+        net(torch.ones(1, 4))
+    products = [row for row in made.rows if row.module == "1" and "linear" in row.operation]
+    assert [row.compute for row in products] == ["float16"]
+
+
 class Louder(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -667,6 +693,9 @@ class Louder(nn.Linear):
         (lambda: nn.utils.spectral_norm(nn.Linear(4, 2)), "weight_norm"),
         (lambda: nn.LazyLinear(2), "one batch"),
         (lambda: Louder(4, 2), "Louder"),
+        (lambda: louder(nn.Linear(4, 2)), "a forward or hooks of its own"),
+        (lambda: to_float(louder(nn.Linear(4, 2)), torch.float16), "a forward or hooks of its own"),
+        (lambda: watched(nn.Linear(4, 2)), "a forward or hooks of its own"),
     ],
 )
 def test_a_last_layer_that_cannot_be_normalised_is_named(last, words):
@@ -981,6 +1010,36 @@ def test_casting_survives_a_failed_build():
             net, optimizer, nn.MSELoss(), "O3", clip_norm=1.0, loss_scale_manager=FixedLossScaleManager(8.0, False)
         )
     assert torch.equal(net(x), before)
+
+
+# --- gradients that an optimizer does not take
+
+
+@pytest.mark.parametrize("size", [2, 2**17], ids=["small", "in lots of its own"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", ["Momentum", "Adam", "Lamb", "LARS", "AdaFactor"])
+def test_a_sparse_gradient_is_refused_before_anything_moves(kind, grouped, size):
+    a, b = nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(3, 2))
+    groups = [{"params": [a]}, {"params": [b]}] if grouped else [a, b]
+    makers = {
+        "Momentum": lambda p: opt.Momentum(p, 0.1, 0.9),
+        "Lamb": lambda p: opt.Lamb(p, 0.1),
+        "LARS": lambda p: opt.LARS(opt.Momentum(p, 0.1, 0.9)),
+    }
+    optimizer = makers.get(kind, getattr(opt, kind))(groups)
+    before = copy.deepcopy(optimizer.state_dict())
+    a.grad, b.grad = torch.ones_like(a), torch.ones(3, 2).to_sparse(1)
+    with pytest.raises(RuntimeError, match="needs dense gradients"):
+        optimizer.step()
+    assert (a == 1).all()
+    assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("optimizers", [5, None, [], "x", lambda p: torch.optim.LBFGS(p)])
+def test_a_step_by_hand_is_made_of_optimizers_that_step_by_themselves(optimizers):
+    given = optimizers([one_weight()]) if callable(optimizers) else optimizers
+    with pytest.raises(TypeError, match=r"^optimizers must be|closure"):
+        ScaledStep(given, torch.tensor(1.0))
 
 
 # --- checkpoints

@@ -24,7 +24,7 @@ def save_whole(state: dict[str, Any], path: Path) -> None:
     NumPy's numbers are written as Python's.
     Raises:  TypeError for what `load_whole`, which runs nothing, could not read again: nothing is written then.
     """
-    state = _readable(state, "state")
+    state = {key: _readable(item, key) for key, item in state.items()}
     for stale in drafts_of(path):
         with suppress(FileNotFoundError):
             if time.time() - stale.stat().st_mtime > 3600:
@@ -32,15 +32,15 @@ def save_whole(state: dict[str, Any], path: Path) -> None:
     write_tensors(path, state)
 
 
-def _readable(value: Any, name: str) -> Any:
+def _readable(value: object, name: str) -> object:
     """`value` with Python's numbers in place of NumPy's."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (bool, int, float, str, bytes, type(None)) or isinstance(value, torch.Tensor):
         return value
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_readable(item, f"{name}[{i}]") for i, item in enumerate(value))
-    if type(value) in (dict, OrderedDict) and all(isinstance(key, str | int) for key in value):
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
         plain = copy.copy(value)  # with what a state_dict carries beside its entries
         plain.update({key: _readable(item, f"{name}[{key!r}]") for key, item in value.items()})
         return plain

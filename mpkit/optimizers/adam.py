@@ -73,6 +73,9 @@ class Adam(Optimizer):
         names = ("moment1", "moment2", "largest2")[: 3 if group["use_amsgrad"] else 2]
         return {name: torch.zeros_like(weight) for name in names}
 
+    def _takes_rows(self, group: dict[str, Any]) -> bool:
+        return bool(group["use_lazy"])
+
     def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
         rows = [i for i in chosen if group["use_lazy"] and group["params"][i].grad.is_sparse]
         for i in rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -311,13 +312,27 @@ class Optimizer(torch.optim.Optimizer):
             Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
             for group in self.param_groups
         ]
-        for group, numbers in zip(self.param_groups, numbered):
-            for chosen in _alike(group["params"], together):
+        lots = [_alike(group["params"], together) for group in self.param_groups]
+        self._need_gradients(lots)
+        for group, numbers, parts in zip(self.param_groups, numbered, lots):
+            for chosen in parts:
                 self._step_some(chosen, group, numbers)
             self._advance(group, keep)
         self._counts["global_step"] += 1 if keep is None or self.count_skipped else keep.to(torch.int64)
         self._counts["calls"] += 1
         return loss
+
+    def _need_gradients(self, lots: list[list[list[int]]]) -> None:
+        """Raise RuntimeError, before anything moves, for a gradient that this optimizer does not take."""
+        for group, parts in zip(self.param_groups, lots):
+            for i in chain.from_iterable(parts):
+                grad = group["params"][i].grad
+                if grad.layout is not torch.strided and not (self._takes_rows(group) and grad.is_sparse):
+                    raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
+
+    def _takes_rows(self, group: dict[str, Any]) -> bool:
+        """Whether a sparse gradient may come, which moves the rows that it names."""
+        return False
 
     @staticmethod
     def _advance(group: dict[str, Any], keep: Tensor | None) -> None:
@@ -391,8 +406,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _unscaled(self, grads: list[Tensor], weights: list[Tensor], grad_scale: Tensor | None) -> list[Tensor]:
         """The gradients in the dtype of the weights, divided by `grad_scale`; `p.grad` stays as it is."""
-        if any(grad.layout != torch.strided for grad in grads):
-            raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
         if grads[0].dtype != weights[0].dtype:
             grads = [grad.to(weights[0].dtype) for grad in grads]
         if grad_scale is not None:

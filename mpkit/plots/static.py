@@ -102,11 +102,14 @@ def figure(spec: dict[str, Any], index: int = 0) -> Figure:
     return fig
 
 
-def colour(role: str | None) -> str | tuple[float, ...]:
+def colour(role: str | None) -> str | tuple[float, float, float]:
     """The colour of a role or of its tint, on paper."""
     base, _, share = (role or "none").partition("/")
     found = ROLES[base][0] if base in ROLES else base
-    return tuple(1 - float(share) * (1 - c) for c in to_rgb(found)) if share else found
+    if not share:
+        return found
+    red, green, blue = (1 - float(share) * (1 - part) for part in to_rgb(found))
+    return red, green, blue
 
 
 def _place(spec: dict[str, Any], p: dict[str, Any]) -> tuple[float, float, float, float]:

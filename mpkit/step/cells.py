@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import Parameter, signature
 from itertools import chain
 from typing import Any, Self
 
@@ -17,12 +16,11 @@ from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
+from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, need_plain_step, scale_tensor
 from mpkit.step.restore import carried, carrying, load_all, saved_count, saved_gradients
 from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
 from mpkit.step.update import Update
 
-_OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
 MakeUpdate = Callable[[nn.Module, Optimizer], Update]
 """Makes a step's update from its network and its optimizer."""
 
@@ -412,11 +410,7 @@ def check_parts(
         raise TypeError(f"network must be an nn.Module that returns the loss, got {type(network).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__} calls the loss several times within its step; write that loop by hand with a "
-            "closure, or take an optimizer whose step() needs none"
-        )
+    need_plain_step(optimizer)
     if not any(p.requires_grad for p in parameters_of(optimizer)):
         raise ValueError(
             "the optimizer holds no parameter with requires_grad=True, so a step would change nothing; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from mpkit.arguments import check_alike, check_choice, check_kind, is_number
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
-from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of
+from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, need_plain_step
 from mpkit.step.restore import carried, carrying, load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
@@ -55,9 +55,18 @@ class ScaledStep:
         skip: Literal["all", "each"] = "all",
         average: bool = True,
     ) -> None:
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        if not self.optimizers or not all(isinstance(o, Optimizer) for o in self.optimizers):
-            raise TypeError("optimizers must be one torch.optim.Optimizer or a non-empty sequence of them")
+        listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        if (
+            not isinstance(listed, Iterable)
+            or not (own := list(listed))
+            or not all(isinstance(o, Optimizer) for o in own)
+        ):
+            raise TypeError(
+                f"optimizers must be one torch.optim.Optimizer or a non-empty sequence of them, got {optimizers!r:.80}"
+            )
+        self.optimizers = own
+        for optimizer in own:
+            need_plain_step(optimizer)
         check_choice("skip", skip, ("all", "each"))
         identities = [id(p) for o in self.optimizers for p in parameters_of(o)]
         if len(identities) != len(set(identities)):
