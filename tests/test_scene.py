@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browser import CHROMIUM, NARROW, QUIET
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.text import Text
 from scenes import page, plain, weight
 
 from mpkit import widgets
@@ -1173,3 +1175,15 @@ def test_of_messages_that_overlap_none_is_lost(show, monkeypatch):
     tab.wait_for_function("read === 2", polling=20)
     have = tab.evaluate("models[0].sent.filter(([k]) => k === 'wish').at(-1)[1].have")
     assert sorted(have) == sorted(values)  # what it does not have it would wish for again
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_no_word_of_a_stored_picture_is_cut_off_at_its_edge(name):
+    """The names of an axis without a label of its own stood at the very edge: the first letter lost a stem."""
+    view = VIEWS[name]()
+    fig = figure(view.spec | {"kept": view.kept}, view.index)
+    FigureCanvasAgg(fig).draw()
+    shown = [a for axes in fig.axes for a in (axes.findobj(Text) if axes.axison else axes.texts)]
+    boxes = {text.get_text(): text.get_window_extent() for text in shown if text.get_text() and text.get_visible()}
+    ends = fig.bbox.padded(0.5)
+    assert [words for words, box in boxes.items() if box.width and not (box.x0 >= ends.x0 and box.x1 <= ends.x1)] == []

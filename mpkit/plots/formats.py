@@ -96,7 +96,7 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
     least = fmt.min_subnormal_exponent
     low, high = least - 2, fmt.max_exponent + 3
     combs = high - low < 60  # more would run together
-    title = f"all of {fmt.name}, a {'comb' if combs else 'tick'} for each power of two"
+    title = f"all of {fmt.name}; {'long ticks are powers' if combs else 'each tick is a power'} of two"
     panel = scene.panel(1, title=title, x=log2("magnitude", low, high), y=space(0, 1))
     narrow = () if combs else ("zero", "subnormal", "overflow")  # no room for their names
     regions(panel, "x", least, fmt.min_exponent, fmt.max_exponent + 1, **dict.fromkeys(narrow, ""))
@@ -117,7 +117,11 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
         return
     low, high = data.window
-    axis: dict[str, Any] = {"label": "value; drag the number: what is stored snaps to the comb", "lo": low, "hi": high}
+    axis: dict[str, Any] = {
+        "label": "value; drag the ring: what is stored jumps from tick to tick",
+        "lo": low,
+        "hi": high,
+    }
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
     axis["ticks"] = [[v, f"{v:.{data.digits}g}"] for v in middle]
     panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1))
