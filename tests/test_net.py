@@ -209,7 +209,7 @@ BUGS = [
         "grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)",
         "grad = grads[0]",
         "03_casting_levels",
-        19,
+        20,
     ),
     Bug(
         "a training that ignores the scale",
@@ -273,7 +273,7 @@ BUGS = [
         "Momentum(p, 0.05, 0.9, decay, scale)",
         "Momentum(p, 0.05, 0.9, decay)",
         "07_optimizer",
-        13,
+        14,
     ),
     Bug(
         "an overflow check that sees NaN only, in a training",
@@ -313,7 +313,7 @@ BUGS = [
         "float(result @ common / result.norm())",
         "float(result @ own[0] / own[0].norm() / result.norm())",
         "12_adasum",
-        12,
+        13,
     ),
     Bug(
         "an inf that never reached the batch",
@@ -328,7 +328,7 @@ BUGS = [
         "deltas.append([rate * g for g",
         "deltas.append([g for g",
         "12_adasum",
-        15,
+        16,
     ),
     Bug(
         "gradients that are not rounded to the format",
