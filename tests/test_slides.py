@@ -38,6 +38,7 @@ SETTINGS = {  # what a question needs: the end of the text that stands before it
     "05": ["between 2¹⁸ and 2²¹. The scaler has factor 2 and window 50.</p>"],
     "07": ["<code>eps</code> is there to prevent a division by 0.</p>"],
     "08": ["and grow every 20 finite steps.</p>", "loss &lt; 0.5 * scale else scale</pre>"],
+    "14": ["The loss scale is 2²⁴ in A, and 2¹² in B, C and D."] * 2,
     "19": ["sums over thousands of rows.</li></ul><p>The trainings below are those of a small network."],
 }
 
