@@ -115,7 +115,8 @@ PALE = f"""() => {{ {INSIDE} {RGB}
   const page = rgb(getComputedStyle(document.body).backgroundColor);
   return words(document).flatMap((e) => {{ const a = e.getBoundingClientRect();
     return [0.1, 0.5, 0.9].map((share) => {{
-      const under = behind(e, a.left + share * a.width, (a.top + a.bottom) / 2), both = [fill(e), under ? fill(under) : page];
+      const under = behind(e, a.left + share * a.width, (a.top + a.bottom) / 2);
+      const both = [fill(e), under ? fill(under) : page];
       const [dark, bright] = both.map(light).sort((p, q) => p - q);
       return [e.textContent, (bright + 0.05) / (dark + 0.05)]; }}).filter(([, contrast]) => contrast < 4.5).slice(0, 1);
   }}); }}"""
