@@ -1042,6 +1042,38 @@ def test_what_is_read_out_of_a_square_is_its_own_number(show):
         assert all(line.startswith(("speed-up", "one seed", name)) for line in told)
 
 
+def test_what_is_read_out_is_no_place_in_the_picture(show):
+    """Where a mark has no number, or not the one of the place where it is drawn, the reading says so or is silent."""
+
+    def told(view, label, at):
+        """The reading at the item `at` of a mark of that label."""
+        tab = show(view)
+        panel, m = next((p, m) for p in view.spec["panels"] for m in p["marks"] if m.get("label") == label)
+        x, y = (unpack(m[k], view.kept | view.spec["data"])[at] if k in m else at for k in "xy")
+        wide, high = (view.spec[k] for k in ("width", "height"))
+        cols, rows, (up, right, down, left) = view.spec["cols"], view.spec["rows"], panel["pad"]
+        ends = [
+            wide * sum(cols[: panel["col"]]) / sum(cols) + left,
+            wide * sum(cols[: panel["col"] + 1]) / sum(cols) - right,
+        ]
+        sides = [
+            high * sum(rows[: panel["row"] + 1]) / sum(rows) - down,
+            high * sum(rows[: panel["row"]]) / sum(rows) + up,
+        ]
+        box = tab.locator(".mpk-stage").bounding_box()
+        place = [
+            float(a + (v - axis["lo"]) / (axis["hi"] - axis["lo"]) * (b - a))
+            for v, axis, (a, b) in ((x, panel["x"], ends), (np.nan_to_num(y), panel["y"], sides))
+        ]
+        tab.mouse.move(box["x"] + place[0], box["y"] + min(max(place[1], sides[1]), sides[0]))
+        return [line for line in tab.locator(".mpk-tip").all_inner_texts() for line in line.splitlines()]
+
+    assert "stored: 0.09997559" in told(VIEWS["formats.bits"](number="0.1"), "stored", 0)
+    lost = "lost: log(0), stored as -inf"
+    assert f"{lost}: -inf" in told(VIEWS["casting.log_softmax"](), lost, 5)
+    assert not [t for t in told(VIEWS["drawing.draw"](), "your line", 3) if t.startswith("your line")]
+
+
 def test_numbers_are_read_out_alike(show):
     tab = show(dynamics_view())
     for value in (0.1, 1 / 3, 12345.678, 118282.0, 3.66e-05, 100.0, 0.0, -2.5):

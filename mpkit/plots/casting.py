@@ -80,7 +80,6 @@ def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
         panel.points(got[fine], logits[fine], "own", size=3.5, label="computed")
     if not fine.all():
         lost = [floor] * int((~fine).sum())
-        panel.points(
-            lost, logits[~fine], "overflow", glyph="v", size=5, label=f"lost: log(0), stored as {data.becomes}"
-        )
+        name = f"lost: log(0), stored as {data.becomes}"
+        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label=name, names=data.becomes)
     return scene

@@ -130,7 +130,8 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
             continue
         panel.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= stored <= high:
-            panel.points([height], [stored], "reference", glyph="D", size=4.5, label="stored")
+            look = {"glyph": "D", "size": 4.5, "label": "stored", "names": f"{stored:.7g}"}
+            panel.points([height], [stored], "reference", **look)
         near = any(low <= v <= high for v in values)
         text = name if near else f"{name} has no value so near"
         text += ", its nearest values" if len(values) > data.nearest else ""

@@ -69,10 +69,11 @@ def adam_state_scene(data: AdamStateExplorer) -> Scene:
     panel.line(wide, x, "reference", dash="--", label="float32", tag=True)
     panel.line(narrow, x, "own", width=2.4, label="chosen format", ghost=True)
     sizes = data.narrow.size.numpy()
-    for where, color, label in ((sizes == 0, "zero", "no step: 0"), (~np.isfinite(sizes), "overflow", "inf or NaN")):
+    ends = ((sizes == 0, "zero", "no step: 0", "0"), (~np.isfinite(sizes), "overflow", "inf or NaN", "not finite"))
+    for where, color, label, told in ends:
         at = np.flatnonzero(where)[::-3]  # with the last: one value may be all there is
         if len(at):
-            panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label)
+            panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label, names=told)
     panel.points([narrow[data.marked]], [x[data.marked]], "own", fill="paper", size=6)
     handle = "marked gradient, 2 to the"
     panel.handle("x", "gradient_exponent", data.gradient_exponent, -26, 16, handle)
@@ -96,5 +97,6 @@ def loss_scale_scene(data: LossScaleExplorer) -> Scene:
     own = np.where(bad, np.nan, np.log10(np.clip(np.nan_to_num(losses, nan=1.0), 0.08, 10.0**top)))
     panel.line(own, color="own", width=2.2, label="chosen", tag=True)
     if bad.any():
-        panel.points([top] * int(bad.sum()), np.flatnonzero(bad), "overflow", glyph="x", label="inf or NaN")
+        look = {"glyph": "x", "label": "inf or NaN", "names": "not finite"}
+        panel.points([top] * int(bad.sum()), np.flatnonzero(bad), "overflow", **look)
     return scene

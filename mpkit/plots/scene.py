@@ -118,7 +118,10 @@ class Panel:
         self.add("line", x=x, y=y, color=color, **look)
 
     def points(self, y: Numbers, x: Numbers | None = None, color: object = "own", **look: object) -> None:
-        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
+        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several.
+
+        `names` is read out in place of y, where that is no number.
+        """
         self.add("points", x=x, y=y, color=color, **look)
 
     def band(

@@ -186,7 +186,7 @@ const DRAW = {
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
 	const lines = String(text ?? "").split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
 	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
-	node.style.color = paint(color); // made darker by scene.css
+	node.style.color = paint(color);
 	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
 	return node;
 }
@@ -243,9 +243,9 @@ function readout(p, x, y, i) {
 			for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
 		} else if ((m.label || m.type === "notes") && ["line", "points", "notes", "pen"].includes(m.type) && m.show !== "at") {
 			let best = -1, gap = Infinity;
-			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x); if (g < gap) [best, gap] = [k, g]; }
+			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x + 0 * at(m.y, k)); if (g < gap) [best, gap] = [k, g]; }
 			if (best < 0 || gap * Math.abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
-			found.push([m.label, m.codes ? m.names[m.codes[best]] : said(at(m.y, best), p.y)]);
+			found.push([m.label, m.names ? at(m.names, m.codes?.[best]) : said(at(m.y, best), p.y)]);
 		}
 	}
 	return found;
