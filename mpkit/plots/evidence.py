@@ -110,9 +110,14 @@ def run_scene(data: RunExplorer) -> Scene:
     _scale_line(left, t.scale, np.flatnonzero(t.overflow), low, high, width=2, label="loss scale")
     left.rule("x", "index", "own", dash=":")
     left.handle("x", "step", data.at, 0, len(t) - 1, "step")
-    part = data.trace.gradients
-    counts = part.total() / max(1, data.values)
-    shares = 100 * counts
+    _gradients(scene, data)
+    return scene
+
+
+def _gradients(scene: Scene, data: RunExplorer) -> None:
+    """Beside the scale: how the values of each step lie in float16, those without an exponent as words."""
+    t, part = data.trace, data.trace.gradients
+    shares = 100 * (part.total() / max(1, data.values))
     right = scene.panel(
         0,
         1,
@@ -142,7 +147,6 @@ def run_scene(data: RunExplorer) -> Scene:
     ):
         shown = 100 * count.sum(axis=1)[rows] / max(1, data.values)
         right.text(words, x, 0.62, values=[shown], anchor=anchor, color=color, **look)
-    return scene
 
 
 def what_if_scene(data: WhatIfExplorer) -> Scene:
