@@ -16,6 +16,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mpkit.arguments import check_flags
 from mpkit.boost.bn_rules import removable
+from mpkit.casting.forward import mark, mark_of
+from mpkit.casting.rules import Rule
 
 EPSILON = 1e-4
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -42,11 +44,19 @@ class NormalizedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, keep_bias: bool = False) -> NormalizedLinear:
-        """The normalised form of `linear`: the same weight object; its bias is dropped unless asked for."""
+        """The normalised form of `linear`: the same weight object, cast alike; its bias is dropped unless asked for."""
         layer = cls(linear.in_features, linear.out_features)
         layer.weight = linear.weight  # type: ignore[assignment]  # annotated as a plain tensor
         layer.bias = linear.bias if keep_bias else None
         layer.multiplier = nn.Parameter(linear.weight.detach().new_ones(1))
+        if cast := mark_of(linear):
+            options: dict[str, Any] = {
+                "result": cast.result,
+                "level": cast.level,
+                "by_user": cast.by_user,
+                "inside": cast.inside,
+            }
+            mark(layer, cast.rule or Rule(), **options)
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,7 +188,10 @@ def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
         raise ValueError(
             f"the weight of {name!r} is computed from others (weight_norm, say) before each call; {way_out}"
         )
-    if type(linear).forward is not nn.Linear.forward or linear._forward_hooks or linear._forward_pre_hooks:
+    cast = mark_of(linear)
+    own = vars(linear).get("forward") if cast is None else cast.inner  # set on this very layer, perhaps below a cast
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    if type(linear).forward is not nn.Linear.forward or own is not None or any(hooks):
         raise ValueError(
             f"{name!r} is a {type(linear).__name__} with a forward or hooks of its own, which would be lost; {way_out}"
         )
