@@ -9,6 +9,7 @@ from test_golden_recipes import archives, floats
 from torch import nn
 
 from mpkit.optimizers import BFloat16Weights, stochastic_bf16
+from mpkit.optimizers.bf16 import _nearest_bf16
 
 GOLDEN = [z for _, z in archives("x", "r", "rounded")]
 
@@ -60,6 +61,29 @@ def test_a_kahan_step_changes_weight_and_remainder_by_the_update():
         after = w.double() + optimizer.state_dict()["lost"][0].double()
         error = (after - (before - w.grad.double())).abs()
         assert (error <= 2.0**-16 * w.abs().double() + 2.0**-24).all()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has some of its own
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_kahan_step_keeps_what_rounding_lost(backend):
+    torch.compiler.reset()
+    w = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=2.0**-12), "kahan")
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(64):
+        w.grad = torch.ones_like(w)
+        step()
+    assert set(w.tolist()) == {1 - 64 * 2.0**-12}
+    torch.compiler.reset()
+
+
+def test_rounding_in_bits_is_torch_s_cast():
+    x = torch.cat([torch.arange(0, 2**32, 65521).to(torch.int32), torch.arange(0x3F808000, 0x3F828000, 2**14)])
+    x = torch.cat([x.to(torch.int32), torch.tensor([0x7F7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 1, 0x8000, 0x8001])]).int()
+    values = torch.cat([x.view(torch.float32), -x.view(torch.float32)])
+    values = values[~values.isnan()]
+    assert torch.equal(_nearest_bf16(values), values.bfloat16().float())
+    assert _nearest_bf16(torch.tensor([torch.nan])).isnan()
 
 
 @pytest.mark.parametrize("before", [1000.0, -1000.0, 3.0e38])

@@ -135,8 +135,9 @@ class BFloat16Weights(TorchOptimizer):
 
     def _round_(self, p: Tensor, wide: Tensor) -> None:
         if p in self._lost:
-            p.copy_(wide)
-            self._lost[p].copy_(wide - p.float())
+            rounded = _nearest_bf16(wide) if torch.compiler.is_compiling() else wide.to(p.dtype)
+            p.copy_(rounded)
+            self._lost[p].copy_(wide - rounded.float())
         else:
             p.copy_(stochastic_bf16(wide, generator=self.generator) if p.dtype is torch.bfloat16 else wide)
 
@@ -172,6 +173,16 @@ class BFloat16Weights(TorchOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         mine = ("way", "generator", "inner", "_wide", "_lost")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
+
+
+def _nearest_bf16(x: Tensor) -> Tensor:
+    """float32 rounded to the nearest bfloat16 (ties to even), as float32: in its bits.
+
+    A compiler that fuses what comes after a cast takes the number from before it, and what rounding lost would be 0.
+    """
+    bits = x.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
 
 def _remainder(p: Tensor, lost: Tensor) -> Tensor:
