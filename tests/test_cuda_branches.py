@@ -7,6 +7,7 @@ is mixed, `test_meta_device.py` shows.) The last test counts those lines: a new 
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,19 @@ def test_adasum_adds_up_in_float32_off_the_cpu():
     there, here = merging._products(posing(a, device=GPU), posing(b, device=GPU)), merging._products(a, b)
     assert (there.dtype, here.dtype) == (torch.float32, torch.float64)
     torch.testing.assert_close(there.double(), here, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("nccl", "cuda"), ("gloo", "cpu")])
+def test_the_timeout_of_processes_is_that_of_the_backend_they_send_by(backend, kind, monkeypatch):
+    asked = []
+
+    def backend_of(device):
+        asked.append(device.type)
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+
+    monkeypatch.setattr(merging.dist, "get_backend", lambda group: backend)
+    assert merging._seconds(SimpleNamespace(_get_backend=backend_of)) == 7.0
+    assert asked == [kind]
 
 
 def test_a_bias_stays_in_the_product_where_that_is_one_kernel():
@@ -325,7 +339,7 @@ def test_a_lesson_computes_in_float16_on_a_gpu():
 TESTED = {  # lines that ask, by file
     "blocks/quantize.py": 2,
     "blocks/storage.py": 2,
-    "boost/adasum.py": 1,
+    "boost/adasum.py": 3,  # two ask for the backend, one is in `test_boost_adasum.py`
     "boost/dim_reduce/descent.py": 1,
     "casting/calls.py": 1,
     "casting/handlers.py": 1,
@@ -343,13 +357,13 @@ TESTED = {  # lines that ask, by file
     "record/recorder.py": 1,
     "record/rows.py": 2,
     "rounding.py": 4,
-    "scalers/finite.py": 1,
+    "scalers/finite.py": 2,  # one for any accelerator, see `test_scalers.py`
 }
 
 
 def test_every_line_that_asks_is_tested_here():
     """Whoever adds one writes a test above and counts it. The benchmarks only measure, on whatever there is."""
-    asks = re.compile(r"\.is_cuda\b|\.is_cpu\b|device\.type\b|cuda\.is_available\(")
+    asks = re.compile(r"\.is_cuda\b|\.is_cpu\b|device\.type\b|(cuda|accelerator)\.is_available\b|dist\.get_backend\(")
     found = {}
     for path in sorted((ROOT / "mpkit").rglob("*.py")):
         count = sum(bool(asks.search(line)) for line in path.read_text().splitlines())
