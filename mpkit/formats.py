@@ -141,8 +141,8 @@ class FloatFormat:
         >>> FP16.ulp(1.0), FP16.ulp(2048.0), FP16.ulp(0.0)
         (0.0009765625, 2.0, 5.960464477539063e-08)
         """
-        if not abs(x) < math.inf:  # in comparisons, which the compiler follows
-            return self.ulp(self.max) if abs(x) == math.inf else math.nan
+        if not abs(x) <= self.max:  # in comparisons, which the compiler follows
+            return math.nan if x != x else self.ulp(self.max)
         exponent = math.frexp(x)[1] - 1 if x else self.min_exponent  # frexp puts the fraction into [0.5, 1)
         return 2.0 ** (min(max(exponent, self.min_exponent), self.max_exponent) - self.fraction_bits)
 
@@ -235,7 +235,11 @@ class FloatFormat:
         >>> [hex(p) for p in FP16.encode(torch.tensor([1.0, -65504.0, 2.0**-24]))]
         ['0x3c00', '0xfbff', '0x1']
         """
-        x = torch.as_tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, int | float) else x
+        if isinstance(x, int | float):
+            try:
+                x = torch.as_tensor(x, dtype=torch.float64, device="cpu")
+            except OverflowError:  # a whole number beyond float64
+                raise ValueError(f"{x!r:.20}... is not a value of {self.name}, whose largest is {self.max}") from None
         if not isinstance(x, Tensor):
             raise TypeError(f"encode takes a number or a tensor, got {type(x).__name__}; torch.tensor(x) makes one")
         if x.dtype not in (torch.float32, torch.float64):

@@ -282,3 +282,12 @@ def test_the_gap_around_what_is_beyond_a_format_is_that_of_its_largest_value(fmt
     for x in (math.inf, -math.inf, 2.0**1023, -fmt.max):
         assert fmt.ulp(x) == fmt.ulp(fmt.max)
     assert math.isnan(fmt.ulp(math.nan))
+
+
+def test_a_whole_number_beyond_float64_is_too_large_for_every_format():
+    with pytest.raises(
+        ValueError, match=r"10000000000000000000\.\.\. is not a value of fp16, whose largest is 65504.0"
+    ):
+        FP16.encode(10**400)
+    assert FP16.ulp(10**400) == FP16.ulp(-(10**400)) == FP16.ulp(math.inf) == FP16.ulp(65504.0) == 32.0
+    assert math.isnan(FP16.ulp(math.nan))
