@@ -17,7 +17,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from mpkit.arguments import check_flags
 from mpkit.boost.bn_rules import removable
 from mpkit.casting.forward import mark, mark_of
-from mpkit.casting.rules import Rule
 
 EPSILON = 1e-4
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -44,19 +43,14 @@ class NormalizedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, keep_bias: bool = False) -> NormalizedLinear:
-        """The normalised form of `linear`: the same weight object, cast alike; its bias is dropped unless asked for."""
+        """The normalised form of `linear`: its weight and `to_float`; its bias is dropped unless asked for."""
         layer = cls(linear.in_features, linear.out_features)
         layer.weight = linear.weight  # type: ignore[assignment]  # annotated as a plain tensor
         layer.bias = linear.bias if keep_bias else None
         layer.multiplier = nn.Parameter(linear.weight.detach().new_ones(1))
-        if cast := mark_of(linear):
-            options: dict[str, Any] = {
-                "result": cast.result,
-                "level": cast.level,
-                "by_user": cast.by_user,
-                "inside": cast.inside,
-            }
-            mark(layer, cast.rule or Rule(), **options)
+        cast = mark_of(linear)
+        if cast is not None and cast.by_user and cast.rule is not None:  # a level or a recipe stands around the layer
+            mark(layer, cast.rule, result=cast.result, by_user=True, inside=cast.inside)
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
