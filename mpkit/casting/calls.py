@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from mpkit.casting import operations as ops
 from mpkit.casting.sparse import parts, values_of
@@ -54,20 +55,25 @@ class Call:
 
     def _in_float64(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The result in float64; None where there is none to compare with, as for a function that draws at random."""
-        if self.func in ops.IN_PLACE:
+        if self.func in ops.IN_PLACE or _writes(self.func):
             return None
-        widened = map_tensors(lambda x: x.detach().double() if x.is_floating_point() else x, (args, kwargs))
+        # copies of float64 too, since a norm writes its running statistics
+        widened = map_tensors(_float64_copy, (args, kwargs))
         later = {name: value for name, value in widened[1].items() if name != "out"}
         later |= {"inplace": False} if "inplace" in kwargs else {}
         devices = {x.device for x in float_tensors((args, kwargs)) if x.is_cuda}
+        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
         with torch.no_grad(), torch.random.fork_rng([*devices]):
-            before = _random_state(devices)
+            before = _random_state(devices, generators)
             try:
                 out = self.func(*widened[0], **later)
             except (RuntimeError, TypeError, NotImplementedError, ValueError):  # no float64 kernel
                 return None
-            drew = any(not torch.equal(a, b) for a, b in zip(before, _random_state(devices)))
-        return None if drew else out
+            finally:
+                after = _random_state(devices, generators)
+                for generator, state in zip(generators, before):
+                    generator.set_state(state)
+        return out if all(torch.equal(a, b) for a, b in zip(before, after)) else None
 
     def kept(self) -> list[Tensor]:
         """What autograd keeps of this call."""
@@ -86,8 +92,22 @@ def _out_of_place(name: str) -> str:
     return (name.removeprefix("__i") if name in ops.REFLECTED else name).strip("_")
 
 
-def _random_state(devices: set[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+def _float64_copy(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64, copy=True) if x.is_floating_point() else x
+
+
+def _writes(func: ops.Function) -> bool:
+    """Whether an operator of `torch.ops`, which may write into any of its arguments, says that it writes."""
+    while isinstance(func, Call):  # under several ledgers
+        func = func.func
+    overloads = [getattr(func, name) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else [func]
+    return any(isinstance(one, OpOverload) and one._schema.is_mutable for one in overloads)
+
+
+def _random_state(devices: set[torch.device], generators: list[torch.Generator]) -> list[Tensor]:
+    """The states of these generators, which are a caller's own, then of torch's for the processor and the devices."""
+    own = [generator.get_state() for generator in generators]
+    return [*own, torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 def _common(inputs: list[Tensor]) -> Target | None:

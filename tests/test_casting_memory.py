@@ -1,0 +1,71 @@
+"""Memory that several hold: views, lists that are written into, buffers, what NumPy sees, copies that share a mark.
+
+Each test compares with the uncast network, a native dtype, or a fresh network to which nothing happened before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_casting import CASTING_LEVELS
+from test_casting_state import Apply, assert_same, trained
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.formats import BF16, E4M3FN, E5M2
+from mpkit.rounding import round_to
+
+bf16 = torch.bfloat16
+LOW = ["O2", "O3"]
+
+# --- ledgers that compute again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O0", *CASTING_LEVELS])
+def test_counting_draws_nothing_from_a_generator_of_the_users(level: str) -> None:
+    generator = torch.Generator()
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=generator) + torch.poisson(torch.full((2, 3), 3.0), generator=generator)
+        return module.layer(x) + noise + torch.bernoulli(torch.full((2, 3), 0.5), generator=generator)
+
+    network, x = auto_mixed_precision(Apply(forward, layer=nn.Linear(3, 3)), level, bf16), torch.ones(2, 3)
+    generator.manual_seed(7)
+    want = trained(network, x)
+    end = generator.get_state()
+    generator.manual_seed(7)
+    with ledger(network, count=True):
+        got = trained(network, x)
+    assert_same(got, want)
+    assert torch.equal(generator.get_state(), end)
+
+
+def test_counting_moves_no_statistics_of_a_float64_network() -> None:
+    network, plain = (nn.Sequential(nn.BatchNorm1d(3)).double() for _ in range(2))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    plain(x)
+    with ledger(network, count=True), ledger(network, count=True):
+        network(x)
+    assert torch.equal(network[0].running_mean, plain[0].running_mean)  # type: ignore[arg-type]
+
+
+def test_counting_runs_an_operator_that_writes_once() -> None:
+    calls = []
+
+    @torch.library.custom_op("mpkit_test::counted", mutates_args=("n",))
+    def counted(x: Tensor, n: Tensor) -> Tensor:
+        calls.append(n.add_(1).item())
+        return x * 2
+
+    network = Apply(lambda m, x: counted(x, m.n), n=torch.zeros((), dtype=torch.long))
+    with ledger(network, count=True), ledger(network, count=True) as book, torch.no_grad():
+        network(torch.ones(2))
+    assert calls == [1]
+    assert [row.operation for row in book.rows] == ["counted"] or len(book.rows) == 1
+
+
