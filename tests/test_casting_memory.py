@@ -69,3 +69,19 @@ def test_counting_runs_an_operator_that_writes_once() -> None:
     assert [row.operation for row in book.rows] == ["counted"] or len(book.rows) == 1
 
 
+# --- level auto -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: F.huber_loss(x + 300, torch.zeros_like(x), reduction="sum"),
+        lambda x: F.hinge_embedding_loss(x + 3, torch.ones_like(x), reduction="sum"),
+        lambda x: F.margin_ranking_loss(x, x + 3, torch.ones_like(x), reduction="sum"),
+    ],
+    ids=["huber", "hinge", "margin"],
+)
+def test_auto_sums_losses_that_are_made_of_a_sum_in_float32(loss: Callable[[Tensor], Tensor]) -> None:
+    x = torch.zeros(40_000, dtype=torch.float16)
+    got = auto_mixed_precision(Apply(lambda _, x: loss(x)), "auto")(x)
+    assert torch.equal(got, loss(x.float()))

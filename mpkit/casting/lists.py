@@ -57,7 +57,7 @@ AUTO_MADE_OF_WIDE = frozenset(
     words(
         """cross_entropy logsumexp logcumsumexp logaddexp logaddexp2 cosine_similarity cosine_embedding_loss
         pairwise_distance dist poisson_nll_loss gaussian_nll_loss triplet_margin_with_distance_loss
-        multilabel_soft_margin_loss rms_norm nansum"""
+        multilabel_soft_margin_loss rms_norm nansum huber_loss hinge_embedding_loss margin_ranking_loss"""
     )
 )
 # torch's own names for a dot product, and operations of which torch has a form for equal dtypes only
