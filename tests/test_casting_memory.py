@@ -23,6 +23,55 @@ from mpkit.rounding import round_to
 bf16 = torch.bfloat16
 LOW = ["O2", "O3"]
 
+# --- copies that share a mark -----------------------------------------------------------------------------------------
+
+
+class ByName(nn.Module):
+    """Calls what it holds by `forward`, past hooks and `__call__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x + sum(layer.forward(x) for layer in self.layers)
+
+
+def replicas(network: nn.Module) -> nn.Module:
+    """As DataParallel makes them, with weights doubled in the place of another device's."""
+    twins: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in network.modules()}  # type: ignore[operator]
+    for module, twin in twins.items():
+        for name, child in module._modules.items():
+            setattr(twin, name, twins[child])  # type: ignore[index]
+        for name, p in module._parameters.items():
+            if p is not None:
+                setattr(twin, name, 2 * p.detach())
+            else:
+                twin._parameters[name] = None
+    return twins[network]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_replica_that_calls_forward_by_name_computes_with_its_own_weights(level: str) -> None:
+    torch.manual_seed(0)
+    network = auto_mixed_precision(ByName(), level, bf16)
+    doubled, x = copy.deepcopy(network), torch.rand(3, 2)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p.mul_(2)
+    assert torch.equal(replicas(network)(x), doubled(x))
+
+
+def test_a_forward_by_name_that_does_not_say_for_which_copy_is_refused_in_words() -> None:
+    network = auto_mixed_precision(nn.Linear(2, 2), "O2", bf16)
+    twin, x = copy.copy(network), torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match=r"2 shallow copies .* call the module: module\(x\)"):
+        twin.forward(x)
+    assert torch.equal(twin(x), network(x))
+
+
 # --- ledgers that compute again ---------------------------------------------------------------------------------------
 
 

@@ -163,9 +163,19 @@ class Forward:
 
         An instance's `forward` is called without its module, and torch has no public hook that sees a copy being made.
         """
-        module = caller.f_locals.get("self")
-        shares = isinstance(module, nn.Module) and module.__dict__.get("forward") is self
-        return module if shares else self.module
+        names = caller.f_locals
+        module = names.get("self")
+        if isinstance(module, nn.Module) and module.__dict__.get("forward") is self:
+            return module
+        # `forward` was called by its name: by a module on one inside it, or by whoever holds a network
+        nearest = [module] if isinstance(module, nn.Module) else [m for m in names.values() if isinstance(m, nn.Module)]
+        sharing = {id(m): m for near in nearest for m in near.modules() if m.__dict__.get("forward") is self}
+        if len(sharing) > 1:
+            raise RuntimeError(
+                f"this {type(self.module).__name__}.forward stands in {len(sharing)} shallow copies of one cast "
+                "module, and a call of it by name does not say whose weights it is for; call the module: module(x)"
+            )
+        return next(iter(sharing.values()), self.module)
 
     def _plain(self, module: nn.Module | None) -> Callable[..., Any]:
         """The forward without any cast."""
