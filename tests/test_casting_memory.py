@@ -23,6 +23,97 @@ from mpkit.rounding import round_to
 bf16 = torch.bfloat16
 LOW = ["O2", "O3"]
 
+# --- marks of a format ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [*LOW, "auto"])
+@pytest.mark.parametrize(
+    "part",
+    [lambda y: torch.unsafe_split(y, 2)[0], lambda y: y.unsafe_chunk(2)[1], torch.ops.aten.alias],
+    ids=["unsafe_split", "unsafe_chunk", "alias"],
+)
+def test_a_write_into_a_part_that_torch_counts_apart_is_rounded(part: Callable[[Tensor], Tensor], level: str) -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x @ torch.eye(4)
+        with torch.no_grad():
+            part(y).add_(0.0123)
+        return torch.cat([y, y * 3])
+
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    emulated, native = (auto_mixed_precision(Apply(forward), level, dtype)(x) for dtype in (BF16, bf16))
+    assert torch.equal(emulated, native.float())
+
+
+@pytest.mark.parametrize("write", [lambda v: v.fill_(0.3), lambda v: v.zero_(), lambda v: v.__setitem__(0, 0.3)])
+def test_an_expanded_tensor_of_a_format_is_filled_as_torch_fills_it(write: Callable[[Tensor], Any]) -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        with torch.no_grad():
+            write(y[:1].expand(3, 4))
+        return y
+
+    emulated, native = (auto_mixed_precision(Apply(forward), "O2", dtype)(torch.ones(3, 4)) for dtype in (BF16, bf16))
+    assert torch.equal(emulated, native)
+
+
+class Remembers(nn.Module):
+    """Assigns a mean to a buffer and to an attribute in its forward, and adds both later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.state = torch.zeros(4)
+
+    def forward(self, x: Tensor, learns: bool = True) -> Tensor:
+        if learns:
+            self.mean, self.state = x.mean(0), x.amax(0)
+        return x + self.mean + self.state
+
+
+THIRD = torch.full((4,), 1 / 3)
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda x: setattr(x, "data", THIRD.clone()),
+    "into data": lambda x: x.data.copy_(THIRD),
+    "numpy": lambda x: x.numpy().fill(1 / 3),
+    "storage": lambda x: x.untyped_storage().copy_(THIRD.untyped_storage()),
+    "copy_": lambda x: x.copy_(THIRD),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("dtype", [E5M2, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", LOW)
+def test_what_a_forward_left_in_a_module_may_be_written_into_between_forwards(
+    level: str, dtype: Any, write: str
+) -> None:
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    network, fresh = (auto_mixed_precision(Remembers(), level, dtype) for _ in range(2))
+    network(x)
+    for tensor in (network.mean, network.state):
+        WRITES[write](tensor)
+    fresh.mean, fresh.state = THIRD.clone(), THIRD.clone()  # type: ignore[assignment]
+    assert torch.equal(network(x, False), fresh(x, False))
+    assert THIRD.tolist() == torch.full((4,), 1 / 3).tolist()
+
+
+@pytest.mark.parametrize("dtype", [bf16, BF16], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_a_weight_written_through_numpy_or_its_storage_is_cast_anew(level: str, dtype: Any) -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        found = []
+        for value in (1.0, 2.0, 3.0, 4.0):
+            if value % 2:
+                module.w.detach().numpy().fill(value)
+            else:
+                module.w.detach()[1:].untyped_storage().copy_(torch.full((4,), value).data.untyped_storage())
+            found += [(x @ module.w)[0, 0], (x @ module.w)[0, 0]]
+        return torch.stack(found)
+
+    network = auto_mixed_precision(Apply(forward, w=nn.Parameter(torch.ones(2, 2))), level, dtype)
+    with torch.no_grad():
+        assert network(torch.ones(1, 2)).tolist() == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 8.0, 8.0]
+
+
 # --- copies that share a mark -----------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,7 @@ class Forward:
     ) -> Any:
         outer = mode.rule
         if outer is mode.base and Mark.made and not is_compiling():
-            round_behind_marks_((args, kwargs))
+            round_behind_marks_((args, kwargs, [] if module is None else _stored_in(module)))
         try:
             if rule.entry is not None:
                 mode.rule = CASTING  # a cast is no operation of the module
@@ -221,6 +221,11 @@ def _refuse_proxies(values: tuple[Any, ...]) -> None:
             "torch.fx cannot trace a network through its casts; take the level off with "
             "remove_mixed_precision(network), trace it, and cast what the tracing gives"
         )
+
+
+def _stored_in(network: nn.Module) -> list[Tensor]:
+    """Buffers and tensors that stand as attributes in `network` and the modules in it, as a forward left them there."""
+    return [x for m in network.modules() for x in (*m._buffers.values(), *vars(m).values()) if isinstance(x, Tensor)]
 
 
 class _Probe(Forward):

@@ -113,32 +113,37 @@ def follows(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dic
         return out
     if func in ops.SEEN_AS:
         return still(out, target)
-    if func == ops.DATA_OF:  # the same memory, but writes into it are counted apart
-        return marked(out, target)
     if func.__name__ in ops.EXACT_NAMES or func in ops.VIEWED_AS:
-        return moved(out, args, target)
+        return moved(out, args, target, apart=func in ops.COUNTED_APART)
     return map_tensors(lambda x: mode.cast(x, target) if x.dtype is torch.float32 else x, out)
 
 
-def moved(out: object, args: tuple[Any, ...], target: Emulated) -> object:
-    """What an operation gave that only moves values of `target`: in `target` too, and bound to what it is a view of."""
-    whole = args[0] if args else None
+def moved(out: object, args: tuple[Any, ...], target: Emulated, *, apart: bool = False) -> object:
+    """What an operation gave that only moves values of `target`: in `target` too, and bound to what it is a view of.
+
+    Args:  apart says that torch counts writes into the two apart.
+    """
+    whole: Any = args[0] if args else None
+    apart = apart or not isinstance(whole, Tensor)
 
     def part(x: Tensor) -> Tensor:
         if x.dtype is not torch.float32 or x is whole:
             return x
-        return marked_as_part(x, whole if isinstance(whole, Tensor) else x, target)
+        return marked(x, target) if apart else marked_as_part(x, whole, target)
 
     return map_tensors(part, out)
 
 
-def attribute(handler: Handler | None) -> Handler:
-    """A tensor's attribute is read, as `handler` says; who reads `.data` can write where no version counts it."""
+def exposing(handler: Handler | None) -> Handler:
+    """A tensor's attribute or memory is asked for, as `handler` says; who has that can write where no version counts.
+
+    All attributes are called by one name, and only `.data` is such a one.
+    """
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if func == ops.DATA_OF:
+        if func == ops.DATA_OF or func.__name__ in ops.SHOWS_MEMORY:
             mode.expose(args[0])
-        return func(*args) if handler is None else handler.run(mode, func, args, kwargs)
+        return func(*args, **kwargs) if handler is None else handler.run(mode, func, args, kwargs)
 
     return Handler(handle)
 
@@ -179,7 +184,7 @@ def exactly_in(low: Emulated) -> Handler:
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         inputs = mode.cast_all(args, low)
         out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
-        return _delivered(moved(out, inputs, low), args, kwargs)
+        return _delivered(moved(out, inputs, low, apart=func in ops.COUNTED_APART), args, kwargs)
 
     return Handler(handle, low)
 

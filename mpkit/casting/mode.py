@@ -21,7 +21,7 @@ from mpkit.casting import graphs
 from mpkit.casting.handlers import Book, Caster, Handler
 from mpkit.casting.operations import Function
 from mpkit.casting.rules import PLAIN, Rule, for_overload
-from mpkit.casting.targets import Target, converted, map_tensors, taken_again
+from mpkit.casting.targets import Target, converted, map_tensors, memory, taken_again
 
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 _F32, _STRIDED, _OWN_KINDS = torch.float32, torch.strided, frozenset((Tensor, nn.Parameter))
@@ -44,7 +44,7 @@ class CastMode(TorchFunctionMode):
         # `x.data = other` changes no version
         self.kept: dict[tuple[int, Target], tuple[Tensor, weakref.ref[Tensor], tuple[int, int]]] = {}
         self.used: set[int] = set()  # ids of parameters that were cast once; one that is given again costs a look
-        self.exposed: set[int] = set()  # ids of parameters whose `.data` somebody holds: their casts are not kept
+        self.exposed: set[int | None] = set()  # memory that somebody may write into uncounted: casts of it are not kept
         self.base: Rule = PLAIN  # the rule outside of every forward
         self.ledgers = ledgers
         self.layer: Any = None  # the mark of the layer under a recipe whose forward runs now
@@ -89,7 +89,7 @@ class CastMode(TorchFunctionMode):
 
     def _kept(self, x: Tensor, target: Target) -> Tensor:
         # what vmap or grad cast belongs to their world; inference counts no writes, nor does `.data`
-        if peek_interpreter_stack() is not None or x.is_inference() or id(x) in self.exposed:
+        if peek_interpreter_stack() is not None or x.is_inference() or (self.exposed and memory(x) in self.exposed):
             return self._cast(x, target)
         # an id alone is not enough: it is given again when its owner dies, so the reference is asked too
         key, state = (id(x), target), (x._version, x.data_ptr())
@@ -101,9 +101,9 @@ class CastMode(TorchFunctionMode):
         return y
 
     def expose(self, x: Tensor) -> None:
-        """From now on `x` may be written into through `x.data`, which changes no version."""
+        """From now on the memory of `x` may be written into through `x.data` or NumPy, which changes no version."""
         if not is_compiling():
-            self.exposed.add(id(x))
+            self.exposed.add(memory(x))
 
     def forget(self) -> None:
         """Drop what was found out about parameters: they may change before the next forward."""

@@ -123,6 +123,21 @@ IN_PLACE = frozenset(  # by name, since torch.detach_ is not Tensor.detach_
     f for f in IN_PLACE if f.__name__ not in ("requires_grad_", "share_memory_", *(g.__name__ for g in SEEN_AS))
 )
 
+# these write into lists of tensors, several of them at a time, and want them as they are
+WRITE_INTO_LISTS = frozenset(
+    f
+    for name, f in vars(torch).items()
+    if name.startswith(("_foreach_", "_fused_", "_amp_")) and name.endswith("_") and callable(f)
+)
+# signature (input, and the scales and statistics of a quantisation): some write into these, all want float32
+FAKE_QUANTIZED = frozenset(
+    getattr(torch, name)
+    for name in words(
+        """fake_quantize_per_tensor_affine fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant
+        _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine"""
+    )
+)
+
 REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
 OUT_OF_PLACE: dict[str, Function] = {
@@ -149,6 +164,8 @@ _DATA: Any = Tensor.data
 # afterwards the tensor holds other memory, of which nothing is known
 GIVE_NEW_MEMORY = frozenset((Tensor.set_, Tensor.resize_, Tensor.resize_as_, _DATA.__set__))
 DATA_OF = _DATA.__get__
+# whoever calls one of these holds the memory of a tensor, and writes into it where nothing counts that
+SHOWS_MEMORY = words("numpy __array__ __dlpack__ untyped_storage storage data_ptr")
 _GRAD: Any = Tensor.grad
 LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
 
@@ -157,27 +174,39 @@ CONVERSIONS = _methods(words("to float half bfloat16 double type type_as"))
 # The same memory seen otherwise: a write into the result is a write into the tensor. `.data` and `.T` are called by
 # their getters, and all getters have one name.
 VIEWED_AS = frozenset(getattr(Tensor, name).__get__ for name in words("T mT H mH real data")) | spellings("detach")
+# torch's own promise is that nobody writes into these; whoever does is not counted where the whole is, as with `.data`
+COUNTED_APART = frozenset((DATA_OF, *spellings("unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")))
 VIEWS = spellings(
     *words(
         """adjoint as_strided atleast_1d atleast_2d atleast_3d broadcast_to broadcast_tensors detach diagonal dsplit
     expand expand_as hsplit meshgrid moveaxis movedim narrow permute positive ravel select split
     split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsafe_chunk
-    unsafe_split unsqueeze view view_as vsplit"""
+    unsafe_split unsqueeze view view_as vsplit unsafe_split_with_sizes"""
     )
-)
+) | {torch.ops.aten.alias}
 
-# These only move values or choose among them: what comes out of a format stays in it.
-EXACT = (
+# What these give may be a view of what they are given.
+MAY_VIEW = (
     VIEWS
     | spellings(
         *words(
             """view reshape flatten unflatten permute transpose t squeeze unsqueeze expand expand_as movedim swapaxes
-    narrow select chunk split tensor_split unbind unfold roll flip repeat repeat_interleave tile gather
-    index_select take_along_dim relu abs neg max_pool1d max_pool2d max_pool3d
-    adaptive_max_pool2d maximum minimum amax amin zeros_like ones_like tril triu stack"""
+    narrow select chunk split tensor_split unbind unfold"""
         )
     )
-    | _methods(("__getitem__", "__neg__", "__abs__", "view_as", "reshape_as"))
+    | _methods(("__getitem__", "view_as", "reshape_as"))
+)
+
+# These only move values or choose among them: what comes out of a format stays in it.
+EXACT = (
+    MAY_VIEW
+    | spellings(
+        *words(
+            """roll flip repeat repeat_interleave tile gather index_select take_along_dim relu abs neg max_pool1d
+    max_pool2d max_pool3d adaptive_max_pool2d maximum minimum amax amin zeros_like ones_like tril triu stack"""
+        )
+    )
+    | _methods(("__neg__", "__abs__"))
 )
 
 EXACT_NAMES = frozenset(function.__name__ for function in EXACT)

@@ -14,10 +14,10 @@ from torch._ops import OpOverload
 from mpkit.casting import operations as ops
 from mpkit.casting.handlers import (
     Handler,
-    attribute,
     computed_in,
     delivered_in,
     exactly_in,
+    exposing,
     follows,
     in_place,
     layer_norm_of_low_input,
@@ -87,8 +87,8 @@ CASTING = Rule()  # as PLAIN, while arguments or results of a module are cast
 def _table(*parts: tuple[Iterable[Any], Handler], default: Handler | None = None) -> dict[str, Handler]:
     """Handlers by the name of the function: one operator has one name in all its homes. Later parts win."""
     table = {func.__name__: handler for functions, handler in parts for func in functions}
-    name = ops.DATA_OF.__name__  # of every attribute
-    return {**table, name: attribute(table.get(name, default))}
+    shown = (ops.DATA_OF.__name__, *ops.SHOWS_MEMORY)  # the first is the name of every attribute
+    return table | {name: exposing(table.get(name, default)) for name in shown}
 
 
 def _composed(listed: frozenset[str] = frozenset()) -> list[tuple[Iterable[Any], Handler]]:

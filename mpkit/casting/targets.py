@@ -67,19 +67,21 @@ class Mark:
     """That a tensor and its views hold values of a format, as long as nobody else writes into them.
 
     All views of a tensor count the writes into it together. A write that rounds moves `version` on; any other leaves
-    it behind, and the mark no longer counts.
+    it behind, and the mark no longer counts. `memory` tells whether the tensor still holds what was marked.
     """
 
-    __slots__ = ("target", "version")
+    __slots__ = ("memory", "target", "version")
     made = False  # whether there is any
 
-    def __init__(self, target: Emulated, version: int) -> None:
+    def __init__(self, target: Emulated, x: Tensor) -> None:
         self.target = target
-        self.version = version
+        self.version = counted_writes(x)
+        self.memory = memory(x)
         Mark.made = True
 
 
-def _version(x: Tensor) -> int:
+def counted_writes(x: Tensor) -> int:
+    """How often `x` or a view of it was written into, as far as torch counts that."""
     return 0 if x.is_inference() else x._version  # inference tensors count no writes
 
 
@@ -90,7 +92,7 @@ def precision(x: Tensor) -> Target:
         return x.dtype
     if type(mark) is Emulated:  # while compiling, where writes are traced and nobody else writes
         return mark
-    return mark.target if mark.version == _version(x) else x.dtype
+    return mark.target if mark.version == counted_writes(x) else x.dtype
 
 
 def promoted_precision(targets: Iterable[Target]) -> torch.dtype:
@@ -104,7 +106,7 @@ def promoted_precision(targets: Iterable[Target]) -> torch.dtype:
 
 def marked(x: Tensor, target: Emulated) -> Tensor:
     """The same tensor, from now on known to hold values of `target`."""
-    setattr(x, MARK, target if torch.compiler.is_compiling() else Mark(target, _version(x)))
+    setattr(x, MARK, target if torch.compiler.is_compiling() else Mark(target, x))
     return x
 
 
@@ -116,11 +118,16 @@ def marked_as_part(x: Tensor, whole: Tensor, target: Emulated) -> Tensor:
     return x
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def memory(x: Tensor) -> int | None:
+    """Which memory the values of `x` stand in; None if it stands for other tensors, as inside vmap, or has none yet."""
     try:
-        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a tensor that stands for others, as inside vmap
-        return False
+        return x.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return (whose := memory(a)) is not None and whose == memory(b)
 
 
 def unmarked(x: Tensor) -> Tensor:
@@ -189,7 +196,17 @@ def taken_again(x: Tensor, cast: Tensor, target: Target) -> Tensor:
 
 def round_in_place_(x: Tensor, target: Emulated) -> Tensor:
     """Round what an in-place operation wrote into a tensor that is bound to `target`, and stays so."""
-    return still(x.copy_(quantize(x, target.fmt, target.grad_fmt)), target)
+    own = _own_values(x)
+    own.copy_(quantize(own, target.fmt, target.grad_fmt))
+    return still(x, target)
+
+
+def _own_values(x: Tensor) -> Tensor:
+    """The values of `x`, each once: an expanded tensor cannot be written into, what it shows can."""
+    for dim in range(x.dim() if is_dense(x) else 0):
+        if x.stride(dim) == 0:
+            x = x.narrow(dim, 0, min(1, x.shape[dim]))
+    return x
 
 
 @torch.no_grad()
@@ -202,10 +219,11 @@ def round_behind_marks_(values: object) -> None:
         target = precision(x)
         if not isinstance(target, Emulated) or not is_dense(x) or peek_interpreter_stack() is not None:
             continue
-        own = x.data
-        for dim in range(own.dim()):
-            if own.stride(dim) == 0:  # an expanded tensor cannot be written into, what it shows can
-                own = own.narrow(dim, 0, min(1, own.shape[dim]))
+        mark = getattr(x, MARK)
+        if type(mark) is Mark and mark.memory != memory(x):  # `x.data = y`, and y is somebody's own
+            unmarked(x)
+            continue
+        own = _own_values(x.data)
         round_to(own, target.fmt, out=own)
 
 
@@ -215,7 +233,7 @@ def still(x: Tensor, target: Emulated) -> Tensor:
     if type(mark) is not Mark:
         return marked(x, target)
     # all views share the mark, so one write brings all of them up to date
-    mark.version = _version(x)
+    mark.version = counted_writes(x)
     return x
 
 
