@@ -23,6 +23,81 @@ from mpkit.rounding import round_to
 bf16 = torch.bfloat16
 LOW = ["O2", "O3"]
 
+# --- several tensors written into at once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [bf16, E5M2, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_an_operation_on_lists_writes_into_the_tensors_that_it_is_given(level: str, dtype: Any) -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        torch._foreach_mul_([module.mean], [0.5])
+        torch._foreach_add_([module.mean], [torch.full((3,), 0.25)])
+        return x
+
+    network = Apply(forward)
+    network.register_buffer("mean", torch.ones(3))
+    auto_mixed_precision(network, level, dtype)(torch.zeros(3))
+    assert network.mean.tolist() == [0.75] * 3
+    assert network.mean.dtype is torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+def test_an_optimizer_inside_a_forward_moves_the_weights(level: str, fused: bool) -> None:
+    class Adapts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            options: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+            optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1, **options)
+            for _ in range(3):
+                optimizer.zero_grad()
+                self.layer(x).float().square().mean().backward()
+                optimizer.step()
+            return self.layer(x)
+
+    network, plain, x = Adapts(), Adapts(), torch.linspace(-1, 2, 12).view(3, 4)
+    auto_mixed_precision(network, level, bf16)
+    network(x), plain(x)
+    moved = (plain.layer.weight - Adapts().layer.weight).abs().max()
+    assert (network.layer.weight - plain.layer.weight).abs().max() <= 0.05 * moved
+
+
+@pytest.mark.parametrize("dtype", [E5M2, E4M3FN], ids=str)
+def test_a_format_rounds_what_an_operation_on_lists_writes_into_it(dtype: Any) -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x * 1
+        torch._foreach_add_([y], 0.0123)
+        return y
+
+    for level in LOW:
+        y = auto_mixed_precision(Apply(forward), level, dtype)(torch.linspace(0, 1, 7))
+        assert torch.equal(y, round_to(y, dtype))
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("level", LOW)
+def test_fake_quantisation_keeps_its_statistics(level: str, dtype: Any) -> None:
+    def quantised(module: Any, x: Tensor) -> Tensor:
+        on = torch.ones(1, dtype=torch.long)
+        statistics = (module.low, module.high, module.scale, module.zero)
+        y = torch.fused_moving_avg_obs_fake_quant(x, on, on, *statistics, 0.01, 0, 255, 0)
+        return torch.fake_quantize_per_channel_affine(y, torch.full((4,), 0.1), torch.zeros(4), 1, -128, 127)
+
+    def made() -> nn.Module:
+        network = Apply(quantised, low=torch.tensor(torch.inf), high=torch.tensor(-torch.inf))
+        network.scale, network.zero = torch.ones(1), torch.zeros(1, dtype=torch.int)  # type: ignore[assignment]
+        return network
+
+    x = torch.tensor([[-1.0, 0.5, 1.0, 2.0]])  # all in every format
+    plain, network = made(), auto_mixed_precision(made(), level, dtype)
+    assert (network(x) - plain(x)).abs().max() <= 2.0**-7
+    assert [network.low, network.high, network.scale] == [plain.low, plain.high, plain.scale]
+
+
 # --- marks of a format ------------------------------------------------------------------------------------------------
 
 

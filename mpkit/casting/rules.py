@@ -33,6 +33,7 @@ from mpkit.casting.handlers import (
     written_back,
 )
 from mpkit.casting.targets import Emulated, Target
+from mpkit.casting.writes import beside_statistics, lists_in_place
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,8 @@ def _table(*parts: tuple[Iterable[Any], Handler], default: Handler | None = None
     """Handlers by the name of the function: one operator has one name in all its homes. Later parts win."""
     table = {func.__name__: handler for functions, handler in parts for func in functions}
     shown = (ops.DATA_OF.__name__, *ops.SHOWS_MEMORY)  # the first is the name of every attribute
-    return table | {name: exposing(table.get(name, default)) for name in shown}
+    table |= {name: exposing(table.get(name, default)) for name in shown}
+    return table | {function.__name__: lists_in_place for function in ops.WRITE_INTO_LISTS}
 
 
 def _composed(listed: frozenset[str] = frozenset()) -> list[tuple[Iterable[Any], Handler]]:
@@ -112,6 +114,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.EXACT, moves),
         *_composed(),
         (ops.IN_PLACE, in_place),
+        (ops.FAKE_QUANTIZED, beside_statistics(low, result)),
         (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),

@@ -1,0 +1,37 @@
+"""What is done for operations that write into several of their arguments, which a cast would replace by copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.casting.handlers import Caster, Handler
+from mpkit.casting.operations import Function
+from mpkit.casting.targets import Emulated, Target, counted_writes, float_tensors, precision, round_in_place_
+
+
+@Handler
+def lists_in_place(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """An optimizer's step and the like: called as it is; a format that is written into rounds what it gets.
+
+    The fused steps of torch count no writes (torch 2.11 to 2.13), so that kept casts would stand for old weights.
+    """
+    given = [(x, counted_writes(x), precision(x)) for x in float_tensors((args, kwargs))]
+    out = func(*args, **kwargs)
+    for x, version, target in given:
+        mode.expose(x)
+        if isinstance(target, Emulated) and (counted_writes(x) != version or x.is_inference()):
+            round_in_place_(x, target)
+    return out
+
+
+def beside_statistics(low: Target, result: Target | None) -> Handler:
+    """Fake quantisation: the kernels take float32 only, and write into the statistics that they are given."""
+
+    def handle(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        out = mode.cast_all(func(*mode.cast_all(args[:1], torch.float32), *args[1:], **kwargs), low)
+        return out if result is None else mode.cast_all(out, result)
+
+    return Handler(handle, torch.float32)
