@@ -23,6 +23,78 @@ from mpkit.rounding import round_to
 bf16 = torch.bfloat16
 LOW = ["O2", "O3"]
 
+# --- views of what is float32 at a level that casts everything --------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "item": lambda b: b[1],
+    "item of an item": lambda b: b[1][2:],
+    "view": lambda b: b.view(-1),
+    "t": lambda b: b.t(),
+    "unbind": lambda b: b.unbind()[0],
+    "chunk": lambda b: torch.chunk(b, 2)[1],
+    "narrow": lambda b: b.narrow(0, 0, 2),
+    "diagonal": lambda b: b.diagonal(),
+    "data": lambda b: b.data.view(-1),
+    "as_strided": lambda b: b.as_strided((2,), (1,)),
+    "permute": lambda b: b.permute(1, 0)[0],
+    "reshape": lambda b: b.reshape(2, 8),
+}
+
+
+class Holds(nn.Module):
+    """Writes its layer's result through a view into a buffer, a frozen or a trained parameter, or zeros made there."""
+
+    def __init__(self, kind: str, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kind, self.view = nn.Linear(4, 4), kind, view
+        self.register_buffer("buffer", torch.zeros(4, 4))
+        self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.trained = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        into = torch.zeros(4, 4) if self.kind == "zeros" else getattr(self, self.kind)
+        with torch.set_grad_enabled(self.kind == "zeros"):
+            self.view(into).add_(y.mean())
+            self.view(into).mul_(1.5)
+        return into + y
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trained", "zeros"])
+@pytest.mark.parametrize("dtype", [bf16, BF16], ids=str)
+@pytest.mark.parametrize("level", [*LOW, "keras_mixed_bfloat16", "O1", "auto"])
+def test_a_write_through_a_view_of_what_is_not_cast_yet_arrives(level: str, dtype: Any, kind: str, view: str) -> None:
+    if kind == "zeros" and view in ("unbind", "chunk", "data"):
+        pytest.skip("torch allows no write with a graph there")
+    plain, network = Holds(kind, VIEWS[view]), Holds(kind, VIEWS[view])
+    cast_like(network, level, dtype) if "_" in level else auto_mixed_precision(network, level, dtype)
+    x = torch.linspace(-1, 2, 16).view(4, 4)
+    with torch.no_grad() if kind != "zeros" else torch.enable_grad():
+        got, want = network(x), plain(x)
+    assert (got - want).abs().max() <= 0.02 * want.abs().max()  # some five roundings of 2^-9
+    for a, b in zip((network.buffer, network.frozen, network.trained), (plain.buffer, plain.frozen, plain.trained)):
+        assert (a - b).abs().max() <= 0.02 * want.abs().max()
+    if kind == "zeros":
+        for a, b in zip(trained(network, x), trained(plain, x)):
+            assert (a - b).abs().max() <= 0.02 * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [bf16, E5M2], ids=str)
+@pytest.mark.parametrize("level", LOW)
+def test_what_is_computed_with_a_view_is_cast_as_the_whole_would_be(level: str, dtype: Any) -> None:
+    table = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    through = Apply(lambda m, x: x @ m.table[2:].t().contiguous(), table=table)
+    whole = Apply(lambda m, x: x @ m.table, table=table[2:].t().contiguous())
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    outs = [auto_mixed_precision(network, level, dtype)(x) for network in (through, whole)]
+    assert torch.equal(*outs)
+    with ledger(through) as book:
+        through(x)
+    assert book.rows[-1].compute == ("bfloat16" if dtype is bf16 else "e5m2")
+
+
 # --- several tensors written into at once -----------------------------------------------------------------------------
 
 

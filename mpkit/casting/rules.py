@@ -33,7 +33,7 @@ from mpkit.casting.handlers import (
     written_back,
 )
 from mpkit.casting.targets import Emulated, Target
-from mpkit.casting.writes import beside_statistics, lists_in_place
+from mpkit.casting.writes import beside_statistics, lists_in_place, uncast_views
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +112,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
     moves = exactly_in(low) if isinstance(low, Emulated) and result is None else computed_in(low, result)
     handlers = _table(
         (ops.EXACT, moves),
+        (ops.MAY_VIEW if result is None else (), uncast_views(moves, low)),
         *_composed(),
         (ops.IN_PLACE, in_place),
         (ops.FAKE_QUANTIZED, beside_statistics(low, result)),

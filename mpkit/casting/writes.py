@@ -11,6 +11,26 @@ from mpkit.casting.handlers import Caster, Handler
 from mpkit.casting.operations import Function
 from mpkit.casting.targets import Emulated, Target, counted_writes, float_tensors, precision, round_in_place_
 
+_OWN_KINDS = (Tensor, nn.Parameter)
+
+
+def uncast_views(moves: Handler, low: Target) -> Handler:
+    """A view of what is not in `low` yet stays a view, so that a write into it arrives; whoever computes with it casts.
+
+    A parameter with a graph is cast before it is viewed, since its cast may be kept, and torch allows no write there.
+    """
+
+    native = isinstance(low, torch.dtype)
+
+    def handle(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        x: Any = args[0] if args else None
+        if type(x) not in _OWN_KINDS or (x.dtype is low if native else precision(x) == low):
+            return moves.run(mode, func, args, kwargs)
+        kept = type(x) is nn.Parameter and x.requires_grad and torch.is_grad_enabled()
+        return moves.run(mode, func, args, kwargs) if kept else func(*args, **kwargs)
+
+    return Handler(handle, low, around=moves.around)
+
 
 @Handler
 def lists_in_place(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
