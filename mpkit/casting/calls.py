@@ -29,6 +29,7 @@ class Call:
         self.__name__ = getattr(func, "__name__", str(func))
         self.count = count
         self.computed: Target | None = None
+        self.instead: Target | None = None  # what a handler computed in that does not compute so as a rule
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.flushed = self.overflowed = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
+from mpkit.casting.kernels import without_kernel
 from mpkit.casting.sparse import in_parts
 from mpkit.casting.targets import (
     MARK,
@@ -149,20 +150,31 @@ def exposing(handler: Handler | None) -> Handler:
 
 
 def computed_in(low: Target, result: Target | None = None) -> Handler:
-    """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed)."""
+    """Float inputs to `low`; the result rounded to `low`, then cast to `result` (None: as computed).
+
+    Where torch has no kernel for a native `low`, the rounded inputs are computed with in float32.
+    """
 
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if type(low) is Emulated and not float_tensors((args, kwargs)):
             return func(*args, **kwargs)  # torch.zeros and the like: a float32 tensor, as natively
         if not kwargs:  # the common case, kept short
-            out = func(*mode.cast_all(args, low))
+            inputs = mode.cast_all(args, low)
+            try:
+                out = func(*inputs)
+            except RuntimeError as error:
+                out = without_kernel(mode, func, inputs, {}, low, error)
             if result is None and type(low) is not Emulated:
                 return out
             return _finished(mode, out, low, result)
         inputs = mode.cast_all(args, low)
         if type(low) is Emulated and kwargs.get("inplace") and inputs[0] is args[0]:
             inputs = (args[0].clone(), *inputs[1:])  # backward may need what is written over
-        out = func(*inputs, **mode.cast_all(_without_out(func, kwargs, low), low))
+        options = mode.cast_all(_without_out(func, kwargs, low), low)
+        try:
+            out = func(*inputs, **options)
+        except RuntimeError as error:
+            out = without_kernel(mode, func, inputs, options, low, error)
         # `out=` gets the finished values: a kernel would write them before they are rounded or cast back
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 

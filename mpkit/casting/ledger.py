@@ -158,7 +158,7 @@ class Ledger:
         results = float_tensors(out)
         if results and func not in _NO_ROW:
             made = self.casts[before:]
-            computes = (handler.computes if handler is not None else None) or call.computed
+            computes = call.instead or (handler.computes if handler is not None else None) or call.computed
             row = Operation(
                 self._path[-1],
                 call.__name__,

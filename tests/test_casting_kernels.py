@@ -1,0 +1,57 @@
+"""Operations without a 16-bit kernel compute in float32 on rounded inputs: the emulated format is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_casting_state import Apply, trained
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.formats import BF16, FP16
+
+UPPER = torch.eye(4) + torch.diag(torch.tensor([0.5, 0.25, 2.0]), 1)
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "distances": lambda m, x: torch.cdist(x, m.w),
+    "distances as in VQ": lambda m, x: torch.cdist(x.float(), m.w.float()).min(-1)[0],
+    "Fourier": lambda m, x: torch.fft.irfft(torch.fft.rfft(x * m.w, n=8) * 0.5, n=8) @ torch.ones(8, 1),
+    "Fourier by name": lambda m, x: torch.fft.rfft(input=x * m.w, n=4).abs(),
+    "CSR": lambda m, x: m.sparse @ (x @ m.w),
+    "sparse.mm": lambda m, x: torch.sparse.mm(m.sparse, x * m.w),
+}
+
+
+def made(call: Callable[[Any, Tensor], Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return Apply(call, w=nn.Parameter(torch.randn(4, 4)), sparse=UPPER.to_sparse_csr())
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
+@pytest.mark.parametrize("pair", [(torch.bfloat16, BF16), (torch.float16, FP16)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto", "keras_mixed_float16", "apex_O2"])
+def test_what_has_no_kernel_in_16_bits_gives_the_numbers_of_the_emulated_format(
+    level: str, name: str, pair: Any
+) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    results = []
+    for dtype in pair:
+        network = made(CALLS[name])
+        cast_like(network, level, dtype) if "_" in level else auto_mixed_precision(network, level, dtype)
+        results.append(trained(network, x))
+        if name == "CSR" and level == "O1":
+            with ledger(network, count=True) as book, ledger(network):
+                network(x)
+            assert [row.compute for row in book.rows][-1] == ("float32" if dtype is pair[0] else pair[1].name)
+    for native, emulated in zip(*results):
+        assert (native - emulated).abs().max() <= 4 * pair[1].eps * emulated.abs().max()  # another order of roundings
+
+
+def test_a_refusal_of_low_precision_stays_torchs_own() -> None:
+    with pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
+        auto_mixed_precision(Apply(lambda _, x: torch.linalg.inv(x)), "O3")(torch.eye(2))
+    with pytest.raises(RuntimeError, match="must match"):
+        auto_mixed_precision(Apply(lambda _, x: x + torch.ones(3)), "O3")(torch.ones(2))
