@@ -1,4 +1,4 @@
-"""Operations without a 16-bit kernel compute in float32 on rounded inputs: the emulated format is the oracle."""
+"""Operations that 16 bits do not serve: those without a kernel, whose oracle is the emulated format, and counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from test_casting_state import Apply, trained
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, cast_like, ledger
-from mpkit.formats import BF16, FP16
+from mpkit.formats import BF16, E5M2, FP16
 
 UPPER = torch.eye(4) + torch.diag(torch.tensor([0.5, 0.25, 2.0]), 1)
 CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -55,3 +55,21 @@ def test_a_refusal_of_low_precision_stays_torchs_own() -> None:
         auto_mixed_precision(Apply(lambda _, x: torch.linalg.inv(x)), "O3")(torch.eye(2))
     with pytest.raises(RuntimeError, match="must match"):
         auto_mixed_precision(Apply(lambda _, x: x + torch.ones(3)), "O3")(torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, BF16, E5M2], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto"])
+def test_counts_that_sort_tokens_by_their_expert_are_exact(level: str, dtype: Any) -> None:
+    """As transformers does for a mixture of experts: a group that ends too early leaves memory that nobody wrote."""
+    experts = torch.arange(3000).remainder(7) % 3
+
+    def ends(_: Any, x: Tensor) -> Tensor:
+        counts = torch.histc(experts.float(), bins=3, min=0, max=2)
+        assert torch.bincount(experts, weights=torch.ones(3000)).tolist() == counts.tolist()
+        assert int(counts.sum(dtype=torch.long)) == 3000
+        return torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+    network = auto_mixed_precision(Apply(ends), level, dtype)
+    assert network(torch.ones(1)).tolist() == experts.bincount().cumsum(0).tolist()
+    with ledger(network, count=True):
+        assert network(torch.ones(1)).tolist() == experts.bincount().cumsum(0).tolist()

@@ -124,13 +124,12 @@ def moved(out: object, args: tuple[Any, ...], target: Emulated, *, apart: bool =
 
     Args:  apart says that torch counts writes into the two apart.
     """
-    whole: Any = args[0] if args else None
-    apart = apart or not isinstance(whole, Tensor)
+    whole = args[0] if args else None
 
     def part(x: Tensor) -> Tensor:
         if x.dtype is not torch.float32 or x is whole:
             return x
-        return marked(x, target) if apart else marked_as_part(x, whole, target)
+        return marked_as_part(x, whole, target) if isinstance(whole, Tensor) and not apart else marked(x, target)
 
     return map_tensors(part, out)
 
@@ -163,7 +162,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
             try:
                 out = func(*inputs)
             except RuntimeError as error:
-                out = without_kernel(mode, func, inputs, {}, low, error)
+                out = without_kernel(mode.cast_all, func, inputs, {}, low, error)
             if result is None and type(low) is not Emulated:
                 return out
             return _finished(mode, out, low, result)
@@ -174,7 +173,7 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
         try:
             out = func(*inputs, **options)
         except RuntimeError as error:
-            out = without_kernel(mode, func, inputs, options, low, error)
+            out = without_kernel(mode.cast_all, func, inputs, options, low, error)
         # `out=` gets the finished values: a kernel would write them before they are rounded or cast back
         return _delivered(_finished(mode, out, low, result), args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,13 @@ _LACKS = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'|Unsupported 
 
 
 def without_kernel(
-    mode: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], low: Target, error: RuntimeError
-) -> Any:
+    cast_all: Callable[[Any, Target], Any],
+    func: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    low: Target,
+    error: RuntimeError,
+) -> object:
     """What `func` gives for inputs in `low` if it is computed in float32, since `error` says that torch has no kernel.
 
     So do, on a processor, a distance between vectors, a Fourier transform, a product with a CSR matrix. The result is
@@ -25,8 +31,8 @@ def without_kernel(
     """
     if not isinstance(low, torch.dtype) or _LACKS.fullmatch(str(error)) is None:
         raise error
-    out = func(*mode.cast_all(args, torch.float32), **mode.cast_all(kwargs, torch.float32))
+    out = func(*cast_all(args, torch.float32), **cast_all(kwargs, torch.float32))
     told: Any = func
     while hasattr(told, "instead"):  # the calls that open ledgers make of it
         told.instead, told = torch.float32, told.func
-    return mode.cast_all(out, low)
+    return cast_all(out, low)

@@ -138,6 +138,10 @@ FAKE_QUANTIZED = frozenset(
     )
 )
 
+# numbers of things: exact as float32, while a 16-bit count beyond 2^8 or 2^11 may be another number
+COUNTS = spellings("histc", "bincount")
+MAY_COUNT = spellings("sum", "cumsum", "prod", "cumprod", "nansum")  # if told to give integers
+
 REFLECTED = {f"__i{name}__": name for name in words("add sub mul div pow")} | {"__itruediv__": "div"}
 # x.tanh_() -> torch.tanh: what an in-place operation computes before it writes
 OUT_OF_PLACE: dict[str, Function] = {

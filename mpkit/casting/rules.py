@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
 from mpkit.casting.handlers import (
+    Caster,
     Handler,
     computed_in,
     delivered_in,
@@ -99,6 +100,17 @@ def _composed(listed: frozenset[str] = frozenset()) -> list[tuple[Iterable[Any],
     return [*inside, ((Tensor.unflatten,), unflattened)]
 
 
+def _unless_integers(handler: Handler) -> Handler:
+    """Told to give integers, an operation counts, and is left alone."""
+
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        told = kwargs.get("dtype")
+        counts = told is not None and not told.is_floating_point and not told.is_complex
+        return func(*args, **kwargs) if counts else handler.run(mode, func, args, kwargs)
+
+    return Handler(handle, handler.computes)
+
+
 @cache
 def everything(low: Target, result: Target | None = None, entry: Target | None = None) -> Rule:
     """Every operation takes its float inputs in `low`; `result` float32 makes it O1's white-listed module.
@@ -116,6 +128,9 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         *_composed(),
         (ops.IN_PLACE, in_place),
         (ops.FAKE_QUANTIZED, beside_statistics(low, result)),
+        # in bfloat16 257 tokens would be 256, and offsets made of such counts point into another's rows
+        (ops.COUNTS, unchanged),
+        (ops.MAY_COUNT, _unless_integers(computed_in(low, result))),
         (ops.LEFT_ALONE, follows if isinstance(low, Emulated) else unchanged),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, result)),
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
