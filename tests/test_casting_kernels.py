@@ -73,3 +73,41 @@ def test_counts_that_sort_tokens_by_their_expert_are_exact(level: str, dtype: An
     assert network(torch.ones(1)).tolist() == experts.bincount().cumsum(0).tolist()
     with ledger(network, count=True):
         assert network(torch.ones(1)).tolist() == experts.bincount().cumsum(0).tolist()
+
+
+FILLS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "masked_fill": lambda x, mask, low: x.masked_fill(mask, low),
+    "a tensor": lambda x, mask, low: x.masked_fill(mask, torch.tensor(low)),
+    "masked_fill_": lambda x, mask, low: (x * 1).masked_fill_(mask, low),
+    "full_like": lambda x, mask, low: torch.where(mask, torch.full_like(x, low), x),
+    "fill by name": lambda x, mask, low: torch.masked_fill(x, mask=mask, value=low),
+    "clamp": lambda x, mask, low: torch.where(mask, x * 0 - 2, x).clamp(min=low),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto", "torch_autocast", "apex_O1"])
+def test_a_mask_written_for_float32_masks_in_16_bits(level: str, dtype: torch.dtype, name: str) -> None:
+    """Also where everything is masked: there the lowest number gives equal weights, and an infinity NaN."""
+    if name == "a tensor" and level in ("O2", "O3"):
+        pytest.skip("a tensor is rounded as all tensors are, to an infinity")
+    mask = torch.tensor([[False, True, False], [True, True, True]])
+    lowest = torch.finfo(torch.float32).min
+
+    def attention(_: Any, x: Tensor) -> Tensor:
+        return FILLS[name](x @ torch.eye(3), mask, lowest).float().softmax(-1)
+
+    x = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    network = Apply(attention)
+    cast_like(network, level, dtype) if "_" in level else auto_mixed_precision(network, level, dtype)
+    want = attention(None, x) if name != "clamp" else network(x)
+    assert (network(x) - want).abs().max() <= 2.0**-8
+    with ledger(network, count=True):
+        assert torch.equal(network(x), network(x))
+
+
+def test_a_number_beyond_the_range_stays_an_error_without_a_level() -> None:
+    network = Apply(lambda _, x: x.masked_fill(x > 0, -1e9))
+    with ledger(network), pytest.raises(RuntimeError, match="without overflow"):
+        network(torch.ones(2, dtype=torch.float16))

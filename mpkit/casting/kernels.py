@@ -1,4 +1,7 @@
-"""Operations of which torch has no 16-bit kernel on this device: they compute in float32, on the rounded inputs."""
+"""What torch does not do in 16 bits: operations without a kernel, and numbers beyond the range.
+
+The first compute in float32, on the rounded inputs; the second, such as the -1e9 of a mask, stand for the largest.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from mpkit.casting.operations import Function
 from mpkit.casting.targets import Target
 
 _LACKS = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'|Unsupported dtype (BFloat16|Half)")
+_BEYOND = re.compile(r"value cannot be converted to type (?:c10|at)::(BFloat16|Half) without overflow")
+_LARGEST = {"BFloat16": torch.finfo(torch.bfloat16).max, "Half": torch.finfo(torch.float16).max}
 
 
 def without_kernel(
@@ -36,3 +41,26 @@ def without_kernel(
     while hasattr(told, "instead"):  # the calls that open ledgers make of it
         told.instead, told = torch.float32, told.func
     return cast_all(out, low)
+
+
+def numbers_in_range(
+    args: tuple[Any, ...], kwargs: dict[str, Any], error: RuntimeError
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with Python's numbers in the range of the 16 bits that `error` says they leave.
+
+    A network written for float32 masks by -1e9, or asks one tensor for the lowest number and fills another. An infinity
+    instead would make softmax give NaN where all is masked.
+
+    Raises:  `error`, if that says anything else.
+    """
+    found = _BEYOND.fullmatch(str(error))
+    if found is None:
+        raise error
+    largest = _LARGEST[found[1]]
+
+    def bounded(value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            return value.clamp(-largest, largest)
+        return max(-largest, min(largest, value)) if isinstance(value, int | float) else value
+
+    return tuple(map(bounded, args)), {name: bounded(value) for name, value in kwargs.items()}
