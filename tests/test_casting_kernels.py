@@ -85,6 +85,7 @@ FILLS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:an operation in 16 bits was given a number beyond them")
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto", "torch_autocast", "apex_O1"])
@@ -105,6 +106,16 @@ def test_a_mask_written_for_float32_masks_in_16_bits(level: str, dtype: torch.dt
     assert (network(x) - want).abs().max() <= 2.0**-8
     with ledger(network, count=True):
         assert torch.equal(network(x), network(x))
+
+
+def test_a_number_that_16_bits_cannot_hold_is_told() -> None:
+    network = auto_mixed_precision(Apply(lambda _, x: x.masked_fill(x > 0, -1e9)), "O2", torch.float16)
+    with pytest.warns(RuntimeWarning, match="beyond them, and 65504 stands for its size"):
+        assert network(torch.ones(2)).tolist() == [-65504.0] * 2
+    network = auto_mixed_precision(
+        Apply(lambda _, x: x.masked_fill(x > 0, torch.finfo(x.dtype).min)), "O2", torch.float16
+    )
+    assert network(torch.ones(2)).tolist() == [-65504.0] * 2
 
 
 def test_a_number_beyond_the_range_stays_an_error_without_a_level() -> None:

@@ -6,6 +6,7 @@ The first compute in float32, on the rounded inputs; the second, such as the -1e
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def numbers_in_range(
     """The same arguments with Python's numbers in the range of the 16 bits that `error` says they leave.
 
     A network written for float32 masks by -1e9, or asks one tensor for the lowest number and fills another. An infinity
-    instead would make softmax give NaN where all is masked.
+    instead would make softmax give NaN where all is masked. A warning says so.
 
     Raises:  `error`, if that says anything else.
     """
@@ -57,6 +58,12 @@ def numbers_in_range(
     if found is None:
         raise error
     largest = _LARGEST[found[1]]
+    warnings.warn(
+        f"an operation in 16 bits was given a number beyond them, and {largest:g} stands for its size; a mask that "
+        "suits every precision is torch.finfo(x.dtype).min, asked of the tensor that is filled",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
     def bounded(value: object) -> object:
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
