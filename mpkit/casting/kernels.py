@@ -49,8 +49,9 @@ def numbers_in_range(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with Python's numbers in the range of the 16 bits that `error` says they leave.
 
-    A network written for float32 masks by -1e9, or asks one tensor for the lowest number and fills another. An infinity
-    instead would make softmax give NaN where all is masked. A warning says so.
+    Where operations are listed, some tensors of a network are 16-bit and others float32, and it asks one for the lowest
+    number there is and fills another with it. An infinity instead would make softmax give NaN where all is masked.
+    A warning says so.
 
     Raises:  `error`, if that says anything else.
     """
@@ -62,7 +63,7 @@ def numbers_in_range(
         f"an operation in 16 bits was given a number beyond them, and {largest:g} stands for its size; a mask that "
         "suits every precision is torch.finfo(x.dtype).min, asked of the tensor that is filled",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
     def bounded(value: object) -> object:

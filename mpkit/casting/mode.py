@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.casting import graphs
 from mpkit.casting.handlers import Book, Caster, Handler
-from mpkit.casting.kernels import numbers_in_range
 from mpkit.casting.operations import Function
 from mpkit.casting.rules import PLAIN, Rule, for_overload
 from mpkit.casting.targets import Target, converted, map_tensors, memory, taken_again
@@ -60,14 +59,9 @@ class CastMode(TorchFunctionMode):
         if self.ledgers:
             for ledger in self.ledgers:
                 handler = _written_down(ledger, handler)
-        try:
-            if handler is None:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            return handler.run(self, func, args, kwargs or {})
-        except RuntimeError as error:
-            if rule is PLAIN or is_compiling():
-                raise
-            return self.__torch_function__(func, types, *numbers_in_range(args, kwargs or {}, error))
+        if handler is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler.run(self, func, args, kwargs or {})
 
     def cast(self, x: Tensor, target: Target) -> Tensor:
         """A float tensor of any shape -> the same values in `target`; whatever else passes through.

@@ -138,6 +138,11 @@ FAKE_QUANTIZED = frozenset(
     )
 )
 
+# torch refuses a number here that the dtype of the tensor cannot hold
+TAKE_NUMBERS = spellings(
+    *words("masked_fill masked_fill_ index_fill index_fill_ fill_ full_like new_full clamp clamp_ clip pad scatter sub")
+)
+
 # numbers of things: exact as float32, while a 16-bit count beyond 2^8 or 2^11 may be another number
 COUNTS = spellings("histc", "bincount")
 MAY_COUNT = spellings("sum", "cumsum", "prod", "cumprod", "nansum")  # if told to give integers

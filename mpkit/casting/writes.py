@@ -1,4 +1,4 @@
-"""What is done for operations that write into several of their arguments, which a cast would replace by copies."""
+"""What is done for operations that write: through views, into several of their arguments, or numbers out of range."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.casting.handlers import Caster, Handler
+from mpkit.casting.kernels import numbers_in_range
 from mpkit.casting.operations import Function
 from mpkit.casting.targets import Emulated, Target, counted_writes, float_tensors, precision, round_in_place_
 
@@ -30,6 +31,16 @@ def uncast_views(moves: Handler, low: Target) -> Handler:
         return moves.run(mode, func, args, kwargs) if kept else func(*args, **kwargs)
 
     return Handler(handle, low, around=moves.around)
+
+
+@Handler
+def numbers_bounded(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Called as it is; a number that 16 bits cannot hold is the largest that they can."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        args, kwargs = numbers_in_range(args, kwargs, error)
+        return func(*args, **kwargs)
 
 
 @Handler
