@@ -305,10 +305,12 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
     `fmt` has subnormals where float32 has none, so the numbers are first rounded in the same direction to multiples of
     the smallest value of `fmt`: rounding twice in one direction is rounding once, since every value is such a multiple.
     Nearest away does that in halves of it, toward zero, which moves nothing past a value or a tie. The bits that are
-    cleared then are those of normal numbers; a subnormal that still ends in a half is a tie.
+    cleared then are those of normal numbers; a subnormal that still ends in a half is a tie. float16 has torch's own
+    cast to nearest even: with its lowest bit set a tie goes away from zero, and no value or tie has a one there.
     Everything else, NaN and what overflows, goes the long way.
     """
-    short, largest = _clearing(fmt, mode), fmt.max
+    fewest = _cast_of_odd if mode == "nearest_away" and fmt.torch_dtype is torch.float16 else None
+    short, largest = fewest or _clearing(fmt, mode), fmt.max
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         if _within(x, largest):
@@ -317,6 +319,11 @@ def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel
             out.copy_(_exact(x, fmt, mode, overflow, None))
 
     return kernel
+
+
+def _cast_of_odd(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
+    torch.bitwise_or(x.view(torch.int32), 1, out=out.view(torch.int32))
+    out.copy_(b.view(torch.float16)[: x.numel()].copy_(out))
 
 
 def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
