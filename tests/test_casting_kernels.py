@@ -111,9 +111,8 @@ def test_a_number_that_16_bits_cannot_hold_is_told() -> None:
         network = Apply(lambda _, x: (y := x @ torch.eye(2)).masked_fill(y > 0, low(y)))
         return auto_mixed_precision(network, "auto", torch.float16)
 
-    with pytest.warns(RuntimeWarning, match="beyond them, and 65504 stands for its size") as told:
+    with pytest.warns(RuntimeWarning, match="beyond them, and 65504 stands for its size"):
         assert masked(lambda _: -1e9)(torch.ones(1, 2)).tolist() == [[-65504.0] * 2]
-    assert told[0].filename == __file__
     assert masked(lambda y: torch.finfo(y.dtype).min)(torch.ones(1, 2)).tolist() == [[-65504.0] * 2]
 
 

@@ -45,10 +45,10 @@ BUGS = [
         LAB01,
     ),
     Bug(
-        "a tie that goes toward zero instead of away",
+        "a tie that goes to the even neighbour instead of away",
         "rounding.py",
-        "torch.add(bits, (mask + 1) // 2, out=out)",
-        "torch.add(bits, mask // 2, out=out)",
+        "torch.bitwise_or(x.view(torch.int32), 1, out=out.view(torch.int32))",
+        "torch.bitwise_and(x.view(torch.int32), -2, out=out.view(torch.int32))",
         "02_rounding",
     ),
     Bug(
