@@ -28,7 +28,14 @@ from torch.utils.data import (
 )
 
 from mpkit import optimizers as opt
-from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, GradientFreeze, LessBN
+from mpkit.boost import (
+    AutoBoost,
+    BoostTrainOneStepCell,
+    BoostTrainOneStepWithLossScaleCell,
+    FreezeOpt,
+    GradientFreeze,
+    LessBN,
+)
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.casting import auto_mixed_precision, ledger, to_float
 from mpkit.model import Callback, Checkpoint, Model
@@ -207,6 +214,54 @@ def test_a_compiled_cell_follows_the_schedule_and_skips():
     assert compiled.optimizer.global_step == eager.optimizer.global_step == 3
     assert compiled.scale_sense == eager.scale_sense
     torch.testing.assert_close(a.weight, b.weight)
+    torch.compiler.reset()
+
+
+def accumulating() -> AutoBoost:
+    flags = {"mode": "manual", "less_bn": False, "grad_freeze": False, "grad_accumulation": True}
+    return AutoBoost("O1", {"boost": flags, "grad_accumulation": {"grad_accumulation_step": 2}})
+
+
+@writes_optimizers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", [lambda p: opt.Momentum(p, 0.1, 0.9), lambda p: torch.optim.AdamW(p, 0.01)])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        TrainOneStepCell,
+        lambda network, optimizer: TrainOneStepWithLossScaleCell(
+            network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2), accumulation_steps=2, clip_norm=1.0
+        ),
+        lambda network, optimizer: BoostTrainOneStepWithLossScaleCell(
+            network, optimizer, DynamicLossScaleUpdateCell(1024.0, 2, 2), boost=accumulating()
+        ),
+    ],
+    ids=["plain", "accumulated", "boost's accumulation"],
+)
+def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, optimizer):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(module, example_inputs):
+        graphs.append(module)
+        return module.forward
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(2, 3)
+        return cell(WithLossCell(net, nn.CrossEntropyLoss()), optimizer(net.parameters()))
+
+    compiled, eager = made(), made()
+    run, counts = torch.compile(compiled, backend=backend), []
+    for step in range(16):  # the compiler gives up after eight of one function
+        x = torch.full((2, 2), math.inf if step == 5 and cell is not TrainOneStepCell else 1.0 / (step + 1))
+        for one in (run, eager):
+            one(x, torch.tensor([0, 2]))
+        counts.append(len(graphs))
+    assert counts[0] > 0
+    assert counts[3] == counts[-1]  # all kinds of call have been made once: with an update and without
+    assert compiled.index == eager.index == 16
+    torch.testing.assert_close(list(compiled.network.parameters()), list(eager.network.parameters()))
     torch.compiler.reset()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_count
+from mpkit.compiling import runs_as_python
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step.restore import saved_count, saved_sum
 
@@ -71,6 +72,7 @@ class GradientAccumulation(nn.Module):
         """The running sums of gradient / N, one per parameter; zeros right after an update."""
         return [self._sums.get(i, torch.zeros_like(p)) for i, p in enumerate(self.weights)]
 
+    @runs_as_python
     def forward(
         self, loss: Tensor, grads: Sequence[Tensor | None] | None = None, overflow: Tensor | bool = False
     ) -> Tensor:
@@ -89,6 +91,7 @@ class GradientAccumulation(nn.Module):
             self.flush()
         return loss
 
+    @runs_as_python
     def flush(self) -> bool:
         """Update now with the mean of the micro-steps counted so far; -> whether there were any."""
         if self.counter == 0:
@@ -123,6 +126,7 @@ class GradientAccumulation(nn.Module):
             self._sums[i] = share if held is None else held.add_(share)
 
     @torch.no_grad()
+    @runs_as_python
     def _step(self, scale: float) -> None:
         """Hand the sums over as gradients and run the update; once it has run, they are gone from here."""
         parameters = self.weights

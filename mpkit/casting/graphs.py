@@ -16,15 +16,14 @@ import torch
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from mpkit.compiling import compiled_with_its_caller
+
 Mode = TypeVar("Mode", bound=TorchFunctionMode)
 
 _TORCH = str(Path(torch.__file__).parent)
 _RUNS_GRAPHS = str(Path(_TORCH, "_dynamo", "eval_frame.py"))  # its `_fn` calls what a backend made
 _INDUCTOR = str(Path(_TORCH, "_inductor", "output_code.py"))  # calls the file that inductor wrote
 _GRAPH = "<eval_with_key>"  # the file name of a graph's code
-
-_FRAMES = torch._C._dynamo.eval_frame
-_AS_IT_IS = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP)  # and what it calls
 
 _seen = False
 
@@ -36,7 +35,7 @@ def traced_with_its_caller(mode: type[Mode]) -> type[Mode]:
     call for a function of its own, and it does not guard the getter that it is called with (torch 2.11 to 2.15): what
     was compiled for `Tensor.dtype.__get__` would answer for `Tensor.device.__get__` too.
     """
-    _FRAMES.set_code_exec_strategy(mode.__torch_function__.__code__, _AS_IT_IS)
+    compiled_with_its_caller(mode.__torch_function__)
     return mode
 
 

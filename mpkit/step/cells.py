@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_count, check_kind, check_number, is_number
+from mpkit.compiling import runs_as_python
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
@@ -129,6 +130,7 @@ class TrainOneStepCell(nn.Module):
         kept: list[dict[str, Tensor]] = []
         return (self._step(inputs, self.sens, kept).loss, *kept)
 
+    @runs_as_python
     def _step(self, inputs: tuple[Any, ...], live: Tensor, kept: list[dict[str, Tensor]] | None = None) -> StepOutcome:
         """The skeleton; `live` is the scale, `kept` takes the gradients as they were before the update."""
         scaling, hooks = self.scaling, self.hooks
@@ -154,11 +156,13 @@ class TrainOneStepCell(nn.Module):
             hook.after_update(ctx)
         return ctx.outcome
 
+    @runs_as_python
     def context(self, inputs: tuple[Any, ...], scale: Tensor) -> StepContext:
         """What this call starts with; counts the call."""
         self.index += 1
         return StepContext(self.network, self.optimizer, inputs, self.index - 1, scale)
 
+    @runs_as_python
     def compute_gradients(self, ctx: StepContext) -> Tensor:
         """Forward and backward pass: adds to every `p.grad`, multiplied by `ctx.scale`; returns the detached loss.
 
@@ -211,6 +215,7 @@ class TrainOneStepCell(nn.Module):
         self._clip()
         return overflow
 
+    @runs_as_python
     def update(self, ctx: StepContext) -> None:
         """Run the optimizer, or skip on overflow; subclasses override this to update differently."""
         self.updating.apply(ctx, ctx.found_inf)
