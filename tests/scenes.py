@@ -10,9 +10,27 @@ from typing import Any
 from support import ROOT
 
 TRAITS = ("spec", "kept", "controls", "state", "index", "wish", "ahead", "sentence", "rows")
-THEMES = {
-    "true": "--jp-layout-color0:#fff;background:#fff",
-    "false": "--jp-content-font-color1:#fff;--jp-layout-color0:#111;--jp-layout-color1:#222;background:#111;color:#fff",
+# what every page but JupyterLab's has, whatever its theme: the variables that ipywidgets brings along
+BROUGHT = ":root{--jp-content-font-color1:#000;--jp-layout-color0:#fff;--jp-layout-color1:#fff}"
+THEMES = {  # of a front end: attributes of its html, of its body, and its style
+    "light": ("", "data-jp-theme-light=true", ":root{--jp-layout-color0:#fff}body{background:#fff}"),
+    "dark": (
+        "",
+        "data-jp-theme-light=false",
+        ":root{--jp-content-font-color1:#fff;--jp-layout-color0:#111;--jp-layout-color1:#222}body{background:#111;color:#fff}",
+    ),
+    # VS Code lays every widget on white (vscode-jupyter, issue 7161)
+    "VS Code, dark": (
+        "",
+        "class=vscode-dark",
+        BROUGHT + "body{background:#1e1e1e;color:#d4d4d4}main{background:#fff}",
+    ),
+    "VS Code, high contrast": (
+        "",
+        "class=vscode-high-contrast",
+        BROUGHT + "body{background:#000;color:#fff}main{background:#fff}",
+    ),
+    "Colab, dark": ("theme=dark", "", BROUGHT + "body{background:#383838;color:#e3e3e3}"),
 }
 
 
@@ -45,17 +63,18 @@ def weight(value: Any) -> int:
     return len(json.dumps(strip(value)).encode()) + sum(found)
 
 
-def page(views: Sequence[Any], theme: str = "true") -> str:
-    """HTML with the views as the page draws them; `theme`: "true" is light, "false" dark, as JupyterLab says it.
+def page(views: Sequence[Any], theme: str = "light") -> str:
+    """HTML with the views as the page draws them; `theme` is one of `THEMES`; the first two are JupyterLab's.
 
     Buffers are handed over unaligned, as the socket does. `models[i].sent` is what the reader did; a model that is
     `slow` answers a question when `done()` is called.
     """
     data = json.dumps([{name: plain(getattr(view, name)) for name in TRAITS} for view in views])
     source, style = (ROOT / "mpkit" / "widgets" / "scene.js").read_text(), views[0]._css
-    return f"""<!doctype html><html lang=en><meta charset=utf-8><title>scenes</title><style>{style}
-body{{{THEMES[theme]};font:13px sans-serif;margin:8px}} section{{margin-bottom:20px}}</style>
-<body data-jp-theme-light="{theme}"><main></main><script type=module>
+    root, body, around = THEMES[theme]
+    return f"""<!doctype html><html lang=en {root}><meta charset=utf-8><title>scenes</title><style>{around}{style}
+body{{font:13px sans-serif;margin:8px}} section{{margin-bottom:20px}}</style>
+<body {body}><main></main><script type=module>
 const source = new Blob([{json.dumps(source)}], {{ type: "text/javascript" }});
 const {{ default: widget }} = await import(URL.createObjectURL(source));
 const raw = (text) => Uint8Array.from("." + atob(text), (c) => c.charCodeAt(0));

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
-from scenes import page, plain, weight
+from scenes import THEMES, page, plain, weight
 
 from mpkit import widgets
 from mpkit.explorers.base import Explorer
@@ -112,8 +112,8 @@ PALE = f"""() => {{ {INSIDE} {RGB}
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const behind = (e, x, y) => e.classList.contains('halo') ? null : document.elementsFromPoint(x, y)
     .find((o) => o.matches('path.box, path.band') && o.getAttribute('fill')?.[0] !== 'u' && fill(o)[3] > 0);
-  const page = rgb(getComputedStyle(document.body).backgroundColor);
-  return words(document).flatMap((e) => {{ const a = e.getBoundingClientRect();
+  const ground = (e) => {{ const c = rgb(getComputedStyle(e).backgroundColor); return c[3] ? c : ground(e.parentNode); }};
+  return words(document).flatMap((e) => {{ const a = e.getBoundingClientRect(), page = ground(e);
     return [0.1, 0.5, 0.9].map((share) => {{
       const under = behind(e, a.left + share * a.width, (a.top + a.bottom) / 2);
       const both = [fill(e), under ? fill(under) : page];
@@ -140,7 +140,7 @@ def touch(browser):
 def show(touch, tmp_path):
     """Views in a bare page, as wide as their scene; nothing may have failed when the test ends."""
 
-    def show(*views, theme="true", motion="no-preference"):
+    def show(*views, theme="light", motion="no-preference"):
         wide = max(view.spec["width"] for view in views)
         touch.set_viewport_size({"width": wide + 16, "height": 900})
         touch.emulate_media(reduced_motion=motion)
@@ -921,7 +921,7 @@ def overlaps(tab):
     return tab.evaluate(OVERLAPS)
 
 
-@pytest.mark.parametrize("theme", ["true", "false"])
+@pytest.mark.parametrize("theme", THEMES)
 def test_axe_finds_nothing_in_any_view(show, theme):
     """All views with their tables open, a message told and work under way; what depends on a whole page is not ours."""
     views = [made(name) for name in VIEWS]
@@ -932,21 +932,21 @@ def test_axe_finds_nothing_in_any_view(show, theme):
         tab.evaluate("([i, state]) => models[i].put('state', state)", [i, plain(state)])
         tab.evaluate("i => models[i].put('sentence', [models[i].state.sentence[0], 'a message'])", i)
     tab.evaluate("document.querySelectorAll('details').forEach((more) => { more.open = true; })")
-    only = {} if theme == "true" else {"runOnly": ["color-contrast"]}  # nothing but colours is another in the dark
+    only = {} if theme == "light" else {"runOnly": ["color-contrast"]}  # nothing but colours is another in the dark
     found = Axe().run(tab, "main", options={"resultTypes": ["violations"], **only}).response
     assert [(rule["id"], node["html"][:200]) for rule in found["violations"] for node in rule["nodes"]] == []
     looked = {rule["id"] for rule in found["passes"]}
     assert looked >= ({"color-contrast"} if only else {"color-contrast", "label", "svg-img-alt", "button-name"})
 
 
-@pytest.mark.parametrize("theme", ["true", "false"])
+@pytest.mark.parametrize("theme", THEMES)
 def test_words_stand_out_from_what_lies_behind_them(show, theme):
     """By 4.5 (WCAG 2.2, 1.4.3), in every view; axe looks at no words in an SVG. Stored ones have the same colours."""
     views = [made(name) for name in VIEWS]
     tab = show(*views, theme=theme)
     tab.set_viewport_size({"width": 1016, "height": tab.evaluate("document.documentElement.scrollHeight")})
     assert tab.evaluate(PALE) == []
-    if theme == "true":
+    if theme == "light":
         figures = [figure(view.spec | {"kept": view.kept}, view.index) for view in views]
         stored = {
             (t.get_text(), *(round(255 * part) for part in to_rgb(t.get_color())))

@@ -25,18 +25,26 @@ except ImportError:  # what is stored still shows, with a word on what is missin
 
 HERE = Path(__file__).parent
 MISSING = "This picture moves where anywidget is installed: pip install anywidget, then start the kernel again."
-DARK = 'body[data-jp-theme-light="false"] .mpk, body.vscode-dark .mpk, html[theme="dark"] .mpk'
-INK, PAPER = (
-    "--jp-content-font-color1, var(--vscode-editor-foreground",
-    "--jp-layout-color0, var(--vscode-editor-background",
+DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
+DARK_ELSEWHERE = (
+    'html[theme="dark"]',  # Colab
+    "body.vscode-dark",
+    "body.vscode-high-contrast:not(.vscode-high-contrast-light)",
 )
 
 
 def stylesheet() -> str:
-    """scene.css after the colours of the roles, on a light and on a dark page."""
+    """scene.css after the colours of the roles, on a light and on a dark page.
+
+    In Jupyter ink and paper are the page's. On other dark pages they are our own: what those have of Jupyter's
+    variables are the light ones, and VS Code lays every widget on white.
+    """
     light, dark = ("".join(f"--mk-{role}:{pair[i]};" for role, pair in ROLES.items()) for i in (0, 1))
-    page = f"--mk-ink:var({INK}, {ROLES['ink'][0]}));--mk-paper:var({PAPER}, {ROLES['paper'][0]}));"
-    return f".mpk {{{light}{page}}}\n{DARK} {{{dark}{page}}}\n" + (HERE / "scene.css").read_text(encoding="utf-8")
+    page = "--mk-ink:var(--jp-content-font-color1, {});--mk-paper:var(--jp-layout-color0, {});"
+    page = page.format(ROLES["ink"][0], ROLES["paper"][0])
+    themes = f".mpk {{{light}{page}}}\n{DARK_JUPYTER} .mpk {{{dark}{page}}}\n"
+    themes += f":is({', '.join(DARK_ELSEWHERE)}) .mpk {{{dark}}}\n"
+    return themes + (HERE / "scene.css").read_text(encoding="utf-8")
 
 
 class View(_Widget):
