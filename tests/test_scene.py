@@ -112,7 +112,7 @@ PALE = f"""() => {{ {INSIDE} {RGB}
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const behind = (e, x, y) => e.classList.contains('halo') ? null : document.elementsFromPoint(x, y)
     .find((o) => o.matches('path.box, path.band') && o.getAttribute('fill')?.[0] !== 'u' && fill(o)[3] > 0);
-  const ground = (e) => {{ const c = rgb(getComputedStyle(e).backgroundColor); return c[3] ? c : ground(e.parentNode); }};
+  const ground = (e, c = rgb(getComputedStyle(e).backgroundColor)) => c[3] ? c : ground(e.parentNode);
   return words(document).flatMap((e) => {{ const a = e.getBoundingClientRect(), page = ground(e);
     return [0.1, 0.5, 0.9].map((share) => {{
       const under = behind(e, a.left + share * a.width, (a.top + a.bottom) / 2);
