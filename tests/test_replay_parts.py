@@ -65,7 +65,7 @@ def test_the_last_tenth_of_ten_steps_is_the_last_one(steps: int, told: bool) -> 
         gradients[-2] = gradients[-1]
         gradients[-1] = torch.ones(4)
     frame = replay(trace_of(gradients, form="fp32"), preset("torch", init_scale=1.0), fmt="fp16")
-    assert (frame.why[0] == "every step of the last tenth was skipped") is told
+    assert (frame.why[0] == "every step of the last tenth of the run was skipped") is told
 
 
 def test_a_scale_in_double_precision_stays_so_beside_others() -> None:
@@ -204,8 +204,8 @@ def test_a_scale_that_grew_beyond_all_numbers_is_told() -> None:
         ([1.0, 1.0], 2.0**24.5, "the scale ended 24 bits below the ceiling"),
         ([1.0, 1.0], 2.0**25, "the scale ended 25 bits below the ceiling"),
         ([1.0, 2.0**-30], 4.0, ""),  # half of the values are lost
-        ([1.0, 2.0**-30, 2.0**-30], 4.0, "67 % of the non-zero gradients were lost in the last tenth"),
-        ([1.0], 0.5, "every step of the last tenth was skipped"),
+        ([1.0, 2.0**-30, 2.0**-30], 4.0, "67 % of the non-zero gradients were lost in the last tenth of the run"),
+        ([1.0], 0.5, "every step of the last tenth of the run was skipped"),
         ([1.0], 1.0, ""),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_policy_that_ends_with_its_first_step_has_lost_everything() -> None:
     assert (row["skipped"], row["lost"]) == (0, 1.0)
 
 
-@pytest.mark.parametrize(("top", "why"), [(0.5, "every step of the last tenth was skipped"), (1.0, "")])
+@pytest.mark.parametrize(("top", "why"), [(0.5, "every step of the last tenth of the run was skipped"), (1.0, "")])
 def test_the_only_step_of_a_run_is_its_last_tenth(top: float, why: str) -> None:
     row = replay(trace_of([torch.ones(2)]), ScalePolicy.fixed(1.0), tops=np.array([top])).iloc[0]
     assert row["why"] == why

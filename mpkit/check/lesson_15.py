@@ -91,7 +91,11 @@ PREDICTIONS = {
         "window of 2000?",
         (
             ("More than 3.", "A longer window means fewer growths. The scale stays lower, and fewer steps overflow."),
-            ("Also 3.", "Those were at 2^19 and 2^20. A window of 2000 is never full in 400 steps: it stays at 2^16."),
+            (
+                "Also 3.",
+                "The three skips were made at scales of 2^19 and 2^20. With a window of 2000 the scale stays at 2^16, "
+                "because 400 steps never fill the window.",
+            ),
             ("Fewer than 3.", "In 400 steps the window is never full, so the scale stays at its start."),
         ),
         _torch_default,
@@ -100,7 +104,11 @@ PREDICTIONS = {
         "Megatron-LM starts at 2^32. How many steps of mlp_digits are skipped before the first one is applied?",
         (
             ("One or two.", "A skipped step halves the scale once at most. The ceiling is many powers of two lower."),
-            ("About a dozen.", "One for each power of two down to the ceiling, and one more because of the patience."),
+            (
+                "About a dozen.",
+                "One for each power of two down to the ceiling, and one more because Megatron-LM tolerates the first "
+                "overflow (lesson 08).",
+            ),
             ("More than fifty.", "From 2^32 to 1 there are only 32 halvings, and the ceiling lies far above 1."),
         ),
         _before_the_first,

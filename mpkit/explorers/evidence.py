@@ -487,8 +487,8 @@ class GridExplorer(Explorer):
         told = f"{counted(skipped, 'step')} {'is' if skipped == 1 else 'are'}"
         return (
             f"Factor {self.factor:g}, window {self.window} on {Path(self.run).stem}: "
-            f"{percent(self.lost(self.factor, self.window), 2)} of the training signal is lost, and "
-            f"{told} skipped. {best}, with {percent(self.lost(factor, window), 2)}.{self._estimated()}"
+            f"{percent(self.lost(self.factor, self.window), 2)} of the training signal is lost to skipped steps and to "
+            f"zeros, and {told} skipped. {best}, with {percent(self.lost(factor, window), 2)}.{self._estimated()}"
         )
 
     def _estimated(self) -> str:

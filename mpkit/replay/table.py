@@ -213,9 +213,9 @@ def _why(
         elif not 0 < done.final[p] < math.inf:
             words.append(f"the scale ended at {done.final[p]:g}")
         elif stuck[p]:
-            words.append("every step of the last tenth was skipped")
+            words.append("every step of the last tenth of the run was skipped")
         elif gone[p] > 0.5:
-            words.append(f"{percent(gone[p])} of the non-zero gradients were lost in the last tenth")
+            words.append(f"{percent(gone[p])} of the non-zero gradients were lost in the last tenth of the run")
         else:
             far = unused[p] > _FAR_BELOW
             words.append(f"the scale ended {unused[p]:.0f} bits below the ceiling" if far else "")
