@@ -202,7 +202,7 @@ def test_the_loss_rule():
             seen.append(scale)
             loss = m.loss * math.exp(-m.decay * step)
             scale *= 0.9 if loss > scale else 1.1 if loss < 0.5 * scale else 1.0
-        told = read(r"is (\S+) at step 100 and (\S+) at step 999; .* rule ends at (\d+)\.", m)
+        told = read(r"is (\S+) at step 100 and (\S+) at step 999; .*, it ends at (\d+)\.$", m)
         seen = np.array(seen)
         assert [float(v) for v in told[:2]] == pytest.approx(seen[[100, 999]].tolist(), rel=6e-3)
         ends = np.flatnonzero((seen < 2.0**-24) | (seen > 2.0**17))

@@ -545,9 +545,9 @@ class NaiveRuleExplorer(Explorer):
         why, step = self.end_of_learning()
         end = f"at step {step} {why}" if step < self.steps else f"after {step} steps nothing has ended it"
         return (
-            f"The scale starts at 2^{self.exponent}, the loss at {self.loss:.1f}. Under the loss rule the scale is "
-            f"{self.naive[100]:.3g} at step 100 and {self.naive[-1]:.3g} at step 999; {end}. "
-            f"The scale of the dynamic rule ends at {self.dynamic[-1]:.0f}."
+            f"The scale starts at 2^{self.exponent}, the loss at {self.loss:.1f}. Under the rule that compares loss "
+            f"and scale, the scale is {self.naive[100]:.3g} at step 100 and {self.naive[-1]:.3g} at step 999; {end}. "
+            f"Under the rule that asks whether the gradients are finite, it ends at {self.dynamic[-1]:.0f}."
         )
 
     def table(self) -> list[dict[str, Any]]:
