@@ -74,8 +74,8 @@ PREDICTIONS = {
 
 TASK = Task(
     "write a filter. The function gets the name of a linear layer of the small GPT and returns True for the layers "
-    "that should stay in high precision: the output layer `lm_head`, and all layers of the first block, whose names "
-    "begin with `h.0.`.",
+    "that should stay in high precision: the output layer `lm_head`, and all layers of the first transformer block, "
+    "whose names begin with `h.0.`.",
     _kept,
     "Call `cast_like(network, recipe, keep=...)` with such a filter; it refuses one that matches no layer.",
     "Compare the beginning of the name with `h.0.`, the last dot included.",

@@ -205,8 +205,8 @@ class RecipeExplorer(Explorer):
         return (
             f"{self.recipe}: its loss differs from that of float32 with the same seed, after the training by "
             f"{low:+.3f} to {high:+.3f} (mean of four batches), and in step {self.at} by {self.gap_now.min():+.3f} to "
-            f"{self.gap_now.max():+.3f} (its own batch). After the training the seeds of float32 themselves differ by "
-            f"{self.spread:.3f}."
+            f"{self.gap_now.max():+.3f} (the batch of that step). After the training the seeds of float32 themselves "
+            f"differ by {self.spread:.3f}."
         )
 
     def table(self) -> list[dict[str, Any]]:
