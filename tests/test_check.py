@@ -650,7 +650,7 @@ def test_a_wrong_answer_is_told_what_it_is():
     for lesson, name, value, words in (
         ("20", "chance", 64, "That is percent"),
         ("20", "chance", 0.36, "none of the twenty"),
-        ("20", "better", ["e5m1 O2, scaled", "freezing"], "it is worse"),
+        ("20", "better", ["e5m1 O2, scaled", "freezing"], "they are worse"),
         ("21", "decayed", ["gamma_net.weight", "fc.bias"], "reads names only"),
         ("21", "decayed", {"gamma_net.weight", "fc.bias", "bn.weight"}, "has gamma in it"),
     ):
@@ -709,6 +709,20 @@ def test_a_task_takes_rows_of_any_kind(capsys):
 )
 def test_a_task_tells_what_is_nearly_right(lesson, tempting, capsys):
     assert told(lesson, tempting, capsys).startswith("Not yet")
+
+
+@pytest.mark.parametrize(
+    ("t", "begins"), [(2.776, "Right"), (2.7764451, "Right"), (2.78, "Not yet"), (2.571, "Not yet")]
+)
+def test_an_interval_may_be_made_with_the_number_of_a_table(t, begins, capsys):
+    """2.776, which lab 06 gives, was refused where 2.7764 was right."""
+
+    def by_table(base, other):
+        low, high = interval(base, other)
+        middle, half = (low + high) / 2, (high - low) / 2 * t / 2.7764
+        return middle - half, middle + half
+
+    assert told("20", by_table, capsys).startswith(begins)
 
 
 def test_a_task_hands_out_copies(capsys):

@@ -39,7 +39,10 @@ SETTINGS = {  # what a question needs: the end of the text that stands before it
     "07": ["<code>eps</code> is there to prevent a division by 0.</p>"],
     "08": ["and grow every 20 finite steps.</p>", "loss &lt; 0.5 * scale else scale</pre>"],
     "14": ["The loss scale is 2²⁴ in A, and 2¹² in B, C and D."] * 2,
-    "19": ["sums over thousands of rows.</li></ul><p>The trainings below are those of a small network."],
+    "17": ["divides the largest value of the format by the largest amax of the history."],
+    "18": ["stored as the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with its sign.</p>"] * 2,
+    "19": ["sums over thousands of samples.</li></ul><p>The trainings below are those of a small network."],
+    "20": ["and e5m1, which has one fraction bit. The last two compute in float32"],
 }
 
 

@@ -29,7 +29,10 @@ QUESTIONS = {
         "{truth}: a smaller loss is better. In the accuracy this setting was not distinguishable from float32.",
         "Read the column verdict, not the sign of the difference. A verdict needs p_holm below 0.05.",
         (
-            (lambda v: v == _told("final_loss", "worse"), "Their loss is larger than that of float32, so it is worse."),
+            (
+                lambda v: v == _told("final_loss", "worse"),
+                "Their loss is larger than that of float32, so they are worse.",
+            ),
             (
                 lambda v: isinstance(v, list) and len(v) > 2,
                 "Some of these differences may be chance: read the column verdict.",
@@ -39,8 +42,8 @@ QUESTIONS = {
     "half": Question(
         "You want to show a difference that is half as large. By which factor do you need more seeds?",
         _half,
-        "{truth:g} times as many seeds: the width of an interval goes with 1 / sqrt(number of seeds).",
-        "The interval must be half as wide. Its width goes with 1 / sqrt(n).",
+        "{truth:g} times as many seeds: the width of an interval is proportional to 1 / sqrt(number of seeds).",
+        "The interval must be half as wide. Its width is proportional to 1 / sqrt(n).",
         ((2, "With twice as many seeds the interval is narrower by a factor of 1.4 only."),),
         rel=1e-6,
     ),
@@ -85,7 +88,7 @@ def _intervals() -> list[tuple[tuple[list[float], list[float]], tuple[float, flo
 
 PREDICTIONS = {
     "differs": Prediction(
-        "Which of the seven settings differ from float32 in the mean accuracy of ten seeds?",
+        "For which of the seven other settings do the ten seeds show that its accuracy differs from that of float32?",
         (
             (
                 "All of them: fewer bits always cost something.",
@@ -111,5 +114,5 @@ TASK = Task(
     _intervals,
     "What a seed does to both settings alike cancels in each difference.",
     "Take the five differences (other minus baseline) first; statistics.stdev divides by n - 1.",
-    rel=1e-4,
+    rel=1e-3,  # 2.776, as tables have it, is right too
 )
