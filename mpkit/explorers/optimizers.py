@@ -68,7 +68,8 @@ class SchedulesExplorer(Explorer):
 
     def summary(self) -> str:
         shown = ", ".join(f"{name} {rates[self.step]:.3g}" for name, rates in self.curves.items())
-        return f"Learning rates at step {self.step}, with learning_rate {self.learning_rate:.3g}: {shown}."
+        given = f"learning_rate {self.learning_rate:.3g}, decay_rate {self.decay_rate:.3g}"
+        return f"Learning rates at step {self.step}, with {given} and decay_steps {self.decay_steps}: {shown}."
 
     def table(self) -> list[dict[str, Any]]:
         steps = sorted({0, self.step, *range(0, STEPS, 40)})
