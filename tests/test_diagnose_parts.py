@@ -52,6 +52,10 @@ BORN = "The first inf or NaN was born in the forward pass of module a.b, in the 
         (report("forward_overflow", lost_at_scale=math.nan), [BORN, SCALES, f"{LOST}."]),
         (report("gradient_overflow", lost=math.nan, operation=""), [SCALES]),
         (
+            report("gradient_overflow", lost=math.nan, operation="", level="as it is"),
+            [SCALES.replace("The level is O2 in", "The network was tried as it is, in")],
+        ),
+        (
             report("forward_overflow", max_scale=None, lost=math.nan),
             [BORN, f"{LEVEL} No loss scale works."],
         ),

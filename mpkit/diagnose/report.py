@@ -87,7 +87,8 @@ class Report:
             if self.max_scale is None
             else f"The largest scale that works is {power(self.max_scale)}."
         )
-        lines = [f"  The level is {self.level} in {self.dtype}. Your loss scale is {power(self.scale)}. {largest}"]
+        level = "The network was tried as it is," if self.level == AS_IT_IS else f"The level is {self.level}"
+        lines = [f"  {level} in {self.dtype}. Your loss scale is {power(self.scale)}. {largest}"]
         if not math.isnan(self.lost):
             here = (
                 ""
