@@ -337,9 +337,11 @@ EVERY = "if not all(bool(grad.isfinite().all()) for grad in grads):"
 JOINT = "torch.nn.utils.clip_grad_norm_(network.parameters(), max_norm)"
 TWO_SPELLINGS = """"half": {"level": "O2", "dtype": "float16"},
         "again": {"level": "O2", "dtype": __import__("torch").float16}"""
+THIRD = '"e5m1 O2": {"level": "O2", "dtype": "e5m1", "scaler": "torch"}'
+OTHERS = '"bf16 O2": {"level": "O2", "dtype": "bf16"},\n        ' + THIRD
+CELLS = '"float32": {"level": "O0"},\n        ' + OTHERS
 HALF = """"float32": {"level": "O2", "dtype": "float16"},
         "slow": {"level": "O2", "dtype": __import__("torch").float16, "lr": 0.05}"""
-THIRD = '"e5m1 O2": {"level": "O2", "dtype": "e5m1", "scaler": "torch"}'
 LATER = "        output = network(batch)\n    loss = F.cross_entropy(output"
 SIMULATED = """scales, scale, good = [], 2.0**10, 0
     for finite in flags:
@@ -464,6 +466,8 @@ NEARLY = [
     ("lab06", "q5", "hidden", THIRD, '"bf16": {"dtype": "bf16"}'),  # at O0, where nothing is cast
     ("lab06", "q5", "hidden", THIRD, '"again": {"level": "O2", "dtype": "bf16"}'),  # a cell twice
     ("lab06", "q5", "hidden", THIRD, TWO_SPELLINGS),
+    ("lab06", "q5", "hidden", THIRD, '"slow": {"lr": 0.05}'),  # two questions: a format in one cell, a rate in another
+    ("lab06", "q5", "hidden", OTHERS, '"slow": {"lr": 0.05}, "freezing": {"boost": "grad_freeze"}'),
     ("lab06", "q6", "hidden", "progress=False", "progress=True"),
     ("lab06", "q6", "hidden", ", progress=False", ""),
     ("lab07", "q2", "hidden", "    optimizer.zero_grad()", "    optimizer.zero_grad()\n    batch.sub_(batch.mean())"),
@@ -530,8 +534,14 @@ UNUSUAL = [
     ("lab05", "q3", LISTED, ARRAY),
     ("lab05", "q3", LISTED, f"tuple({LISTED})"),
     ("lab06", "q3", "return sum(max(curve) - curve[-1] for curve in curves)", SINGLE),
-    ("lab06", "q5", THIRD, '"slow": {"lr": 0.05}'),  # `train`'s own default, and not that of `project`
-    ("lab06", "q5", '"float32": {"level": "O0"}', HALF),
+    (
+        "lab06",
+        "q5",
+        OTHERS,
+        '"slow": {"lr": 0.05}, "slower": {"lr": 0.01}',
+    ),  # 0.05 is `train`'s default, and not theirs
+    ("lab06", "q5", CELLS, HALF),
+    ("lab06", "q5", THIRD, '"mxfp8": {"recipe": "mxfp8"}'),  # formats all of them
     ("lab06", "q5", "same | cell", '{"network": lambda: Network(inputs=64, hidden=8)} | cell'),  # new ones
     ("lab07", "q2", "scaler.get_scale() >= before", "torch.tensor(scaler.get_scale() >= before)"),
     ("lab07", "q4", "return scales", "return tuple(scales)"),
