@@ -555,8 +555,8 @@ class NaiveRuleExplorer(Explorer):
             {
                 "step": i,
                 "loss": f"{self.losses[i]:.3g}",
-                "loss rule": f"{self.naive[i]:.3g}",
-                "dynamic rule": f"{self.dynamic[i]:.6g}",
+                "compares loss and scale": f"{self.naive[i]:.3g}",
+                "gradients finite?": f"{self.dynamic[i]:.6g}",
             }
             for i in range(0, self.steps, 50)
         ]
