@@ -163,6 +163,9 @@ UNUSUAL = [
     ("09", "active", "['grad_accumulation', 'less_bn']"),
     ("08", "below", "mpkit; deepspeed flax mxnet apex"),
     ("09", "active", "less_bn and grad_accumulation"),
+    ("09", "active", {"less_bn": True, "grad_accumulation": 4, "adasum": False}),
+    ("08", "below", [(name, "2^24") for name in ("flax", "apex", "mpkit", "mxnet", "deepspeed")]),
+    ("12", "sizes", {32: "yes", 64: "yes"}),
     ("06", "clip", 6.1e-5),  # 2^-14, to two digits
     ("06", "clip", 6.2e-5),
 ]
@@ -198,7 +201,10 @@ WRONG_FORMS = [
     ("09", "active", {"less_bn", "grad_accumulation", "adasum"}),
     ("06", "clip", 2**-13),
     ("06", "clip", 6.3e-5),
-    ("09", "mode", "in auto"),
+    ("14", "wider", "not healthy"),
+    ("09", "active", [("less_bn", True), ("adasum", True)]),
+    ("09", "active", {"less_bn": False, "grad_accumulation": True}),
+    ("09", "active", [("grad_accumulation", "on", 4), ("less_bn", "on", 1)]),
 ]
 
 
@@ -540,6 +546,16 @@ def test_a_right_answer_is_right_in_any_form():
     assert not check.verdict("10", "saving", "11")[0]
 
 
+def test_percent_without_its_sign_is_told_so():
+    for lesson, name, answer, written in (("10", "saving", 11, "11 %"), ("09", "saved", "23", "23 %")):
+        right, told = check.verdict(lesson, name, answer)
+        assert not right
+        assert f"its sign is missing: write '{written}' in quotes" in told
+        assert check.verdict(lesson, name, written)[0]
+    for lesson, name, answer in (("10", "saving", 12), ("09", "saved", 77), ("14", "largest", 100 * 2**25)):
+        assert "sign is missing" not in check.verdict(lesson, name, answer)[1]
+
+
 def test_infinity_may_be_written(monkeypatch):
     monkeypatch.setitem(
         import_module("mpkit.check.lesson_20").QUESTIONS, "one", check.Question("?", lambda: math.inf, "", "")
@@ -589,14 +605,14 @@ def test_what_cannot_be_read_is_not_called_wrong_as_if_it_were():
         ("08", "zero", "1/3"),
     ):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
-    for answer in ("the mode manual", "in auto"):
-        assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("09", "mode", answer)[1]
-    for answer in (32, {32: "yes", 64: "yes"}, filter(None, [32, 64])):
+    for answer in ("the verdict healthy", "too high"):
+        assert f"Only the word itself is asked for, got {answer!r}." in check.verdict("14", "wider", answer)[1]
+    for answer in (32, filter(None, [32, 64])):
         told = check.verdict("12", "sizes", answer)[1]
         assert told.startswith(f'Not yet. A list is asked for, such as [1, 2] or ["a", "b"], got {answer!r:.60}. ')
     for answer in ([32], (32, 48), {64}, "32", "32, 48"):
         assert "is asked for" not in check.verdict("12", "sizes", answer)[1]
-    for lesson, name, answer in (("09", "mode", "auto"), ("20", "interval", "better"), ("05", "window", 5)):
+    for lesson, name, answer in (("14", "wider", "bad_data"), ("20", "interval", "better"), ("05", "window", 5)):
         assert "is asked for" not in check.verdict(lesson, name, answer)[1]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from numbers import Real
@@ -32,7 +32,8 @@ class Question:
         prompt:  what is asked, in one sentence, with the unit.
         truth:   computes the right answer (a number, string, bool, list or tuple); names and whole numbers in a list
                  count in any order. An answer may be a tensor or an array, a name may be the thing that bears it (a
-                 dtype, a class), and a number, True or False may stand in quotes, several names in one pair of them.
+                 dtype, a class), and a number, True or False may stand in quotes, several names in one pair of them;
+                 a dict, or a list of pairs, stands for the names that it does not mark False.
         right:   the sentence for a right answer; `{truth}` is filled in.
         hint:    the sentence for a wrong answer without a hint of its own; does not give the answer away.
         hints:   pairs of a typical wrong answer (a value, or a predicate on the answer) and what it tells.
@@ -149,13 +150,15 @@ def verdict(lesson: str, name: str, value: object = None) -> tuple[bool | None, 
     if isinstance(truth, list) and isinstance(value, str):
         parts = [part for part in re.findall(r"[\w.]+", value) if part != "and"]
         value = parts if len(truth) > 1 else [value.strip(" []()")]  # one may hold a comma
+    value = _names_of(value, truth)
     given = _in_any_order(value, truth)
     if _same(given, _in_any_order(truth, truth), question.rel):
         return True, "Right. " + question.right.format(truth=truth)
     for wrong, sentence in question.hints:
         if wrong(value) if callable(wrong) else _same(given, _in_any_order(wrong, truth), question.rel):
             return False, "Not yet. " + sentence
-    return False, f"Not yet. {_unread(value, truth)}{_crossed(value, question, truth)}{question.hint}"
+    words = _unread(value, truth) or _crossed(value, question, truth) or _percent(value, question, truth)
+    return False, f"Not yet. {words}{question.hint}"
 
 
 def _to_float32(number: float) -> float:
@@ -187,9 +190,30 @@ def _crossed(value: object, question: Question, truth: object) -> str:
     return "If you wrote a power with ^: in Python the sign ^ is no power. Write 2**n, or the power in quotes. "
 
 
+def _percent(value: object, question: Question, truth: object) -> str:
+    """A word on a share given in percent without the sign."""
+    if not (isinstance(truth, float) and 0 < truth < 1 and _same(value, 100 * truth, question.rel)):
+        return ""
+    return f"If that is meant in percent, its sign is missing: write '{_number(value):g} %' in quotes. "
+
+
+def _is_names(truth: object) -> bool:
+    """Whether it is a list of names or whole numbers: True and False have an order."""
+    return isinstance(truth, list) and all(type(part) in (str, int) for part in truth)
+
+
+def _names_of(value: object, truth: object) -> object:
+    """The names of a dict, or of pairs (name, anything), without those marked False; anything else as it is."""
+    pairs = [list(pair) for pair in value.items()] if isinstance(value, Mapping) else value
+    if not (_is_names(truth) and isinstance(pairs, list) and pairs):
+        return value
+    named = all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs)
+    return [name for name, mark in pairs if mark is not False] if named else value
+
+
 def _in_any_order(value: object, truth: object) -> object:
     """A list of names or whole numbers is right in any order, and may be a set; one of True and False is not."""
-    if isinstance(truth, list) and isinstance(value, list) and all(type(t) in (str, int) for t in truth):
+    if _is_names(truth) and isinstance(value, list):
         return sorted(value, key=_name)
     return value
 

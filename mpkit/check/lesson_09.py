@@ -14,6 +14,10 @@ def _active() -> list[str]:
     return sorted(AutoBoost("O0", {"boost": switches, "grad_accumulation": {"grad_accumulation_step": 4}}).active)
 
 
+def _frozen_in_auto() -> bool:
+    return "grad_freeze" in AutoBoost("O1", {"boost": {"mode": "auto", "grad_freeze": False}}).active
+
+
 def _removed() -> int:
     return len(LessBN(resnet34(width=4)).report.removed)
 
@@ -48,11 +52,12 @@ QUESTIONS = {
         ((11, "That is the number for a ResNet-18."),),
     ),
     "mode": Question(
-        "In which mode are the algorithm switches of the section `boost` read?",
-        lambda: "manual",
-        "In auto they are ignored, and print(boost) says so.",
-        "In the view above choose mode manual and tick a switch. Then try the other modes.",
-        (("auto", "In auto the level alone decides; see what is listed as inactive."),),
+        "boost_level is O1, and the section `boost` is {'mode': 'auto', 'grad_freeze': False}. Does freezing run? True "
+        "or False.",
+        _frozen_in_auto,
+        "In mode auto the level alone decides, and O1 freezes. print(boost) lists the switch as inactive.",
+        "Make an AutoBoost with this section and print it.",
+        ((False, "That would be so in mode manual. What decides in mode auto?"),),
     ),
     "saved": Question(
         "In the stored CPU measurement O1 tuned has a speed-up of about 1.30. Which share of the time of a step does "
