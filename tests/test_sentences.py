@@ -331,19 +331,22 @@ def test_the_rest():
         assert int(share) == pytest.approx(100 * math.sqrt((left**2).sum() / (rows**2).sum()), abs=0.51)
     for m in swept(FreezeExplorer(step=10), samples=4):
         told = read(
-            r"Step (\d+): index (\d+) freezes (?:the first )?(none|\d+) of the (\d+) .*saves (.+) of its "
+            r"Step (\d+): index (\d+) freezes (none|the first(?: \d+)?) of the (\d+) .*saves (.+) of its "
             r".*In (.+) of the 120 .*saves (.+) of all",
             m,
         )
         stride, work = len(m.names) // m.groups, np.array(m.costs)
         saved = [work[: v * stride].sum() / work.sum() for v in m.sequence]
         still = m.sequence[m.step] * stride
-        assert told[:4] == [str(v) for v in (m.step, m.sequence[m.step], still or "none", len(work))]
+        who = {0: "none", 1: "the first"}.get(still, f"the first {still}")
+        assert told[:4] == [str(v) for v in (m.step, m.sequence[m.step], who, len(work))]
         frozen = sum(v > 0 for v in m.sequence) / len(m.sequence)
         want = [in_percent(saved[m.step]), in_percent(frozen), in_percent(float(np.mean(saved)), 1)]
         assert told[4:] == want
     last = FreezeExplorer(groups=21, full_step_fraction=0.0, freeze_type=0, step=19)
     assert "freezes the first 20 of the 21 stages and saves more than 99 % of" in last.summary()  # one trains
+    last.set(step=last.sequence.index(1))
+    assert "index 1 freezes the first of the 21 stages and" in last.summary()
     for m in swept(LogSoftmaxExplorer(), fmt=("fp16",)):
         z = torch.arange(0, -33.0, -1.0)
         low = m.level in ("O2", "O3")

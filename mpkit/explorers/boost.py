@@ -358,7 +358,8 @@ class FreezeExplorer(Explorer):
 
     def summary(self) -> str:
         frozen = sum(v > 0 for v in self.sequence) / len(self.sequence)
-        who = f"freezes the first {self.frozen_now}" if self.frozen_now else "freezes none"
+        first = "the first" if self.frozen_now == 1 else f"the first {self.frozen_now}"
+        who = f"freezes {first}" if self.frozen_now else "freezes none"
         return (
             f"Step {self.step}: index {self.sequence[self.step]} {who} of the "
             f"{len(self.names)} stages and saves {percent(self.saved[self.step])} of its backward work. In "
