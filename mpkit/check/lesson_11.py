@@ -105,10 +105,10 @@ PREDICTIONS = {
 
 TASK = Task(
     "the function gets the components and a step. The components are a list of rows; each row has length 1 and is at "
-    "right angles to the others. The step is a list. The function returns the part of the step that lies in the space "
-    "of the components.",
+    "right angles to the others. The step is a list. The function returns the part of the step that lies in the "
+    "subspace of the components.",
     _projected,
-    "DimReduce only tries steps that lie in this space.",
+    "DimReduce only tries steps that lie in this subspace.",
     "The inner product of the step with a row tells how far the step goes along that row. Multiply each row by its "
     "inner product, and add up.",
 )

@@ -317,7 +317,7 @@ class StuckExplorer(DrawnExplorer):
     def opening(self) -> str:
         return (
             "The grey line is the loss of gradient descent. The first 2 components hold 99.8 % of the movement of its "
-            "weights. What is the loss of DimReduce with these 2 components?"
+            "weights. What is the loss of DimReduce, which makes its large steps along these 2 components only?"
         )
 
     def happened(self) -> str:
