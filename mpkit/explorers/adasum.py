@@ -110,7 +110,7 @@ class WorkersExplorer(Explorer):
         lengths = ", ".join(f"{rule} {self.lengths[rule][at]:.2f}" for rule in RULES)
         cosines = f"{self.cosines['AdaSum'][at]:z.2f} for AdaSum and {self.cosines['mean'][at]:z.2f} for the mean"
         return (
-            f"{counted(self.workers, 'worker')}, shared part {self.agreement:.2f}. "
+            f"{counted(self.workers, 'worker')}; {self.agreement:.2f} of every update is shared, the rest is noise. "
             f"Lengths, in single updates: {lengths}. The cosine with the shared direction is {cosines}."
         )
 
