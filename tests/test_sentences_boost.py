@@ -208,7 +208,8 @@ def test_dim_reduce():
     axes = np.linalg.svd(points - points.mean(0), full_matrices=False)[2]
     for m in swept(DimReduceExplorer(), samples=5, components=(2, 8, 16)):
         at, weights = m.step, m.path.weights
-        told = read(rf"loss is (\S+) \(\D+ (\S+)\); after 40 steps it is (\S+) \(\D+ (\S+)\)\. {PERCENT} of", m)
+        losses = r"loss is (\S+) \(\D+ (\S+)\); after 40 steps it is (\S+) \(\D+ (\S+)\)\."
+        told = read(rf"{losses} .* the subspace is {PERCENT} as long as the whole", m)
         (now, gradient), last = (tanh_network(weights[i], images, labels) for i in (at, -1))
         assert [float(v) for v in told[:4]] == pytest.approx([now, plain[at], last[0], plain[40]], abs=6e-4)
         inside = np.linalg.norm(axes[: m.components] @ gradient) / np.linalg.norm(gradient)

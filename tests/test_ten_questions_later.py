@@ -80,7 +80,13 @@ TABLE: Table = {
             None,
             lambda m: (m.path.weights[-1] == m.path.weights[10]).all(),
         ),
-        ("where is the gradient at the end?", Reduce, {"step": 39}, None, "99 % of the gradient's length lies outside"),
+        (
+            "where is the gradient at the end?",
+            Reduce,
+            {"step": 39},
+            None,
+            "more than 99 % as long as the whole gradient",
+        ),
         ("is a shorter second step better?", Reduce, {"rho": 0.3}, None, r"accepts the step size 0\.3\..* 0\.048 \("),
     ],
     "12": [

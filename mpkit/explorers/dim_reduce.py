@@ -162,8 +162,8 @@ class DimReduceExplorer(Explorer):
         return (
             f"{self.components} components, step {at}: the line search {told}. The loss is {self.path.losses[at]:.3f} "
             f"(gradient descent {self.earlier.losses[at]:.3f}); after {STEPS} steps it is {self.path.losses[-1]:.3f} "
-            f"(gradient descent {self.earlier.losses[-1]:.3f}). {percent(self.path.residual[at])} of the "
-            "gradient's length lies outside the subspace."
+            f"(gradient descent {self.earlier.losses[-1]:.3f}). The part of the gradient outside "
+            f"the subspace is {percent(self.path.residual[at])} as long as the whole gradient."
         )
 
     def table(self) -> list[dict[str, Any]]:
