@@ -97,7 +97,7 @@ def _marked() -> list[tuple[tuple[float, list[float], int, int], float]]:
 
 PREDICTIONS = {
     "fate": Prediction(
-        "One dynamic loss scale for all groups, in E5M2. What happens to the values of group 1?",
+        "One dynamic loss scale for all groups, in E5M2. What happens to the gradient values of group 1?",
         (
             ("They overflow.", "Group 1 has the smallest gradients: it is the last one to overflow."),
             (
