@@ -19,6 +19,7 @@ QUESTIONS = {
         "Its smallest normal number is 2^(1 - bias). Which value has the last of the fraction bits there?",
         (
             (2.0**-6, "That is the smallest *normal* number; below it the leading 1 is given up."),
+            (-13, "That is the exponent. The question asks for the number itself."),
             (2.0**-14, "The exponent field 0 means the exponent of the field 1, which is 1 - 7 = -6."),
             (FP16.min_subnormal, "That is the one of fp16, which has a bias of 15 and 10 fraction bits."),
         ),
