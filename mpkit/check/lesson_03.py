@@ -9,7 +9,6 @@ from mpkit.casting import LEVELS, auto_mixed_precision, ledger
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
-from mpkit.formats import dtype_name
 
 
 class Squares(nn.Module):
@@ -38,7 +37,9 @@ def _lost_probabilities() -> int:
 
 
 def _auto_bias() -> str:
-    return dtype_name(auto_mixed_precision(nn.Linear(2, 2), "auto")(torch.ones(1, 2)).dtype)
+    with ledger(auto_mixed_precision(network := nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "auto")) as book:
+        network(torch.ones(1, 2))
+    return book.rows[0].output[0]
 
 
 def _protected() -> list[str]:
@@ -78,11 +79,15 @@ QUESTIONS = {
         ),
     ),
     "bias": Question(
-        "Which dtype does an nn.Linear *with* bias return at level auto in float16? Answer 'float16' or 'float32'.",
+        "Which dtype does an nn.Linear *with* bias hand to the next layer at level auto in float16? Answer "
+        "'float16' or 'float32'.",
         _auto_bias,
         "The product is float16. But a sum takes the widest format of its inputs, and the bias is {truth}.",
         "In which format is the sum of a float16 tensor and a float32 bias?",
-        (("float16", "Without a bias that is right. With a bias, a float16 and a float32 tensor are added."),),
+        (
+            ("float16", "Without a bias that is right. With a bias, a float16 and a float32 tensor are added."),
+            (lambda v: str(v) in ("fp32", "32"), "The format is right. Write the name of the dtype, as torch does."),
+        ),
     ),
     "black": Question(
         "Which of these compute in float32 at O2: BatchNorm1d, GroupNorm, InstanceNorm1d, LayerNorm, RMSNorm, Softmax? "
