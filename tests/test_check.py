@@ -664,6 +664,10 @@ def test_a_question_is_not_answered_by_what_is_stored_above_it(lesson):
 
 def test_a_wrong_answer_is_told_what_it_is():
     for lesson, name, value, words in (
+        ("01", "smallest", -13, "That is the exponent"),
+        ("03", "bias", "fp32", "The format is right"),
+        ("03", "bias", 32, "The format is right"),
+        ("04", "edge", 17, "a sign is missing"),
         ("20", "chance", 64, "That is percent"),
         ("20", "chance", 0.36, "none of the twenty"),
         ("20", "better", ["e5m1 O2, scaled", "freezing"], "they are worse"),

@@ -26,6 +26,7 @@ QUESTIONS = {
         (
             (-16, "2^-16 itself is kept: it is the smallest subnormal."),
             (-14, "2^-14 is the smallest normal number."),
+            (17, "The size is right, but a sign is missing: 2^17 is far above 1."),
             (-25, "That is float16. e5m2 has the same exponents, but only 2 fraction bits."),
             (2.0**-17, "That is the magnitude itself. The question asks for n, its exponent."),
         ),
