@@ -54,7 +54,7 @@ QUESTIONS = {
         "At a scale of 4096, gradients are clipped to the norm 0.25 and then unscaled. Which norm do they have now?",
         _early_norm,
         "0.25 / 4096: the wrong order clips to max_norm / scale, and the result changes whenever the scale does.",
-        "Set the second view to 2^12 and look at the dashed line, or divide.",
+        "Set the second view to 2^12 and read what it says of clipping first, or divide.",
         ((0.25, "That is the right order: unscale first."), (1024, "Divide, do not multiply.")),
         rel=2e-2,  # two digits are enough
     ),
