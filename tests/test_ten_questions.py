@@ -168,7 +168,7 @@ TABLE: Table = {
             "64 times their true size",
         ),
         ("is that trained away?", LossScale, {"scale_exponent": 4}, None, r"above 2; with agreeing scales it is 0"),
-        ("and too small a gradient?", LossScale, {"scale_exponent": 16}, None, r"0\.015625 times.*loss is above 2"),
+        ("and too small a gradient?", LossScale, {"scale_exponent": 16}, None, r"at 1/64 of their.*loss is above 2"),
         ("does Adam mind?", LossScale, {"optimizer": "Adam", "scale_exponent": 4}, None, lambda m: m.losses[-1] < 0.3),
     ],
     "08": [

@@ -324,10 +324,11 @@ class LossScaleExplorer(Explorer):
         )
 
     def stored(self) -> str:
-        ratio = 2.0 ** (self.sens_exponent - self.scale_exponent)
+        ratio = 2 ** abs(self.sens_exponent - self.scale_exponent)
+        part = f"{ratio} times" if self.sens_exponent > self.scale_exponent else f"1/{ratio} of"
         return (
             f"{self.optimizer}, sens 2^{self.sens_exponent}, loss_scale 2^{self.scale_exponent}: gradients arrive "
-            f"at {ratio:g} times their true size."
+            f"at {f'{part} ' if ratio > 1 else ''}their true size."
         )
 
     def table(self) -> list[dict[str, Any]]:
