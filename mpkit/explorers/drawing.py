@@ -196,7 +196,7 @@ class GapExplorer(DrawnExplorer):
     low, high, within, count = -30.0, 10.0, 0.5, 9
     nearly, asked = "half a power of two of the gap", "nine exponents such as -20 -18 -15 -12 -9 -6 -3 0 3"
     typed = Unicode("-10 -10 -10 -10 -10 -10 -10 -10 -10").tag(
-        label="or type it: nine gaps from left to right, 2 to the"
+        label="or type it: 2 to the ..., nine gaps at equal distances from 2^-24 to 2^15"
     )
     exponents = np.arange(-24, 16)
 
@@ -244,7 +244,9 @@ class TotalExplorer(DrawnExplorer):
     each = 100
     first, low, high, within, count = 6, 0.0, 4200.0, 60.0, 7
     nearly, asked = "60 of the sum", "seven sums such as 1000 1500 2000 2500 3000 3500 4000"
-    typed = Unicode("500 500 500 500 500 500 500").tag(label="or type it: seven sums from left to right")
+    typed = Unicode("500 500 500 500 500 500 500").tag(
+        label="or type it: seven sums at equal distances from 600 to 4000 ones"
+    )
 
     def __init__(self, **params: object) -> None:
         totals = running_sum(torch.ones(4000, dtype=torch.float16)).float().numpy()
