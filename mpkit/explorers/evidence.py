@@ -408,8 +408,8 @@ class WhatIfExplorer(Explorer):
     def _estimated(self) -> str:
         number = int(self._unsettled(self.scale[:, None])[0])
         return (
-            f" Whether a step is skipped is an estimate in {number} of the steps: how large the gradients were there "
-            "is not recorded."
+            f" Whether a step is skipped is an estimate in {number} of the steps: the size of the gradients there is "
+            "not recorded."
             if number
             else ""
         )
@@ -499,8 +499,8 @@ class GridExplorer(Explorer):
         number, own = int((open_ > 0).sum()), open_[FACTORS.index(self.factor), WINDOWS.index(self.window)]
         this = (", this one among them," if number > 1 else ", this one,") if own else ""
         return (
-            f" In {number} of {open_.size} pairs{this} some skips are estimates: how large the "
-            "gradients of these steps were is not recorded."
+            f" In {number} of {open_.size} pairs{this} some skips are estimates: the size of "
+            "the gradients in these steps is not recorded."
         )
 
     def table(self) -> list[dict[str, Any]]:
