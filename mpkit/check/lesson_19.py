@@ -64,7 +64,8 @@ PREDICTIONS = {
                 "Look at the seeds of float32 first: they differ by more than the mean of any recipe does.",
             ),
             (
-                "No: the seeds of float32 differ by more than any recipe, on average, differs from float32.",
+                "No: the mean difference between a recipe and float32 is smaller than the largest difference "
+                "between two seeds of float32.",
                 "So this network tells neither which recipe is best nor which product is the cause.",
             ),
         ),
