@@ -61,7 +61,8 @@ PREDICTIONS = {
         (
             (
                 "Yes: fewer bits end with a visibly higher loss.",
-                "Look at the seeds of float32 first: they differ by more than the mean of any recipe does.",
+                "Look at the seeds of float32 first: the largest difference between two of them is larger than the "
+                "mean difference between any recipe and float32.",
             ),
             (
                 "No: the mean difference between a recipe and float32 is smaller than the largest difference "
