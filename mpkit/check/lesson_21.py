@@ -24,7 +24,7 @@ QUESTIONS = {
         lambda: WarmUpLR(0.4, 4).then(PolynomialDecayLR(0.4, 0.0, 8, 1.0), at=4)(6),
         "After the switch the second schedule counts from 0, so this is its step 2: {truth:g}.",
         "Which step does the second schedule see at step 6, when it starts at step 4?",
-        ((0.1, "That is the decay at its own step 6; it starts counting at the switch."),),
+        ((0.1, "That is the rate of the second schedule at its own step 6. It starts counting at the switch."),),
     ),
     "decayed": Question(
         f"There are no groups. Which of {', '.join(NAMES)} does weight decay reach? Give a list of names.",
