@@ -196,7 +196,8 @@ class GroupScaleExplorer(Explorer):
         return (
             f"{self.format}, {counted(self.depth, 'layer')} per group, step {self.step}: "
             f"the one scale is {_power(one[0])}, the scales per group are {', '.join(_power(s) for s in own)}. "
-            f"Gradient values of group 1 that are not rounded to zero: {kept[0]} with one scale and {kept[1]} with four. "
+            f"Gradient values of group 1 that are not rounded to zero: {kept[0]} with one scale and {kept[1]} with "
+            "four. "
             f"Steps skipped: {self.skipped(WAYS[0])} with one scale and {self.skipped(WAYS[1])} with four."
         )
 
