@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_casting_state import Apply, trained
 from torch import Tensor, nn
 
-from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.casting import auto_mixed_precision, cast_like, graphs, ledger
 from mpkit.formats import BF16, E5M2, FP16
 
 UPPER = torch.eye(4) + torch.diag(torch.tensor([0.5, 0.25, 2.0]), 1)
@@ -114,6 +116,54 @@ def test_a_number_that_16_bits_cannot_hold_is_told() -> None:
     with pytest.warns(RuntimeWarning, match="beyond them, and 65504 stands for its size"):
         assert masked(lambda _: -1e9)(torch.ones(1, 2)).tolist() == [[-65504.0] * 2]
     assert masked(lambda y: torch.finfo(y.dtype).min)(torch.ones(1, 2)).tolist() == [[-65504.0] * 2]
+
+
+def line_of(function: Callable[..., Any]) -> int:
+    return function.__code__.co_firstlineno
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "graphs beside"])
+@pytest.mark.parametrize("opened", [0, 1, 2], ids="{} ledgers".format)
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda _, x: (x @ torch.eye(2)).masked_fill(x > 0, -1e9),
+        lambda _, x: F.pad(x @ torch.eye(2), (1, 1), value=-1e9),
+        lambda _, x: nn.ConstantPad1d(1, -1e9)(x @ torch.eye(2)),
+    ],
+    ids=["masked_fill", "a function of Python's", "a module"],
+)
+def test_the_warning_of_a_number_names_the_line_that_gives_it(
+    fill: Callable[..., Tensor], opened: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "may_run", lambda: beside)
+    network = auto_mixed_precision(nn.Sequential(Apply(fill)), "auto", torch.float16)
+    with contextlib.ExitStack() as stack:
+        for _ in range(opened):
+            stack.enter_context(ledger(network))
+        with pytest.warns(RuntimeWarning, match="beyond them") as told:
+            network(torch.ones(1, 2))
+    assert [(one.filename, one.lineno) for one in told] == [(__file__, line_of(fill))]
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda y: y.masked_fill(y > 0, -1e9),
+        lambda y: y.masked_fill(y > 0, torch.tensor(-1e9)),
+        lambda y: y.masked_fill(y > 0, -torch.inf),
+        lambda y: y.clamp(min=-1e9, max=torch.inf),
+        lambda y: torch.full_like(y, -1e9),
+        lambda y: y - 1e9,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.filterwarnings("ignore:an operation in 16 bits was given a number beyond them")
+def test_a_graph_holds_the_numbers_that_stand_without_one(dtype: torch.dtype, fill: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    network = auto_mixed_precision(Apply(lambda _, x: fill(x @ torch.eye(2))), "auto", dtype)
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(1, 2)), network(torch.ones(1, 2)))
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])

@@ -8,13 +8,18 @@ made it stands on the interpreter's stack.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
+
+_OURS_AND_TORCHS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 _KINDS: WeakSet[type] = WeakSet()
 # ids of the code of their methods: an id given again to other code costs one more look and nothing else
@@ -76,3 +81,14 @@ def passed_by(owner: nn.Module, method: str, level: str, depth: int, *, calls_mo
         f"Run it inside `with within(network):` (mpkit.casting) to cast {both if calls_modules else 'it'}",
         stacklevel=depth + 1,
     )
+
+
+def frames_to_user() -> int:
+    """The `stacklevel` at which a warning of the function that calls this names a line of the user's.
+
+    How many calls of casting and of torch are between depends on ledgers, on leaves, on graphs that run beside.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS_AND_TORCHS):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -5,6 +5,7 @@ The first compute in float32, on the rounded inputs; the second, such as the -1e
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from typing import Any
 
 import torch
 
-from mpkit.casting.operations import Function
+from mpkit.casting.entrances import frames_to_user
+from mpkit.casting.operations import Function, words
 from mpkit.casting.targets import Target
 
 _LACKS = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'|Unsupported dtype (BFloat16|Half)")
 _BEYOND = re.compile(r"value cannot be converted to type (?:c10|at)::(BFloat16|Half) without overflow")
 _LARGEST = {"BFloat16": torch.finfo(torch.bfloat16).max, "Half": torch.finfo(torch.float16).max}
+_LARGEST_OF = {torch.bfloat16: _LARGEST["BFloat16"], torch.float16: _LARGEST["Half"]}
+_FILL = frozenset(words("masked_fill masked_fill_ index_fill index_fill_ fill_"))
+_REFUSE_NUMBERS = frozenset((*_FILL, *words("full_like new_full clamp clamp_ clip pad scatter")))
 
 
 def without_kernel(
@@ -63,12 +68,31 @@ def numbers_in_range(
         f"an operation in 16 bits was given a number beyond them, and {largest:g} stands for its size; a mask that "
         "suits every precision is torch.finfo(x.dtype).min, asked of the tensor that is filled",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=frames_to_user(),
     )
+    return bounded_by(largest, args, kwargs)
+
+
+def numbers_in_graph(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `numbers_in_range` while a graph is made, where there are no values and so no error yet; nobody is warned."""
+    dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
+    if dtype not in _LARGEST_OF or func.__name__ not in _REFUSE_NUMBERS:
+        return args, kwargs
+    # a number that is a tensor is refused where it fills, and computed with elsewhere
+    return bounded_by(_LARGEST_OF[dtype], args, kwargs, tensors=func.__name__ in _FILL)
+
+
+def bounded_by(
+    largest: float, args: tuple[Any, ...], kwargs: dict[str, Any], *, tensors: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with every finite number in [-largest, largest]; those that are `tensors` too."""
 
     def bounded(value: object) -> object:
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
-            return value.clamp(-largest, largest)
-        return max(-largest, min(largest, value)) if isinstance(value, int | float) else value
+        if tensors and isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            return torch.where(value.isfinite(), value.clamp(-largest, largest), value)
+        number = isinstance(value, int | float) and math.isfinite(value)
+        return max(-largest, min(largest, value)) if number else value
 
     return tuple(map(bounded, args)), {name: bounded(value) for name, value in kwargs.items()}

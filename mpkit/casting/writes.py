@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from mpkit.casting.handlers import Caster, Handler
-from mpkit.casting.kernels import numbers_in_range
+from mpkit.casting.kernels import numbers_in_graph, numbers_in_range
 from mpkit.casting.operations import Function
 from mpkit.casting.targets import Emulated, Target, counted_writes, float_tensors, precision, round_in_place_
 
@@ -36,6 +37,9 @@ def uncast_views(moves: Handler, low: Target) -> Handler:
 @Handler
 def numbers_bounded(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Called as it is; a number that 16 bits cannot hold is the largest that they can."""
+    if is_compiling():
+        args, kwargs = numbers_in_graph(func, args, kwargs)
+        return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
