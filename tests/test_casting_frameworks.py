@@ -14,8 +14,15 @@ from autocast_oracle import KINDS, Apply, cuda_autocast, disagreement, dtypes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkit.casting import cast_like
-from mpkit.casting.frameworks import APEX_TO_WIDE, TORCH_PROMOTED, TORCH_TO_LOW, TORCH_TO_WIDE
+from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.casting.frameworks import APEX_TO_WIDE, autocast_lists
+from mpkit.casting.lists import (
+    TORCH_KERNELS_TO_LOW,
+    TORCH_KERNELS_TO_WIDE,
+    TORCH_PROMOTED,
+    TORCH_TO_LOW,
+    TORCH_TO_WIDE,
+)
 from mpkit.formats import E4M3FN, FP16
 
 A = torch.rand(4, 4)
@@ -36,6 +43,22 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "multilabel_soft_margin_loss": (F.multilabel_soft_margin_loss, (A, A)),
     "triplet_margin_with_distance_loss": (F.triplet_margin_with_distance_loss, (A, A, A)),
     "inner": (torch.inner, (A, A)),
+    "inner of a number": (torch.inner, (A[0, 0], A)),
+    "sum to its own size": (lambda x: x.sum_to_size(4, 4), (A,)),
+    "sum to its own size, as one": (lambda x: x.sum_to_size(torch.Size([4, 4])), (A,)),
+    "sum of a number": (lambda x: x.sum_to_size(()), (A[0, 0],)),
+    "the kernel of a resampling": (lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 3], False), (IMAGE,)),
+    "the kernel of another": (lambda x: torch._C._nn.upsample_nearest2d(x, [3, 3]), (IMAGE,)),
+    "the kernel of a norm": (lambda x: torch.frobenius_norm(x, 1), (A,)),
+    "the kernel of a loss": (
+        lambda x: torch._C._nn.nll_loss2d(x, x.new_zeros(1, 6, 6, dtype=torch.long), None, 1, -100),
+        (IMAGE,),
+    ),
+    "the kernel of a grid": (lambda x, y: torch.grid_sampler(x, y, 0, 0, False), (IMAGE, torch.rand(1, 3, 3, 2))),
+    "the kernel of a convolution": (
+        lambda x, w: torch.convolution(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        (IMAGE, torch.rand(3, 2, 3, 3)),
+    ),
     "linalg.cross": (torch.linalg.cross, (A[:, :3], A[:, :3])),
     "cross": (torch.cross, (A[:, :3], A[:, :3], 1)),
     "add": (torch.add, (A, A)),
@@ -132,12 +155,20 @@ def test_a_matrix_to_a_power_is_inverted_as_it_comes_and_multiplied_in_float16(p
     assert torch.equal(got, (want * torch.eye(2)).to(got.dtype))
 
 
-def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
+def listed_by_torch() -> set[str]:
     """torch ships the header that its own lists stand in."""
     text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     start = text.index("#define AT_FORALL_LOWER_PRECISION_FP")
-    listed = set(re.findall(r"_\((?:ADD_NS\()?(\w+)", text[start:]))
-    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_PROMOTED}
+    return set(re.findall(r"_\((?:ADD_NS\()?(\w+)", text[start:]))
+
+
+def test_the_preset_knows_every_operator_that_torch_lists() -> None:
+    assert listed_by_torch() - autocast_lists(torch.float16).handlers.keys() == set()
+
+
+def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
+    listed = listed_by_torch()
+    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_PROMOTED, *TORCH_KERNELS_TO_LOW, *TORCH_KERNELS_TO_WIDE}
     spelled = {"grid_sample": "grid_sampler", "vecdot": "linalg_vecdot", "multi_dot": "linalg_multi_dot"}
     # torch makes these of listed ones
     made_of = {"square", "sum_to_size", "cross_entropy", "inner", "pairwise_distance", "trapz", "trapezoid"}
@@ -183,6 +214,33 @@ def test_apex_bans_binary_cross_entropy_on_16_bits_only() -> None:
         call(torch.full((3,), 0.5).half())
     halves = apex(lambda p: F.binary_cross_entropy(p, torch.ones(3).half()))  # the target may have 16 bits
     assert torch.equal(halves(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
+
+
+UNLISTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
+    "scaled_dot_product_attention": lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+    "tensordot": lambda x, y: torch.tensordot(x, y, 1),
+    "multi_dot": lambda x, y: torch.linalg.multi_dot([x, y]),
+    "index_add_": lambda x, y: x.clone().index_add_(0, CLASSES, y),
+}
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_apex_casts_nothing_for_what_is_on_none_of_its_lists(name: str) -> None:
+    """apex replaces listed functions in Python; einsum and attention call their products in C++, past it."""
+    call = apex(UNLISTED[name])
+    for x in (A, A.half()):
+        got = call(x, x)
+        assert got.dtype is x.dtype
+        assert torch.equal(got, UNLISTED[name](x, x))
+    with pytest.raises(RuntimeError, match=rf"{name} is on none of apex's lists.*float32 and float16; cast one of"):
+        call(A, A.half())
+    assert call(A, A.half().to(A.dtype)).dtype is torch.float32  # as the message says
+    with pytest.raises(RuntimeError) as told:
+        call(A, A[:3, :3])
+    assert "apex" not in str(told.value)
+    # the way out that it names
+    assert auto_mixed_precision(Apply(UNLISTED[name]), "auto")(A, A.half()).isfinite().all()
 
 
 def test_apex_leaves_in_place_operations_on_wider_numbers_where_they_are() -> None:

@@ -236,6 +236,47 @@ def test_auto_promotes_to_the_widest_input() -> None:
     assert {x.dtype for x in network(X.half(), X.half())} == {torch.float16}
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add_": lambda x, y: x.index_add_(0, torch.tensor([1, 1]), y),
+    "index_copy_": lambda x, y: x.index_copy_(0, torch.tensor([1, 0]), y),
+    "index_put_": lambda x, y: x.index_put_((torch.tensor([1, 0]),), y),
+    "scatter_add_": lambda x, y: x.scatter_add_(0, torch.tensor([[1, 0]]), y),
+    "scatter_reduce_": lambda x, y: x.scatter_reduce_(0, torch.tensor([[1, 0]]), y, "amax"),
+    "masked_scatter_": lambda x, y: x.masked_scatter_(x > 1, y),
+    "lerp_": lambda x, y: x.lerp_(y, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_auto_writes_into_a_tensor_what_it_takes(name: str) -> None:
+    """As a mixture of experts does, whose sum is float32 and whose layers without a bias give 16 bits."""
+    network = auto_mixed_precision(Apply(WRITES[name]), "auto")
+    for into, given in ((X, X.half() * 3), (X.half(), X * 3)):
+        held = into.clone()
+        got = network(held, given)
+        assert got is held
+        assert torch.equal(got, WRITES[name](into.clone(), given.to(into.dtype)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: x.scatter_reduce(0, torch.tensor([[1, 0]]), y, "sum"),
+        lambda x, y: x.put(torch.tensor([1, 0]), y[0]),
+        lambda x, y: torch.meshgrid(x[0], y[0], indexing="ij")[0],
+        lambda x, y: torch.isclose(x, y).to(x.dtype) + y,
+        lambda x, y: F.binary_cross_entropy(x / 4, y / 4),
+        lambda x, y: torch.heaviside(x, y),
+        lambda x, y: F.embedding_bag(torch.tensor([[0, 1], [1, 0]]), x, per_sample_weights=y, mode="sum"),
+        lambda x, y: torch.linalg.solve(x, y),
+    ],
+)
+def test_auto_promotes_where_torch_has_a_form_for_equal_dtypes_only(call: Callable[..., Tensor]) -> None:
+    network = auto_mixed_precision(Apply(call), "auto")
+    assert torch.equal(network(X, X.half()), call(X, X))
+    assert torch.equal(network(X.half(), X), call(X, X))
+
+
 def test_auto_returns_float32_from_a_layer_with_bias_and_low_without() -> None:
     for bias, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         for layer, x in ((nn.Linear(2, 2, bias=bias), X), (nn.Conv1d(2, 2, 1, bias=bias), X[None])):
@@ -321,8 +362,9 @@ def test_rarer_products_are_on_the_lists_too(preset: str) -> None:
     calls = {
         "addr": lambda x: torch.addr(x, x[0], x[1]),
         "conv_tbc": lambda x: torch.conv_tbc(x[None], x[None], x[0]),
-        "chain_matmul": lambda x: torch.linalg.multi_dot([x, x, x]),
     }
+    if preset == "torch_autocast":
+        calls["chain_matmul"] = lambda x: torch.linalg.multi_dot([x, x, x])
     for name, call in calls.items():
         assert cast_like(Apply(call), preset, torch.bfloat16)(X).dtype is torch.bfloat16, name
     if preset == "torch_autocast":

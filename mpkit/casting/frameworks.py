@@ -18,13 +18,17 @@ from mpkit.casting.lists import (
     APEX_PROMOTED,
     APEX_TO_LOW,
     APEX_TO_WIDE,
+    APEX_UNLISTED,
     BANNED,
+    TORCH_KERNELS_TO_LOW,
+    TORCH_KERNELS_TO_WIDE,
     TORCH_PROMOTED,
     TORCH_TO_LOW,
     TORCH_TO_WIDE,
 )
 from mpkit.casting.rules import Rule, operator_lists
 from mpkit.casting.targets import Target, converted, float_tensors, precision
+from mpkit.formats import dtype_name
 
 # these compute in the dtype that they are told, and only else in float32
 _TOLD = ops.spellings(*ops.words("sum prod cumsum cumprod softmax log_softmax norm"))
@@ -42,6 +46,10 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
     handlers |= {name: _unless_told(handlers[name]) for name in _names(_TOLD)}
     handlers |= dict.fromkeys(_names(ops.spellings("interpolate")), _interpolated)
     handlers[Tensor.__rtruediv__.__name__] = _IN_FLOAT32  # a reciprocal, and a product with it
+    handlers |= dict.fromkeys(TORCH_KERNELS_TO_LOW, computed_in(low)) | dict.fromkeys(
+        TORCH_KERNELS_TO_WIDE, _IN_FLOAT32
+    )
+    handlers |= {"inner": _inner(handlers["inner"]), "sum_to_size": _summed_to_size}
     handlers |= dict.fromkeys(_names(ops.spellings("matrix_power")), _matrix_power(low))
     del handlers[torch.linalg.cross.__name__]  # one operator elsewhere, but not on this list
     kept = {name: _sparing_float64(handler) for name, handler in handlers.items()}
@@ -78,6 +86,25 @@ def _interpolated(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwarg
     return func(*args, **kwargs) if way == "area" else _IN_FLOAT32.run(mode, func, args, kwargs)
 
 
+def _inner(of_vectors: Handler) -> Handler:
+    """With a single number it is a product like any other, whose dtype a single number does not decide."""
+
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        numbers = any(x.dim() == 0 for x in float_tensors((args, kwargs)))
+        return func(*args, **kwargs) if numbers else of_vectors.run(mode, func, args, kwargs)
+
+    return Handler(handle)
+
+
+@Handler
+def _summed_to_size(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """In float32 where anything is added up: to its own size a tensor is not summed."""
+    x, size = args[0], kwargs.get("size", args[1:])
+    wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    own = x.dim() > 0 and tuple(wanted) == tuple(x.shape)
+    return func(*args, **kwargs) if own else _IN_FLOAT32.run(mode, func, args, kwargs)
+
+
 def _matrix_power(low: Target) -> Handler:
     """Repeated products in `low`; an inverse is taken before them as the input comes."""
     in_low = computed_in(low)
@@ -105,6 +132,8 @@ def apex_lists(low: Target, entry: Target | None = None) -> Rule:
     matches = dict.fromkeys((f"{name}_" for name in APEX_TO_LOW | APEX_PROMOTED), in_place)
     handlers |= {name: handler for name, handler in (refuses | matches).items() if hasattr(Tensor, name)}
     handlers[BANNED] = _refused_in_low(low, f"{BANNED}_with_logits")
+    if isinstance(low, torch.dtype):
+        handlers |= {name: _of_one_dtype(handlers.get(name)) for name in _names(ops.spellings(*APEX_UNLISTED))}
     handlers |= dict.fromkeys(_names(ops.spellings("batch_norm")), _as_its_input)
     return Rule(handlers, lists.default, entry, (apex_lists, (low, entry)))
 
@@ -120,6 +149,24 @@ def _refused_in_low(low: Target, way_out: str) -> Handler:
                 f"{func.__name__} is unsafe in 16 bits, and apex bans it there; use {way_out}, or to_float"
             )
         return wide.run(mode, func, args, kwargs) if func.__name__ == BANNED else func(*args, **kwargs)
+
+    return Handler(handle)
+
+
+def _of_one_dtype(handler: Handler | None) -> Handler:
+    """What apex lists nowhere: as it comes, and where torch refuses several dtypes, that is said with a way out."""
+
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        try:
+            return func(*args, **kwargs) if handler is None else handler.run(mode, func, args, kwargs)
+        except RuntimeError as error:
+            dtypes = list(dict.fromkeys(dtype_name(x.dtype) for x in float_tensors((args, kwargs))))
+            if len(dtypes) < 2:
+                raise
+            raise RuntimeError(
+                f"{str(error).rstrip('.')}: {func.__name__} is on none of apex's lists, so its inputs come as they "
+                f"are, here {' and '.join(dtypes)}; cast one of them (x.to(y.dtype)), or use level auto"
+            ) from error
 
     return Handler(handle)
 

@@ -92,7 +92,8 @@ def bounded_by(
     def bounded(value: object) -> object:
         if tensors and isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
             return torch.where(value.isfinite(), value.clamp(-largest, largest), value)
-        number = isinstance(value, int | float) and math.isfinite(value)
-        return max(-largest, min(largest, value)) if number else value
+        if isinstance(value, int | float) and math.isfinite(value):
+            return max(-largest, min(largest, value))
+        return value
 
     return tuple(map(bounded, args)), {name: bounded(value) for name, value in kwargs.items()}

@@ -12,7 +12,7 @@ Checked:  MindSpore's levels O0 to O3 against its recorded results; of its level
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from mpkit.casting.operations import words
 
@@ -63,10 +63,13 @@ AUTO_MADE_OF_WIDE = frozenset(
 # torch's own names for a dot product, and operations of which torch has a form for equal dtypes only
 AUTO_PROMOTED = frozenset(
     words(
-        """addcdiv addcmul cross dot grid_sample cat vdot vecdot inner bilinear lerp scatter scatter_add index_add
-        index_copy index_put masked_scatter"""
+        """addcdiv addcmul cross dot grid_sample cat vdot vecdot inner bilinear lerp scatter scatter_add scatter_reduce
+        index_add index_copy index_put index_reduce put masked_scatter meshgrid cartesian_prod heaviside isclose
+        allclose binary_cross_entropy embedding_bag complex polar solve lstsq"""
     )
 )
+# written into a tensor of another dtype, what is written takes that
+AUTO_WRITTEN = frozenset(f"{name}_" for name in AUTO_PROMOTED if hasattr(Tensor, f"{name}_"))
 
 # --- torch.autocast on CUDA -------------------------------------------------------------------------------------------
 
@@ -80,21 +83,31 @@ TORCH_TO_LOW = frozenset(
 TORCH_TO_WIDE = frozenset(
     words(
         """acos asin cosh tan erfinv exp expm1 log log10 log1p log2 pow square reciprocal rsqrt sinh softplus softmax
-        log_softmax logsumexp sum sum_to_size prod cumsum cumprod norm nuclear_norm dist cdist pdist renorm layer_norm
-        native_layer_norm group_norm rms_norm nll_loss l1_loss mse_loss smooth_l1_loss huber_loss kl_div
-        binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy hinge_embedding_loss
-        margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss
-        poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
+        log_softmax logsumexp sum sum_to_size prod cumsum cumprod norm nuclear_norm frobenius_norm dist cdist pdist
+        renorm layer_norm native_layer_norm group_norm rms_norm nll_loss l1_loss mse_loss smooth_l1_loss huber_loss
+        kl_div binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity cross_entropy
+        hinge_embedding_loss margin_ranking_loss multilabel_margin_loss multi_margin_loss soft_margin_loss
+        triplet_margin_loss poisson_nll_loss pairwise_distance trapz trapezoid cumulative_trapezoid"""
     )
 )
 TORCH_PROMOTED = frozenset(
-    words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample bilinear")
+    words("addcdiv addcmul atan2 cross dot tensordot inner scatter_add index_put grid_sample grid_sampler bilinear")
+)
+
+# listed too; whoever calls one of these kernels does so by a private name of torch's
+TORCH_KERNELS_TO_LOW = words(
+    "convolution _convolution _scaled_dot_product_flash_attention _thnn_fused_lstm_cell _thnn_fused_gru_cell"
+)
+TORCH_KERNELS_TO_WIDE = words(
+    """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa nll_loss2d"""
 )
 
 # --- apex O1 and O2 ---------------------------------------------------------------------------------------------------
 
 APEX_TO_LOW = frozenset(
-    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv multi_dot linear prelu conv_tbc"))
+    (*CONVOLUTIONS, *words("matmul mm bmm addmm addmv addr addbmm baddbmm mv linear prelu conv_tbc"))
 )
 APEX_TO_WIDE = frozenset(
     words(
@@ -110,6 +123,12 @@ APEX_PROMOTED = frozenset(
     words("addcdiv addcmul atan2 cross bilinear dot add sub mul div eq ne lt le gt ge equal cat stack")
 )
 BANNED = "binary_cross_entropy"
+# products and writes on none of apex's lists (its last version with amp), for which torch wants one dtype
+APEX_UNLISTED = words(
+    """einsum scaled_dot_product_attention tensordot inner vecdot multi_dot cdist lerp index_add index_add_ index_copy
+    index_copy_ index_put index_put_ scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_
+    masked_scatter masked_scatter_"""
+)
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
 

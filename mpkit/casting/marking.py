@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpkit.casting.forward import Forward, mark, mark_of
-from mpkit.casting.lists import AUTO_MADE_OF_WIDE, AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE
+from mpkit.casting.lists import AUTO_MADE_OF_WIDE, AUTO_PROMOTED, AUTO_TO_LOW, AUTO_TO_WIDE, AUTO_WRITTEN
 from mpkit.casting.rules import Rule, everything, operator_lists, protected, recurrent, white_operators
 from mpkit.casting.targets import Target
 
@@ -40,7 +40,7 @@ def settle(network: nn.Module, level: str = "") -> None:
 
 def auto_lists(low: Target, module: nn.Module | None = None) -> Rule:
     wide = AUTO_TO_WIDE | AUTO_MADE_OF_WIDE
-    return operator_lists(low, AUTO_TO_LOW, wide, AUTO_PROMOTED, False, entry=entry_of(module))
+    return operator_lists(low, AUTO_TO_LOW, wide, AUTO_PROMOTED, False, entry=entry_of(module), written=AUTO_WRITTEN)
 
 
 def entry_of(module: nn.Module | None) -> Target | None:

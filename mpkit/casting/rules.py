@@ -191,11 +191,13 @@ def operator_lists(
     bias_in_low: bool,
     banned: frozenset[str] = frozenset(),
     entry: Target | None = None,
+    written: frozenset[str] = frozenset(),
 ) -> Rule:
     """Lists of operators computed in `low`, in float32, or in what their inputs promote to. Others follow their inputs.
 
     Args:  bias_in_low is False when the bias of a linear layer or convolution is added in float32 to the rounded
-           product, as a promoted addition of its own. A `banned` operator raises a RuntimeError.
+           product, as a promoted addition of its own. A `banned` operator raises a RuntimeError. What is `written`
+           in place takes the precision of what it is written into.
     """
     biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
     kernels = ops.RECURRENT if "linear" in to_low else ()
@@ -208,11 +210,12 @@ def operator_lists(
         (ops.spellings(*to_wide), computed_in(torch.float32)),
         (ops.spellings(*to_promote), promoted),
         (ops.spellings(*banned), refused),
+        (ops.spellings(*written), in_place),
     ]
     # natively what is on no list is left to torch; a format has nobody else who would round for it
     emulated = isinstance(low, Emulated)
     if emulated:
         parts.append((ops.IN_PLACE, in_place))
-    recipe = (operator_lists, (low, to_low, to_wide, to_promote, bias_in_low, banned, entry))
+    recipe = (operator_lists, (low, to_low, to_wide, to_promote, bias_in_low, banned, entry, written))
     default = follows if emulated else None
     return Rule(_table(*parts, default=default), default, entry, recipe)
