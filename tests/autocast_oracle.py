@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mpkit.casting import cast_like
 
 KINDS = ("float16", "float32", "float64", "mixed", "mixed the other way")
+EXPLAINED = {"svd_lowrank": "no device has a QR decomposition in float16, so autocast raises; fake tensors cannot tell"}
 
 
 class Apply(nn.Module):
@@ -92,3 +93,22 @@ def disagreement(call: Callable[..., Any], args: Any, kwargs: Any, kind: str) ->
         args, kwargs = faked(mode, kind, (args, kwargs))
         got = dtypes_of(lambda: cast_like(Apply(call), "torch_autocast")(*args, **kwargs))
     return None if got == want else f"{kind}: autocast gives {want}, the preset {got!r}"
+
+
+def of_the_database(chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """The preset beside autocast on every sample of PyTorch's operator database, or of the operators `chosen` by name:
+    how many samples there were, and what differed but for EXPLAINED."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    samples, differ = 0, []
+    for op in op_db:
+        name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+        if not op.supports_dtype(torch.float32, "cpu") or not chosen(name):
+            continue
+        torch.manual_seed(0)
+        for i, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
+            samples += 1
+            given = (sample.input, *sample.args), sample.kwargs
+            told = [text for kind in KINDS if (text := disagreement(op.op, *given, kind))]
+            differ += [f"{name}[{i}]: {text}" for text in told if name not in EXPLAINED]
+    return {"samples": samples, "differ": differ, "explained": EXPLAINED}

@@ -2,6 +2,7 @@
 
     python tests/compat.py --share 0.05 --minutes 10       # a share of the cases; again goes on where it stopped
     python tests/compat.py --only modules --fresh
+    python tests/compat.py --only autocast                 # two minutes
 
 Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
 within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
@@ -13,6 +14,9 @@ bits, or says that a kernel is not implemented for the dtype; "banned" is what t
 copy, a pickle, a checkpoint and a removal have to give the same bits; compiling, tried in one case of twenty, the same
 but for float32's own roundings, which torch changes without casts too.
 
+"autocast" asks for every sample of PyTorch's operator database whether preset torch_autocast gives the dtypes that
+CUDA autocast gives for fake tensors (`autocast_oracle`).
+
 Needs `pip install "mpkit[compat]"`; the counts go to data/benchmarks/compat.json.
 """
 
@@ -22,6 +26,7 @@ import argparse
 import contextlib
 import copy
 import json
+import logging
 import math
 import pickle
 import re
@@ -36,6 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import autocast_oracle
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -414,8 +420,20 @@ def run(share: float, minutes: float, only: str | None, stored: Path = STORED, f
                     continue
                 runs[name] = outcome(case, treatment)
     result = {"versions": versions(), "share": share, **summary(runs), "runs": packed(runs)}
-    stored.write_text(json.dumps(result, indent=1) + "\n")
+    _store(stored, {key: before[key] for key in ("autocast",) if key in before} | result)
     return result
+
+
+def run_autocast(share: float, stored: Path = STORED) -> dict[str, Any]:
+    """Preset torch_autocast beside CUDA autocast on a share of PyTorch's operators, stored beside the runs."""
+    found = autocast_oracle.of_the_database(lambda name: chosen(f"autocast {name}", share))
+    result = {"torch": torch.__version__, "share": share, **found}
+    _store(stored, (json.loads(stored.read_text()) if stored.exists() else {}) | {"autocast": result})
+    return result
+
+
+def _store(stored: Path, result: dict[str, Any]) -> None:
+    stored.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def packed(runs: dict[str, str]) -> dict[str, Any]:
@@ -444,13 +462,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--share", type=float, default=1.0, help="share of all cases (0 to 1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long; again goes on")
-    parser.add_argument("--only", choices=SOURCES)
+    parser.add_argument("--only", choices=(*SOURCES, "autocast"))
     parser.add_argument("--fresh", action="store_true", help="forget what is stored")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tells of every error it meets
     torch.set_num_threads(1)
-    result = run(given.share, given.minutes, given.only, fresh=given.fresh)
-    print(json.dumps({key: result[key] for key in ("versions", "counts", "to_look_at")}, indent=1))
+    if given.only in (None, "autocast"):
+        print(json.dumps(run_autocast(given.share), indent=1))
+    if given.only != "autocast":
+        result = run(given.share, given.minutes, given.only, fresh=given.fresh)
+        print(json.dumps({key: result[key] for key in ("versions", "counts", "to_look_at")}, indent=1))
 
 
 if __name__ == "__main__":

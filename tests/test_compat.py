@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import autocast_oracle
 import compat
 import pytest
 import torch
@@ -49,6 +50,20 @@ def test_the_databases_are_within_bounds_in_a_sample() -> None:
     }
     assert len(found) > 20
     assert {name: result for name, result in found.items() if result not in compat.FINE} == {}
+
+
+def test_the_torch_preset_is_cuda_autocast_on_a_sample_of_the_operators() -> None:
+    pytest.importorskip("expecttest", reason='PyTorch\'s databases need it: pip install "mpkit[compat]"')
+    always = ("inner", "sum_to_size", "_upsample_bilinear2d_aa")  # were wrong once
+    found = autocast_oracle.of_the_database(lambda name: name in always or compat.chosen(f"some {name}", 0.04))
+    assert found["samples"] > 100
+    assert found["differ"] == []
+
+
+def test_the_stored_comparison_with_autocast_is_a_whole_one() -> None:
+    stored = json.loads(compat.STORED.read_text())["autocast"]
+    assert (stored["share"], stored["differ"], stored["explained"]) == (1.0, [], autocast_oracle.EXPLAINED)
+    assert stored["samples"] > 6000
 
 
 def test_a_wrong_number_and_a_changed_copy_are_seen() -> None:
