@@ -251,6 +251,7 @@ class Masked(nn.Module):
         return self.out((scores.softmax(-1) @ q).mean(1))
 
 
+@pytest.mark.filterwarnings("ignore:masked_fill is given -inf:RuntimeWarning")
 def test_a_mask_of_infinities_in_a_format_without_them_is_named_with_the_way_out() -> None:
     batch, loss = (torch.linspace(-1, 1, 160).reshape(4, 5, 8), torch.tensor([0, 1, 2, 0])), nn.CrossEntropyLoss()
 

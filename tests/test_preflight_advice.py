@@ -17,6 +17,7 @@ from mpkit import optimizers
 from mpkit.boost import FreezeOpt
 from mpkit.casting import auto_mixed_precision, custom_mixed_precision, get_black_list
 from mpkit.diagnose import Finding, preflight
+from mpkit.formats import E5M2, FP16
 from mpkit.schedules import CosineDecayLR
 
 
@@ -83,6 +84,33 @@ def test_a_norm_that_asks_for_float32_is_found_and_protected(norm: Any) -> None:
     cured = custom_mixed_precision(copy.deepcopy(network), black_list=[*get_black_list(), norm])
     for got, want in zip(gradients(cured), gradients(network)):
         torch.testing.assert_close(got, want, rtol=0.05, atol=1e-3)  # 3 roundings to 11 bits around each product
+
+
+class Epsilon(LlamaNorm):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).type_as(x)
+
+
+def test_an_epsilon_that_is_zero_in_the_format_is_told_with_what_it_does() -> None:
+    """As in Gemma 3, whose padding has an embedding of zeros."""
+
+    def network(eps: float) -> nn.Module:
+        table = nn.Embedding(4, 8, padding_idx=0)
+        return nn.Sequential(table, Epsilon(8, eps))
+
+    ids = torch.tensor([[0, 1, 2]])
+    for eps, fmt in ((1e-6, E5M2), (1e-6, FP16), (1e-3, E5M2), (1e-9, FP16)):
+        lost = auto_mixed_precision(network(eps), "O2", fmt)(ids).isnan().any()
+        assert bool(lost) == bool(named(network(eps), f"variance_epsilon={eps:g} is zero in {fmt.name}", dtype=fmt))
+    (found,) = named(network(1e-6), "row of zeros", dtype=E5M2)
+    assert "Epsilon]) keeps it" in found.way_out
+    cured = custom_mixed_precision(network(1e-6), black_list=[*get_black_list(), Epsilon], dtype=E5M2)
+    assert cured(ids).isfinite().all()
 
 
 def test_the_norms_of_language_models_are_found() -> None:

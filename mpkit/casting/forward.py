@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode
 
 from mpkit.casting.entrances import know_methods, warn_if_passed_by
+from mpkit.casting.fills import tell_of_infinities
 from mpkit.casting.handlers import Handler
 from mpkit.casting.leaves import LEAVES, leaf_of
 from mpkit.casting.mode import LOCAL, CastMode, current, listens, new_mode, running
@@ -26,7 +27,7 @@ from mpkit.casting.neighbours import in_sequence, round_trip
 from mpkit.casting.rules import CASTING, PLAIN, Rule
 from mpkit.casting.sharded import leave_hooks_uncast, may_be_sharded
 from mpkit.casting.steps import in_steps, takes_steps
-from mpkit.casting.targets import Mark, Target, round_behind_marks_
+from mpkit.casting.targets import Emulated, Mark, Target, round_behind_marks_
 from mpkit.casting.watching import watch, watch_methods
 
 
@@ -128,8 +129,9 @@ class Forward:
         self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         outer = mode.rule
-        if outer is mode.base and Mark.made and not is_compiling():
+        if outer is mode.base and (Mark.made or type(rule.entry) is Emulated) and not is_compiling():
             round_behind_marks_((args, kwargs, [] if module is None else _stored_in(module)))
+            tell_of_infinities(rule.entry, (args, kwargs), type(module).__name__)
         try:
             if rule.entry is not None:
                 mode.rule = CASTING  # a cast is no operation of the module

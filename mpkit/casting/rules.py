@@ -8,10 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
 from mpkit.casting import operations as ops
+from mpkit.casting.fills import FILLS, attention, numbers_in_format
 from mpkit.casting.handlers import (
     Caster,
     Handler,
@@ -137,7 +139,19 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.spellings("embedding"), delivered_in(low, result)),
         (ops.spellings("embedding_bag"), summed_rows(low, result)),
     )
-    return Rule(handlers, computed_in(low, result), entry, (everything, (low, result, entry)))
+    default = computed_in(low, result)
+    handlers |= _in_format(low, result, handlers, default, whatever=True)
+    return Rule(handlers, default, entry, (everything, (low, result, entry)))
+
+
+def _in_format(
+    low: Target, result: Target | None, handlers: Mapping[str, Handler], default: Handler | None, *, whatever: bool
+) -> dict[str, Handler]:
+    """What an emulated format does for numbers and masks that it cannot hold; nothing for a native dtype."""
+    if not isinstance(low, Emulated):
+        return {}
+    fills = {name: numbers_in_format(low, handlers.get(name, default), whatever=whatever) for name in FILLS}
+    return fills if low.fmt.has_inf else fills | {F.scaled_dot_product_attention.__name__: attention(low, result)}
 
 
 @cache
@@ -179,6 +193,8 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
     if "relu" in operators:
         parts += [(ops.spellings("relu_"), written_back(torch.relu, low, wide))]
     parts += [(ops.CONVOLUTIONS & listed, product_then_bias(low, wide, wide))]
+    if isinstance(low, Emulated) and not low.fmt.has_inf and "matmul" in operators:
+        parts += [(ops.spellings("scaled_dot_product_attention"), attention(low, wide))]
     return Rule(_table(*parts), None, entry, (white_operators, (low, operators, entry)))
 
 
@@ -218,4 +234,5 @@ def operator_lists(
         parts.append((ops.IN_PLACE, in_place))
     recipe = (operator_lists, (low, to_low, to_wide, to_promote, bias_in_low, banned, entry, written))
     default = follows if emulated else None
-    return Rule(_table(*parts, default=default), default, entry, recipe)
+    handlers = _table(*parts, default=default)
+    return Rule(handlers | _in_format(low, None, handlers, default, whatever=False), default, entry, recipe)

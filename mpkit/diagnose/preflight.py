@@ -69,7 +69,7 @@ def preflight(
     named = {id(p): name for name, p in network.named_parameters()}
     found = [*_dtypes(network, level), *_ownership(network, optimizer, named)]
     found += [*_constants(optimizer, fmt, level), *_states(optimizer, named), *_small_updates(optimizer, named)]
-    found += _overridden(network, level)
+    found += _overridden(network, level, fmt)
     if loop is not None:
         found += _clip_order(_parsed(loop))
     return found
@@ -112,14 +112,21 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
             )
 
 
-def _overridden(network: nn.Module, level: str) -> Iterator[Finding]:
+def _overridden(network: nn.Module, level: str, fmt: FloatFormat) -> Iterator[Finding]:
     if not MINDSPORE[level].overrides:
         return
+    modules = dict(network.named_modules())
     for path, kind in own_norms(network, MINDSPORE[level].protected):
+        own = vars(modules.get(path, network))
+        small = [
+            f"{k}={v:g}" for k, v in own.items() if "eps" in k and isinstance(v, float) and 0 < v <= fmt.zero_up_to
+        ]
+        lost = f"; {small[0]} is zero in {fmt.name}, so that a row of zeros, as of padding, gives NaN" if small else ""
         yield Finding(
             "warning",
             path,
-            f"{kind} casts to float32 itself, but level {level} casts back to 16 bits: a square may leave their range",
+            f"{kind} casts to float32 itself, but level {level} casts back to {fmt.bits} bits: a square may leave "
+            f"their range{lost}",
             f"custom_mixed_precision(network, black_list=[*get_black_list(), {kind}]) keeps it in float32",
         )
 
