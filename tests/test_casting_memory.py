@@ -17,7 +17,9 @@ from test_casting_state import Apply, assert_same, trained
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.casting.targets import Emulated, precision
 from mpkit.formats import BF16, E4M3FN, E5M2
+from mpkit.optimizers import Lamb
 from mpkit.rounding import round_to
 
 bf16 = torch.bfloat16
@@ -136,6 +138,78 @@ def test_an_optimizer_inside_a_forward_moves_the_weights(level: str, fused: bool
     network(x), plain(x)
     moved = (plain.layer.weight - Adapts().layer.weight).abs().max()
     assert (network.layer.weight - plain.layer.weight).abs().max() <= 0.05 * moved
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+    "AdamW one by one": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=False),
+    "RMSprop foreach": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True, foreach=True),
+    "Adafactor foreach": lambda p: torch.optim.Adafactor(p, foreach=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+    "ours": lambda p: Lamb(p, 0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [bf16, E5M2], ids=str)
+@pytest.mark.parametrize("level", CASTING_LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_inside_a_forward_computes_as_one_outside(name: str, level: str, dtype: Any) -> None:
+    """On the same gradients the weights and the states are the same, bit by bit, and what comes after is cast."""
+    start = torch.linspace(-1, 1, 16).reshape(4, 4)
+    given = [torch.linspace(-1, 2, 16).reshape(4, 4).roll(i) for i in range(3)]
+
+    def updated(parameter: nn.Parameter) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[name]([parameter])
+        for grad in given:
+            parameter.grad = grad.clone()
+            optimizer.step(lambda: torch.tensor(1.0)) if name == "LBFGS" else optimizer.step()
+        return optimizer
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.made = updated(module.w)
+        module.computed = precision(x @ module.w)
+        return x @ module.w
+
+    want = nn.Parameter(start.clone())
+    states = updated(want).state[want]
+    network = auto_mixed_precision(Apply(forward, w=nn.Parameter(start.clone())), level, dtype)
+    x = torch.eye(4)
+    y = network(x)
+    assert torch.equal(network.w, want)
+    for key, value in network.made.state[network.w].items():
+        assert not isinstance(value, Tensor) or torch.equal(value, states[key])
+    wanted = Apply(lambda _, x: x @ want)
+    assert torch.equal(y, auto_mixed_precision(wanted, level, dtype)(x))
+    assert network.computed == (torch.float32 if level == "O1" else dtype if dtype is bf16 else Emulated(dtype, dtype))
+
+
+def test_the_closure_of_a_step_is_cast_and_a_step_that_fails_does_no_harm_to_the_next_forward() -> None:
+    seen: list[Any] = []
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        def loss() -> Tensor:
+            seen.append((x @ module.w).dtype)
+            if module.fails:
+                raise ValueError("not today")
+            module.w.grad = torch.ones(2, 2)
+            return torch.tensor(1.0)
+
+        optimizer = torch.optim.SGD([module.w], lr=0.1)
+        optimizer.step(loss)
+        seen.append((x @ module.w).dtype)
+        return x
+
+    network = auto_mixed_precision(Apply(forward, w=nn.Parameter(torch.eye(2)), fails=False), "O2", bf16)
+    network(torch.ones(1, 2))
+    network.fails = True
+    with pytest.raises(ValueError, match="not today"):
+        network(torch.ones(1, 2))
+    network.fails = False
+    network(torch.ones(1, 2))
+    assert seen == [bf16] * 5
 
 
 @pytest.mark.parametrize("dtype", [E5M2, E4M3FN], ids=str)

@@ -16,8 +16,10 @@ from mpkit.casting.presets import PRESETS, cast_like
 from mpkit.casting.products import end_step, recipe_linear, recipe_of
 from mpkit.casting.recipe import RECIPES, Cast, Recipe, uniform
 from mpkit.casting.recompute import install as _make_checkpoints_carry_rules
+from mpkit.casting.updates import install as _make_optimizers_leave_rules
 
 _make_checkpoints_carry_rules()
+_make_optimizers_leave_rules()
 
 __all__ = [
     "LEVELS",

@@ -20,6 +20,7 @@ from mpkit.casting.targets import (
     converted,
     converted_by_values,
     float_tensors,
+    is_expanded,
     map_tensors,
     marked,
     marked_as_part,
@@ -245,6 +246,8 @@ def in_place(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: di
     if not isinstance(target, Emulated):
         return func(into, *args, **kwargs)
     compute = ops.OUT_OF_PLACE.get(func.__name__)
+    if func.__name__ in ops.WRITE_EXPANDED and is_expanded(into):
+        compute = None
     if compute is not None:  # rounding in place what an operation saved for backward would spoil the gradient
         return still(into.copy_(mode.cast(compute(into.clone(), *args, **kwargs), target)), target)
     out = func(into, *args, **kwargs)

@@ -64,7 +64,8 @@ def auto_mixed_precision(
         network:    a module; at level "auto" also a function, which comes back decorated.
         amp_level:  one of the above, case matters.
         dtype:      torch.float16 or torch.bfloat16; a FloatFormat is emulated inside float32, forwards and backwards.
-                    E4M3FN has no inf: the -inf of an attention mask becomes NaN in it, so mask with -E4M3FN.max.
+                    A number beyond it that fills a tensor, as a mask's, stands for its largest. E4M3FN has no inf: the
+                    -inf of a mask becomes NaN in it, which a warning tells; mask with -E4M3FN.max.
         grad_dtype: format of the gradients of an emulated format; None: the same format.
     Raises:  TypeError if `network` is no module (function at "auto"); ValueError for another dtype or level.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.

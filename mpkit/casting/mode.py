@@ -174,6 +174,7 @@ def _written_down(ledger: Book, handler: Handler | None) -> Handler:
 class _Local(threading.local):
     def __init__(self) -> None:  # in every thread's own dict from the start, or the compiler's guard on it would fail
         self.mode: CastMode | None = None
+        self.steps: dict[int, tuple[CastMode, Rule]] = {}  # of optimizers: whose rule each set aside
 
 
 LOCAL = _Local()

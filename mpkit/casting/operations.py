@@ -156,6 +156,9 @@ OUT_OF_PLACE: dict[str, Function] = {
     if callable(new := getattr(Tensor, base, None) or getattr(F, base, None))
 }
 
+# torch allows these on an expanded tensor, beside filling it: they choose what to write and save nothing for gradients
+WRITE_EXPANDED = frozenset(words("masked_fill_ index_fill_ index_put_ tril_ triu_"))
+
 # These convert or describe a tensor; casting their input first would change the answer or waste a copy.
 LEFT_ALONE = _methods(
     words(

@@ -96,6 +96,9 @@ def _table(*parts: tuple[Iterable[Any], Handler], default: Handler | None = None
     return table | {function.__name__: lists_in_place for function in ops.WRITE_INTO_LISTS}
 
 
+UPDATING = Rule(_table())  # as PLAIN in an optimizer's step, which may write where nothing counts it
+
+
 def _composed(listed: frozenset[str] = frozenset()) -> list[tuple[Iterable[Any], Handler]]:
     composed = {**ops.COMPOSED, **ops.composed_of(listed)}
     inside = [((func,), looks_inside(inner)) for func, inner in composed.items()]

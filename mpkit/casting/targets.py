@@ -201,6 +201,11 @@ def round_in_place_(x: Tensor, target: Emulated) -> Tensor:
     return still(x, target)
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Whether several places of `x` show one number."""
+    return is_dense(x) and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape))
+
+
 def _own_values(x: Tensor) -> Tensor:
     """The values of `x`, each once: an expanded tensor cannot be written into, what it shows can."""
     for dim in range(x.dim() if is_dense(x) else 0):
