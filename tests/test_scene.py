@@ -120,6 +120,18 @@ PALE = f"""() => {{ {INSIDE} {RGB}
       const [dark, bright] = both.map(light).sort((p, q) => p - q);
       return [e.textContent, (bright + 0.05) / (dark + 0.05)]; }}).filter(([, contrast]) => contrast < 4.5).slice(0, 1);
   }}); }}"""
+FAINT = f"""() => {{ {RGB}
+  const linear = (v) => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const contrast = (...pair) => {{ const [a, b] = pair.map(light).sort((p, q) => p - q);
+    return (b + 0.05) / (a + 0.05); }};
+  const page = rgb(getComputedStyle(document.body).backgroundColor), stroke = (e) => rgb(getComputedStyle(e).stroke);
+  const seen = (e, kind) => !/none|url/.test(getComputedStyle(e)[kind]);
+  return [...document.querySelectorAll('svg[role=img] > g')].flatMap((panel) => {{
+    const boxes = [...panel.querySelectorAll('path.box')].filter((e) => e.getAttribute('d') && seen(e, 'fill'));
+    const drawn = boxes.filter((e) => seen(e, 'stroke')), tints = boxes.filter((e) => !seen(e, 'stroke')).map(fill);
+    return drawn.flatMap((e) => [page, ...tints].filter((under) => contrast(stroke(e), under) < 3)
+      .map((under) => [getComputedStyle(e).fill, getComputedStyle(e).stroke, under])); }}); }}"""
 SOURCE = (HERE / "scene.js").read_text()
 
 
@@ -960,6 +972,14 @@ def test_words_stand_out_from_what_lies_behind_them(show, theme):
         assert not [s for s in stored if not any(s[0] == t[0] and np.allclose(s[1:], t[1:], atol=2) for t in seen)]
 
 
+@pytest.mark.parametrize("theme", ["true", "false"])
+def test_outlines_of_bars_and_boxes_stand_out_from_page_and_regions(show, theme):
+    """By 3 (WCAG 2.2, 1.4.11): yellow bars on a yellow region had an outline of the page's colour."""
+    states = (VIEWS["formats.bits"](number="1e-6"), VIEWS["evidence.run"](step=160))
+    tab = show(*map(made, VIEWS), *states, theme=theme)
+    assert tab.evaluate(FAINT) == []
+
+
 @pytest.mark.parametrize("theme", [0, 1])
 def test_lines_and_words_stand_out_from_the_page(theme):
     def light(role):
@@ -1035,11 +1055,128 @@ def test_what_is_read_out_of_a_square_is_its_own_number(show):
     view = made("boost.boost")
     tab = show(view)
     for name, _, runs in view.explorer.field:
-        button = tab.get_by_role("button", name=f"compare with {name}:", exact=True).bounding_box()
+        button = tab.get_by_role("button", name=f"compare with {name}", exact=True).bounding_box()
         tab.mouse.move(button["x"] + button["width"] / 2, button["y"] + button["height"] / 2)
         told = tab.locator(".mpk-tip").inner_text().splitlines()
         assert f"{name}: {said(float(np.float32(np.mean(runs))))}" in told
         assert all(line.startswith(("speed-up", "one seed", name)) for line in told)
+
+
+def pixels_of(view, panel, x, y):
+    """Where a point of a panel lies in the picture, on its edge if it lies beyond."""
+    (x0, x1, y0, y1), (up, right, down, left) = panel["place"], panel["pad"]
+    wide, high = view.spec["width"], view.spec["height"]
+    ends = {"x": [wide * x0 + left, wide * x1 - right], "y": [high * y1 - down, high * y0 + up]}
+    if panel.get("equal"):
+        spans = {k: abs(panel[k]["hi"] - panel[k]["lo"]) for k in "xy"}
+        unit = min(abs(b - a) / spans[k] for k, (a, b) in ends.items())
+        ends = {
+            "x": [ends["x"][0], ends["x"][0] + unit * spans["x"]],
+            "y": [ends["y"][1] + unit * spans["y"], ends["y"][1]],
+        }
+    found = []
+    for v, (k, (a, b)) in zip((x, y), ends.items()):
+        place = a + (v - panel[k]["lo"]) / (panel[k]["hi"] - panel[k]["lo"]) * (b - a)
+        found.append(float(min(max(place, min(a, b)), max(a, b))))
+    return found
+
+
+def read_at(tab, view, panel, x, y):
+    """The lines of the read-out with the pointer at a point of a panel."""
+    box = tab.locator(".mpk-stage").bounding_box()
+    x, y = pixels_of(view, panel, x, y)
+    tab.mouse.move(box["x"] + x, box["y"] + y)
+    return [line for line in tab.locator(".mpk-tip").all_inner_texts() for line in line.splitlines()]
+
+
+def axis_says(value, axis):
+    """A value as the axis tells it: "≤" where it was cut at an end of powers, the name of a tick, or the number."""
+    cut = (
+        "" if "format" not in axis else "≤ " if value < axis["lo"] + 1e-6 else "≥ " if value > axis["hi"] - 1e-6 else ""
+    )
+    for at, name in axis["ticks"]:
+        if at == value:
+            return cut + name
+    if axis.get("format") == "log2":
+        return cut + power_of_two(round(float(value), 1) + 0.0)
+    return cut + said(10 ** float(value) if axis.get("format") == "log10" else float(value))
+
+
+def inside(axis, values, off=0):
+    low, high = sorted((axis["lo"] + off, axis["hi"] + off))
+    return [k for k, v in enumerate(values) if low <= v <= high]
+
+
+def of_a_line(view, panel, m, index):
+    """Of a few of its points: what the axis says there, or what is told instead; as well of those a pixel away."""
+    off = index if panel["x"].get("follow") else 0
+    x, y = np.broadcast_arrays(m.get("x", np.arange(np.size(m["y"]))), np.asarray(m["y"], dtype=float))
+    assert "told" in m or not (panel["y"].get("hidden") or "names" in panel["y"]), f"{m['label']}: a row is no value"
+    told = np.broadcast_to(m["told"], len(y)) if "told" in m else [axis_says(v, panel["y"]) for v in y]
+    n = len(y)
+    if m.get("show") == "upto":
+        n = sum(since <= index for since in m["since"]) if "since" in m else min(n, index + 1)
+    fine = [k for k in inside(panel["x"], x[:n], off) if np.isfinite(y[k])]
+    at = {k: pixels_of(view, panel, x[k] - off, y[k])[0] for k in fine}
+    for k in fine[:: max(1, len(fine) // 3)]:
+        yield m["label"], {str(told[i]) for i in fine if abs(at[i] - at[k]) < 1.5}, x[k] - off, y[k]
+
+
+def of_bars(view, panel, m, index):
+    item = lambda value: np.ravel(value)[min(index, np.size(value) - 1)]  # noqa: E731
+    own, other = ("y", "x") if m.get("axis") == "y" else ("x", "y")
+    rows = np.asarray(m["values"], dtype=float).reshape(-1, m["count"])
+    values, at = (
+        rows[min(int(item(m.get("rows", index))), len(rows) - 1)],
+        np.atleast_1d(m["at"]) + item(m.get("shift", 0)),
+    )
+    middle = (panel[other]["lo"] + panel[other]["hi"]) / 2
+    fine = inside(panel[own], at)
+    for k in fine[:: max(1, len(fine) // 3)]:
+        told = said(round(values[k] * m["unit"], 1)) if "unit" in m else axis_says(values[k], panel[other])
+        yield (
+            m["label"],
+            {str(item(m["told"])) if "told" in m else told},
+            *((at[k], middle) if own == "x" else (middle, at[k])),
+        )
+
+
+def of_boxes(view, panel, m, index):
+    """A frame alone has nothing to tell."""
+    if "fill" not in m:
+        return
+    told = m.get("told", m.get("text"))
+    assert told is not None, f"{m['label']}: an edge is no value"
+    corners = np.array(np.broadcast_arrays(*(m[k] for k in ("x0", "x1", "y0", "y1"))), dtype=float)
+    x, y = corners.reshape(2, 2, -1).mean(axis=1)
+    for k in range(0, len(x), max(1, len(x) // 4)):
+        yield m["names"][k] if "names" in m else m["label"], {str(np.broadcast_to(told, len(x))[k])}, x[k], y[k]
+
+
+READ = {"line": of_a_line, "points": of_a_line, "pen": of_a_line, "bars": of_bars, "boxes": of_boxes}
+
+
+def readings(view, index):
+    """(panel, label, what may be read out there, x, y) for some items of each mark that is read out at a step."""
+    kept = view.kept | view.spec["data"]
+    for panel in (p for p in view.spec["panels"] if not p.get("bare")):
+        for m in ({k: unpack(v, kept) for k, v in packed.items()} for packed in panel["marks"]):
+            first, last = m.get("only", (index, index))
+            if m["type"] in READ and m.get("label") and first <= index <= last and m.get("show") != "at":
+                yield from ((panel, *reading) for reading in READ[m["type"]](view, panel, m, index))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_read_out_is_a_number_of_the_scene(show, name):
+    """Of every mark that is named, at the first and a later step; nothing else is read under that name."""
+    view = made(name)
+    tab = show(view)
+    for index in {0, view.spec.get("index", {"count": 1})["count"] // 2}:
+        tab.evaluate(f"models[0].put('index', {index})")
+        for panel, label, may, x, y in readings(view, index):
+            told = read_at(tab, view, panel, x, y)
+            own = [line.removeprefix(f"{label}: ") for line in told if line.startswith(f"{label}: ")]
+            assert set(own) & may, (label, told, may)
 
 
 def test_what_is_read_out_is_no_place_in_the_picture(show):
@@ -1050,28 +1187,110 @@ def test_what_is_read_out_is_no_place_in_the_picture(show):
         tab = show(view)
         panel, m = next((p, m) for p in view.spec["panels"] for m in p["marks"] if m.get("label") == label)
         x, y = (unpack(m[k], view.kept | view.spec["data"])[at] if k in m else at for k in "xy")
-        wide, high = (view.spec[k] for k in ("width", "height"))
-        cols, rows, (up, right, down, left) = view.spec["cols"], view.spec["rows"], panel["pad"]
-        ends = [
-            wide * sum(cols[: panel["col"]]) / sum(cols) + left,
-            wide * sum(cols[: panel["col"] + 1]) / sum(cols) - right,
-        ]
-        sides = [
-            high * sum(rows[: panel["row"] + 1]) / sum(rows) - down,
-            high * sum(rows[: panel["row"]]) / sum(rows) + up,
-        ]
-        box = tab.locator(".mpk-stage").bounding_box()
-        place = [
-            float(a + (v - axis["lo"]) / (axis["hi"] - axis["lo"]) * (b - a))
-            for v, axis, (a, b) in ((x, panel["x"], ends), (np.nan_to_num(y), panel["y"], sides))
-        ]
-        tab.mouse.move(box["x"] + place[0], box["y"] + min(max(place[1], sides[1]), sides[0]))
-        return [line for line in tab.locator(".mpk-tip").all_inner_texts() for line in line.splitlines()]
+        return read_at(tab, view, panel, x, np.nan_to_num(y))
 
     assert "stored: 0.09997559" in told(VIEWS["formats.bits"](number="0.1"), "stored", 0)
     lost = "lost: log(0), stored as -inf"
     assert f"{lost}: -inf" in told(VIEWS["casting.log_softmax"](), lost, 5)
     assert not [t for t in told(VIEWS["drawing.draw"](), "your line", 3) if t.startswith("your line")]
+    steps = VIEWS["optimizers.adam_state"]()
+    sizes = steps.explorer.narrow.size.numpy()
+    assert f"chosen format: from {power_of_two(8)}" in told(
+        steps, "chosen format", int(np.flatnonzero(np.isinf(sizes))[0])
+    )
+    assert f"chosen format: up to {power_of_two(-12)}" in told(
+        steps, "chosen format", int(np.flatnonzero(sizes == 0)[0])
+    )
+
+
+def test_a_window_tells_its_ends_and_a_part_of_a_row_its_share(show):
+    """They told a height, and the name of the row in which they lie."""
+    view = VIEWS["training.underflow"]()
+    tab = show(view)
+    for step, ends in ((8, (-25, 16)), (18, (-35, 6))):  # float16 at the scales 1 and 2^10
+        tab.evaluate(f"models[0].put('index', {step})")
+        told = read_at(tab, view, view.spec["panels"][1], sum(ends) / 2, 30)
+        assert f"window of the format: {' to '.join(map(power_of_two, ends))}" in told
+    view = made("formats.ranges")
+    tab = show(view)
+    half = view.spec["panels"][0]
+    row = half["y"]["names"].index("fp16")
+    assert f"subnormal: {power_of_two(-24)} to {power_of_two(-14)}" in read_at(tab, view, half, -20, row)
+    assert f"normal: {power_of_two(-14)} to 65504" in read_at(tab, view, half, 3, row)
+    view = made("boost.boost")
+    tab = show(view)
+    for row, steps in enumerate(view.explorer.rows):
+        share = dict(zip(("forward", "batch norm", "backward", "update"), steps.parts[0]))
+        told = read_at(tab, view, view.spec["panels"][2], float(share["forward"]) / 2, row)
+        assert told[1:] == [f"forward: {share['forward']:.2f} of a step"]
+
+
+def test_a_frame_tells_nothing_and_of_points_above_one_another_the_nearest_is_told(show):
+    view = made("evidence.grid")
+    tab = show(view)
+    row, column = view.explorer.factors.index(view.explorer.factor), view.explorer.windows.index(view.explorer.window)
+    (told,) = read_at(tab, view, view.spec["panels"][0], column, row)[1:]
+    assert told.startswith(f"factor {view.explorer.factor:g}, window {view.explorer.window}: ")
+    view = made("boost.boost")
+    tab = show(view)
+    for _, speed, runs in view.explorer.field:
+        for run in runs:
+            told = read_at(tab, view, view.spec["panels"][0], speed, run)
+            assert f"one seed: {said(float(np.float32(run)))}" in told
+    view = made("experiment.own_experiment")
+    tab = show(view)
+    for row, cell in enumerate(view.explorer.rows):
+        told = read_at(tab, view, view.spec["panels"][0], cell.interval[1], row)
+        assert f"mean: {cell.interval[1]:.4g}" in told
+        assert sum(line.startswith("mean") for line in told) == 1, "of other rows too"
+
+
+def test_words_about_a_histogram_lie_over_none_of_its_bars(show):
+    view = made("evidence.run")
+    tab = show(view)
+    over = """() => { const at = (e) => e.getBoundingClientRect();
+      const words = [...document.querySelectorAll('text.halo')].filter((e) => e.textContent.includes('%')).map(at);
+      const bars = [...document.querySelectorAll('path.box')].map((e) => [e, at(e)])
+        .filter(([e]) => getComputedStyle(e).stroke !== 'none').map(([, b]) => b);
+      return [words.length, words.filter((a) => bars.some((b) => a.left < b.right && b.left < a.right
+        && a.top < b.bottom && b.top < a.bottom)).length]; }"""
+    for step in range(0, len(view.explorer.trace), 20):
+        tab.evaluate(f"models[0].put('index', {step})")
+        assert tab.evaluate(over) == [2, 0], step
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_while_the_marker_glides_the_gap_before_is_seen_beside_the_gap_now(show, motion):
+    """To scale, where it fits the picture: the zoom always shows about as many neighbours, so these tell little."""
+    view = VIEWS["formats.bits"](number="0.15")
+    assert mark(view, "gap now")
+    with pytest.raises(StopIteration):
+        mark(view, "gap before")  # nothing was before
+    tab = show(view, motion=motion)
+    tab.evaluate("document.querySelector('.glides').getBoundingClientRect()")
+    before = view.explorer.gap
+    view.ask({"toggle": 10})
+    tab.evaluate("(given) => models[0].put('spec', given)", plain(view.spec))
+    glides = "document.getAnimations().filter((a) => a.transitionProperty === 'cx').length"
+    assert tab.evaluate(glides) == (motion == "no-preference")
+    old, new = tab.evaluate("""[...[...document.querySelectorAll('g[clip-path]')].at(-1).querySelectorAll('path.box')]
+      .map((e) => e.getBBox().width)""")
+    assert new == pytest.approx(2 * old, rel=0.02)
+    assert (view.explorer.gap_before, view.explorer.gap) == (before, 2 * before)
+    words = [m["text"][0] for m in view.spec["panels"][2]["marks"] if m["type"] == "text"]
+    assert [text for text in words if text.startswith("gap")] == [
+        f"gap before: {before:.4g}",
+        f"gap now: {2 * before:.4g}",
+    ]
+    view.ask({"toggle": 14})  # 2^16 times as wide
+    assert mark(view, "gap before")["x1"][0] - mark(view, "gap before")["x0"][0] < mark(view, "gap now")["x1"][0]
+    view.ask({"toggle": 14})
+    (words,) = (
+        m["text"][0] for m in view.spec["panels"][2]["marks"] if m.get("text", [""])[0].startswith("gap before")
+    )
+    assert words.endswith(", wider than this picture")
+    view.ask({"reset": True})
+    assert view.explorer.gap_before == 0
 
 
 def test_numbers_are_read_out_alike(show):
@@ -1111,6 +1330,8 @@ def ahead_of(view, name, **wish):
 def test_what_is_sent_ahead_is_what_the_kernel_would_draw(name, monkeypatch):
     monkeypatch.setattr(ahead, "PATIENCE", 0.01)
     view = VIEWS[name]()
+    for _ in range(2 * (name == "formats.bits")):
+        view.ask({"toggle": 0})  # the first deed leaves a gap before, which all that follow have
     for moved in view.explorer.ahead:
         sent = ahead_of(view, moved)
         if moved == "down_factor":
@@ -1128,6 +1349,14 @@ def test_what_is_sent_ahead_is_what_the_kernel_would_draw(name, monkeypatch):
         if moved in view.explorer.controls:  # it holds at all values of its own parameter
             assert other.state["tokens"][moved] == sent["token"]
         assert view.state["tokens"][moved] == sent["token"]
+
+
+def test_pictures_of_other_numbers_hold_while_the_gap_that_they_call_the_one_before_does():
+    view, tokens = VIEWS["formats.bits"](number="1.5"), []
+    for number in ("1.25", "1.75", "2.5"):
+        view.ask({"number": number})
+        tokens.append(view.state["tokens"]["number"])
+    assert tokens[0] == tokens[1] != tokens[2]
 
 
 def test_further_values_follow_wish_by_wish(monkeypatch):

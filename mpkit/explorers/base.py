@@ -53,6 +53,9 @@ class Explorer(HasTraits):
     fresh: ClassVar[Mapping[str, Any]] = {}
     """What the results depend on besides the parameters, such as what was drawn by hand, as it is before that."""
 
+    memory: object = None
+    """What the next picture will show of the one before it, beside the parameters."""
+
     revision = Int(0, help="raised after every recomputation; views redraw on it")
     message = Unicode("", help="why the last input was refused, or what is going on")
     busy = Bool(False, help="work is going on in the background")

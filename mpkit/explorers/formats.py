@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from traitlets import Enum, Int, Unicode
+from traitlets import Enum, Float, Int, Unicode
 
 from mpkit.arguments import is_whole
 from mpkit.data import data_dir
@@ -129,7 +129,7 @@ def short(value: float | None, digits: int = 7) -> str:
 class BitsExplorer(Explorer):
     """A number, its bits in one format, its neighbours, and what becomes of it in every other format."""
 
-    controls = ("fmt", "number", "pinned")
+    controls = ("fmt", "number", "pinned", "gap_before")
     actions = {"Next value up": "up", "Next value down": "down", "Change sign": "negate"}
     gestures = ("toggle", "shift_to")
     ahead = ("number", "toggle", "shift_to")
@@ -138,10 +138,18 @@ class BitsExplorer(Explorer):
     fmt = Enum(NAMES, "fp16").tag(label="format")
     number = Unicode("0.1").tag(label="number")
     pinned = Enum(["none", *NAMES], "bf16").tag(label="a second format beneath")
+    gap_before = Float(0.0, min=0.0).tag(hidden=True)
+    """One ulp of the number before, to be seen beside the one of now; 0 where there was none."""
 
     format: FloatFormat
     pattern: int
     fields: Fields
+
+    def set(self, **params: object) -> None:
+        """Another number or format leaves its gap as the one before. Raises as `Explorer.set`."""
+        with self.lock:
+            moved = self.revision and {"fmt", "number"} & params.keys()
+            super().set(**({"gap_before": self.memory} if moved else {}) | params)
 
     def compute(self) -> None:
         self.format = get_format(self.fmt)
@@ -152,6 +160,7 @@ class BitsExplorer(Explorer):
         self.below, self.above = (None if p is None else value_of(p, self.format) for p in ends)
         finite = self.fields.value is not None
         self.gap = float(ulp(torch.tensor(self.value, dtype=torch.float64), self.format)) if finite else math.nan
+        self.memory = self.gap if finite else 0.0
         self.binades = np.arange(self.format.min_subnormal_exponent, self.format.max_exponent + 1)
         self.teeth = [(int(e), min(2, bits_kept(self.format, int(e)) - 1)) for e in self.binades]
         if finite:

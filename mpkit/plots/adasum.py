@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.plots.scene import Scene, linear, log2
+from mpkit.plots.scene import Scene, exponents, linear, log2
 
 if TYPE_CHECKING:
     from mpkit.explorers.adasum import PairExplorer, WorkersExplorer  # upward: the types of its arguments
@@ -58,7 +58,7 @@ def workers_scene(data: WorkersExplorer) -> Scene:
     for panel in (lengths, cosines):
         panel.rule("x", float(np.log2(data.workers)), "own", width=2)
     for rule, look in LOOK.items():
-        lengths.line(np.log2(np.maximum(data.lengths[rule], 1e-9)), counts, label=rule, tag=True, **look)
+        lengths.line(exponents(data.lengths[rule], least, 4.2), counts, label=rule, tag=True, **look)
     for rule, name in (("mean", "mean and sum"), ("AdaSum", "AdaSum")):
         cosines.line(data.cosines[rule], counts, label=name, tag=True, **LOOK[rule])
     return scene

@@ -90,7 +90,8 @@ def _steps(scene: Scene, data: BoostExplorer) -> None:
     parts = np.concatenate([row.parts for row in data.rows])
     for k, (fill, hatch, name) in enumerate(BLOCKS.values()):
         ends = (starts + done, rows - 0.32, starts + done + parts[:, k], rows + 0.32)
-        panel.boxes(*ends, fill=fill, edge="paper", width=1, hatch=hatch or None, label=name)
+        told = [f"{share:.2f} of a step" for share in parts[:, k]]
+        panel.boxes(*ends, fill=fill, edge="muted", width=1, hatch=hatch or None, label=name, told=told)
         done += parts[:, k]
     gone = np.flatnonzero(done < 0.985)
     if len(gone):
@@ -116,7 +117,16 @@ def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
     panel.line(other, color="zero", dash="--", step="mid", label=f"compared: {data.compare}")
     gone = [i for i, (_, removed) in enumerate(data.stages) if removed] if data.this.removed else []
     if gone:
-        panel.points([-4.0] * len(gone), gone, "overflow", glyph="x", size=4, label="BatchNorm removed", quiet=True)
+        panel.points(
+            [-4.0] * len(gone),
+            gone,
+            "overflow",
+            glyph="x",
+            size=4,
+            label="BatchNorm removed",
+            told="this stage",
+            quiet=True,
+        )
 
 
 def freeze_scene(data: FreezeExplorer) -> Scene:

@@ -16,10 +16,14 @@ LOWEST, HIGHEST = -30, 3  # powers of two on the error axis
 
 def casting_scene(data: CastingExplorer) -> Scene:
     """Above: the operations in order, by compute precision. Below: error against float64, and lost values."""
-    steps = data.walk.steps
-    n = len(steps)
     scene = Scene(height=500, width=960, rows=(1, 3.2))
-    ends = {"lo": -0.6, "hi": n - 0.4}
+    _operations(scene, data)
+    _errors(scene, data)
+    return scene
+
+
+def _operations(scene: Scene, data: CastingExplorer) -> None:
+    steps, n = data.walk.steps, len(data.walk.steps)
     above = scene.panel(title="what each operation computes in", x=space(-0.6, n - 0.4), y=space(0, 1))
     for wide, role, label in ((True, "reference", "computes in float32"), (False, "own", f"computes in {data.fmt}")):
         at = np.array([i for i, s in enumerate(steps) if (s.compute == "float32") == wide])
@@ -38,6 +42,11 @@ def casting_scene(data: CastingExplorer) -> Scene:
         if step.casts:
             unit = (" cast" if step.casts == 1 else " casts") if n <= 12 else ""
             above.text(f"{step.casts}{unit}", i, 0.14, color="muted")
+
+
+def _errors(scene: Scene, data: CastingExplorer) -> None:
+    steps = data.walk.steps
+    ends = {"lo": -0.6, "hi": len(steps) - 0.4}
     x = names([_label(step) for step in steps], bare=False) | ends | {"slant": 40}
     y = log2("relative error", LOWEST - 1, HIGHEST + 1, 6)
     inner = [tick for tick in y["ticks"] if LOWEST < tick[0] < HIGHEST]
@@ -53,8 +62,8 @@ def casting_scene(data: CastingExplorer) -> Scene:
     for name, color, glyph, height, label in rows:
         at = np.array([i for i, s in enumerate(steps) if getattr(s, name)])
         if len(at):
-            below.points([height] * len(at), at, color, glyph=glyph, size=5, label=label)
-    return scene
+            told = [f"{getattr(steps[i], name)} of the values" for i in at]
+            below.points([height] * len(at), at, color, glyph=glyph, size=5, label=label, told=told)
 
 
 def _label(step: Any) -> str:
@@ -81,5 +90,5 @@ def log_softmax_scene(data: LogSoftmaxExplorer) -> Scene:
     if not fine.all():
         lost = [floor] * int((~fine).sum())
         name = f"lost: log(0), stored as {data.becomes}"
-        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label=name, names=data.becomes)
+        panel.points(lost, logits[~fine], "overflow", glyph="v", size=5, label=name, told=data.becomes)
     return scene

@@ -31,10 +31,12 @@ def intervals(panel: Panel, values: Sequence[Sequence[float]], ends: Sequence[tu
         finite = [v for v in numbers if math.isfinite(v)]
         if not finite:
             continue
-        panel.points([row + 0.18] * len(finite), finite, "muted", size=2.5, label="one run")
+        told = [f"{v:.4g}" for v in finite]
+        panel.points([row + 0.18] * len(finite), finite, "muted", size=2.5, label="one run", told=told)
         if math.isfinite(low):
-            panel.line([row - 0.1] * 2, [low, high], "zero", width=3, label="95 % interval of the mean")
-        panel.points([row - 0.1], [mean], "zero", glyph="s", size=4, label="mean")
+            told, label = [f"{low:.4g} to {high:.4g}"], "95 % interval of the mean"
+            panel.line([row - 0.1] * 2, [low, high], "zero", width=3, label=label, told=told)
+        panel.points([row - 0.1], [mean], "zero", glyph="s", size=4, label="mean", told=[f"{mean:.4g}"])
 
 
 def axis(label: str, values: Sequence[float], count: int = 5) -> dict[str, Any]:

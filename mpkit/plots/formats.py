@@ -52,7 +52,7 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
 
 def bits_scene(data: BitsExplorer) -> Scene:
     """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale."""
-    scene = Scene(height=450, rows=(1.1, 1.1, 1.2))
+    scene = Scene(height=490, rows=(1.1, 1.1, 1.5))
     _bit_row(scene, data)
     _whole_format(scene, data)
     _neighbours(scene, data)
@@ -69,7 +69,7 @@ def _bit_row(scene: Scene, data: BitsExplorer) -> None:
     panel.boxes(
         *(left + places + 0.06, [0] * bits, left + places + 0.94, [1] * bits),
         fill=[f"{roles[f]}/0.35" if b else "paper" for f, b in zip(fields, on)],
-        edge=[roles[f] for f in fields],
+        edge=["muted" if roles[f] == "subnormal" else roles[f] for f in fields],  # yellow is too pale for a line
         width=1.8,
         radius=3,
         text=[str(b) for b in on],
@@ -124,18 +124,19 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
     }
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
     axis["ticks"] = [[v, f"{v:.{data.digits}g}"] for v in middle]
-    panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1))
+    panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1.4))
     for height, name, values, stored in ((0.42, data.fmt, *data.near), (0.1, data.pinned, *data.pinned_near)):
         if name == "none":
             continue
         panel.points([height] * len(values), values, "ink", glyph="|", size=9, width=1.6)
         if low <= stored <= high:
-            look = {"glyph": "D", "size": 4.5, "label": "stored", "names": f"{stored:.7g}"}
+            look = {"glyph": "D", "size": 4.5, "label": "stored", "told": f"{stored:.7g}"}
             panel.points([height], [stored], "reference", **look)
         near = any(low <= v <= high for v in values)
         text = name if near else f"{name} has no value so near"
         text += ", its nearest values" if len(values) > data.nearest else ""
         panel.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
+    _gaps(panel, data)
     at = min(max(data.wanted, low), high)
     grip: dict[str, Any] = {"step": (high - low) / 160, "cross": 0.78}
     asked = f"asked for {data.asked()}"
@@ -145,6 +146,20 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
         look = {"anchor": "end", "dx": -12} if at == high else {"anchor": "start", "dx": 12}
         panel.text(f"{asked}, outside this picture", at, 0.78, color="own", halo=True, **look)
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
+
+
+def _gaps(panel: Panel, data: BitsExplorer) -> None:
+    """One ulp as a bar that begins at the number, and the ulp of the number before, to the same scale."""
+    away = -1 if data.fields.sign else 1  # from zero, where one ulp ends at the next number
+    rows = (("gap before", data.gap_before, "reference"), ("gap now", data.gap, "own"))
+    for row, (name, gap, role) in enumerate(rows[not data.gap_before :]):
+        y = 1.28 - 0.22 * row
+        end = min(max(data.value + away * gap, data.window[0]), data.window[1])
+        cut = ", wider than this picture" if end != data.value + away * gap else ""
+        bar = {"fill": f"{role}/0.5", "edge": role, "label": name, "told": f"{gap:.4g}", "quiet": True}
+        panel.boxes([data.value], [y - 0.07], [end], [y + 0.07], **bar)
+        look: dict[str, Any] = {"anchor": "end" if away > 0 else "start", "dx": -6 * away, "color": role, "halo": True}
+        panel.text(f"{name}: {gap:.4g}{cut}", data.value, y, **look)
 
 
 def ranges_scene(data: RangesExplorer) -> Scene:
@@ -162,9 +177,13 @@ def ranges_scene(data: RangesExplorer) -> Scene:
     for row, name in enumerate(data.kept):
         fmt = get_format(name)
         ends = [math.log2(v) for v in (fmt.min_subnormal, fmt.min_normal, fmt.max)]
-        parts = ((ends[0], ends[1], "subnormal", "/"), (ends[1], ends[2], "normal", None))
-        for low, high, role, hatch in parts:
-            look = {"fill": f"{role}/0.45", "edge": role, "hatch": hatch, "label": role}
+        least, normal = map(power_of_two, (fmt.min_subnormal_exponent, fmt.min_exponent))
+        parts = (
+            (ends[0], ends[1], "subnormal", "/", f"{least} to {normal}"),
+            (ends[1], ends[2], "normal", None, f"{normal} to {fmt.max:.5g}"),
+        )
+        for low, high, role, hatch, told in parts:
+            look = {"fill": f"{role}/0.45", "edge": "muted", "hatch": hatch, "label": role, "told": told}
             panel.boxes([low], [row - 0.3], [high], [row + 0.3], **look)
         kept = data.kept[name]
         ink = "overflow" if kept < 0 else "zero" if kept == 0 else "ink"

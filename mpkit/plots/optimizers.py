@@ -73,7 +73,7 @@ def adam_state_scene(data: AdamStateExplorer) -> Scene:
     for where, color, label, told in ends:
         at = np.flatnonzero(where)[::-3]  # with the last: one value may be all there is
         if len(at):
-            panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label, names=told)
+            panel.points(narrow[at], x[at], color, glyph="x", size=3, label=label, told=told)
     panel.points([narrow[data.marked]], [x[data.marked]], "own", fill="paper", size=6)
     handle = "marked gradient, 2 to the"
     panel.handle("x", "gradient_exponent", data.gradient_exponent, -26, 16, handle)
@@ -86,17 +86,17 @@ def _shown(sizes: np.ndarray) -> np.ndarray:
 
 def loss_scale_scene(data: LossScaleExplorer) -> Scene:
     """The loss over the steps with the chosen scales and with scales that agree."""
-    scene, top = Scene(height=370), 3.0
+    scene, low, top = Scene(height=370), -1.1, 3.0
     losses, steps = np.array(data.losses), len(data.losses)
     bad = ~np.isfinite(losses)
     ticks = [[math.log10(v), f"{v:g}" if v < 1000 else "≥ 1000"] for v in (0.1, 0.3, 1, 3, 10, 100, 1000)]
-    y: dict[str, Any] = {"label": "loss, nats", "lo": -1.1, "hi": top + 0.2, "ticks": ticks, "format": "log10"}
+    y: dict[str, Any] = {"label": "loss, nats", "lo": low, "hi": top + 0.2, "ticks": ticks, "format": "log10"}
     panel = scene.panel(title="loss under two loss scales", x=linear("step", 0, steps - 1, 8), y=y)
-    agreed = np.log10(np.clip(data.agreed, 0.08, 10.0**top))
+    agreed = np.log10(np.clip(data.agreed, 10.0**low, 10.0**top))
     panel.line(agreed, color="reference", dash="--", label="sens = loss_scale", tag=True)
-    own = np.where(bad, np.nan, np.log10(np.clip(np.nan_to_num(losses, nan=1.0), 0.08, 10.0**top)))
+    own = np.where(bad, np.nan, np.log10(np.clip(np.nan_to_num(losses, nan=1.0), 10.0**low, 10.0**top)))
     panel.line(own, color="own", width=2.2, label="chosen", tag=True)
     if bad.any():
-        look = {"glyph": "x", "label": "inf or NaN", "names": "not finite"}
+        look = {"glyph": "x", "label": "inf or NaN", "told": "not finite"}
         panel.points([top] * int(bad.sum()), np.flatnonzero(bad), "overflow", **look)
     return scene

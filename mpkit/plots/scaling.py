@@ -70,7 +70,7 @@ def _decisions(
     main.points(scale, ring=share, show="at", **ball)
     codes = sorted(set(map(str, data.reasons)))
     index = np.searchsorted(codes, data.reasons.astype(str)).astype(np.uint8)
-    main.add("notes", label="decision", names=codes, codes=index)
+    main.add("notes", label="decision", told=codes, codes=index)
     totals = [np.cumsum(~data.finite), steps + 1]
     words = "skipped {} of {} steps"
     if not np.isnan(data.zeros).any():  # a step whose loss is not finite has no gradients to count
@@ -149,7 +149,9 @@ def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (),
     scales = [v for _, run, _, _ in runs for v in run.scales if v > 0] + [2.0**e for e in also]
     powers = np.log2(np.minimum(scales or [1.0], 2.0**127))
     low, high = math.floor(powers.min()) - 1, math.ceil(powers.max()) + 1
-    loss = scene.panel(title="loss", x=linear("step", 0, steps, 4), y=linear("loss, nats", 0, 3, 3))
+    y = linear("loss, nats", 0, 3, 3)
+    y["ticks"][-1][1] = "≥ 3, NaN"  # such losses are drawn there
+    loss = scene.panel(title="loss", x=linear("step", 0, steps, 4), y=y)
     panel = scene.panel(0, 1, title="loss scale", x=linear("step", 0, steps, 4), y=log2("loss scale", low, high))
     for name, run, color, dash in runs:
         n = min(len(run.losses), len(run.scales))

@@ -2,7 +2,8 @@
 
 Values are in the coordinates of their axis: on an axis of powers of two that is the exponent. Colours are roles (what a
 thing means), "zero/0.3" is a tint of one. A mark with `show="upto"` reveals its items up to the step shown, with
-`show="at"` only the item of that step; `only=(a, b)` shows a whole mark from step a to step b.
+`show="at"` only the item of that step; `only=(a, b)` shows a whole mark from step a to step b. Under the pointer a mark
+with a label is read out by the number at which it is drawn; `told`, one text or one an item, says it where that is none.
 """
 
 from __future__ import annotations
@@ -118,10 +119,7 @@ class Panel:
         self.add("line", x=x, y=y, color=color, **look)
 
     def points(self, y: Numbers, x: Numbers | None = None, color: object = "own", **look: object) -> None:
-        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several.
-
-        `names` is read out in place of y, where that is no number.
-        """
+        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
     def band(
@@ -228,9 +226,15 @@ class Scene:
         self.kept[name] = pack(np.asarray(values))
         return {"ref": name}
 
-    def panel(self, row: int = 0, col: int = 0, **given: Any) -> Panel:
-        """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`)."""
-        self.panels.append(Panel(row=row, col=col, **given))
+    def panel(self, row: int = 0, col: int = 0, rowspan: int = 1, colspan: int = 1, **given: Any) -> Panel:
+        """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`).
+
+        Its `place` is the part of the picture that it has with its `pad`: left, right, top, bottom as shares.
+        """
+        across = self.cols, (col, col + colspan)
+        down = self.rows, (row, row + rowspan)
+        place = [sum(sizes[:end]) / sum(sizes) for sizes, ends in (across, down) for end in ends]
+        self.panels.append(Panel(row=row, col=col, place=place, **given))
         return self.panels[-1]
 
     def play(self, name: str, label: str, count: int, every: int = 80, first: int = 0) -> None:
@@ -255,8 +259,6 @@ class Scene:
         spec: dict[str, Any] = {
             "width": self.size[0],
             "height": self.size[1],
-            "rows": self.rows,
-            "cols": self.cols,
             "panels": panels,
         }
         spec |= {"kept": self.kept, "data": {}, "legend": self._legend()}
@@ -280,7 +282,7 @@ class Scene:
         """Write the label of each tagged line at its end, moved apart so that no two overlap."""
         g = p.given
         kept = self.kept
-        pixels = self.size[1] * self.rows[g["row"]] / sum(self.rows) - g["pad"][0] - g["pad"][2]
+        pixels = self.size[1] * (g["place"][3] - g["place"][2]) - g["pad"][0] - g["pad"][2]
         tagged = []
         for m in p.marks:
             if m.get("tag"):

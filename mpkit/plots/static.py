@@ -114,10 +114,8 @@ def colour(role: str | None) -> str | tuple[float, float, float]:
 
 def _place(spec: dict[str, Any], p: dict[str, Any]) -> tuple[float, float, float, float]:
     width, height, total = spec["width"], spec["height"], spec["height"] + 26
-    rows, cols = (np.concatenate([[0], np.cumsum(spec[k]) / np.sum(spec[k])]) for k in ("rows", "cols"))
-    up, right, down, left = p["pad"]
-    x0, x1 = width * cols[p["col"]] + left, width * cols[p["col"] + p.get("colspan", 1)] - right
-    y0, y1 = height * rows[p["row"]] + up, height * rows[p["row"] + p.get("rowspan", 1)] - down
+    (x0, x1, y0, y1), (up, right, down, left) = p["place"], p["pad"]
+    x0, x1, y0, y1 = width * x0 + left, width * x1 - right, height * y0 + up, height * y1 - down
     if p.get("equal"):
         long, high = (abs(p[k]["hi"] - p[k]["lo"]) for k in ("x", "y"))
         unit = min((x1 - x0) / long, (y1 - y0) / high)
@@ -279,7 +277,7 @@ def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Pa
         fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
     hatch = "///" if m.get("hatch") else None
-    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "paper")), "lw": PT, "hatch": hatch}
+    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT, "hatch": hatch}
     kept = np.flatnonzero(heights != 0)
     if not len(kept):  # the legend still names the colour
         return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)

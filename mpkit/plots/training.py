@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.plots.formats import regions, zones
-from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, space
+from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, power_of_two, space
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _window(scene: Scene, data: UnderflowExplorer, edges: np.ndarray) -> None:
     x, y = log2("magnitude of the gradient itself", FIRST, LAST, 12), linear("share, %", 0, top, 2)
     panel = scene.panel(1, 0, title="what the format holds at this scale", x=x, y=y)
     window = {"width": over - lost, "shift": -SCALES, "fill": "normal/0.2", "edge": "normal"}
-    panel.bars([top], [(lost + over) / 2], label="window of the format", **window)
+    told = [f"{power_of_two(round(lost - e, 1))} to {power_of_two(round(over - e, 1))}" for e in SCALES]
+    panel.bars([top], [(lost + over) / 2], label="window of the format", told=told, **window)
     panel.bars(heights, np.arange(FIRST, LAST) + 0.5, width=1, fill="reference/0.6", quiet=True)
     panel.text("zero up to 2^{}", 0.99, 0.86, values=[lost - SCALES], frame=True, anchor="end", halo=True, color="zero")
     grip = {"id": "threshold", "base": lost, "slope": -1, "note": "threshold", "cross": 1.25 * TALLEST}

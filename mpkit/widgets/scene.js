@@ -1,6 +1,7 @@
 // Draws any scene of mpkit/plots/scene.py as SVG: one plain ES module that knows nothing of mixed precision. It reads
 // spec (the scene), index (the step), controls and state (the form), sentence, rows; `ask` says what the reader did.
 
+const { abs, max, min, round } = Math;
 const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
 const element = (space) => (parent, tag, given = {}, text = "") => {
 	const node = set(space ? document.createElementNS(space, tag) : document.createElement(tag), given);
@@ -18,15 +19,15 @@ const html = element(null), svg = element("http://www.w3.org/2000/svg");
 const bytes = (v) => v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength);
 const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? new Float32Array(bytes(v.f4)) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
 const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
-const at = (a, i) => (a == null ? i : many(a) ? a[Math.min(i, a.length - 1)] : a);
-const length = (m) => Math.max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
-const clamp = (v, a, b) => Math.min(Math.max(a, b), Math.max(Math.min(a, b), v));
+const at = (a, i) => (a == null ? i : many(a) ? a[min(i, a.length - 1)] : a);
+const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
+const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
 const within = (v, [a, b]) => a <= v && v <= b;
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
-const px = (v) => Math.round(v * 10) / 10;
+const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
 const plain = (v) => String(+(+v).toPrecision(4));
-const said = (v, axis) => axis.names?.[Math.round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
+const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
 	: plain(axis.format === "log10" ? 10 ** v : v));
 
 // What mpkit/widgets/ahead.py packed: [path, values] of all that differs.
@@ -53,9 +54,9 @@ const GLYPH = {
 	"|": (r) => `m0 ${-r}v${2 * r}`,
 };
 // How many items are there at step `i`: item k appears at step since[k], or k.
-const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.filter((from) => from <= i).length : Math.min(length(m), i + 1));
+const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.filter((from) => from <= i).length : min(length(m), i + 1));
 
-const shownRow = (m, i) => m.count * Math.min(Math.round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
+const shownRow = (m, i) => m.count * min(round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
 
 // The outline of a line, with a gap where a value is not finite.
 function trace(p, m, n, ys = m.y) {
@@ -113,7 +114,7 @@ const DRAW = {
 		const ring = m.ring && ["ring back", "ring"].map((kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 })), spots = path(g, m, "glyph", { "data-mark": m.type });
 		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
 		return (i, pos) => {
-			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = Math.min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
+			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
 			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
 			set(spots, { d: Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "" });
 			const color = at(m.color, m.hue ? m.hue[i] : i);
@@ -157,7 +158,7 @@ const DRAW = {
 				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? rectangle(p, 0, a - half, v, a + half) : rectangle(p, a - half, 0, a + half, v)));
 			}
 			for (const role of new Set([...d.keys(), ...paths.keys()])) {
-				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "paper", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
+				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "muted", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
 				for (const node of paths.get(role)) set(node, { d: d.get(role) ?? "" });
 			}
 		};
@@ -177,8 +178,8 @@ const DRAW = {
 		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
 	},
 	arrows(g, p, m) {
-		for (let k = 0; k < length(m); k++) set(path(g, { width: 1.5, color: "muted", ...m }, "line", { "marker-end": `url(#${p.ids}t)` }),
-			{ d: `M${px(p.X(at(m.x0, k)))} ${px(p.Y(at(m.y0, k)))}L${px(p.X(at(m.x1, k)))} ${px(p.Y(at(m.y1, k)))}` });
+		for (let k = 0; k < length(m); k++) path(g, { width: 1.5, color: "muted", ...m }, "line",
+			{ "marker-end": `url(#${p.ids}t)`, d: trace(p, { x: [at(m.x0, k), at(m.x1, k)] }, 2, [at(m.y0, k), at(m.y1, k)]) });
 	},
 	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
 };
@@ -193,16 +194,14 @@ function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", val
 
 // Where every panel lies; X and Y take data to pixels, backX and backY the way back.
 function arrange(spec, kept, width, ids, before) {
-	const sum = (a, n = a.length) => a.slice(0, n).reduce((s, v) => s + v, 0);
 	return spec.panels.map((given, k) => {
-		const { rows, cols } = spec, [up, right, down, left] = given.pad;
+		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = given.place;
 		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
 		const p = { ...given, marks, ids, kept, first: spec.index?.first, real: true, off: 0 };
-		Object.assign(p, { left: width * sum(cols, given.col) / sum(cols) + left, right: width * sum(cols, given.col + (given.colspan ?? 1)) / sum(cols) - right,
-			top: spec.height * sum(rows, given.row) / sum(rows) + up, bottom: spec.height * sum(rows, given.row + (given.rowspan ?? 1)) / sum(rows) - down });
+		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: spec.height * y0 + up, bottom: spec.height * y1 - down });
 		if (given.equal) { // one unit is as long on both axes
-			const [wide, high] = [p.x, p.y].map((a) => Math.abs(a.hi - a.lo)), unit = Math.min((p.right - p.left) / wide, (p.bottom - p.top) / high);
+			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
 			Object.assign(p, { right: p.left + unit * wide, bottom: p.top + unit * high });
 		}
 		const map = (a, b, c, d) => (v) => c + (v - a) / (b - a) * (d - c), { x, y } = p, back = map(p.left, p.right, x.lo, x.hi);
@@ -230,36 +229,42 @@ function axes(g, moved, names, p) {
 	}
 }
 
-// What lies at `x` (data) in a panel: [name, value] of every labelled mark.
+// As the axis tells it: a tick has a name; what is cut at an end of an axis of powers lies there or beyond.
+const told = (v, a) => (!a.format ? "" : v < a.lo + 1e-6 ? "≤ " : v > a.hi - 1e-6 ? "≥ " : "") + (a.ticks.find(([t]) => t === v)?.[1] ?? said(v, a));
+
+// What lies at `x` (data) in a panel: [name, value] of every labelled mark; `told` where the value is not the place of an item.
 function readout(p, x, y, i) {
-	const found = [], inside = (a, b, v) => Math.min(a, b) <= v && v < Math.max(a, b);
+	const found = [], inside = (a, b, v) => min(a, b) <= v && v < max(a, b);
 	for (const m of p.marks) {
 		if (m.only && !within(i, m.only)) continue;
-		if (m.type === "boxes" && (m.text || m.label)) {
+		if (m.type === "boxes" && (m.text || m.told)) {
 			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
-				found.push([at(m.names ?? m.label, k), m.text?.[k] ?? said(at(m.y1, k), p.y)]);
+				found.push([at(m.names ?? m.label, k), at(m.told ?? m.text, k)]);
 		} else if (m.type === "bars" && m.label) {
-			const row = shownRow(m, i), own = (m.axis === "y" ? y : x) - at(m.shift ?? 0, i);
-			for (let k = 0; k < m.count; k++) if (Math.abs(m.at[k] - own) <= (m.width ?? 0.8) / 2) found.push([m.label, said(m.values[row + k] * (m.unit ?? 1), m.axis === "y" ? p.x : p.y)]);
-		} else if ((m.label || m.type === "notes") && ["line", "points", "notes", "pen"].includes(m.type) && m.show !== "at") {
+			const row = shownRow(m, i), [own, axis] = m.axis === "y" ? [y, p.x] : [x, p.y], off = own - at(m.shift ?? 0, i), value = (v) => said(m.unit ? px(v * m.unit) : v, axis);
+			for (let k = 0; k < m.count; k++) if (abs(m.at[k] - off) <= (m.width ?? 0.8) / 2) found.push([m.label, m.told ? at(m.told, i) : value(m.values[row + k])]);
+		} else if ((m.codes || (m.label && m.y && !m.y2)) && m.show !== "at") {
 			let best = -1, gap = Infinity;
-			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) { const g = Math.abs(at(m.x, k) - x + 0 * at(m.y, k)); if (g < gap) [best, gap] = [k, g]; }
-			if (best < 0 || gap * Math.abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
-			found.push([m.label, m.names ? at(m.names, m.codes?.[best]) : said(at(m.y, best), p.y)]);
+			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) {
+				const off = abs(at(m.y, k) - y), g = abs(at(m.x, k) - x) + 1e-9 * off;
+				if (g < gap && !(p.y.names && off > 0.5)) [best, gap] = [k, g]; // in its row, if there are rows
+			}
+			if (best < 0 || gap * abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
+			found.push([m.label, m.told ? at(m.told, m.codes?.[best] ?? best) : told(at(m.y, best), p.y)]);
 		}
 	}
 	return found;
 }
 
 function render({ model, el }) {
-	const root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
+	const get = (name) => model.get(name), root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
 	const part = (kind, given, parent = root) => html(parent, "div", { class: "mpk-" + kind, ...given });
 	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
 	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
 	const player = part("player"), form = part("form"), status = part("status", { role: "status" }), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
-	let spec, panels = [], moving = [], index = model.get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast;
+	let spec, panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
 	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
@@ -285,16 +290,16 @@ function render({ model, el }) {
 	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
 	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
-	const ready = (name) => { const { tokens } = model.get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
+	const ready = (name) => { const { tokens } = get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
 	function want(name) {
-		const { tokens, busy } = model.get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
+		const { tokens, busy } = get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
 		if (!root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
 		model.set("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
 		model.save_changes();
 	}
 	async function arrived() {
-		const given = model.get("ahead"), base = { spec: model.get("spec"), kept: model.get("kept") };
-		if (given.full !== model.get("state").tokens[""]) return; // of one that has gone
+		const given = get("ahead"), base = { spec: get("spec"), kept: get("kept") };
+		if (given.full !== get("state").tokens[""]) return; // of one that has gone
 		const columns = await unpacked(bytes(given.data)); // others may arrive
 		sent.set(given.name, [...ready(given.name), { ...given, base, columns }]);
 		if (given.name === near) want(near);
@@ -332,21 +337,21 @@ function render({ model, el }) {
 				});
 				picks.set(name, node);
 			}
-			set(picks.get(name), { d, "aria-label": `${at(m.names ?? m.label ?? "", k)}: ${m.text?.[k] ?? ""}` }).key = at(m.keys, k);
+			set(picks.get(name), { d, "aria-label": [at(m.names ?? m.label, k), m.text?.[k]].filter(Boolean).join(": ") }).key = at(m.keys, k);
 			used.add(name);
 		},
 	};
 	function draw() {
-		if (!model.get("spec")?.panels) return;
-		spec = local?.spec ?? model.get("spec");
-		const width = Math.round(clamp(stage.clientWidth || spec.width, 360, 1.3 * spec.width));
+		if (!get("spec")?.panels) return;
+		spec = local?.spec ?? get("spec");
+		const width = round(clamp(stage.clientWidth || spec.width, 360, 1.3 * spec.width));
 		for (const node of [picture, over]) set(node, { width, height: spec.height, viewBox: `0 0 ${width} ${spec.height}` });
 		picture.replaceChildren();
 		picture.classList.remove("fresh");
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
 		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
 		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
-		panels = arrange(spec, { ...(local?.kept ?? model.get("kept")), ...spec.data }, width, ids, drag?.panels);
+		panels = arrange(spec, { ...(local?.kept ?? get("kept")), ...spec.data }, width, ids, drag?.panels);
 		moving = [];
 		used.clear();
 		for (const [k, p] of panels.entries()) {
@@ -400,7 +405,7 @@ function render({ model, el }) {
 			on(slider, "input", () => go(+slider.value));
 			output = html(player, "label");
 			typed = html(output, "input", { type: "number" });
-			on(typed, "change", () => go(Math.round(typed.value) - spec.index.first));
+			on(typed, "change", () => go(round(typed.value) - spec.index.first));
 		}
 		slider.max = spec.index.count - 1;
 		output.replaceChildren(spec.index.label, typed);
@@ -408,15 +413,15 @@ function render({ model, el }) {
 	}
 	function tell(wait = 120) {
 		clearTimeout(timer);
-		timer = setTimeout(() => { timer = 0; if (model.get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
+		timer = setTimeout(() => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
 		mark();
 	}
 	function pause() { if (!frame) return; frame = cancelAnimationFrame(frame); button.textContent = "Play"; show(index); tell(0); }
 	function play() {
 		const last = spec.index.count - 1, first = index >= last ? 0 : pos, start = performance.now();
-		const every = Math.max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
+		const every = max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
 		const tick = (now) => {
-			const to = Math.min(last, first + Math.max(0, now - start) / every);
+			const to = min(last, first + max(0, now - start) / every);
 			frame = requestAnimationFrame(tick);
 			show(calm() ? Math.floor(to) : to);
 			if (to >= last) pause();
@@ -460,7 +465,7 @@ function render({ model, el }) {
 		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
 	}
 	function move(h, v) {
-		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + Math.round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
+		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
 		if (String(to) === String(h.value)) return;
 		place(h, to);
 		if (name === spec.index?.name) return go(to - spec.index.first);
@@ -478,8 +483,8 @@ function render({ model, el }) {
 	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
 	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
 	function draws(e) { // the pen: every step since the last position gets the value under the pointer
-		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(Math.round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
-		for (let i = Math.min(last ?? to, to); i <= Math.max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
+		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
+		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
 		drag.last = to;
 		for (const step of moving) step(index, pos);
 		ask({ [m.name]: stroke }, stroke);
@@ -514,17 +519,17 @@ function render({ model, el }) {
 		cross.style.opacity = found.length ? 1 : 0;
 		tip.hidden = !found.length;
 		tip.replaceChildren();
-		if (!p.x.hidden) html(tip, "b", {}, `${p.x.label || spec.index?.label || ""} ${said(p.x.format || Math.abs(p.x.hi - p.x.lo) < 20 ? x : Math.round(x), p.x)}`);
+		if (!p.x.hidden) html(tip, "b", {}, `${p.x.label || spec.index?.label || ""} ${said(p.x.format || abs(p.x.hi - p.x.lo) < 20 ? x : round(x), p.x)}`);
 		for (const [name, value] of found) html(tip, "div", {}, `${name}: ${value}`);
 		tip.style.cssText = `top:${p.top + 4}px;` + (place > (p.left + p.right) / 2 ? `right:${stage.clientWidth - place + 10}px` : `left:${place + 10}px`);
 	}
 	function unhover() { tip.hidden = true; cross.style.opacity = 0; delete tip.dataset.x; }
 	on(over, "keydown", (e) => {
-		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels[0];
+		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels.find((q) => !q.bare);
 		if (!by || e.target !== over || !p) return;
 		e.preventDefault();
 		if (spec.index) return go(index + by), hover(p, index, 0);
-		const width = Math.abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
+		const width = abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
 		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
 		status.textContent = tip.innerText.replaceAll("\n", ", ");
 	});
@@ -533,7 +538,7 @@ function render({ model, el }) {
 	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
 	function drawForm() {
 		form.replaceChildren();
-		for (const c of model.get("controls")) {
+		for (const c of get("controls")) {
 			const line = html(form, c.kind === "button" ? "span" : "label", { "data-for": c.name });
 			if (c.kind === "button") { press(line, c.label, () => ask({ [c.name]: true }, NaN)); continue; }
 			html(line, "span", {}, c.label);
@@ -542,15 +547,15 @@ function render({ model, el }) {
 			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
 			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
 			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { [c.name]: value() }); });
-			if (box) on(box, "change", () => (box.value ? ask({ [c.name]: +box.value }) : (box.value = model.get("state")[c.name])));
+			if (box) on(box, "change", () => (box.value ? ask({ [c.name]: +box.value }) : (box.value = get("state")[c.name])));
 		}
-		if (model.get("controls").some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
+		if (get("controls").some((c) => c.name === "stop")) html(form, "progress", { max: 1, "aria-label": "work done" });
 		showState();
 	}
 	function showState() {
-		const state = model.get("state"), bar = form.querySelector("progress");
+		const state = get("state"), bar = form.querySelector("progress");
 		if (bar) { bar.value = state.progress ?? 0; bar.style.visibility = state.busy ? "visible" : "hidden"; }
-		for (const c of model.get("controls")) {
+		for (const c of get("controls")) {
 			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = state[c.name];
 			line.hidden = state.idle?.includes(c.name);
 			if (!input) continue;
@@ -558,13 +563,13 @@ function render({ model, el }) {
 			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
 				if (document.activeElement !== box) box.value = v;
 				input.hidden = handles.has(c.name);
-				input.value = c.grid.reduce((best, g, k) => (Math.abs(g - v) < Math.abs(c.grid[best] - v) ? k : best), 0);
+				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
 				input.ariaValueText = v;
 			}
 		}
 	}
 	function showRows() {
-		const rows = model.get("rows");
+		const rows = get("rows");
 		table.replaceChildren();
 		for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
 			const line = html(table, "tr");
@@ -572,7 +577,7 @@ function render({ model, el }) {
 		}
 	}
 	function showSentence() {
-		const [sentence, message] = model.get("sentence");
+		const [sentence, message] = get("sentence");
 		picture.ariaLabel = sentence;
 		status.textContent = sentence + " ";
 		if (message) { html(status, "b", {}, message); answered(); }
@@ -580,10 +585,10 @@ function render({ model, el }) {
 	function answered() { if (!rest && !waiting.length) local = null; draw(); }
 	on(more, "toggle", () => ask({ table: more.open }));
 	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known then
-	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && model.get("index") !== index) show(model.get("index")); },
+	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
 		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:sentence": showSentence, "change:rows": showRows };
 	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
-	const size = new ResizeObserver(() => { if (panels.length && Math.abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
+	const size = new ResizeObserver(() => { if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
 	draw(); drawForm(); showSentence();
 	size.last = stage.clientWidth;
 	size.observe(stage);

@@ -151,7 +151,7 @@ class View(_Widget):
     def _token(self, explorer: Explorer, name: str = "") -> str:
         """A name for all that the scene depends on, or for all but one parameter."""
         given = [v for k, v in explorer.state().items() if k not in (self._step, name)]
-        return f"{hash(repr((given, explorer.changes))) & 0xFFFFFFFF:x}"
+        return f"{hash(repr((given, explorer.changes, explorer.memory))) & 0xFFFFFFFF:x}"
 
     def _send_ahead(self, wish: dict[str, Any]) -> None:
         """Send pictures of other values of a parameter, or of what a gesture can ask for now; not those it `have`s.
