@@ -3,7 +3,7 @@
 Values are in the coordinates of their axis: on an axis of powers of two that is the exponent. Colours are roles (what a
 thing means), "zero/0.3" is a tint of one. A mark with `show="upto"` reveals its items up to the step shown, with
 `show="at"` only the item of that step; `only=(a, b)` shows a whole mark from step a to step b. Under the pointer a mark
-with a label is read out by the number at which it is drawn; `told`, one text or one an item, says it where that is none.
+with a label is read out by the number where it is drawn; `told`, one text or one an item, says it where that is none.
 """
 
 from __future__ import annotations
