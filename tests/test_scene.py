@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import inspect
 import json
+import pickle
 import pkgutil
 import re
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from itertools import combinations
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -207,6 +210,18 @@ def narrow(tab):
     tab.set_viewport_size({"width": NARROW + 16, "height": 900})
     fits = f"[...document.querySelectorAll('.mpk-stage > svg')].every((e) => e.clientWidth <= {NARROW})"
     tab.wait_for_function(fits, polling=20)
+
+
+def test_what_makes_a_view_is_a_function_known_by_its_name():
+    """Though it is a row of a table: it can be pickled, and help, signature and types are those of a function there."""
+    for name, make in VIEWS.items():
+        assert pickle.loads(pickle.dumps(make)) is make
+        assert make.__qualname__ == make.__name__ == f"{name.rpartition('.')[2]}_view"
+        assert str(inspect.signature(make)) == "(**params: 'object') -> 'View'"
+        assert get_type_hints(make) == {"params": object, "return": View}
+        explorer = type(made(name).explorer)
+        assert make.__doc__.endswith(f"; parameters as `{explorer.__name__}`.")
+        assert getattr(inspect.getmodule(make), explorer.__name__) is explorer
 
 
 def test_the_scene_says_what_the_explorer_computed():

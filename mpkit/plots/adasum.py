@@ -20,7 +20,7 @@ LOOK: Mapping[str, dict[str, Any]] = {
 }
 
 
-def pair_scene(data: PairExplorer) -> Scene:
+def adasum_scene(data: PairExplorer) -> Scene:
     """The vectors in the plane, a and b by their tips, and the length of each result over the angle."""
     scene = Scene(height=420, width=960, cols=(1.35, 1))
     x, y = linear("first weight's update", -3.4, 6.4, 5), linear("second weight's update", -0.8, 5.2, 4)

@@ -1,17 +1,8 @@
 """The widgets of lesson 03."""
 
-from __future__ import annotations
-
 from mpkit.explorers.casting import CastingExplorer, LogSoftmaxExplorer
 from mpkit.plots.casting import casting_scene, log_softmax_scene
-from mpkit.widgets.scene import View
+from mpkit.widgets.scene import plain
 
-
-def casting_view(**params: object) -> View:
-    """A network at a level, operation by operation; parameters as `CastingExplorer`."""
-    return View(CastingExplorer(**params), casting_scene)
-
-
-def log_softmax_view(**params: object) -> View:
-    """Why softmax and log want float32; parameters as `LogSoftmaxExplorer`."""
-    return View(LogSoftmaxExplorer(**params), log_softmax_scene)
+casting_view = plain(CastingExplorer, casting_scene, "A network at a level, operation by operation")
+log_softmax_view = plain(LogSoftmaxExplorer, log_softmax_scene, "Why softmax and log want float32")

@@ -1,7 +1,5 @@
 """The widgets of the lessons on evidence: overflow detective, what if, common mistakes."""
 
-from __future__ import annotations
-
 from mpkit.explorers.evidence import (
     DetectiveExplorer,
     GridExplorer,
@@ -10,29 +8,10 @@ from mpkit.explorers.evidence import (
     WhatIfExplorer,
 )
 from mpkit.plots.evidence import detective_scene, grid_scene, naive_rule_scene, run_scene, what_if_scene
-from mpkit.widgets.scene import View
+from mpkit.widgets.scene import plain
 
-
-def detective_view(**params: object) -> View:
-    """Four broken trainings at any scale, in float16 or bfloat16; parameters as `DetectiveExplorer`."""
-    return View(DetectiveExplorer(**params), detective_scene)
-
-
-def run_view(**params: object) -> View:
-    """A recorded run, step by step; parameters as `RunExplorer`."""
-    return View(RunExplorer(**params), run_scene)
-
-
-def what_if_view(**params: object) -> View:
-    """A recorded run with another start, factor and window; parameters as `WhatIfExplorer`."""
-    return View(WhatIfExplorer(**params), what_if_scene)
-
-
-def grid_view(**params: object) -> View:
-    """A heat map of factor x window; a click on a cell shows its run; parameters as `GridExplorer`."""
-    return View(GridExplorer(**params), grid_scene)
-
-
-def naive_rule_view(**params: object) -> View:
-    """The rule that compares loss and scale; parameters as `NaiveRuleExplorer`."""
-    return View(NaiveRuleExplorer(**params), naive_rule_scene)
+detective_view = plain(DetectiveExplorer, detective_scene, "Four broken trainings at any scale, in float16 or bfloat16")
+run_view = plain(RunExplorer, run_scene, "A recorded run, step by step")
+what_if_view = plain(WhatIfExplorer, what_if_scene, "A recorded run with another start, factor and window")
+grid_view = plain(GridExplorer, grid_scene, "A heat map of factor x window; a click on a cell shows its run")
+naive_rule_view = plain(NaiveRuleExplorer, naive_rule_scene, "The rule that compares loss and scale")

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from traitlets import Bool, Dict, Float, HasTraits, Int, List, Unicode
 
@@ -263,6 +263,31 @@ class View(_Widget):
             rows.append(row | ({"costly": True} if tags.get("costly") else {}))
         rows += [{"name": method, "label": text, "kind": "button"} for text, method in self.explorer.actions.items()]
         return [*rows, *([{"name": "reset", "label": "Reset", "kind": "button"}] if self.explorer.controls else [])]
+
+
+class Maker(Protocol):
+    """Makes a view; its parameters are those of the view's explorer."""
+
+    def __call__(self, **params: object) -> View: ...
+
+
+def plain(explorer: type[Explorer], scene: Callable[[Any], Scene], says: str) -> Maker:
+    """What makes the view of an explorer that needs nothing but a scene, under the scene's own name: a row of a table.
+
+    >>> from mpkit.widgets.formats import bits_view
+    >>> bits_view.__name__, bits_view.__module__
+    ('bits_view', 'mpkit.widgets.formats')
+    >>> bits_view.__doc__
+    'A number and its bits; parameters as `BitsExplorer`.'
+    """
+
+    def make(**params: object) -> View:
+        return View(explorer(**params), scene)
+
+    make.__module__ = scene.__module__.replace(".plots.", ".widgets.")
+    make.__name__ = make.__qualname__ = scene.__name__.removesuffix("_scene") + "_view"
+    make.__doc__ = f"{says}; parameters as `{explorer.__name__}`."
+    return make
 
 
 def _grid(trait: Any) -> list[float]:

@@ -1,12 +1,7 @@
 """The widget of lesson 00."""
 
-from __future__ import annotations
-
 from mpkit.explorers.start import StartExplorer
 from mpkit.plots.start import start_scene
-from mpkit.widgets.scene import View
+from mpkit.widgets.scene import plain
 
-
-def start_view(**params: object) -> View:
-    """Train on the digits at any level and scale; parameters as `StartExplorer`."""
-    return View(StartExplorer(**params), start_scene)
+start_view = plain(StartExplorer, start_scene, "Train on the digits at any level and scale")
