@@ -12,15 +12,10 @@ from mpkit.plots.scene import Panel, Scene, linear, names
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
-    from mpkit.explorers.boost import (  # upward: the types of its arguments
-        BoostExplorer,
-        CentralizeExplorer,
-        FreezeExplorer,
-        LessBNExplorer,
-    )
+    from mpkit.explorers import boost as explorers  # upward: the types of its arguments
 
 
-def boost_scene(data: BoostExplorer) -> Scene:
+def boost_scene(data: explorers.BoostExplorer) -> Scene:
     """Speed-up and accuracy of every measured configuration; how often each stage stands still; below, two of them
     step by step.
     """
@@ -45,7 +40,7 @@ def boost_scene(data: BoostExplorer) -> Scene:
     return scene
 
 
-def _configurations(panel: Panel, data: BoostExplorer) -> None:
+def _configurations(panel: Panel, data: explorers.BoostExplorer) -> None:
     """Every measured one with its seeds, and its name on the side with more room; arrows lead to the tuned one."""
     field = sorted(data.field, key=lambda one: one[1])
     at = {name: (speed, float(np.mean(runs))) for name, speed, runs in field}
@@ -77,7 +72,7 @@ BLOCKS = {  # role, hatch and name of each part of a step
 }
 
 
-def _steps(scene: Scene, data: BoostExplorer) -> None:
+def _steps(scene: Scene, data: explorers.BoostExplorer) -> None:
     """The first steps of two configurations: each begins where one without boost would; a frame is what it lacks."""
     count = len(data.rows[0].indices)
     x = linear("step, as wide as one without boost", 0, count + 2.6)
@@ -103,7 +98,7 @@ def _steps(scene: Scene, data: BoostExplorer) -> None:
         panel.text(words, count + 0.15, k, anchor="start", weight="bold")
 
 
-def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
+def _frozen_stages(scene: Scene, data: explorers.BoostExplorer) -> None:
     count = len(data.stages)
     panel = scene.panel(
         0,
@@ -129,7 +124,7 @@ def _frozen_stages(scene: Scene, data: BoostExplorer) -> None:
         )
 
 
-def freeze_scene(data: FreezeExplorer) -> Scene:
+def freeze_scene(data: explorers.FreezeExplorer) -> Scene:
     """Steps by stages, dark where a stage stands still; beside it the work of the step that is saved."""
     count, steps = len(data.names), len(data.sequence)
     scene = Scene(height=440, width=960, cols=(2.2, 1))
@@ -167,7 +162,7 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 PER_ROW = 30
 
 
-def less_bn_scene(data: LessBNExplorer) -> Scene:
+def less_bn_scene(data: explorers.LessBNExplorer) -> Scene:
     """The layers of a network in definition order, row after row; a frame holds the layers of one block."""
     parts = _rows(data.layers)
     rows, width = len(parts), max(map(len, parts))
@@ -221,7 +216,7 @@ def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int, shortcuts
                 panel.add("arrows", x0=x0, y0=[row + 0.34], x1=x1, y1=[row + 0.34], width=1.6)
 
 
-def centralize_scene(data: CentralizeExplorer) -> Scene:
+def centralize_scene(data: explorers.CentralizeExplorer) -> Scene:
     """The entries of one output's gradient with their mean, and the means of all outputs."""
     scene = Scene(height=390, width=940, cols=(1.15, 1))
     reach = 1.15 * float(data.grad.abs().max())

@@ -9,18 +9,12 @@ import numpy as np
 from mpkit.plots.scene import Panel, Scene, linear, log2, names, power_of_two
 
 if TYPE_CHECKING:
-    from mpkit.explorers.drawing import (  # upward: the types of its arguments
-        DrawExplorer,
-        DrawnExplorer,
-        GapExplorer,
-        StuckExplorer,
-        TotalExplorer,
-    )
+    from mpkit.explorers import drawing as explorers  # upward: the types of its arguments
 
 HEIGHT, WIDTH = 380, 900
 
 
-def _pen(panel: Panel, data: DrawnExplorer) -> None:
+def _pen(panel: Panel, data: explorers.DrawnExplorer) -> None:
     """The reader's line, from the first point that is not known."""
     mine = np.concatenate([np.full(data.first, np.nan), data.guess])
     panel.add(
@@ -28,11 +22,11 @@ def _pen(panel: Panel, data: DrawnExplorer) -> None:
     )
 
 
-def _title(data: DrawnExplorer, before: str) -> str:
+def _title(data: explorers.DrawnExplorer, before: str) -> str:
     return "your line and what happened" if data.revealed else before
 
 
-def _shown(data: DrawnExplorer) -> int:
+def _shown(data: explorers.DrawnExplorer) -> int:
     """How many points of the truth may be seen."""
     return len(data.truth) if data.revealed else data.first
 
@@ -43,7 +37,7 @@ def _points(labels: list[str], every: int, label: str) -> dict[str, Any]:
     return axis | {"ticks": axis["ticks"][::every]}
 
 
-def draw_scene(data: DrawExplorer) -> Scene:
+def draw_scene(data: explorers.DrawExplorer) -> Scene:
     """The scale so far under its ceiling, the reader's pen for the rest, and over it what happened once it is shown."""
     scene = Scene(height=HEIGHT, width=WIDTH)
     title = _title(data, "draw the scale into the right part")
@@ -56,12 +50,11 @@ def draw_scene(data: DrawExplorer) -> Scene:
     shown = _shown(data)
     skips = np.flatnonzero(~data.finite[:shown])
     panel.line(data.truth[:shown], color="reference", step="mid", width=2.6, label="loss scale")
-    if len(skips):
-        panel.points(data.truth[skips], skips, "overflow", glyph="x", size=5, label="skipped step")
+    panel.crosses(data.truth, skips, "skipped step")
     return scene
 
 
-def gap_scene(data: GapExplorer) -> Scene:
+def gap_scene(data: explorers.GapExplorer) -> Scene:
     """The known gap of 1, the reader's pen over all powers of two, and the gaps once they are shown."""
     scene = Scene(height=HEIGHT, width=WIDTH)
     labels = [power_of_two(int(e)) for e in data.exponents]
@@ -78,7 +71,7 @@ def gap_scene(data: GapExplorer) -> Scene:
     return scene
 
 
-def total_scene(data: TotalExplorer) -> Scene:
+def total_scene(data: explorers.TotalExplorer) -> Scene:
     """The first sums, the reader's pen for the rest, and the sums once they are shown."""
     scene = Scene(height=HEIGHT, width=WIDTH)
     panel = scene.panel(
@@ -93,7 +86,7 @@ def total_scene(data: TotalExplorer) -> Scene:
     return scene
 
 
-def stuck_scene(data: StuckExplorer) -> Scene:
+def stuck_scene(data: explorers.StuckExplorer) -> Scene:
     """The loss of gradient descent, the reader's pen, and the loss of DimReduce once it is shown."""
     scene = Scene(height=HEIGHT, width=WIDTH)
     panel = scene.panel(

@@ -10,18 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpkit.formats import FP16
-from mpkit.plots.formats import edges, regions, zones
+from mpkit.plots.formats import edges, histogram, regions
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two, space
 from mpkit.replay.percent import percent
 
 if TYPE_CHECKING:
-    from mpkit.explorers.evidence import (  # upward: the types of its arguments
-        DetectiveExplorer,
-        GridExplorer,
-        NaiveRuleExplorer,
-        RunExplorer,
-        WhatIfExplorer,
-    )
+    from mpkit.explorers import evidence as explorers  # upward: the types of its arguments
 
 
 def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
@@ -33,7 +27,7 @@ def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
     return max(-40, math.floor(every.min()) - room), min(60, math.ceil(every.max()) + room)
 
 
-def detective_scene(data: DetectiveExplorer) -> Scene:
+def detective_scene(data: explorers.DetectiveExplorer) -> Scene:
     """Above, the batch's way through the network and back; below, the ranges of its values inside the format."""
     low, high, fmt = -44, 44, data.fmt
     labels = [f"gradient of {n} × scale" if g else f"output of {n}" for n, _, _, g in data.bars]
@@ -64,7 +58,7 @@ def detective_scene(data: DetectiveExplorer) -> Scene:
     return scene
 
 
-def _way(scene: Scene, data: DetectiveExplorer) -> None:
+def _way(scene: Scene, data: explorers.DetectiveExplorer) -> None:
     """Forward along the upper row, back along the lower one; each part shows what passed it once it is reached."""
     last, parts = len(data.stops) - 1, [stop.name for stop in data.stops if not stop.backward]
     wide = len(parts)
@@ -94,11 +88,10 @@ def _way(scene: Scene, data: DetectiveExplorer) -> None:
 def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, low: int, high: int, **look: Any) -> None:
     at = exponents(np.nan_to_num(scale, nan=0.0), low, high)
     panel.line(at, step="post", **look)
-    if len(skipped):
-        panel.points(at[skipped], skipped, "overflow", glyph="x", size=4, label="skipped")
+    panel.crosses(at, skipped, "skipped", size=4)
 
 
-def run_scene(data: RunExplorer) -> Scene:
+def run_scene(data: explorers.RunExplorer) -> Scene:
     """The recorded scale with its skipped steps, and the scaled gradients of the step inside float16."""
     t, scene = data.trace, Scene(height=400, width=960, cols=(1.6, 1))
     scene.play("step", "step", len(t), every=120)
@@ -114,7 +107,7 @@ def run_scene(data: RunExplorer) -> Scene:
     return scene
 
 
-def _gradients(scene: Scene, data: RunExplorer) -> None:
+def _gradients(scene: Scene, data: explorers.RunExplorer) -> None:
     """Beside the scale: how the values of each step lie in float16, those without an exponent as words."""
     t, part = data.trace, data.trace.gradients
     shares = 100 * (part.total() / max(1, data.values))
@@ -125,22 +118,13 @@ def _gradients(scene: Scene, data: RunExplorer) -> None:
         x=log2("magnitude", -60, 40, 20),
         y=linear("share of all values, %", 0, 1.5 * float(shares.max()), 4),  # the words stand above all bars
     )
-    regions(right, "x", *edges(FP16))
     rows = np.clip(np.searchsorted(part.step, np.arange(len(t)), side="right") - 1, 0, None)
     with np.errstate(divide="ignore"):
         shift = np.maximum(np.log2(t.scale), -200)
-    right.bars(
-        scene.keep("shares", np.round(255 * shares / shares.max()).astype(np.uint8)),
-        np.arange(part.lowest, part.lowest + part.bins) + 0.5,
-        width=1,
-        unit=float(shares.max()) / 255,
-        rows=scene.keep("rows", rows),
-        shift=scene.keep("shift", shift),
-        zones=zones(edges(FP16)),
-        label="share, %",
-        quiet=True,
-    )
-    look: dict[str, Any] = {"frame": True, "halo": True}
+    look: dict[str, Any] = {"rows": scene.keep("rows", rows), "shift": scene.keep("shift", shift)}
+    regions(right, "x", *edges(FP16))
+    histogram(scene, right, shares, part.lowest, FP16, **look)
+    look = {"frame": True, "halo": True}
     for words, count, x, anchor, color in (
         ("{} % zero", part.zeros, 0.02, "start", "zero"),
         ("{} % inf or NaN", part.nonfinite, 0.98, "end", "overflow"),
@@ -149,7 +133,7 @@ def _gradients(scene: Scene, data: RunExplorer) -> None:
         right.text(words, x, 0.71, values=[shown], anchor=anchor, color=color, **look)
 
 
-def what_if_scene(data: WhatIfExplorer) -> Scene:
+def what_if_scene(data: explorers.WhatIfExplorer) -> Scene:
     """The replayed scale under its ceiling, recorded or drawn; beside it what every pair loses under that ceiling."""
     scene = Scene(height=400, width=1000, cols=(1.4, 1))
     panel, low = _draw_run(scene, 0, data, "what this policy would have done; draw another ceiling")
@@ -176,7 +160,7 @@ def what_if_scene(data: WhatIfExplorer) -> Scene:
     return scene
 
 
-def _draw_run(scene: Scene, col: int, run: WhatIfExplorer, title: str) -> tuple[Panel, int]:
+def _draw_run(scene: Scene, col: int, run: explorers.WhatIfExplorer, title: str) -> tuple[Panel, int]:
     low, high = fitted(run.tops, run.trace.scale, run.scale)
     x = linear("step", 0, len(run.trace), 6)
     panel = scene.panel(0, col, title=title, x=x, y=log2("loss scale", low, high))
@@ -215,7 +199,7 @@ def short(share: float) -> str:
     return told.replace("lessthan", "<").replace("morethan", ">")
 
 
-def grid_scene(data: GridExplorer) -> Scene:
+def grid_scene(data: explorers.GridExplorer) -> Scene:
     """The heat map of a sweep with the chosen cell framed, and that cell's run."""
     scene = Scene(height=400, width=980, cols=(1, 1))
     texts = [short(v) for v in data.grid.flat]
@@ -228,7 +212,7 @@ def grid_scene(data: GridExplorer) -> Scene:
     return scene
 
 
-def naive_rule_scene(data: NaiveRuleExplorer) -> Scene:
+def naive_rule_scene(data: explorers.NaiveRuleExplorer) -> Scene:
     """Two rules, one start, and where each leads."""
     return two_rules(data.naive, data.dynamic, data.losses, data.ceiling, data.exponent, ("exponent", -10, 20))
 
@@ -259,9 +243,7 @@ def two_rules(
         y = exponents(np.asarray(values)[every], low, high)
         panel.line(y, every, color, dash=dash, width=2.2, label=name, tag=True)
     bad = np.flatnonzero(np.asarray(naive) > ceiling)[:1]
-    if len(bad):
-        y = exponents(np.asarray(naive)[bad], low, high)
-        panel.points(y, bad, "overflow", glyph="x", size=7, label="first inf in the weights")
+    panel.crosses(exponents(naive, low, high), bad, "first inf in the weights", size=7)
     name, least, most = handle
     panel.handle("y", name, start, least, most, "start, 2 to the", cross=0.015 * steps, note="start")
     for axis, given in more.items():

@@ -12,11 +12,7 @@ from mpkit.formats import FORMATS, FloatFormat, get_format
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, names, power_of_two, space
 
 if TYPE_CHECKING:
-    from mpkit.explorers.formats import (  # upward: the types of its arguments
-        BitsExplorer,
-        GradientsExplorer,
-        RangesExplorer,
-    )
+    from mpkit.explorers import formats as explorers  # upward: the types of its arguments
 
 KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
 
@@ -50,7 +46,18 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
         panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
 
 
-def bits_scene(data: BitsExplorer) -> Scene:
+def histogram(scene: Scene, panel: Panel, shares: np.ndarray, lowest: float, fmt: FloatFormat, **look: object) -> None:
+    """Percent of magnitudes in each power of two from `lowest` on, a row for each step, coloured by the format.
+
+    They travel once, a byte each. `look` as in `Panel.bars`.
+    """
+    kept = scene.keep("shares", np.round(255 * shares / shares.max()).astype(np.uint8))
+    at = lowest + 0.5 + np.arange(shares.shape[1])
+    look = {"width": 1, "label": "share, %", "quiet": True} | look
+    panel.bars(kept, at, unit=shares.max() / 255, zones=zones(edges(fmt)), **look)
+
+
+def bits_scene(data: explorers.BitsExplorer) -> Scene:
     """The bits as buttons; the whole format in powers of two; the value among its neighbours, true to scale."""
     scene = Scene(height=490, rows=(1.1, 1.1, 1.5))
     _bit_row(scene, data)
@@ -59,7 +66,7 @@ def bits_scene(data: BitsExplorer) -> Scene:
     return scene
 
 
-def _bit_row(scene: Scene, data: BitsExplorer) -> None:
+def _bit_row(scene: Scene, data: explorers.BitsExplorer) -> None:
     fmt, bits = data.format, data.format.bits
     panel = scene.panel(bare=True, x=space(0, 32), y=space(-1.4, 1.9))
     places, left = np.arange(bits), (32 - bits) / 2
@@ -91,7 +98,7 @@ def _bits(count: int) -> str:
     return f"{count} bit{'s' * (count != 1)}"
 
 
-def _whole_format(scene: Scene, data: BitsExplorer) -> None:
+def _whole_format(scene: Scene, data: explorers.BitsExplorer) -> None:
     fmt = data.format
     least = fmt.min_subnormal_exponent
     low, high = least - 2, fmt.max_exponent + 3
@@ -111,7 +118,7 @@ def _whole_format(scene: Scene, data: BitsExplorer) -> None:
         panel.handle("x", "shift_to", power, least, fmt.max_exponent, "power of two of the number", **grip)
 
 
-def _neighbours(scene: Scene, data: BitsExplorer) -> None:
+def _neighbours(scene: Scene, data: explorers.BitsExplorer) -> None:
     if data.fields.value is None:
         panel = scene.panel(2, bare=True, x=space(0, 1), y=space(0, 1))
         panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
@@ -148,7 +155,7 @@ def _neighbours(scene: Scene, data: BitsExplorer) -> None:
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
-def _gaps(panel: Panel, data: BitsExplorer) -> None:
+def _gaps(panel: Panel, data: explorers.BitsExplorer) -> None:
     """One ulp as a bar that begins at the number, and the ulp of the number before, to the same scale."""
     away = -1 if data.fields.sign else 1  # from zero, where one ulp ends at the next number
     rows = (("gap before", data.gap_before, "reference"), ("gap now", data.gap, "own"))
@@ -162,7 +169,7 @@ def _gaps(panel: Panel, data: BitsExplorer) -> None:
         panel.text(f"{name}: {gap:.4g}{cut}", data.value, y, **look)
 
 
-def ranges_scene(data: RangesExplorer) -> Scene:
+def ranges_scene(data: explorers.RangesExplorer) -> Scene:
     """The range of every format on one axis, and one magnitude with its fate in each."""
     fates = [data.fate(name) for name in data.kept]
     x = log2("magnitude", -152, 226, 24)
@@ -192,7 +199,7 @@ def ranges_scene(data: RangesExplorer) -> Scene:
     return scene
 
 
-def gradients_scene(data: GradientsExplorer) -> Scene:
+def gradients_scene(data: explorers.GradientsExplorer) -> Scene:
     """The exponent histogram of scaled gradients over the regions of one format; the histogram can be dragged."""
     low, high, top = -50, 32, 26
     fmt, scene = data.format, Scene(height=360)
@@ -203,16 +210,7 @@ def gradients_scene(data: GradientsExplorer) -> Scene:
         y=linear("share of the gradients, %", 0, top, 4),
     )
     regions(panel, "x", *edges(fmt))
-    unit = 100 * data.shares.max() / 255
-    panel.bars(
-        scene.keep("shares", np.round(255 * data.shares / data.shares.max()).astype(np.uint8)),
-        data.exponents + 0.5,
-        width=1,
-        unit=unit,
-        zones=zones(edges(fmt)),
-        label="share, %",
-        quiet=True,
-    )
+    histogram(scene, panel, 100 * data.shares, data.exponents[0], fmt)
     peak = float(data.exponents[data.shares.mean(0).argmax()]) - data.scale_exponent
     grip = {"base": peak + 0.5, "cross": 17.8, "note": f"× {power_of_two(data.scale_exponent)}"}
     panel.handle("x", "scale_exponent", data.scale_exponent, 0, 30, "loss scale, 2 to the", **grip)

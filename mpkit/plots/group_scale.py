@@ -30,8 +30,7 @@ def group_scale_scene(data: GroupScaleExplorer) -> Scene:
         at = exponents(own.scales[:, i], low, high)
         left.line(at, color=color, dash=dash, label=f"group {i + 1}", **look)
         bad = np.flatnonzero(own.overflows[:, i])
-        if len(bad):
-            left.points(at[bad], bad, color, since=bad, glyph="x", size=3.5, show="upto")
+        left.crosses(at, bad, color=color, since=bad, size=3.5, show="upto")
     left.rule("x", "index", "muted", dash=":")
     left.handle("x", "step", data.step, 0, steps - 1, "step")
     rows = [f"group {i + 1}" for i in range(GROUPS)]

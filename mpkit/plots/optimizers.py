@@ -11,15 +11,10 @@ import numpy as np
 from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Panel, Scene, linear, log2, power_of_two
 
 if TYPE_CHECKING:
-    from mpkit.explorers.optimizers import (  # upward: the types of its arguments
-        AdamStateExplorer,
-        DecayExplorer,
-        LossScaleExplorer,
-        SchedulesExplorer,
-    )
+    from mpkit.explorers import optimizers as explorers  # upward: the types of its arguments
 
 
-def schedules_scene(data: SchedulesExplorer) -> Scene:
+def schedules_scene(data: explorers.SchedulesExplorer) -> Scene:
     """Five learning rates over the steps, with a marker at one step."""
     most = max(map(max, data.curves.values()))  # a decay_rate above 1 makes one of them grow
     scene, top = Scene(height=380), float(f"{min(max(data.learning_rate, most), 4 * data.learning_rate):.3g}")
@@ -40,7 +35,7 @@ def _curves(panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> N
     panel.handle("x", "step", step, 0, len(seen) - 1, "marked step")
 
 
-def decay_scene(data: DecayExplorer) -> Scene:
+def decay_scene(data: explorers.DecayExplorer) -> Scene:
     """The weight under three optimizers, beside what decay alone would leave of it."""
     scene, steps = Scene(height=380), len(data.curves["SGD"])
     scene.play("step", "step", steps, every=80)
@@ -56,7 +51,7 @@ def decay_scene(data: DecayExplorer) -> Scene:
 LOW, HIGH = -12, 8  # powers of two of the step axis; what lies beyond is drawn at the edge
 
 
-def adam_state_scene(data: AdamStateExplorer) -> Scene:
+def adam_state_scene(data: explorers.AdamStateExplorer) -> Scene:
     """Step size over gradient size, in float32 and in the narrow format; infinite and zero steps at the edges."""
     scene = Scene(height=390)
     y = log2("first step, in learning rates", LOW - 1, HIGH + 2)
@@ -84,7 +79,7 @@ def _shown(sizes: np.ndarray) -> np.ndarray:
     return np.log2(np.clip(np.where(np.isfinite(sizes), sizes, 2.0**HIGH), 2.0**LOW, 2.0**HIGH))
 
 
-def loss_scale_scene(data: LossScaleExplorer) -> Scene:
+def loss_scale_scene(data: explorers.LossScaleExplorer) -> Scene:
     """The loss over the steps with the chosen scales and with scales that agree."""
     scene, low, top = Scene(height=370), -1.1, 3.0
     losses, steps = np.array(data.losses), len(data.losses)

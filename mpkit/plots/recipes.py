@@ -10,14 +10,10 @@ import numpy as np
 from mpkit.plots.scene import Scene, exponents, linear, log2
 
 if TYPE_CHECKING:
-    from mpkit.explorers.recipes import (  # upward: the types of its arguments
-        AmaxExplorer,
-        BlockExplorer,
-        RecipeExplorer,
-    )
+    from mpkit.explorers import recipes as explorers  # upward: the types of its arguments
 
 
-def amax_scene(data: AmaxExplorer) -> Scene:
+def amax_scene(data: explorers.AmaxExplorer) -> Scene:
     """The largest element of each step under what the scale can hold; beyond it elements are clipped."""
     real = np.log2(data.amax[data.amax > 0])
     held = np.log2(data.holds[1:])
@@ -33,12 +29,11 @@ def amax_scene(data: AmaxExplorer) -> Scene:
     panel.band(holds, high, label="clipped here")
     panel.line(holds, color="overflow", step="mid", width=1.6, label="the scale holds")
     panel.line(amax, color="own", width=1.6, label="amax")
-    if len(data.clipped):
-        panel.points(amax[data.clipped], data.clipped, "overflow", glyph="x", size=5, label="clipped step")
+    panel.crosses(amax, data.clipped, "clipped step")
     return scene
 
 
-def block_scene(data: BlockExplorer) -> Scene:
+def block_scene(data: explorers.BlockExplorer) -> Scene:
     """128 values and how they are stored, with the borders of the blocks."""
     scene = Scene(height=420)
     low, high = -8, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
@@ -54,7 +49,7 @@ def block_scene(data: BlockExplorer) -> Scene:
     return scene
 
 
-def recipe_scene(data: RecipeExplorer) -> Scene:
+def recipe_scene(data: explorers.RecipeExplorer) -> Scene:
     """Losses of every seed, float32 and the recipe."""
     scene = Scene(height=380)
     at = data.every * (1 + np.arange(data.own.shape[1]))

@@ -12,11 +12,7 @@ from mpkit.plots.scene import DASHES, GLYPHS, SERIES, Scene, linear, log2, names
 from mpkit.replay.percent import percent
 
 if TYPE_CHECKING:
-    from mpkit.explorers.rounding import (  # upward: the types of its arguments
-        ModesExplorer,
-        StaircaseExplorer,
-        UpdatesExplorer,
-    )
+    from mpkit.explorers import rounding as explorers  # upward: the types of its arguments
 
 SCHEMES = {  # role, dash, label
     "nearest": ("overflow", None, "16 bit, nearest"),
@@ -26,7 +22,7 @@ SCHEMES = {  # role, dash, label
 }
 
 
-def modes_scene(data: ModesExplorer) -> Scene:
+def modes_scene(data: explorers.ModesExplorer) -> Scene:
     """A number between its neighbours, and one row per mode with an arrow to the result."""
     modes, place = [*data.results, "stochastic"], data.share_right
     scene = Scene(height=380)
@@ -62,14 +58,14 @@ def modes_scene(data: ModesExplorer) -> Scene:
     return scene
 
 
-def _arrival(data: ModesExplorer, result: float) -> tuple[float, str]:
+def _arrival(data: explorers.ModesExplorer, result: float) -> tuple[float, str]:
     """Where a result lies on the axis, and its colour: inf and NaN lie beyond the neighbour that is too large."""
     if not math.isfinite(result):
         return (-0.06 if data.negative else 1.06), "overflow"
     return (result - data.left) / data.gap, "reference"
 
 
-def staircase_scene(data: StaircaseExplorer) -> Scene:
+def staircase_scene(data: explorers.StaircaseExplorer) -> Scene:
     """Rounded against exact value, and the ulp against the magnitude."""
     scene, limit = Scene(height=380, cols=(1.15, 1)), data.limit
     x = linear("x", -limit, limit, 4)
@@ -96,7 +92,7 @@ def _corners(values: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([[0], changes, changes + 1, [len(values) - 1]]))
 
 
-def updates_scene(data: UpdatesExplorer) -> Scene:
+def updates_scene(data: explorers.UpdatesExplorer) -> Scene:
     """The weight after each update, for four schemes and exact arithmetic, revealed as far as it is played."""
     exact = data.paths["exact"]
     end, steps = exact[-1] - 1, np.linspace(0, len(exact) - 1, 101).astype(int)

@@ -10,20 +10,16 @@ import numpy as np
 
 from mpkit.formats import get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
-from mpkit.plots.formats import edges, regions, zones
+from mpkit.plots.formats import edges, histogram, regions
 from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
-    from mpkit.explorers.scaling import (  # upward: the types of its arguments
-        DynamicsExplorer,
-        LiveExplorer,
-        SweepExplorer,
-    )
-    from mpkit.explorers.zoo import NaiveExplorer, ZooExplorer  # upward: the types of its arguments
+    from mpkit.explorers import scaling as explorers  # upward: the types of its arguments
+    from mpkit.explorers import zoo  # upward: the types of its arguments
 
 
-def dynamics_scene(data: DynamicsExplorer) -> Scene:
+def dynamics_scene(data: explorers.DynamicsExplorer) -> Scene:
     """A ball on the scale under its ceiling, 80 steps at a time; beside it the gradients; below, all steps."""
     steps = np.arange(len(data.scale))
     skips = np.flatnonzero(~data.finite)
@@ -48,7 +44,7 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
     whole.band(kept, high, quiet=True)
     whole.line(kept, color="overflow", width=1)
     whole.line(scale, step="mid", width=1.6)
-    whole.points(scale[skips], skips, "overflow", glyph="x", size=2.5, width=1.4)
+    whole.crosses(scale, skips, size=2.5, width=1.4)
     whole.handle("x", "step", data.step, 0, len(steps) - 1, "step")
     grip = {"cross": 0.015 * len(steps), "note": "start"}
     whole.handle("y", "init_exponent", data.init_exponent, 0, 32, "start, 2 to the", **grip)
@@ -56,7 +52,7 @@ def dynamics_scene(data: DynamicsExplorer) -> Scene:
 
 
 def _decisions(
-    main: Panel, data: DynamicsExplorer, scale: np.ndarray, kept: dict[str, str], low: int, high: int
+    main: Panel, data: explorers.DynamicsExplorer, scale: np.ndarray, kept: dict[str, str], low: int, high: int
 ) -> None:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     steps, skips = np.arange(len(scale)), np.flatnonzero(~data.finite)
@@ -64,7 +60,7 @@ def _decisions(
     main.band(kept, high, label="here it would overflow")
     main.add("pen", y=kept, color="overflow", name="draw", lo=low, hi=high, label="ceiling", width=1.6)
     main.line(scale, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
-    main.points(scale[skips], skips, "overflow", since=skips, glyph="x", size=4.5, show="upto", label="skipped step")
+    main.crosses(scale, skips, "skipped step", since=skips, size=4.5, show="upto")
     share = data.good / max(1, min(data.scale_window, len(steps)))
     ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": data.finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(scale, ring=share, show="at", **ball)
@@ -79,7 +75,7 @@ def _decisions(
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
 
 
-def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, high: int) -> None:
+def _grips(main: Panel, data: explorers.DynamicsExplorer, scale: np.ndarray, low: int, high: int) -> None:
     """What the reader drags: the scale of the step, and the settings of the rule."""
     main.handle("y", "put", scale, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
     if data.hold:
@@ -100,37 +96,26 @@ def _grips(main: Panel, data: DynamicsExplorer, scale: np.ndarray, low: int, hig
 TOP = 20  # of the axis of magnitudes, a power of two; up to 40 where values lie above
 
 
-def _gradients(scene: Scene, data: DynamicsExplorer) -> None:
+def _gradients(scene: Scene, data: explorers.DynamicsExplorer) -> None:
     """This step's recorded gradients times its scale, over the regions of the format."""
     part, low, fmt = data.trace.gradients, -32.0, get_format(data.fmt)
-    share = part.total() / part.size.sum()
-    unit = 100 * share.max() / 255
+    share = 100 * part.total() / part.size.sum()
     rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
     top = min(40, max(TOP, math.ceil((ends[rows] + np.log2(data.scale)).max())))
     magnitude = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
-    x, y = linear("share, %", 0, 105 * share.max(), 3), log2(magnitude, low, top)
+    x, y = linear("share, %", 0, 1.05 * share.max(), 3), log2(magnitude, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)
+    look: dict[str, Any] = {"axis": "y", "rows": scene.keep("rows", rows), "shift": np.log2(data.scale)}
     regions(panel, "y", *edges(fmt), zero="become zero", normal="")
-    panel.bars(
-        scene.keep("gradients", np.round(255 * share / share.max()).astype(np.uint8)),
-        np.arange(part.lowest, part.lowest + part.bins) + 0.5,
-        axis="y",
-        width=1,
-        unit=unit,
-        rows=scene.keep("rows", rows),
-        shift=np.log2(data.scale),
-        zones=zones(edges(fmt)),
-        label="share of the gradients, %",
-        quiet=True,
-    )
+    histogram(scene, panel, share, part.lowest, fmt, label="share of the gradients, %", **look)
     if np.isnan(data.zeros[-1]):
         first = int(np.flatnonzero(np.isfinite(data.zeros))[-1]) + 1
         words = "no gradients:\nthe loss is\nnot finite"
         panel.text(words, 0.5, 0.5, frame=True, only=(first, len(data.scale) - 1))
 
 
-def sweep_scene(data: SweepExplorer) -> Scene:
+def sweep_scene(data: explorers.SweepExplorer) -> Scene:
     """A table of factor x window, darker where the figure is larger; the pairs that lose least are framed."""
     scene = Scene(height=400)
     digits = ".0f" if data.figure == "skipped" else ".1f"
@@ -161,13 +146,11 @@ def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (),
         loss.line(np.convolve(losses, np.ones(mean) / mean, "valid") if n >= mean else losses, label=name, **look)
         at = exponents(run.scales[:n], low, high)
         panel.line(at, step="post", label=name, **look)
-        skipped = [i for i in run.skipped if i < n]
-        if skipped:
-            panel.points(at[skipped], skipped, "overflow", glyph="x", size=5, label="skipped step")
+        panel.crosses(at, [i for i in run.skipped if i < n], "skipped step")
     return loss, panel
 
 
-def live_scene(data: LiveExplorer) -> Scene:
+def live_scene(data: explorers.LiveExplorer) -> Scene:
     """Loss and scale of the training so far; before the first one, those of a recorded run."""
     scene = Scene(height=360, width=900, cols=(1, 1.2))
     own = data.run is not None and bool(data.run.losses)
@@ -178,7 +161,7 @@ def live_scene(data: LiveExplorer) -> Scene:
     return scene
 
 
-def zoo_scene(data: ZooExplorer) -> Scene:
+def zoo_scene(data: zoo.ZooExplorer) -> Scene:
     """Above, the two rules that differ first; below, every rule under the same ceiling, played step by step."""
     count, columns = len(data.ceiling), 6
     rows = -(-len(data.names) // columns)
@@ -209,16 +192,13 @@ def zoo_scene(data: ZooExplorer) -> Scene:
 
 
 def _rule(
-    panel: Panel, data: ZooExplorer, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: Any
+    panel: Panel, data: zoo.ZooExplorer, i: int, ends: tuple[int, int], color: str, tag: bool | None = None, **look: Any
 ) -> None:
     """One rule's scale up to the step shown, its skipped steps, and where it raises an error."""
     used = np.where(np.isnan(data.scales[:, i]), np.nan, exponents(data.scales[:, i], *ends))
     panel.line(used, color=color, step="mid", show="upto", label=data.names[i] if tag else None, tag=tag, **look)
     bad = np.flatnonzero(~np.isnan(used) & ~data.finite[:, i])
-    if len(bad):
-        panel.points(
-            used[bad], bad, "overflow", since=bad, glyph="x", size=4 if tag else 2.2, show="upto", label="skipped step"
-        )
+    panel.crosses(used, bad, "skipped step", since=bad, size=4 if tag else 2.2, show="upto")
     raised = int(data.done.raised_at[i])
     if raised >= 0:
         end = exponents(data.done.final[i : i + 1], *ends)
@@ -226,7 +206,7 @@ def _rule(
         panel.points(end, [raised], "ink", size=4, label="the rule raises an error", **more)
 
 
-def naive_scene(data: NaiveExplorer) -> Scene:
+def naive_scene(data: zoo.NaiveExplorer) -> Scene:
     """The rule that compares loss and scale, beside torch's, under the ceiling of the gradients."""
     losses = np.full(data.STEPS, data.loss)
     top = data.ceiling_exponent

@@ -122,6 +122,13 @@ class Panel:
         """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
         self.add("points", x=x, y=y, color=color, **look)
 
+    def crosses(
+        self, y: ArrayLike, steps: Sequence[int] | np.ndarray, label: str = "", color: str = "overflow", **look: object
+    ) -> None:
+        """An x on the line `y` at each of some steps; nothing where there is none."""
+        if len(steps):
+            self.points(np.asarray(y)[steps], steps, color, **{"glyph": "x", "size": 5, "label": label or None} | look)
+
     def band(
         self, y: Numbers, y2: Numbers, x: Numbers | None = None, color: str = "overflow/0.15", **look: object
     ) -> None:

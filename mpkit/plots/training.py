@@ -13,18 +13,14 @@ from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, power_
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
-    from mpkit.explorers.training import (  # upward: the types of its arguments
-        OrderExplorer,
-        StepExplorer,
-        UnderflowExplorer,
-    )
+    from mpkit.explorers import training as explorers  # upward: the types of its arguments
 
 FIRST, LAST = -46, 26  # exponents on screen; all smaller and larger ones stand in the outermost bars
 SCALES = np.arange(-8, 31)
 TALLEST = 25.1  # percent: the highest bar of all histograms; axes and rings stand above it
 
 
-def underflow_scene(data: UnderflowExplorer) -> Scene:
+def underflow_scene(data: explorers.UnderflowExplorer) -> Scene:
     """Left: the scaled gradients over the format; below, the format's window over the gradients. Right: what is lost.
 
     The histogram at every scale is sent at once, so that the scale is dragged without asking the kernel.
@@ -68,7 +64,7 @@ def underflow_scene(data: UnderflowExplorer) -> Scene:
     return scene
 
 
-def _window(scene: Scene, data: UnderflowExplorer, edges: np.ndarray) -> None:
+def _window(scene: Scene, data: explorers.UnderflowExplorer, edges: np.ndarray) -> None:
     """The gradients as they are; what the format holds of them at this scale is a window with a threshold to drag."""
     lost, over = float(edges[0]), float(edges[2])
     heights = 100 * _at_scale(data, 0)
@@ -86,7 +82,7 @@ def _window(scene: Scene, data: UnderflowExplorer, edges: np.ndarray) -> None:
     )
 
 
-def _at_scale(data: UnderflowExplorer, exponent: int) -> np.ndarray:
+def _at_scale(data: explorers.UnderflowExplorer, exponent: int) -> np.ndarray:
     """Shares of the magnitudes times 2^exponent by power of two on screen, the ends with all that lies beyond."""
     heights = np.asarray(data.unscaled)
     start = FIRST - exponent - data.first_bin
@@ -96,7 +92,7 @@ def _at_scale(data: UnderflowExplorer, exponent: int) -> np.ndarray:
     return inside
 
 
-def step_scene(data: StepExplorer) -> Scene:
+def step_scene(data: explorers.StepExplorer) -> Scene:
     """Eight boxes in a ring; a batch travels through them; an inf dies at the gate to the weights, or does not."""
     scene = Scene(height=440, width=960)
     scene.play("phase", "phase", 8, every=900, first=1)
@@ -132,7 +128,7 @@ def _arrow(panel: Panel, start: tuple[float, float], end: tuple[float, float], c
     panel.add("arrows", x0=[start[0]], y0=[start[1]], x1=[end[0]], y1=[end[1]], color=color, **look)
 
 
-def _gate(panel: Panel, data: StepExplorer) -> None:
+def _gate(panel: Panel, data: explorers.StepExplorer) -> None:
     """From the seventh phase back to the weights: a bar across the way that is closed, open, or comes too late."""
     shut, role = data.skipped, "overflow" if data.skipped or data.lost else "normal"
     words = {"overflow": "shut: the weights stay as they were", "normal": "open: the weights move"}[role]
@@ -152,7 +148,7 @@ def _gate(panel: Panel, data: StepExplorer) -> None:
     panel.text(words, 1.62, 1.07, color=role, anchor="start", weight="bold", only=(6, 7))
 
 
-def _traveller(panel: Panel, data: StepExplorer, ill: list[bool], places: list[tuple[float, float]]) -> None:
+def _traveller(panel: Panel, data: explorers.StepExplorer, ill: list[bool], places: list[tuple[float, float]]) -> None:
     """The ring that is the batch, with what becomes of its values beside it."""
     x, y = ([place[axis] + 0.1 for place in places] for axis in (0, 1))
     told = [f"{p.bad} of {p.count}\nnot finite" if p.bad and p.count > 1 else "" for p in data.phases]
@@ -169,7 +165,7 @@ def _wrapped(sentence: str, width: int = 24) -> str:
     return "\n".join(textwrap.wrap(sentence, width))
 
 
-def order_scene(data: OrderExplorer) -> Scene:
+def order_scene(data: explorers.OrderExplorer) -> Scene:
     """Norm of the gradient that reaches the optimizer over the scale, one line per order."""
     low, high = -28, 6
     scene = Scene(height=380)
