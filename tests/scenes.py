@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +48,24 @@ def plain(value: Any) -> Any:
 def look(view: Any) -> str:
     """All that a view shows, as one text: equal texts are equal pictures."""
     return json.dumps(plain([view.spec, view.kept, view.index]), sort_keys=True)
+
+
+def unpacked(data: bytes, k: int, tree: Any) -> Any:
+    """What `ahead.packed` made, as the page reads it: the base with the k-th values of all that differs."""
+    raw = zlib.decompress(data)
+    end = 4 + int.from_bytes(raw[:4], "little")
+
+    def revived(value: dict[str, Any]) -> Any:
+        return raw[end + value["b"][0] :][: value["b"][1]] if "b" in value else value
+
+    tree = copy.deepcopy(tree)
+    for path, values in json.loads(raw[4:end], object_hook=revived):
+        *to, last = path
+        branch = tree
+        for key in to:
+            branch = branch[key]
+        branch[last] = values[k]
+    return tree
 
 
 def weight(value: Any) -> int:

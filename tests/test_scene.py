@@ -22,7 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Text
-from scenes import THEMES, page, plain, weight
+from scenes import THEMES, page, plain, unpacked, weight
 
 from mpkit import widgets
 from mpkit.explorers.base import Explorer
@@ -1354,7 +1354,7 @@ def test_what_is_sent_ahead_is_what_the_kernel_would_draw(name, monkeypatch):
         assert sent["values"]
         assert len(sent["data"]) < 25_000
         k = len(sent["values"]) - 1
-        got = ahead.unpacked(sent["data"], k, {"kept": view.kept, "spec": view.spec})
+        got = unpacked(sent["data"], k, {"kept": view.kept, "spec": view.spec})
         mark, _ = ahead.positions(view.spec, view.controls, moved)
         value = 2.0 ** sent["values"][k] if mark and mark.get("log2") else sent["values"][k]
         other = View(copy.copy(view.explorer), view.scene)

@@ -7,24 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from mpkit.formats import FP16
 from mpkit.plots.formats import edges, histogram, regions
-from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, names, power_of_two, space
+from mpkit.plots.scene import Panel, Scene, exponents, fitted, linear, log2, names, power_of_two, space
 from mpkit.replay.percent import percent
 
 if TYPE_CHECKING:
     from mpkit.explorers import evidence as explorers  # upward: the types of its arguments
-
-
-def fitted(*series: ArrayLike, room: int = 2) -> tuple[int, int]:
-    """Whole exponents around the positive finite values of the series, within -40 to 60: the axis of what happens."""
-    every = np.concatenate([np.asarray(s, dtype=float).ravel() for s in series])
-    every = np.log2(every[np.isfinite(every) & (every > 0)])
-    if not every.size:
-        return 0, 20
-    return max(-40, math.floor(every.min()) - room), min(60, math.ceil(every.max()) + room)
 
 
 def detective_scene(data: explorers.DetectiveExplorer) -> Scene:
@@ -95,7 +85,7 @@ def run_scene(data: explorers.RunExplorer) -> Scene:
     """The recorded scale with its skipped steps, and the scaled gradients of the step inside float16."""
     t, scene = data.trace, Scene(height=400, width=960, cols=(1.6, 1))
     scene.play("step", "step", len(t), every=120)
-    low, high = fitted(data.tops, t.scale)
+    low, high = fitted(data.tops, t.scale, within=(-40, 60))
     y = log2("loss scale", low, high)
     left = scene.panel(title=f"{data.run}: recorded loss scale", x=linear("step", 0, len(t), 6), y=y)
     tops = exponents(data.tops, low, high)
@@ -161,7 +151,7 @@ def what_if_scene(data: explorers.WhatIfExplorer) -> Scene:
 
 
 def _draw_run(scene: Scene, col: int, run: explorers.WhatIfExplorer, title: str) -> tuple[Panel, int]:
-    low, high = fitted(run.tops, run.trace.scale, run.scale)
+    low, high = fitted(run.tops, run.trace.scale, run.scale, within=(-40, 60))
     x = linear("step", 0, len(run.trace), 6)
     panel = scene.panel(0, col, title=title, x=x, y=log2("loss scale", low, high))
     panel.band(exponents(run.tops, low, high), high, label="here it would overflow")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.plots.scene import DASHES, SERIES, Panel, Scene, exponents, linear, log2, names
+from mpkit.plots.scene import DASHES, SERIES, Panel, Scene, exponents, fitted, linear, log2, names
 from mpkit.plots.static import Still, still
 
 UNITS = {
@@ -103,12 +103,8 @@ def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) ->
         raise ValueError(f"no run returned a series {name!r}; a run returns one as a list of numbers")
     every = np.concatenate([run for runs in found.values() for run in runs])
     whole = name in ("scale", "last_scale")
-    positive = every[np.isfinite(every) & (every > 0)] if whole else every[np.isfinite(every)]
-    if whole:
-        low, high = math.floor(np.log2(positive.min())) - 1, math.ceil(np.log2(positive.max())) + 1
-        y = log2(named(name), low, high)
-    else:
-        y = axis(named(name.removesuffix("_curve")), positive.tolist())
+    low, high = fitted(every, room=1)
+    y = log2(named(name), low, high) if whole else axis(named(name.removesuffix("_curve")), every.tolist())
     length = max(len(run) for runs in found.values() for run in runs)
     x = linear("epoch" if name.endswith("_curve") else "step", 1, max(length, 2))
     scene = Scene(height=380)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.plots.scene import Scene, exponents, linear, log2
+from mpkit.plots.scene import Scene, exponents, fitted, linear, log2
 
 if TYPE_CHECKING:
     from mpkit.explorers import recipes as explorers  # upward: the types of its arguments
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 def amax_scene(data: explorers.AmaxExplorer) -> Scene:
     """The largest element of each step under what the scale can hold; beyond it elements are clipped."""
-    real = np.log2(data.amax[data.amax > 0])
-    held = np.log2(data.holds[1:])
-    low, high = math.floor(min(real.min(), held.min())) - 1, math.ceil(max(real.max(), held.max())) + 1
+    low, high = fitted(data.amax, data.holds[1:], room=1)
     amax, holds = exponents(data.amax, low, high), exponents(data.holds, low, high)
     scene = Scene(height=400)
     steps = len(amax)

@@ -11,7 +11,7 @@ import numpy as np
 from mpkit.formats import get_format
 from mpkit.plots.evidence import framed, heat_map, two_rules
 from mpkit.plots.formats import edges, histogram, regions
-from mpkit.plots.scene import Panel, Scene, exponents, linear, log2, power_of_two
+from mpkit.plots.scene import Panel, Scene, exponents, fitted, linear, log2, power_of_two
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
@@ -131,9 +131,8 @@ def runs_panels(scene: Scene, runs: Any, steps: int, also: Sequence[float] = (),
 
     `also` are exponents that the axis of the scale has to hold.
     """
-    scales = [v for _, run, _, _ in runs for v in run.scales if v > 0] + [2.0**e for e in also]
-    powers = np.log2(np.minimum(scales or [1.0], 2.0**127))
-    low, high = math.floor(powers.min()) - 1, math.ceil(powers.max()) + 1
+    scales = [np.minimum(run.scales, 2.0**127) for _, run, _, _ in runs]
+    low, high = fitted(*scales, np.exp2(also), room=1)
     y = linear("loss, nats", 0, 3, 3)
     y["ticks"][-1][1] = "≥ 3, NaN"  # such losses are drawn there
     loss = scene.panel(title="loss", x=linear("step", 0, steps, 4), y=y)
@@ -167,9 +166,7 @@ def zoo_scene(data: zoo.ZooExplorer) -> Scene:
     rows = -(-len(data.names) // columns)
     scene = Scene(height=300 + 96 * rows, width=1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
     scene.play("step", "step", count, every=60)
-    alive = data.scales[~np.isnan(data.scales) & (data.scales > 0) & np.isfinite(data.scales)]
-    real = np.log2(np.concatenate([alive, data.ceiling[(data.ceiling > 0) & np.isfinite(data.ceiling)]]))
-    low, high = math.floor(real.min()) - 2, math.ceil(real.max()) + 2  # a line cut off would look like a floor or a cap
+    low, high = fitted(data.scales, data.ceiling)  # a line cut off would look like a floor or a cap
     ceiling = scene.keep("ceiling", exponents(data.ceiling, low, high))
     at, first, second = data.parting
     x, y = linear("step", 0, count - 1, 8), log2("loss scale", low, high)

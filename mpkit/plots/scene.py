@@ -51,6 +51,18 @@ def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
         return np.clip(np.log2(np.maximum(values, 0)), low, high)
 
 
+def fitted(*series: ArrayLike, room: int = 2, within: tuple[float, float] = (-math.inf, math.inf)) -> tuple[int, int]:
+    """The whole exponents around all positive finite values: the ends of an axis of what happens, with some room.
+
+    >>> fitted([0.0, 3.0], [math.inf, 16.0], room=1), fitted([0.0])
+    ((0, 5), (0, 20))
+    """
+    every = np.concatenate([np.ravel(np.asarray(s, dtype=float)) for s in series])
+    every = np.log2(every[np.isfinite(every) & (every > 0)])
+    low, high = (math.floor(every.min()) - room, math.ceil(every.max()) + room) if every.size else (0, 20)
+    return int(max(within[0], low)), int(min(within[1], high))
+
+
 def power_of_two(exponent: float) -> str:
     """2^n in superscript digits: power_of_two(-14) is 2⁻¹⁴."""
     return "2" + f"{exponent:g}".translate(_RAISED)
@@ -253,21 +265,17 @@ class Scene:
 
     def spec(self) -> dict[str, Any]:
         """What both renderers get: JSON with arrays as bytes."""
-        fitted = [p for p in self.panels if "pad" not in p.given]
-        for p in fitted:
+        padded = [p for p in self.panels if "pad" not in p.given]
+        for p in padded:
             p.given["pad"] = _pads(p)
         for own, sides in (("col", (1, 3)), ("row", (0, 2))):  # panels above one another start and end at the same x
-            for p in fitted:
-                peers = [q.given["pad"] for q in fitted if q.given[own] == p.given[own]]
+            for p in padded:
+                peers = [q.given["pad"] for q in padded if q.given[own] == p.given[own]]
                 p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
         for p in self.panels:
             self._tag(p)
-        panels = [{**p.given, "marks": p.marks} for p in self.panels]
-        spec: dict[str, Any] = {
-            "width": self.size[0],
-            "height": self.size[1],
-            "panels": panels,
-        }
+        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1]}
+        spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
         spec |= {"kept": self.kept, "data": {}, "legend": self._legend()}
         for m in (m for p in self.panels for m in p.marks):  # what several marks use travels once
             for k, v in m.items():

@@ -6,7 +6,6 @@ page puts the differences into the scene that it has; it computes nothing.
 
 from __future__ import annotations
 
-import copy
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -79,21 +78,3 @@ def _differences(trees: Sequence[Any], path: list[Any]) -> Iterator[tuple[list[A
             yield from _differences([t[i] for t in trees], [*path, i])
     else:
         yield path, trees
-
-
-def unpacked(data: bytes, k: int, tree: Any) -> Any:
-    """The way back, as the page goes it: the base with the k-th values of all that differs."""
-    raw = zlib.decompress(data)
-    end = 4 + int.from_bytes(raw[:4], "little")
-
-    def revived(value: dict[str, Any]) -> Any:
-        return raw[end + value["b"][0] :][: value["b"][1]] if "b" in value else value
-
-    tree = copy.deepcopy(tree)
-    for path, values in json.loads(raw[4:end], object_hook=revived):
-        *to, last = path
-        branch = tree
-        for key in to:
-            branch = branch[key]
-        branch[last] = values[k]
-    return tree
