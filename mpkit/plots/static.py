@@ -286,35 +286,31 @@ def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Pa
 
 def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> None:
     ball: dict[str, Any] = {"marker": "o", "ms": 9, "mfc": "white", "mec": colour("own"), "mew": 1.8, "clip_on": False}
-    moved = axes.get_xlim()[0] - p["x"]["lo"]
+    stem: dict[str, Any] = {"color": colour("own"), "lw": 1.1, "ls": (0, (5, 3)), "zorder": z}
     if m["axis"] == "xy":
         axes.plot([m["at"][0]], [m["at"][1]], zorder=z + 1, **ball)
         return
-    own, other = ("x", "y") if m["axis"] == "x" else ("y", "x")
-    at = _item(m.get("base", 0.0), index) + m.get("slope", 1) * _item(m["at"], index)
-    at = min(max(at, min(p[own]["lo"], p[own]["hi"])), max(p[own]["lo"], p[own]["hi"]))
-    cross = _item(m.get("cross"), index)
-    if cross is not None and m.get("stem"):
-        base = _item(m.get("base", 0.0), index)
-        ends = ([moved + base, moved + at], [cross] * 2)
-        if own == "y":
-            ends = ([moved + cross] * 2, [base, at])
-        axes.plot(*ends, color=colour("own"), lw=1.1, ls=(0, (5, 3)), zorder=z)
-    if cross is None:
-        line = axes.axvline if own == "x" else axes.axhline
-        line(at + (moved if own == "x" else 0), color=colour("own"), lw=1.1, ls=(0, (5, 3)), zorder=z)
-        cross = p[other]["hi"]
-        if own == "x":  # off the title, as in the page
-            cross -= 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
-    x, y = (at, cross) if own == "x" else (cross, at)
-    x += moved
+    across, moved = m["axis"] == "x", axes.get_xlim()[0] - p["x"]["lo"]
+    base, cross = _item(m.get("base", 0.0), index), _item(m.get("cross"), index)
+    at = np.clip(base + m.get("slope", 1) * _item(m["at"], index), *sorted(p[m["axis"]][end] for end in ("lo", "hi")))
+
+    def spot(along: float, other: float) -> tuple[float, float]:
+        return (moved + along, other) if across else (moved + other, along)
+
+    if cross is None and across:  # off the title, as in the page
+        axes.axvline(at + moved, **stem)
+        cross = p["y"]["hi"] - 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
+    elif cross is None:
+        axes.axhline(at, **stem)
+        cross = p["x"]["hi"]
+    elif m.get("stem"):
+        axes.plot(*zip(spot(base, cross), spot(at, cross)), **stem)
     if m.get("look") != "plain":
-        axes.plot([x], [y], zorder=z + 1, **ball)
+        axes.plot(*([v] for v in spot(at, cross)), zorder=z + 1, **ball)
     if m.get("note"):
-        left = own == "y" and "cross" not in m
-        above = own == "x" and m.get("stem")
+        left, above = not across and "cross" not in m, across and m.get("stem")
         shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": -9} if left else {"dx": 12}
-        _words(axes, x, y, m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
+        _words(axes, *spot(at, cross), m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
 
 
 def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
