@@ -59,9 +59,8 @@ def _configurations(panel: Panel, data: explorers.BoostExplorer) -> None:
     told = [f"compare with {name}" for name in at]
     panel.boxes(*squares, pick="compare_with", keys=list(at), names=told, quiet=True)
     for (x0, y0), (x1, y1) in pairwise(at[name] for name in ("none", "O1", "O1 tuned")):
-        ends = np.array([[x0, x1], [y0, y1]])
-        away = ends[:, :1] + (ends[:, 1:] - ends[:, :1]) * np.array([0.12, 0.88])
-        panel.add("arrows", x0=away[0, :1], y0=away[1, :1], x1=away[0, 1:], y1=away[1, 1:], width=1.6)
+        start, end = ((x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.12, 0.88))
+        panel.arrow(start, end, width=1.6)
 
 
 BLOCKS = {  # role, hatch and name of each part of a step
@@ -212,8 +211,7 @@ def _blocks(panel: Panel, layers: Sequence[tuple[str, str]], row: int, shortcuts
             panel.boxes(*ends, fill="muted/0.08", edge="muted", width=1, radius=4, quiet=True)
             panel.text(block, (places[0] + places[-1]) / 2, row - 0.36, size=11, color="muted")
             if block in shortcuts:
-                x0, x1 = [places[0] - 0.45], [places[-1] + 0.45]
-                panel.add("arrows", x0=x0, y0=[row + 0.34], x1=x1, y1=[row + 0.34], width=1.6)
+                panel.arrow((places[0] - 0.45, row + 0.34), (places[-1] + 0.45, row + 0.34), width=1.6)
 
 
 def centralize_scene(data: explorers.CentralizeExplorer) -> Scene:

@@ -69,10 +69,10 @@ def _way(scene: Scene, data: explorers.DetectiveExplorer) -> None:
         if i == data.born:
             panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
         if i == len(parts) - 1:
-            panel.add("arrows", x0=[x + 0.45], y0=[y], x1=[x + 0.45], y1=[0.86])
+            panel.arrow((x + 0.45, y), (x + 0.45, 0.86))
         elif i < last:
             ends = (x + 0.04, x - 0.14) if stop.backward else (x + 0.86, x + 1.03)
-            panel.add("arrows", x0=ends[:1], y0=[y + 0.4], x1=ends[1:], y1=[y + 0.4])
+            panel.arrow((ends[0], y + 0.4), (ends[1], y + 0.4))
 
 
 def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, low: int, high: int, **look: Any) -> None:

@@ -36,7 +36,7 @@ def modes_scene(data: explorers.ModesExplorer) -> Scene:
     for row, result in enumerate(data.results.values()):
         end, color = _arrival(data, result)
         if end != place:
-            panel.add("arrows", x0=[place], y0=[row], x1=[end], y1=[row], color=color, width=2.2)
+            panel.arrow((place, row), (end, row), color, width=2.2)
         panel.points([row], [end], color, size=6)
         if color == "overflow":
             look: dict[str, Any] = {"anchor": "end", "dx": -10} if data.negative else {"anchor": "start", "dx": 10}

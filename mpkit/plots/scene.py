@@ -160,17 +160,10 @@ class Panel:
         across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
         self.add("boxes", **dict(zip(("x0", "y0", "x1", "y1"), across)), fill=color, quiet=True)
         if text and axis == "x":
-            upright = (high - low) / (b - a) < 0.013 * len(text)
-            self.text(
-                text,
-                (low + high) / 2,
-                y["hi"],
-                valign="middle" if upright else "top",
-                rotate=90 if upright else None,
-                anchor="end" if upright else "middle",
-                dy=8 if upright else 4,
-                **look,
-            )
+            upright = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
+            level = {"valign": "top", "dy": 4}
+            narrow = (high - low) / (b - a) < 0.013 * len(text)
+            self.text(text, (low + high) / 2, y["hi"], **(upright if narrow else level) | look)
         elif text:
             right = look.get("anchor") == "end"
             at: dict[str, Any] = {"anchor": "start", "valign": "top", "dx": -6 if right else 6, "dy": 3}
@@ -186,6 +179,11 @@ class Panel:
         self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
         if values is not None:
             self.marks[-1]["fields"] = [pack(v) for v in values]
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "muted", **look: object) -> None:
+        """An arrow from one place to another."""
+        (x0, y0), (x1, y1) = start, end
+        self.add("arrows", x0=[x0], y0=[y0], x1=[x1], y1=[y1], color=color, **look)
 
     def boxes(self, x0: Numbers, y0: Numbers, x1: Numbers, y1: Numbers, **look: object) -> None:
         """Boxes with `fill`, `edge`, `text`; `pick` names the explorer's method that a click calls with its key.

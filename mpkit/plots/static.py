@@ -194,7 +194,7 @@ def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]
                 _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
     elif kind == "arrows":
         for x0, y0, x1, y1 in zip(m["x0"], m["y0"], m["x1"], m["y1"]):
-            arrow = {"arrowstyle": "-|>", "color": colour(m.get("color", "muted")), "lw": PT * m.get("width", 1.5)}
+            arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
             arrow |= {"shrinkA": 0, "shrinkB": 0, "mutation_scale": 12}
             axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=z)
     return None

@@ -115,17 +115,12 @@ def step_scene(data: explorers.StepExplorer) -> Scene:
         else:
             out = 0.885 if to > x else -0.005
             ends = (x + out, y + 0.4), (to + 0.88 - out, down + 0.4)
-        _arrow(panel, *ends, "reference")
+        panel.arrow(*ends, "reference", width=2)
         if ill[i]:
-            _arrow(panel, *ends, "overflow", width=2.6, only=(i + 1, 7))
+            panel.arrow(*ends, "overflow", width=2.6, only=(i + 1, 7))
     _gate(panel, data)
     _traveller(panel, data, ill, places)
     return scene
-
-
-def _arrow(panel: Panel, start: tuple[float, float], end: tuple[float, float], color: str, **look: object) -> None:
-    look = {"width": 2, **look}
-    panel.add("arrows", x0=[start[0]], y0=[start[1]], x1=[end[0]], y1=[end[1]], color=color, **look)
 
 
 def _gate(panel: Panel, data: explorers.StepExplorer) -> None:
@@ -137,10 +132,10 @@ def _gate(panel: Panel, data: explorers.StepExplorer) -> None:
         panel.boxes([0.04], [1.3], [0.92], [2.1], fill="overflow/0.22", edge="overflow", radius=5, only=(6, 7))
     panel.text("the way to the weights", 1.62, 1.07, color="muted", anchor="start", only=(0, 5))
     panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], "reference", width=2)
-    _arrow(panel, (0.6, 1.07), (0.6, 1.29), "reference")
+    panel.arrow((0.6, 1.07), (0.6, 1.29), "reference", width=2)
     if not shut:
         panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], role, width=2.6, only=(6, 7))
-        _arrow(panel, (0.6, 1.07), (0.6, 1.29), role, width=2.6, only=(6, 7))
+        panel.arrow((0.6, 1.07), (0.6, 1.29), role, width=2.6, only=(6, 7))
     bar = ([0.99, 1.16], [1.2, 1.2]) if shut else ([1.14, 1.14], [1.2, 1.37])  # across the way, or beside it
     panel.line(*bar, role, width=6, only=(6, 7))
     if shut:

@@ -178,7 +178,7 @@ const DRAW = {
 		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
 	},
 	arrows(g, p, m) {
-		for (let k = 0; k < length(m); k++) path(g, { width: 1.5, color: "muted", ...m }, "line",
+		for (let k = 0; k < length(m); k++) path(g, { width: 1.5, ...m }, "line",
 			{ "marker-end": `url(#${p.ids}t)`, d: trace(p, { x: [at(m.x0, k), at(m.x1, k)] }, 2, [at(m.y0, k), at(m.y1, k)]) });
 	},
 	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
