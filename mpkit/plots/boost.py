@@ -52,9 +52,8 @@ def _configurations(panel: Panel, data: explorers.BoostExplorer) -> None:
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
         before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
-        anchor, dx = ("end", -8) if before else ("start", 8)
         close = k > 1 and speed - speeds[k - 1] < 0.16 * (panel.given["x"]["hi"] - panel.given["x"]["lo"])
-        panel.text(name, speed, mean, anchor=anchor, dx=dx, dy=30 if close else 14, halo=True, color=color)
+        panel.text(name, speed, mean, beside=-8 if before else 8, dy=30 if close else 14, halo=True, color=color)
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     told = [f"compare with {name}" for name in at]
     panel.boxes(*squares, pick="compare_with", keys=list(at), names=told, quiet=True)
@@ -250,11 +249,11 @@ def speedups(rows: Sequence[Mapping[str, Any]], promises: Mapping[str, float]) -
     panel.rule("x", 1, "ink", width=1)
     for place, row in enumerate(rows):
         panel.line([place] * 2, [low[place], high[place]], "ink", width=1.6, quiet=True)
-        panel.text(f"{row['ratio']:.2f}", 0, place, anchor="start", dx=8)  # in its bar: a mark has a number of its own
+        panel.text(f"{row['ratio']:.2f}", 0, place, beside=8)  # in its bar: a mark has a number of its own
         promise = promises.get(row["contender"])
         if promise is not None:
             look = {"width": 3.5, "label": "promised by MindSpore"}
             panel.line([place - 0.38, place + 0.38], [promise] * 2, "overflow", **look)
             end = max(promise, row["quartiles"][1])
-            panel.text(f"promised {promise:.2f}", end, place, color="overflow", anchor="start", dx=8)
+            panel.text(f"promised {promise:.2f}", end, place, color="overflow", beside=8)
     return scene

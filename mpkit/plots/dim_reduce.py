@@ -35,7 +35,7 @@ def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
             plane.points(refused[:, 1], refused[:, 0], "overflow", **look)
     words = ["beyond the picture" if number else "" for number in data.beyond]
     edge = np.nan_to_num(np.where(np.isnan(data.refused[0]), data.refused[1], data.refused[0]))
-    plane.text(words, edge[:, 0], edge[:, 1], show="at", anchor="start", dx=8, dy=-8, color="overflow")
+    plane.text(words, edge[:, 0], edge[:, 1], show="at", beside=8, dy=-8, color="overflow")
     taken = data.taken
     plane.points(taken[:, 1], taken[:, 0], "normal", glyph="D", size=5, show="at", label="accepted trial")
     plane.points(reduced[:-1, 1], reduced[:-1, 0], "ink", fill="paper", size=5, show="at", label="weights now")

@@ -36,7 +36,7 @@ def detective_scene(data: explorers.DetectiveExplorer) -> Scene:
         ends = exponents(np.nan_to_num([small, large], nan=np.inf, posinf=np.inf), low, high)
         panel.boxes([ends[0]], [row - 0.2], [ends[1]], [row + 0.2], fill=f"{color}/0.5", edge=color, hatch=gradient)
         if data.report.operation and not gradient and name == data.report.module:
-            panel.text("born here", ends[0], row, anchor="end", dx=-8, color="overflow", halo=True)
+            panel.text("born here", ends[0], row, beside=-8, color="overflow", halo=True)
         if word:
             panel.text(word, high - 1, row - 0.33, anchor="end", color="overflow", halo=True)
     if any(g for *_, g in data.bars):

@@ -77,7 +77,7 @@ def cost(results: Any, metric: str, against: str) -> Still:
         place = next((p for p in together if all(abs(a - b) < n for a, b, n in zip(p, here, near))), here)
         together.setdefault(place, []).append(str(i + 1))
     for place, numbers in together.items():
-        right.text(", ".join(numbers), *place, dx=5, dy=-8, anchor="start", halo=True)
+        right.text(", ".join(numbers), *place, beside=5, dy=-8, halo=True)
     parts = (
         f"{label} {_interval(*ends)} at {price[1]:.3g}"
         for label, ends, price in zip(labels, both[metric], both[against])

@@ -150,8 +150,8 @@ def _neighbours(scene: Scene, data: explorers.BitsExplorer) -> None:
     if at == data.wanted:
         grip["note"] = asked
     else:  # its name on the side that has room
-        look = {"anchor": "end", "dx": -12} if at == high else {"anchor": "start", "dx": 12}
-        panel.text(f"{asked}, outside this picture", at, 0.78, color="own", halo=True, **look)
+        side = -12 if at == high else 12
+        panel.text(f"{asked}, outside this picture", at, 0.78, color="own", halo=True, beside=side)
     panel.handle("x", "number", at, low, high, "number asked for", **grip)
 
 
@@ -165,8 +165,7 @@ def _gaps(panel: Panel, data: explorers.BitsExplorer) -> None:
         cut = ", wider than this picture" if end != data.value + away * gap else ""
         bar = {"fill": f"{role}/0.5", "edge": role, "label": name, "told": f"{gap:.4g}", "quiet": True}
         panel.boxes([data.value], [y - 0.07], [end], [y + 0.07], **bar)
-        look: dict[str, Any] = {"anchor": "end" if away > 0 else "start", "dx": -6 * away, "color": role, "halo": True}
-        panel.text(f"{name}: {gap:.4g}{cut}", data.value, y, **look)
+        panel.text(f"{name}: {gap:.4g}{cut}", data.value, y, color=role, halo=True, beside=-6 * away)
 
 
 def ranges_scene(data: explorers.RangesExplorer) -> Scene:

@@ -31,26 +31,23 @@ def modes_scene(data: explorers.ModesExplorer) -> Scene:
     panel = scene.panel(title=f"two neighbours in {data.format.name}, and where each mode goes", x=x, y=y)
     for at, value in ((0, data.left), (1, data.right)):
         panel.rule("x", at, "ink", width=1.6)
-        side: dict[str, Any] = {"anchor": "end", "dx": -8} if at == 0 else {"anchor": "start", "dx": 8}
-        panel.text(f"{value:.7g}\n{data.parity(value)}", at, -1.2, size=13, **side)
+        panel.text(f"{value:.7g}\n{data.parity(value)}", at, -1.2, size=13, beside=8 if at else -8)
     for row, result in enumerate(data.results.values()):
         end, color = _arrival(data, result)
         if end != place:
             panel.arrow((place, row), (end, row), color, width=2.2)
         panel.points([row], [end], color, size=6)
         if color == "overflow":
-            look: dict[str, Any] = {"anchor": "end", "dx": -10} if data.negative else {"anchor": "start", "dx": 10}
-            panel.text(f"{result:g}", end, row, color=color, **look)
+            panel.text(f"{result:g}", end, row, color=color, beside=-10 if data.negative else 10)
     row = len(modes) - 1
-    for at, chance, anchor in ((0, 1 - data.chance_up, "end"), (1, data.chance_up, "start")):
+    for at, chance in enumerate((1 - data.chance_up, data.chance_up)):
         end, color = _arrival(data, data.reached[at])
         if chance:
             panel.points([row], [end], color, size=2 + 6 * math.sqrt(chance))
         over = color == "overflow" and chance
         words = f"{percent(chance)} {data.reached[at]:g}" if over else percent(chance)
-        panel.text(
-            words, end if over else at, row, anchor=anchor, dx=-14 if at == 0 else 14, color=color if over else "ink"
-        )
+        where, ink = (end, color) if over else (at, "ink")
+        panel.text(words, where, row, color=ink, beside=14 if at else -14)
     mirrored = {"base": 1, "slope": -1} if data.negative else {}
     grip = {"cross": -0.75, "step": 1 / 32, "note": f"{data.x:.7g}"}
     panel.rule("x", place, "own", dash=":", width=1.4)
@@ -82,7 +79,7 @@ def staircase_scene(data: explorers.StaircaseExplorer) -> Scene:
     gaps.line(np.log2(data.ulps[at]), np.log2(data.magnitudes[at]), "normal", label="ulp", quiet=True)
     if not held.all():
         gaps.rule("x", math.log2(data.format.max), "muted", dash=":")
-        gaps.text("largest number", math.log2(data.format.max), low, anchor="start", dx=6, color="muted", halo=True)
+        gaps.text("largest number", math.log2(data.format.max), low, beside=6, color="muted", halo=True)
     return scene
 
 

@@ -174,8 +174,12 @@ class Panel:
         self.add("rule", axis=axis, at=at, color=color, **look)
 
     def text(self, text: str | Iterable[str], x: Numbers, y: Numbers, **look: Any) -> None:
-        """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps."""
-        values = look.pop("values", None)
+        """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps.
+
+        `beside` is how many pixels right of their place they begin or, below 0, left of it they end.
+        """
+        values, by = look.pop("values", None), look.pop("beside", 0)
+        look |= {"anchor": "end" if by < 0 else "start", "dx": by} if by else {}
         self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
         if values is not None:
             self.marks[-1]["fields"] = [pack(v) for v in values]

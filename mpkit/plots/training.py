@@ -57,8 +57,7 @@ def underflow_scene(data: explorers.UnderflowExplorer) -> Scene:
     right.line(lost, SCALES, "zero", label="flushed to zero", every=4, glyph="o")
     right.line(over, SCALES, "overflow", dash="--", label="overflow", every=4, glyph="s")
     right.rule("x", data.best, "normal", dash=":", width=2)
-    side = {"anchor": "end", "dx": -6} if data.best > 16 else {"anchor": "start", "dx": 6}
-    right.text("recommended", data.best, 96, color="normal", halo=True, **side)
+    right.text("recommended", data.best, 96, color="normal", halo=True, beside=-6 if data.best > 16 else 6)
     for values in (lost, over):
         right.points(values, SCALES, "own", show="at", size=5)
     return scene
