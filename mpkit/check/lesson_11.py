@@ -60,7 +60,7 @@ QUESTIONS = {
     "samples": Question(
         "You recorded 5 snapshots. How many principal components do they have that are more than rounding noise?",
         _meaningful,
-        "Subtracting the mean costs one dimension. `pca_matrix` warns when you ask for as many as there are snapshots.",
+        "Subtracting the mean costs one dimension. `prepare_pca` warns if you ask for as many as there are snapshots.",
         "Two points lie on one line: one direction, not two.",
         ((5, "Two points lie on a line, and three in a plane. How many dimensions do five points need?"),),
     ),
