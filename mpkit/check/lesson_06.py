@@ -60,7 +60,8 @@ QUESTIONS = {
     ),
     "divisions": Question(
         "An update uses four micro-batches at a scale of 2. By mistake the gradients are divided by the scale after "
-        "each of the four backward passes. How many times too small is then what the first micro-batch adds?",
+        "each of the four backward passes. Then the part of the first micro-batch is too small. How many times too "
+        "small is it?",
         _too_small,
         "{truth:g} times: it was multiplied by 2 once and divided by 2 four times. Divide once, after the last pass.",
         "How often is the gradient of the first micro-batch multiplied by 2, and how often divided by 2?",
