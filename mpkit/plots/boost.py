@@ -98,13 +98,9 @@ def _steps(scene: Scene, data: explorers.BoostExplorer) -> None:
 
 def _frozen_stages(scene: Scene, data: explorers.BoostExplorer) -> None:
     count = len(data.stages)
-    panel = scene.panel(
-        0,
-        1,
-        title="frozen steps; × BatchNorm removed",
-        x=linear("stage of the ResNet-18, from the input", -0.7, count - 0.3, 6),
-        y=linear("share of the steps, %", -8, 100, 5),
-    )
+    x = linear("stage of the ResNet-18, from the input", -0.7, count - 0.3, 6)
+    y = linear("share of the steps, %", -8, 100, 5)
+    panel = scene.panel(0, 1, title="frozen steps; × BatchNorm removed", x=x, y=y)
     panel.bars(100 * np.array(data.frozen_share(data.this)), fill="own/0.55", edge="own", label="this")
     other = 100 * np.array(data.frozen_share(data.other))
     panel.line(other, color="zero", dash="--", step="mid", label=f"compared: {data.compare}")
@@ -136,13 +132,8 @@ def freeze_scene(data: explorers.FreezeExplorer) -> Scene:
     left.handle("x", "step", data.step, 0, steps - 1, "step")
     saved = 100 * np.array(data.saved)
     values = np.stack([saved, np.full(steps, saved.mean()), np.full(steps, 100 * data.formula)], axis=1)
-    right = scene.panel(
-        0,
-        1,
-        title="backward work saved",
-        x=names(["this step", "mean", "formula"]),
-        y=linear("backward work saved, %", 0, 108, 5),
-    )
+    x, y = names(["this step", "mean", "formula"]), linear("backward work saved, %", 0, 108, 5)
+    right = scene.panel(0, 1, title="backward work saved", x=x, y=y)
     fill = ["own/0.55", "reference/0.55", "paper"]
     right.bars(values, fill=fill, edge="reference", width=0.6, label="saved, %", quiet=True)
     for column in range(3):

@@ -42,9 +42,8 @@ def dim_reduce_scene(data: DimReduceExplorer) -> Scene:
     loss = scene.panel(0, 1, title="loss", x=linear("", 0, steps, 4), y=linear("loss, nats", 0, 2.6, 3))
     loss.line(data.earlier.losses, color="reference", dash=":")
     loss.line(data.path.losses)
-    outside = scene.panel(
-        1, 1, title="gradient outside the subspace", x=linear("step", 0, steps, 4), y=linear("share, %", 0, 104, 2)
-    )
+    x, y = linear("step", 0, steps, 4), linear("share, %", 0, 104, 2)
+    outside = scene.panel(1, 1, title="gradient outside the subspace", x=x, y=y)
     outside.line(100 * data.path.residual)
     for panel in (loss, outside):
         panel.rule("x", "index", "muted", dash=":")

@@ -101,13 +101,8 @@ def _gradients(scene: Scene, data: explorers.RunExplorer) -> None:
     """Beside the scale: how the values of each step lie in float16, those without an exponent as words."""
     t, part = data.trace, data.trace.gradients
     shares = 100 * (part.total() / max(1, data.values))
-    right = scene.panel(
-        0,
-        1,
-        title="gradients × scale, in float16",
-        x=log2("magnitude", -60, 40, 20),
-        y=linear("share of all values, %", 0, 1.5 * float(shares.max()), 4),  # the words stand above all bars
-    )
+    y = linear("share of all values, %", 0, 1.5 * float(shares.max()), 4)  # the words stand above all bars
+    right = scene.panel(0, 1, title="gradients × scale, in float16", x=log2("magnitude", -60, 40, 20), y=y)
     rows = np.clip(np.searchsorted(part.step, np.arange(len(t)), side="right") - 1, 0, None)
     with np.errstate(divide="ignore"):
         shift = np.maximum(np.log2(t.scale), -200)
@@ -165,13 +160,9 @@ def heat_map(
     scene: Scene, grid: Any, texts: list[str], rows: Any, cols: Any, title: str, *, col: int = 0, **look: Any
 ) -> Panel:
     """A table of factors x windows in column `col`; the darker, the larger."""
-    panel = scene.panel(
-        col=col,
-        title=title,
-        x=names([str(c) for c in cols], "scale_window, finite steps"),
-        y=names([f"{r:g}" for r in rows], "scale_factor", down=True),
-        pad=[28, 14, 42, 60],
-    )
+    x = names([str(c) for c in cols], "scale_window, finite steps")
+    y = names([f"{r:g}" for r in rows], "scale_factor", down=True)
+    panel = scene.panel(title=title, x=x, y=y, col=col, pad=[28, 14, 42, 60])
     cells = [f"factor {r:g}, window {c}" for r in rows for c in cols]
     panel.cells(grid, texts, names=cells, label="cell", quiet=True, **look)
     return panel
@@ -214,11 +205,8 @@ def two_rules(
     powers, steps = np.log2(naive), len(naive)  # a line cut off at the edge would look like rest
     low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
     scene = Scene(height=400, width=900)
-    panel = scene.panel(
-        title="a rule that never looks at a gradient, and one that does",
-        x=linear("step", 0, steps, 8),
-        y=log2("loss scale; loss", low, high, 10 if high - low < 120 else 25),
-    )
+    x, y = linear("step", 0, steps, 8), log2("loss scale; loss", low, high, 10 if high - low < 120 else 25)
+    panel = scene.panel(title="a rule that never looks at a gradient, and one that does", x=x, y=y)
     panel.span("y", math.log2(ceiling), high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15")
     corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
@@ -230,8 +218,7 @@ def two_rules(
         ("gradients finite?", "zero", None, dynamic),
     )
     for name, color, dash, values in rows:
-        y = exponents(np.asarray(values)[every], low, high)
-        panel.line(y, every, color, dash=dash, width=2.2, label=name, tag=True)
+        panel.line(exponents(values, low, high)[every], every, color, dash=dash, width=2.2, label=name, tag=True)
     bad = np.flatnonzero(np.asarray(naive) > ceiling)[:1]
     panel.crosses(exponents(naive, low, high), bad, "first inf in the weights", size=7)
     name, least, most = handle

@@ -174,12 +174,9 @@ def ranges_scene(data: explorers.RangesExplorer) -> Scene:
     x = log2("magnitude", -152, 226, 24)
     x["ticks"] = [tick for tick in x["ticks"] if tick[0] <= 128]
     scene = Scene(height=370)
-    panel = scene.panel(
-        title="a power of two left of a bar becomes zero, one right of it overflows",
-        x=x,
-        y=names(list(data.kept), down=True),
-        pad=[28, 14, 42, 60],
-    )
+    y = names(list(data.kept), down=True)
+    title = "a power of two left of a bar becomes zero, one right of it overflows"
+    panel = scene.panel(title=title, x=x, y=y, pad=[28, 14, 42, 60])
     for row, name in enumerate(data.kept):
         fmt = get_format(name)
         ends = [math.log2(v) for v in (fmt.min_subnormal, fmt.min_normal, fmt.max)]
@@ -203,11 +200,8 @@ def gradients_scene(data: explorers.GradientsExplorer) -> Scene:
     low, high, top = -50, 32, 26
     fmt, scene = data.format, Scene(height=360)
     scene.play("step", "training step", len(data.shares), every=120)
-    panel = scene.panel(
-        title=f"the gradients of a step, times the loss scale, in {fmt.name}",
-        x=log2("magnitude of loss scale × gradient", low, high, 8),
-        y=linear("share of the gradients, %", 0, top, 4),
-    )
+    x, y = log2("magnitude of loss scale × gradient", low, high, 8), linear("share of the gradients, %", 0, top, 4)
+    panel = scene.panel(title=f"the gradients of a step, times the loss scale, in {fmt.name}", x=x, y=y)
     regions(panel, "x", *edges(fmt))
     histogram(scene, panel, 100 * data.shares, data.exponents[0], fmt)
     peak = float(data.exponents[data.shares.mean(0).argmax()]) - data.scale_exponent
@@ -219,15 +213,12 @@ def gradients_scene(data: explorers.GradientsExplorer) -> Scene:
 def precision(shown: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn")) -> Scene:
     """The gap to the next value relative to the value itself, over the whole range of each format."""
     scene = Scene(height=360)
-    panel = scene.panel(
-        title="lower is finer; flat where numbers are normal, rising where subnormal",
-        x=log2("magnitude", -152, 130, 24),
-        y=log2("ulp / magnitude", -25, 1, 4),
-    )
+    x, y = log2("magnitude", -152, 130, 24), log2("ulp / magnitude", -25, 1, 4)
+    panel = scene.panel(title="lower is finer; flat where numbers are normal, rising where subnormal", x=x, y=y)
     for name, color, dash, glyph in zip(shown, SERIES, DASHES, GLYPHS):
         fmt = FORMATS[name]
-        x = np.arange(fmt.min_subnormal_exponent, fmt.max_exponent + 1)
-        y = np.maximum(x, fmt.min_exponent) - fmt.fraction_bits - x
-        look = {"dash": dash, "glyph": glyph, "every": max(1, len(x) // 6)}
-        panel.line(y, x, color, label=name, tag=True, **look)
+        powers = np.arange(fmt.min_subnormal_exponent, fmt.max_exponent + 1)
+        relative = np.maximum(powers, fmt.min_exponent) - fmt.fraction_bits - powers
+        look = {"dash": dash, "glyph": glyph, "every": max(1, len(powers) // 6)}
+        panel.line(relative, powers, color, label=name, tag=True, **look)
     return scene

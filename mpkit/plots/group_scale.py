@@ -33,10 +33,8 @@ def group_scale_scene(data: GroupScaleExplorer) -> Scene:
         left.crosses(at, bad, color=color, since=bad, size=3.5, show="upto")
     left.rule("x", "index", "muted", dash=":")
     left.handle("x", "step", data.step, 0, steps - 1, "step")
-    rows = [f"group {i + 1}" for i in range(GROUPS)]
-    right = scene.panel(
-        0, 1, title="not rounded to zero", x=linear("values that survive, %", 0, 100, 5), y=names(rows, down=True)
-    )
+    x, y = linear("values that survive, %", 0, 100, 5), names([f"group {i + 1}" for i in range(GROUPS)], down=True)
+    right = scene.panel(0, 1, title="not rounded to zero", x=x, y=y)
     for way, shift, role, hatch in zip(data.runs, (-0.2, 0.2), ("reference", "own"), (True, None)):
         look = {"axis": "y", "width": 0.36, "fill": f"{role}/0.5", "edge": role, "hatch": hatch}
         right.bars(100 * data.survive_all[way], np.arange(GROUPS) + shift, label=way, **look)

@@ -19,11 +19,8 @@ def amax_scene(data: explorers.AmaxExplorer) -> Scene:
     amax, holds = exponents(data.amax, low, high), exponents(data.holds, low, high)
     scene = Scene(height=400)
     steps = len(amax)
-    panel = scene.panel(
-        title="the largest element, and the largest that the scale can hold",
-        x=linear("step", 0, steps - 1),
-        y=log2("magnitude", low, high),
-    )
+    x, y = linear("step", 0, steps - 1), log2("magnitude", low, high)
+    panel = scene.panel(title="the largest element, and the largest that the scale can hold", x=x, y=y)
     panel.band(holds, high, label="clipped here")
     panel.line(holds, color="overflow", step="mid", width=1.6, label="the scale holds")
     panel.line(amax, color="own", width=1.6, label="amax")
@@ -35,11 +32,8 @@ def block_scene(data: explorers.BlockExplorer) -> Scene:
     """128 values and how they are stored, with the borders of the blocks."""
     scene = Scene(height=420)
     low, high = -8, max(3, math.ceil(math.log2(float(np.abs(data.x).max()))) + 1)
-    panel = scene.panel(
-        title="128 magnitudes in a row, and how they are stored; zero is at the bottom",
-        x=linear("place in the row", -1, 128, 8),
-        y=log2("magnitude", low, high),
-    )
+    x, y = linear("place in the row", -1, 128, 8), log2("magnitude", low, high)
+    panel = scene.panel(title="128 magnitudes in a row, and how they are stored; zero is at the bottom", x=x, y=y)
     for border in range(data.size, 128, data.size):
         panel.rule("x", border - 0.5)
     panel.points(exponents(np.abs(data.x), low, high), color="reference", glyph="o", size=3.5, label="value")
@@ -53,11 +47,8 @@ def recipe_scene(data: explorers.RecipeExplorer) -> Scene:
     at = data.every * (1 + np.arange(data.own.shape[1]))
     top = float(max(data.own.max(), data.plain.max()))
     low = float(min(data.own.min(), data.plain.min()))
-    panel = scene.panel(
-        title="training loss, one line for each seed",
-        x=linear("step", 0, int(at[-1])),
-        y=linear("loss, nats", math.floor(low * 4) / 4, math.ceil(top * 4) / 4),
-    )
+    x, y = linear("step", 0, int(at[-1])), linear("loss, nats", math.floor(low * 4) / 4, math.ceil(top * 4) / 4)
+    panel = scene.panel(title="training loss, one line for each seed", x=x, y=y)
     for i, (plain, own) in enumerate(zip(data.plain, data.own)):
         panel.line(plain, at, "reference", width=1.4, dash="--", **({"label": "float32"} if not i else {}))
         panel.line(own, at, "own", width=1.6, **({"label": data.recipe} if not i else {}))

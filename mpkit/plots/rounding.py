@@ -96,11 +96,8 @@ def updates_scene(data: explorers.UpdatesExplorer) -> Scene:
     top = max(float(path.max()) for path in data.paths.values()) - 1
     scene = Scene(height=380)
     scene.play("progress", "% of the run", 101, every=80)
-    panel = scene.panel(
-        title=f"a weight of 1 gets 2,000 updates of {data.update:.3g}, kept in five ways",
-        x=linear("updates", 0, len(exact) - 1, 8),
-        y=linear("weight", 1 - 0.08 * end, 1 + 1.08 * max(top, end), 5),
-    )
+    x, y = linear("updates", 0, len(exact) - 1, 8), linear("weight", 1 - 0.08 * end, 1 + 1.08 * max(top, end), 5)
+    panel = scene.panel(title=f"a weight of 1 gets 2,000 updates of {data.update:.3g}, kept in five ways", x=x, y=y)
     panel.line(exact[steps], steps, "reference", dash=":", width=1.6, label="exact", tag=True)
     for scheme, (color, dash, label) in SCHEMES.items():
         panel.line(data.paths[scheme][steps], steps, color, dash=dash, width=2.2, show="upto", label=label, tag=True)
@@ -115,11 +112,8 @@ def sums(totals: Mapping[str, Any], exact: Any) -> Scene:
     scene, at = Scene(height=340), np.linspace(0, len(exact) - 1, 251).astype(int)
     exact = np.asarray(exact)
     top = float(exact.max())
-    panel = scene.panel(
-        title="running totals, and where they stall",
-        x=linear("terms added", 0, len(exact)),
-        y=linear("total", 0, 1.05 * top),
-    )
+    x, y = linear("terms added", 0, len(exact)), linear("total", 0, 1.05 * top)
+    panel = scene.panel(title="running totals, and where they stall", x=x, y=y)
     panel.line(exact[at], at + 1, "reference", dash=":", width=1.4, label="exact")
     for (name, values), color, dash, glyph in zip(totals.items(), SERIES, DASHES, GLYPHS):
         look = {"dash": dash, "glyph": glyph, "every": 30}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.plots.formats import regions, zones
-from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, linear, log2, power_of_two, space
+from mpkit.plots.scene import DASHES, GLYPHS, Panel, Scene, exponents, linear, log2, power_of_two, space
 from mpkit.replay.percent import percents
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ def underflow_scene(data: explorers.UnderflowExplorer) -> Scene:
     scene = Scene(height=480, width=960, rows=(1.7, 1), cols=(1.6, 1))
     scene.play("exponent", "static scale, 2 to the", len(SCALES), every=150, first=int(SCALES[0]))
     edges = np.log2([data.limits.lost, data.limits.normal, data.limits.overflow])
-    left = scene.panel(
-        title=f"gradients times the scale, in {data.format}",
-        x=log2("magnitude", FIRST, LAST, 12),
-        y=linear("share of the values, %", 0, 1.3 * TALLEST, 5),
-    )
+    x, y = log2("magnitude", FIRST, LAST, 12), linear("share of the values, %", 0, 1.3 * TALLEST, 5)
+    left = scene.panel(title=f"gradients times the scale, in {data.format}", x=x, y=y)
     regions(left, "x", *(float(e) for e in edges))
     heights = 100 * np.stack([_at_scale(data, int(e)) for e in SCALES])
     look = {"width": 1, "label": "share, %", "quiet": True}
@@ -163,16 +160,13 @@ def order_scene(data: explorers.OrderExplorer) -> Scene:
     """Norm of the gradient that reaches the optimizer over the scale, one line per order."""
     low, high = -28, 6
     scene = Scene(height=380)
-    panel = scene.panel(
-        title="what each order hands to the optimizer",
-        x=log2("loss scale", 0, 20, 4),
-        y=log2("norm that the optimizer sees", low, high, 4),
-    )
+    x, y = log2("loss scale", 0, 20, 4), log2("norm that the optimizer sees", low, high, 4)
+    panel = scene.panel(title="what each order hands to the optimizer", x=x, y=y)
     panel.rule("y", float(np.log2(data.max_norm)), "reference", dash=":")
     panel.text("the norm asked for", 0, float(np.log2(data.max_norm)), anchor="start", dx=20, dy=-16, color="reference")
     for (order, norms), color, dash, glyph in zip(data.norms.items(), ("normal", "overflow", "zero"), DASHES, GLYPHS):
-        y = np.clip(np.log2(np.maximum(norms, 1e-300)), low, high)
-        panel.line(y, np.arange(21), color, dash=dash, glyph=glyph, every=2, label=order, tag=True)
+        look = {"dash": dash, "glyph": glyph, "every": 2, "label": order, "tag": True}
+        panel.line(exponents(norms, low, high), np.arange(21), color, **look)
     panel.handle("x", "exponent", data.exponent, 0, 20, "loss scale, 2 to the")
     norm = {"log2": True, "step": 0.5, "cross": 19.4}
     panel.handle("y", "max_norm", float(np.log2(data.max_norm)), -6, 2, "clip to the norm, 2 to the", **norm)
