@@ -106,16 +106,8 @@ def _frozen_stages(scene: Scene, data: explorers.BoostExplorer) -> None:
     panel.line(other, color="zero", dash="--", step="mid", label=f"compared: {data.compare}")
     gone = [i for i, (_, removed) in enumerate(data.stages) if removed] if data.this.removed else []
     if gone:
-        panel.points(
-            [-4.0] * len(gone),
-            gone,
-            "overflow",
-            glyph="x",
-            size=4,
-            label="BatchNorm removed",
-            told="this stage",
-            quiet=True,
-        )
+        look = {"glyph": "x", "size": 4, "label": "BatchNorm removed", "told": "this stage", "quiet": True}
+        panel.points([-4.0] * len(gone), gone, "overflow", **look)
 
 
 def freeze_scene(data: explorers.FreezeExplorer) -> Scene:

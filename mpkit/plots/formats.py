@@ -124,11 +124,8 @@ def _neighbours(scene: Scene, data: explorers.BitsExplorer) -> None:
         panel.text(f"{data.value} has no neighbours to round to", 0.5, 0.6, size=13)
         return
     low, high = data.window
-    axis: dict[str, Any] = {
-        "label": "value; drag the ring: what is stored jumps from tick to tick",
-        "lo": low,
-        "hi": high,
-    }
+    label = "value; drag the ring: what is stored jumps from tick to tick"
+    axis: dict[str, Any] = {"label": label, "lo": low, "hi": high}
     middle = [data.value + k * (high - low) / 5 for k in (-2, -1, 0, 1, 2)]
     axis["ticks"] = [[v, f"{v:.{data.digits}g}"] for v in middle]
     panel = scene.panel(2, title=f"its neighbours; one ulp is {data.gap:.4g}", x=axis, y=space(0, 1.4))

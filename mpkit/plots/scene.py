@@ -88,23 +88,16 @@ def linear(label: str, low: float, high: float, count: int = 6, **more: object) 
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * k for k in (1, 2, 2.5, 5, 10) if size * k >= raw * (1 - 1e-9))
     first, last = math.ceil(min(low, high) / step - 1e-9), math.floor(max(low, high) / step + 1e-9)
-    return {
-        "label": label,
-        "lo": low,
-        "hi": high,
-        "ticks": [[k * step, f"{k * step:.10g}"] for k in range(first, last + 1)],
-        **more,
-    }
+    ticks = [[k * step, f"{k * step:.10g}"] for k in range(first, last + 1)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, **more}
 
 
 def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more: object) -> dict[str, Any]:
     """An axis of categories 0, 1, 2 ...; `down` puts the first at the top."""
-    ends = (len(labels) - 0.5, -0.5) if down else (-0.5, len(labels) - 0.5)
-    ticks = [[i, str(text)] for i, text in enumerate(labels)]
-    return {"label": label, "lo": ends[0], "hi": ends[1], "ticks": ticks, "names": list(map(str, labels))} | {
-        "bare": True,
-        **more,
-    }
+    texts = list(map(str, labels))
+    low, high = (len(texts) - 0.5, -0.5) if down else (-0.5, len(texts) - 0.5)
+    ticks = [[i, text] for i, text in enumerate(texts)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, "names": texts, "bare": True, **more}
 
 
 def space(low: float, high: float) -> dict[str, Any]:
@@ -212,15 +205,8 @@ class Panel:
         span = max(float(np.ptp(values)), 1e-12)
         rows, cols = (a.ravel() for a in np.indices(values.shape))
         share = ((values - values.min()) / span).ravel()
-        self.boxes(
-            cols - 0.5,
-            rows - 0.5,
-            cols + 0.5,
-            rows + 0.5,
-            fill=[f"{color}/{0.06 + 0.54 * s:.2f}" for s in share],  # words stay readable, light and dark
-            text=list(texts),
-            **look,
-        )
+        fill = [f"{color}/{0.06 + 0.54 * s:.2f}" for s in share]  # words stay readable, light and dark
+        self.boxes(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5, fill=fill, text=list(texts), **look)
 
     def handle(self, axis: str, name: str, at: Numbers, low: float, high: float, label: str, **more: object) -> None:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.

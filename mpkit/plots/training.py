@@ -33,12 +33,7 @@ def underflow_scene(data: explorers.UnderflowExplorer) -> Scene:
     regions(left, "x", *(float(e) for e in edges))
     heights = 100 * np.stack([_at_scale(data, int(e)) for e in SCALES])
     look = {"width": 1, "label": "share, %", "quiet": True}
-    left.bars(
-        heights,
-        np.arange(FIRST, LAST) + 0.5,
-        zones=zones(edges),
-        **look,
-    )
+    left.bars(heights, np.arange(FIRST, LAST) + 0.5, zones=zones(edges), **look)
     peak = int(np.argmax(_at_scale(data, 0))) + FIRST + 0.5
     grip = {"base": peak, "cross": 1.12 * TALLEST, "note": "drag"}
     lost, over = ([100 * getattr(s, name) for s in data.course] for name in ("lost", "overflow"))

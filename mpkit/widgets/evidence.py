@@ -1,12 +1,6 @@
 """The widgets of the lessons on evidence: overflow detective, what if, common mistakes."""
 
-from mpkit.explorers.evidence import (
-    DetectiveExplorer,
-    GridExplorer,
-    NaiveRuleExplorer,
-    RunExplorer,
-    WhatIfExplorer,
-)
+from mpkit.explorers.evidence import DetectiveExplorer, GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
 from mpkit.plots.evidence import detective_scene, grid_scene, naive_rule_scene, run_scene, what_if_scene
 from mpkit.widgets.scene import plain
 
