@@ -138,8 +138,8 @@ class BitsExplorer(Explorer):
     fmt = Enum(NAMES, "fp16").tag(label="format")
     number = Unicode("0.1").tag(label="number")
     pinned = Enum(["none", *NAMES], "bf16").tag(label="a second format beneath")
-    gap_before = Float(0.0, min=0.0).tag(hidden=True)
-    """One ulp of the number before, to be seen beside the one of now; 0 where there was none."""
+    gap_before = Float(0.0, min=0.0, max=2.0**120).tag(hidden=True)
+    """One ulp of the number before, to be seen beside the one of now; 0 where there was none. The largest is bf16's."""
 
     format: FloatFormat
     pattern: int
