@@ -1260,6 +1260,14 @@ def test_a_frame_tells_nothing_and_of_points_above_one_another_the_nearest_is_to
         assert sum(line.startswith("mean") for line in told) == 1, "of other rows too"
 
 
+def test_the_arrow_keys_read_nothing_in_a_panel_without_axes(show):
+    """There a mark lies where it has room: the rows of layers of a network were told as if they were numbers."""
+    tab = show(made("boost.less_bn"))
+    for _ in range(20):
+        tab.locator(".mpk-over").press("ArrowRight")
+        assert not tab.locator(".mpk-tip").is_visible()
+
+
 def test_words_about_a_histogram_lie_over_none_of_its_bars(show):
     view = made("evidence.run")
     tab = show(view)
