@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+
+from mpkit.arguments import check_kind
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -29,5 +32,6 @@ def compiled_with_its_caller(function: Decorated) -> Decorated:
 
 
 def _told(function: Decorated, strategy: Any) -> Decorated:
+    check_kind("function", function, FunctionType, "a function of Python")
     _FRAMES.set_code_exec_strategy(function.__code__, strategy)
     return function

@@ -128,7 +128,8 @@ FAINT = f"""() => {{ {RGB}
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
   const contrast = (...pair) => {{ const [a, b] = pair.map(light).sort((p, q) => p - q);
     return (b + 0.05) / (a + 0.05); }};
-  const page = rgb(getComputedStyle(document.querySelector('.mpk')).backgroundColor), stroke = (e) => rgb(getComputedStyle(e).stroke);
+  const page = rgb(getComputedStyle(document.querySelector('.mpk')).backgroundColor);
+  const stroke = (e) => rgb(getComputedStyle(e).stroke);
   const seen = (e, kind) => !/none|url/.test(getComputedStyle(e)[kind]);
   return [...document.querySelectorAll('svg[role=img] > g')].flatMap((panel) => {{
     const boxes = [...panel.querySelectorAll('path.box')].filter((e) => e.getAttribute('d') && seen(e, 'fill'));

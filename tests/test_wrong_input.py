@@ -268,6 +268,7 @@ RIGHT = {  # annotation -> value
     "np.ndarray | Tensor": components,
     "torch.device | str | int": lambda: "cpu",
     "torch.dtype": lambda: torch.float16,
+    "Decorated": lambda: lambda: None,
     "Callable[[Tensor, Tensor], Tensor]": lambda: lambda output, label: output.sum(),
     "Sequence[TensorScaler]": lambda: [TensorScaler(TensorScalePolicy())],
     "Policies": lambda: preset("torch"),
