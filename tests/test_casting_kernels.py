@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from test_casting_state import Apply, trained
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
 from mpkit.casting import auto_mixed_precision, cast_like, graphs, ledger
 from mpkit.formats import BF16, E5M2, FP16
@@ -21,6 +23,18 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "distances as in VQ": lambda m, x: torch.cdist(x.float(), m.w.float()).min(-1)[0],
     "Fourier": lambda m, x: torch.fft.irfft(torch.fft.rfft(x * m.w, n=8) * 0.5, n=8) @ torch.ones(8, 1),
     "Fourier by name": lambda m, x: torch.fft.rfft(input=x * m.w, n=4).abs(),
+    "quantile": lambda m, x: (x * m.w).quantile(0.3, dim=0),
+    "quantile as written": lambda m, x: torch.nanquantile((x * m.w).float(), torch.tensor([0.2, 0.7]), dim=1),
+    "rotary": lambda m, x: torch.view_as_real(
+        torch.view_as_complex((x * m.w).float().reshape(4, 2, 2)) * torch.polar(torch.ones(2), torch.arange(2.0))
+    ),
+    "rotary by angles": lambda m, x: torch.polar(x.abs(), x * m.w).real,
+    "complex": lambda m, x: torch.complex(x, x * m.w).abs(),
+    "spectrogram": lambda m, x: torch.stft(
+        (x * m.w).flatten(), 4, window=torch.ones(4), return_complex=True, center=False
+    ).abs(),
+    "exponential of a matrix": lambda m, x: torch.matrix_exp(x * m.w / 4),
+    "exponential of linalg": lambda m, x: torch.linalg.matrix_exp((x @ m.w) / 4),
     "CSR": lambda m, x: m.sparse @ (x @ m.w),
     "sparse.mm": lambda m, x: torch.sparse.mm(m.sparse, x * m.w),
 }
@@ -50,6 +64,44 @@ def test_what_has_no_kernel_in_16_bits_gives_the_numbers_of_the_emulated_format(
             assert [row.compute for row in book.rows][-1] == ("float32" if dtype is pair[0] else pair[1].name)
     for native, emulated in zip(*results):
         assert (native - emulated).abs().max() <= 4 * pair[1].eps * emulated.abs().max()  # another order of roundings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "auto", "torch_autocast", "apex_O1", "keras_mixed_bfloat16"])
+def test_an_orthogonal_layer_keeps_its_columns_and_its_gradients(level: str, dtype: torch.dtype) -> None:
+    """torch 2.13 gives inf for the exponential of a 16-bit matrix, and says nothing."""
+    torch.manual_seed(0)
+    network = orthogonal(nn.Linear(4, 4, bias=False), orthogonal_map="matrix_exp")
+    cast_like(network, level, dtype) if "_" in level else auto_mixed_precision(network, level, dtype)
+    y = network(torch.eye(4)).float()
+    torch.testing.assert_close(y @ y.mT, torch.eye(4), rtol=0, atol=8 * torch.finfo(dtype).eps)
+    y[0, 1].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    low = Apply(lambda _, x: torch.matrix_exp(x))
+    cast_like(low, level, dtype) if "_" in level else auto_mixed_precision(low, level, dtype)
+    if level != "O1":  # which leaves what it does not list to torch
+        want = torch.matrix_exp(0.5 * torch.eye(2))
+        torch.testing.assert_close(low(0.5 * torch.eye(2, dtype=dtype)).float(), want, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "auto", "keras_mixed_bfloat16"])
+def test_numpy_is_given_float32_where_it_has_no_such_numbers(level: str) -> None:
+    """As in a sampler that makes its schedule in a forward."""
+    given: list[Any] = []
+
+    def forward(_: Any, x: Tensor) -> Tensor:
+        y = x @ torch.eye(2)
+        given.extend((y.numpy(), np.asarray(y), np.interp(0.5, [0, 1], y[0].numpy())))
+        return y
+
+    network = Apply(forward)
+    cast_like(network, level, torch.bfloat16) if "_" in level else auto_mixed_precision(network, level, torch.bfloat16)
+    x = torch.tensor([[1.0, 1 / 3]])
+    low = x.bfloat16().float().numpy()
+    network(x)
+    assert given[0].dtype == given[1].dtype == np.float32
+    assert (given[0] == low).all()
+    assert (given[1] == low).all()
 
 
 def test_a_refusal_of_low_precision_stays_torchs_own() -> None:

@@ -113,6 +113,49 @@ def test_an_epsilon_that_is_zero_in_the_format_is_told_with_what_it_does() -> No
     assert cured(ids).isfinite().all()
 
 
+class Rotary(nn.Module):
+    """Angles of positions in float32, as language models make them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], dtype=torch.float32)
+        angles = places[:, None].float() * torch.tensor([1.0, 0.5, 0.25, 0.125]).float()
+        return torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
+
+
+def sinusoid(steps: Tensor) -> Tensor:
+    return torch.sin(steps[:, None].float() * torch.tensor([1.0, 0.1]))
+
+
+class Timestep(nn.Module):
+    """Its arithmetic stands in a function beside it, as in diffusion models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sinusoid(x[0])
+
+
+@pytest.mark.parametrize("kind", [Rotary, Timestep])
+def test_angles_that_ask_for_float32_are_found_and_protected(kind: Any) -> None:
+    network = nn.Sequential(nn.Identity(), kind())
+    x = torch.arange(1000.0)[None]
+    want = network(x)
+
+    def error(net: nn.Module) -> float:
+        return float((net(x) - want).abs().max())
+
+    (found,) = named(network, f"{kind.__name__} casts to float32 itself", dtype=torch.bfloat16, optimizer=SOME)
+    assert "the angle of a position lose its digits" in found.what
+    assert f"black_list=[*get_black_list(), {kind.__name__}]" in found.way_out
+    assert error(auto_mixed_precision(copy.deepcopy(network), "O2", torch.bfloat16)) > 0.5
+    black = [*get_black_list(), kind]
+    cured = custom_mixed_precision(copy.deepcopy(network), black_list=black, dtype=torch.bfloat16)
+    # one rounding of a number below 1; the steps are given in bfloat16 themselves, so those below 256 are exact
+    assert error(cured) <= 2.0**-8 or kind is Timestep
+    assert (cured(x)[:256] - want[:256]).abs().max() <= 2.0**-8
+
+
+SOME = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+
+
 def test_the_norms_of_language_models_are_found() -> None:
     compat.declare_operators()
     hf = pytest.importorskip("transformers", reason='tiny networks of others: pip install "mpkit[compat]"')
@@ -123,6 +166,7 @@ def test_the_norms_of_language_models_are_found() -> None:
         with torch.device("meta"):
             network = getattr(hf, f"{kind}Model")(config)
         assert named(network, f"{kind}RMSNorm"), kind
+        assert named(network, f"{kind}RotaryEmbedding"), kind
 
 
 def test_other_modules_are_not_taken_for_such_norms() -> None:

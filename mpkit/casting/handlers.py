@@ -144,6 +144,8 @@ def exposing(handler: Handler | None) -> Handler:
     def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if func == ops.DATA_OF or func.__name__ in ops.SHOWS_MEMORY:
             mode.expose(args[0])
+            if func.__name__ in ops.TO_NUMPY and args[0].dtype is torch.bfloat16:
+                args = (args[0].float(), *args[1:])  # NumPy has no such numbers
         return func(*args, **kwargs) if handler is None else handler.run(mode, func, args, kwargs)
 
     return Handler(handle)
@@ -180,6 +182,21 @@ def computed_in(low: Target, result: Target | None = None) -> Handler:
 
     around = None if isinstance(low, Emulated) or isinstance(result, Emulated) else (low, result)
     return Handler(handle, low, _left(computed_in, low, result), around)
+
+
+def rounded_from_float32(low: torch.dtype | None = None, result: Target | None = None) -> Handler:
+    """Inputs in `low` (None: as they come), computed with in float32, the result rounded to their precision."""
+
+    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if low is not None:
+            args, kwargs = mode.cast_all(args, low), mode.cast_all(kwargs, low)
+        given = next((x.dtype for x in float_tensors((args, kwargs))), None)
+        if given not in (torch.float16, torch.bfloat16):
+            return func(*args, **kwargs)
+        out = func(*mode.cast_all(args, torch.float32), **mode.cast_all(kwargs, torch.float32))
+        return mode.cast_all(mode.cast_all(out, given), result or given)
+
+    return Handler(handle, torch.float32)
 
 
 def _left(factory: Callable[..., Handler], *precisions: Target | None) -> Run | None:

@@ -17,7 +17,16 @@ from mpkit.casting.entrances import frames_to_user
 from mpkit.casting.operations import Function, words
 from mpkit.casting.targets import Target
 
-_LACKS = re.compile(r"\"\w+\" not implemented for '(BFloat16|Half)'|Unsupported dtype (BFloat16|Half)")
+# the several ways in which torch says so
+_LACKS = re.compile(
+    r"\"[\w.]+\" not implemented for '(BFloat16|Half)'|Unsupported dtype (BFloat16|Half)"
+    r"|MKL FFT doesn't support tensors of type: (BFloat16|Half)"
+    r"|view_as_complex is only supported for half, float and double tensors, but got a tensor of scalar type: BFloat16"
+    r"|Expected both inputs to be Half, Float or Double tensors but got BFloat16 and BFloat16"
+    r"|quantile\(\) input tensor must be either float or double dtype"
+    r"|This function doesn't handle types other than float and double"
+    r"|linalg.vander supports floating point, complex, and integer tensors, but got (BFloat16|Half)"
+)
 _BEYOND = re.compile(r"value cannot be converted to type (?:c10|at)::(BFloat16|Half) without overflow")
 _LARGEST = {"BFloat16": torch.finfo(torch.bfloat16).max, "Half": torch.finfo(torch.float16).max}
 _LARGEST_OF = {torch.bfloat16: _LARGEST["BFloat16"], torch.float16: _LARGEST["Half"]}
@@ -35,8 +44,8 @@ def without_kernel(
 ) -> object:
     """What `func` gives for inputs in `low` if it is computed in float32, since `error` says that torch has no kernel.
 
-    So do, on a processor, a distance between vectors, a Fourier transform, a product with a CSR matrix. The result is
-    rounded to `low`, as that of an emulated format.
+    So do, on a processor, a distance between vectors, a Fourier transform, a product with a CSR matrix, a quantile,
+    the complex numbers of a rotary embedding. The result is rounded to `low`, as that of an emulated format.
 
     Raises:  `error`, if that says anything else, such as a refusal of low precision by linear algebra.
     """

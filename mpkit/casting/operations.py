@@ -143,6 +143,10 @@ TAKE_NUMBERS = spellings(
     *words("masked_fill masked_fill_ index_fill index_fill_ fill_ full_like new_full clamp clamp_ clip pad scatter sub")
 )
 
+# torch's own 16-bit results are wrong without an error: on a processor the exponential of 0.1 times a unit matrix is
+# infinite (torch 2.11 to 2.13)
+WRONG_IN_16_BITS = spellings("matrix_exp")
+
 # numbers of things: exact as float32, while a 16-bit count beyond 2^8 or 2^11 may be another number
 COUNTS = spellings("histc", "bincount")
 MAY_COUNT = spellings("sum", "cumsum", "prod", "cumprod", "nansum")  # if told to give integers
@@ -178,6 +182,7 @@ GIVE_NEW_MEMORY = frozenset((Tensor.set_, Tensor.resize_, Tensor.resize_as_, _DA
 DATA_OF = _DATA.__get__
 # whoever calls one of these holds the memory of a tensor, and writes into it where nothing counts that
 SHOWS_MEMORY = words("numpy __array__ __dlpack__ untyped_storage storage data_ptr")
+TO_NUMPY = words("numpy __array__")
 _GRAD: Any = Tensor.grad
 LEFT_ALONE |= {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}  # these names stand for every attribute of a tensor
 

@@ -30,6 +30,7 @@ from mpkit.casting.handlers import (
     product_then_sum,
     promoted,
     refused,
+    rounded_from_float32,
     summed_rows,
     unchanged,
     unflattened,
@@ -141,6 +142,7 @@ def everything(low: Target, result: Target | None = None, entry: Target | None =
         (ops.WITH_STATISTICS, norm_with_statistics(low, result)),
         (ops.spellings("embedding"), delivered_in(low, result)),
         (ops.spellings("embedding_bag"), summed_rows(low, result)),
+        *([] if isinstance(low, Emulated) else [(ops.WRONG_IN_16_BITS, rounded_from_float32(low, result))]),
     )
     default = computed_in(low, result)
     handlers |= _in_format(low, result, handlers, default, whatever=True)
@@ -222,6 +224,7 @@ def operator_lists(
     kernels = ops.RECURRENT if "linear" in to_low else ()
     parts: list[tuple[Iterable[Any], Handler]] = [
         (() if isinstance(low, Emulated) else ops.TAKE_NUMBERS, numbers_bounded),
+        (() if isinstance(low, Emulated) else ops.WRONG_IN_16_BITS, rounded_from_float32()),
         *_composed(to_low | to_wide | to_promote),
         (ops.spellings(*to_low), computed_in(low)),
         (kernels, computed_in(low)),

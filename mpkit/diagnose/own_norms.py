@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -11,11 +12,15 @@ from torch import nn
 
 from mpkit.casting.operations import words
 
-_DELICATE = frozenset(words("rsqrt sqrt pow square mean var std norm softmax log_softmax logsumexp exp log sum"))
+# sums and roots of squares, and the angles of positions: bfloat16 counts to 256, float16 to 2048
+_DELICATE = frozenset(
+    words("rsqrt sqrt pow square mean var std norm softmax log_softmax logsumexp exp log sum sin cos")
+)
 
 
 def own_norms(network: nn.Module, protected: tuple[type[nn.Module], ...]) -> Iterator[tuple[str, str]]:
-    """(path, class) of the first module of each class whose forward casts to float32 and then adds up or takes roots.
+    """(path, class) of the first module of each class whose forward casts to float32 and then adds up, takes roots or
+    the sine of an angle.
 
     Left out are torch's own modules, those of a `protected` class, and classes without Python source.
     """
@@ -39,18 +44,26 @@ def _asks_for_float32(kind: type[nn.Module]) -> bool:
 
 
 def _trees(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    """The source of a class's forward and of the methods of the class that it calls, as far as it is Python."""
+    """The source of a class's forward, of the methods of the class that it calls and of the functions beside it."""
     todo, seen = ["forward"], set()
+    beside = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
     while todo:
         name = todo.pop()
         seen.add(name)
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, name))))
-        except (OSError, TypeError, SyntaxError, AttributeError):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, name, None) or beside[name])))
+        except (OSError, TypeError, SyntaxError, KeyError):
             continue
         yield tree
-        called = {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call) and _of_self(node.func)}
-        todo += sorted(called - seen - set(dir(nn.Module)))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        methods = {_name(node) for node in calls if _of_self(node.func)} - set(dir(nn.Module))
+        functions = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+        own = {
+            f
+            for f in functions
+            if getattr(beside.get(f), "__module__", "") == kind.__module__ and inspect.isfunction(beside[f])
+        }
+        todo += sorted((methods | own) - seen)
 
 
 def _of_self(function: ast.expr) -> bool:

@@ -126,7 +126,7 @@ def _overridden(network: nn.Module, level: str, fmt: FloatFormat) -> Iterator[Fi
             "warning",
             path,
             f"{kind} casts to float32 itself, but level {level} casts back to {fmt.bits} bits: a square may leave "
-            f"their range{lost}",
+            f"their range, and the angle of a position lose its digits{lost}",
             f"custom_mixed_precision(network, black_list=[*get_black_list(), {kind}]) keeps it in float32",
         )
 
