@@ -138,3 +138,19 @@ def test_whole_numbers_places_and_float32_tensors_keep_theirs() -> None:
         warnings.simplefilter("error")
         got = auto_mixed_precision(Apply(forward, count=torch.zeros(1)), "O2", E4M3FN)(X)
     assert [part.max().item() for part in got[:5]] == [5000, 5000, 5000, 2.0, 5000]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
+@pytest.mark.parametrize(
+    "name", ["masked_fill", "masked_fill_", "where", "as transformers makes it", "an index", "sdpa"]
+)
+@pytest.mark.parametrize("level", ["O2", "auto"])
+def test_a_graph_fills_and_masks_as_the_code_it_was_made_of(level: str, name: str) -> None:
+    torch._dynamo.reset()
+    network = attention(FILLS[name], LOWEST) if name in FILLS else Apply(scaled)
+    auto_mixed_precision(network, level, E4M3FN)
+    assert torch.equal(torch.compile(network, backend="eager", fullgraph=True)(X), network(X))
+
+
+def scaled(_: Any, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], x[None], torch.tensor([[0.0, 1.0], [-2.0, 0.0]]))

@@ -41,6 +41,7 @@ FILLS: dict[str, int] = {
     "scatter": 3,
     "scatter_": 3,
 }
+_IN_PLACE = frozenset(name for name in FILLS if name.endswith("_"))
 _NAMES = frozenset(("value", "fill_value", "input", "other"))
 _EXTREME = torch.finfo(torch.float32).max
 _WAYS_OUT = "fill with {lowest:g}, its lowest number, or keep that module in float32: to_float(module, torch.float32)"
@@ -78,7 +79,7 @@ def _is_in(low: Emulated, func: Function, numbers: list[Any], given: tuple[Any, 
     filled = tensors if func.__name__ == "where" else tensors[:1]
     floats = float_tensors(filled)
     # written into in place, a float32 tensor stays one
-    if not whatever or func.__name__.endswith("_"):
+    if not whatever or func.__name__ in _IN_PLACE:
         return bool(floats) and all(precision(x) == low for x in floats)
     return bool(floats) or (not filled and all(type(x) is float for x in numbers))
 
