@@ -31,7 +31,6 @@ _BEYOND = re.compile(r"value cannot be converted to type (?:c10|at)::(BFloat16|H
 _LARGEST = {"BFloat16": torch.finfo(torch.bfloat16).max, "Half": torch.finfo(torch.float16).max}
 _LARGEST_OF = {torch.bfloat16: _LARGEST["BFloat16"], torch.float16: _LARGEST["Half"]}
 _FILL = frozenset(words("masked_fill masked_fill_ index_fill index_fill_ fill_"))
-_REFUSE_NUMBERS = frozenset((*_FILL, *words("full_like new_full clamp clamp_ clip pad scatter")))
 
 
 def without_kernel(
@@ -87,7 +86,7 @@ def numbers_in_graph(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As `numbers_in_range` while a graph is made, where there are no values and so no error yet; nobody is warned."""
     dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
-    if dtype not in _LARGEST_OF or func.__name__ not in _REFUSE_NUMBERS:
+    if dtype not in _LARGEST_OF:
         return args, kwargs
     # a number that is a tensor is refused where it fills, and computed with elsewhere
     return bounded_by(_LARGEST_OF[dtype], args, kwargs, tensors=func.__name__ in _FILL)

@@ -139,9 +139,10 @@ FAKE_QUANTIZED = frozenset(
 )
 
 # torch refuses a number here that the dtype of the tensor cannot hold
-TAKE_NUMBERS = spellings(
-    *words("masked_fill masked_fill_ index_fill index_fill_ fill_ full_like new_full clamp clamp_ clip pad scatter sub")
+FILL_WITH_NUMBERS = spellings(
+    *words("masked_fill masked_fill_ index_fill index_fill_ fill_ full_like new_full clamp clamp_ clip pad scatter")
 )
+SCALED_BY_A_NUMBER = spellings("sub")
 
 # torch's own 16-bit results are wrong without an error: on a processor the exponential of 0.1 times a unit matrix is
 # infinite (torch 2.11 to 2.13)

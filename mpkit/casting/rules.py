@@ -37,7 +37,7 @@ from mpkit.casting.handlers import (
     written_back,
 )
 from mpkit.casting.targets import Emulated, Target
-from mpkit.casting.writes import beside_statistics, lists_in_place, numbers_bounded, uncast_views
+from mpkit.casting.writes import beside_statistics, fills_bounded, lists_in_place, numbers_bounded, uncast_views
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,8 @@ def operator_lists(
     biased = computed_in(low) if bias_in_low else product_then_bias(low, torch.float32, None)
     kernels = ops.RECURRENT if "linear" in to_low else ()
     parts: list[tuple[Iterable[Any], Handler]] = [
-        (() if isinstance(low, Emulated) else ops.TAKE_NUMBERS, numbers_bounded),
+        (() if isinstance(low, Emulated) else ops.SCALED_BY_A_NUMBER, numbers_bounded),
+        (() if isinstance(low, Emulated) else ops.FILL_WITH_NUMBERS, fills_bounded),
         (() if isinstance(low, Emulated) else ops.WRONG_IN_16_BITS, rounded_from_float32()),
         *_composed(to_low | to_wide | to_promote),
         (ops.spellings(*to_low), computed_in(low)),

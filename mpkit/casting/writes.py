@@ -37,14 +37,20 @@ def uncast_views(moves: Handler, low: Target) -> Handler:
 @Handler
 def numbers_bounded(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Called as it is; a number that 16 bits cannot hold is the largest that they can."""
-    if is_compiling():
-        args, kwargs = numbers_in_graph(func, args, kwargs)
-        return func(*args, **kwargs)
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
         args, kwargs = numbers_in_range(args, kwargs, error)
         return func(*args, **kwargs)
+
+
+@Handler
+def fills_bounded(mode: Caster, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """As `numbers_bounded`, also while a graph is made."""
+    if is_compiling():
+        args, kwargs = numbers_in_graph(func, args, kwargs)
+        return func(*args, **kwargs)
+    return numbers_bounded.run(mode, func, args, kwargs)
 
 
 @Handler
