@@ -21,8 +21,8 @@ QUESTIONS = {
     "edge": Question(
         "Which is the largest magnitude that e5m2 rounds to zero? Write it as 2^n, and give n.",
         lambda: round(math.log2(E5M2.min_subnormal / 2)),
-        "Half the smallest subnormal lies exactly between 0 and 2^-16, and the tie goes to the even one, zero.",
-        "The smallest subnormal is 2^-16. Which numbers lie closer to zero than to it, and where does the tie go?",
+        "As in fp16, half the smallest subnormal becomes 0, although the smallest subnormal is just as near.",
+        "The smallest subnormal is 2^-16. Which numbers lie closer to zero than to it? And the one in the middle?",
         (
             (-16, "2^-16 itself is kept: it is the smallest subnormal."),
             (-14, "2^-14 is the smallest normal number."),
