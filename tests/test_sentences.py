@@ -389,7 +389,7 @@ def test_naive():
         for _ in range(m.STEPS):
             seen.append(scale)
             scale *= 1.1 if scale > 2 * m.loss else 0.9 if scale < m.loss else 1.0
-        at, fate, end = read(r"At step 299 its scale is (\S+): (.*)\. At that step .* is (\S+)\. The", m)
+        at, fate, end = read(r"At step 299 its scale is (\S+): (.*)\. At step 299 .* is (\S+)\. The", m)
         assert math.log2(power(at)) == pytest.approx(math.log2(seen[-1]), abs=0.01)
         above = [i for i, value in enumerate(seen) if value > 2.0**m.ceiling_exponent]
         assert ("inf goes into the weights" in fate) == bool(above)

@@ -170,7 +170,7 @@ class NaiveExplorer(Explorer):
         return (
             f"The naive rule starts at 2^{self.start_exponent}, with a loss of {self.loss:.4g}. "
             f"At step {self.STEPS - 1} its scale is {exponent(end)}: {fate}. "
-            f"At that step the scale of torch's rule is {exponent(self.torch[-1])}. The ceiling is "
+            f"At step {self.STEPS - 1} the scale of torch's rule is {exponent(self.torch[-1])}. The ceiling is "
             f"2^{self.ceiling_exponent}."
         )
 
