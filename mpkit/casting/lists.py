@@ -6,8 +6,8 @@ which modules stay float32.
 Source:   MindSpore 2.7 amp; torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.py; Keras 3 dtype
           policies.
 Checked:  MindSpore's levels O0 to O3 against its recorded results; of its level auto the order of dispatch was seen and
-          the lists were read. torch's operator by operator against the dtypes that CUDA's dispatcher gives for fake
-          tensors. Of apex and Keras the lists were read; their casts were not run.
+          the lists were read. torch's on every sample of PyTorch's operator database against the dtypes that CUDA's
+          dispatcher gives for fake tensors. Of apex and Keras the lists were read; their casts were not run.
 """
 
 from __future__ import annotations
