@@ -145,7 +145,7 @@ FILL_WITH_NUMBERS = spellings(
 SCALED_BY_A_NUMBER = spellings("sub")
 
 # torch's own 16-bit results are wrong without an error: on a processor the exponential of 0.1 times a unit matrix is
-# infinite (torch 2.11 to 2.13)
+# infinite (torch 2.13)
 WRONG_IN_16_BITS = spellings("matrix_exp")
 
 # numbers of things: exact as float32, while a 16-bit count beyond 2^8 or 2^11 may be another number
