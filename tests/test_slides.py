@@ -37,7 +37,7 @@ SETTINGS = {  # what a question needs: the end of the text that stands before it
     "04": ["look at the gradients that flow back between its layers.</p>"],
     "05": ["between 2¹⁸ and 2²¹. The scaler has factor 2 and window 50.</p>"],
     "07": ["<code>eps</code> is there to prevent a division by 0.</p>"],
-    "08": ["and grow every 20 finite steps.</p>", "loss &lt; 0.5 * scale else scale</pre>"],
+    "08": ["with a growth interval of 20 steps.</p>", "loss &lt; 0.5 * scale else scale</pre>"],
     "14": ["The loss scale is 2²⁴ in A, and 2¹² in B, C and D."] * 2,
     "17": ["divides the largest value of the format by the largest amax of the history."],
     "18": ["stored as the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with its sign.</p>"] * 2,

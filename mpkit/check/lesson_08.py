@@ -37,7 +37,7 @@ QUESTIONS = {
     "deepspeed": Question(
         "With scale_window=50, after how many finite steps does DeepSpeed's scale grow for the first time?",
         _deepspeed_first_growth,
-        "{truth}: it counts from the step after the last overflow, and the start counts as an overflow.",
+        "{truth}: the first finite step after an overflow does not count, and the start counts as an overflow.",
         "It is off by one. Run `preset('deepspeed', scale_window=50)` over finite steps and look for the first change.",
         ((50, "That is torch's answer. DeepSpeed needs one step more after the start and after an overflow."),),
     ),
