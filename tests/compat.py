@@ -468,11 +468,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tells of every error it meets
     torch.set_num_threads(1)
-    if given.only in (None, "autocast"):
-        print(json.dumps(run_autocast(given.share), indent=1))
     if given.only != "autocast":
         result = run(given.share, given.minutes, given.only, fresh=given.fresh)
         print(json.dumps({key: result[key] for key in ("versions", "counts", "to_look_at")}, indent=1))
+    if given.only in (None, "autocast"):  # last: a fresh run forgets all that is stored
+        print(json.dumps(run_autocast(given.share), indent=1))
 
 
 if __name__ == "__main__":
