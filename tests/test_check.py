@@ -320,6 +320,16 @@ def interval(base, other):
 
 
 # lesson -> (a right solution, a typical wrong one)
+def stays_high(name, layer):
+    return name.startswith("h.1.") or bool(layer.in_features % 16 or layer.out_features % 16)
+
+
+def trapeze(step, peak, warmup, total):
+    if step < warmup:
+        return peak * step / warmup
+    return peak * max(0, total - step) / (total - warmup)
+
+
 SOLUTIONS = {
     "00": (decide, lambda gradients, scale: (all(abs(g) <= 65504 for g in gradients), scale)),
     "01": (decode, lambda s, e, f: (-1) ** s * 2.0 ** (e - 15) * (1 + f / 1024)),
@@ -349,9 +359,9 @@ SOLUTIONS = {
         lambda block: 2.0 ** (math.floor(math.log2(max(map(abs, block)))) - 2),
         lambda block: max(map(abs, block)) / 6,
     ),
-    "19": (lambda name: name == "lm_head" or name.startswith("h.0."), lambda name: name == "lm_head"),
+    "19": (stays_high, lambda name, layer: name.startswith("h.1.")),
     "20": (interval, lambda base, other: (min(other) - max(base), max(other) - min(base))),
-    "21": (lambda w, rate, decay: w - rate * decay * w, lambda w, rate, decay: w - decay * w),
+    "21": (trapeze, lambda step, peak, warmup, total: peak * min(1, step / warmup)),
 }
 
 
@@ -496,9 +506,17 @@ MISTAKES = [
     ("17", lambda amaxes, n: 448 / max(amaxes[-n:-1] or amaxes[-1:])),
     ("17", lambda amaxes, n: 448 // max(amaxes[-n:])),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(max(block))) - 2)),
-    ("19", lambda name: str(name == "lm_head" or name.startswith("h.0."))),  # "False" counts as true
+    ("19", lambda name, layer: str(stays_high(name, layer))),  # "False" counts as true
+    ("19", lambda name, layer: name.startswith("h.1") or stays_high(name, layer)),  # h.10 too
+    ("19", lambda name, layer: name.startswith("h.1.") or layer.out_features % 16 != 0),
+    ("19", lambda name, layer: name.startswith("h.1.") or layer.in_features % 16 != 0),
+    ("19", lambda name, layer: name.startswith("h.1.") or bool(layer.in_features * layer.out_features % 16)),
     ("20", lambda base, other: tuple(map(str, interval(base, other)))),
     ("18", lambda block: 2.0 ** (math.floor(math.log2(abs(sum(block)))) - 2)),
+    ("21", lambda step, peak, warmup, total: min(step / warmup, (total - step) / (total - warmup)) * peak),  # below 0
+    ("21", lambda step, peak, warmup, total: trapeze(step + 1, peak, warmup, total)),
+    ("21", lambda step, peak, warmup, total: trapeze(step, peak, warmup, total + warmup)),
+    ("21", lambda step, peak, warmup, total: trapeze(step, peak, warmup, total) if step < total - 1 else 0.0),
 ]
 
 
@@ -514,8 +532,8 @@ def test_a_function_that_forgets_its_last_return_is_not_taken_for_an_unwritten_o
                 return name
 
     assert "must give '', and gave None" in told("14", forgets, capsys)
-    shown = told("21", lambda w, rate, decay: print(w - rate * decay * w), capsys)
-    assert "must give 0.95, and gave None, as a function without return does" in shown
+    shown = told("13", lambda g, S, i, j: print(g * S[i] / S[j]), capsys)
+    assert "must give 128, and gave None, as a function without return does" in shown
 
 
 def test_a_task_takes_a_result_that_was_float32_on_its_way(capsys):
@@ -716,7 +734,7 @@ def test_a_task_takes_rows_of_any_kind(capsys):
 
     assert told("10", by_numpy, capsys).startswith("Right")
     assert told("10", by_torch, capsys).startswith("Right")
-    assert told("21", lambda w, rate, decay: torch.tensor([w - rate * decay * w]), capsys).startswith("Right")
+    assert told("21", lambda *given: torch.tensor([trapeze(*given)]), capsys).startswith("Right")
     assert told("00", lambda g, s: [np.bool_(decide(g, s)[0]), decide(g, s)[1]], capsys).startswith("Right")
 
 

@@ -136,6 +136,24 @@ def test_a_lesson_asks_before_it_shows_and_keeps_its_tests_out_of_sight(path):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_what_a_reader_does_with_a_view_changes_no_later_cell(path):
+    """In 21 a moved step ended the next cell in a KeyError; cells of 05, 06 and 07 told what the reader had set."""
+    views, found = set(), []
+    for cell in code_cells(nbformat.read(path, as_version=4)):
+        tree = ast.parse(cell.source)
+        made = {
+            node.targets[0].id
+            for node in tree.body
+            if isinstance(node, ast.Assign) and re.match(r"\w+_view\(", ast.unparse(node.value))
+        }
+        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        views = (views - stored) | made
+        read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+        found += [f"{cell.id}: {used}" for used in read & views - made]
+    assert not found, "take an explorer of the cell's own"
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_a_lesson_has_its_title_and_parts(path):
     text = prose(nbformat.read(path, as_version=4))
     assert re.match(rf"# {path.stem[:2]} · \S", text), text[:60]

@@ -41,7 +41,7 @@ SETTINGS = {  # what a question needs: the end of the text that stands before it
     "14": ["The loss scale is 2²⁴ in A, and 2¹² in B, C and D."] * 2,
     "17": ["divides the largest value of the format by the largest amax of the history."],
     "18": ["stored as the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with its sign.</p>"] * 2,
-    "19": ["sums over thousands of samples.</li></ul><p>The trainings below are those of a small network."],
+    "19": ["The losses come below. First say what you expect.</p>"],
     "20": ["and e5m1, which has one fraction bit. The last two compute in float32"],
 }
 

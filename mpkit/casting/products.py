@@ -318,7 +318,7 @@ def kept_layers(layers: Iterable[tuple[str, nn.Module]], keep: Keep) -> set[str]
     if callable(keep):
         chosen = {name for name, module in layers if keep(name, module)}
         if not chosen:
-            raise ValueError(f"keep picked no layer; there are {_listed(layers)}")
+            raise ValueError(f"keep picked no layer, so nothing would stay high; {_listed(layers)}")
         return chosen
     patterns = [keep] if isinstance(keep, str) else list(keep) if isinstance(keep, Sequence) else [keep]
     if not all(isinstance(pattern, str) for pattern in patterns):

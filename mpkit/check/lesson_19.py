@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from mpkit.blocks import hadamard
 from mpkit.casting import RECIPES
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
@@ -35,10 +36,14 @@ QUESTIONS = {
         (("wgrad", "The weight is no operand of wgrad."),),
     ),
     "hadamard": Question(
-        "In how many of the six casts of nvfp4 is there a Hadamard transform?",
-        lambda: sum(cast is not None and cast.hadamard for _, cast in RECIPES["nvfp4"].casts()),
-        "{truth}: both operands of the weight gradient. The two transforms cancel in their product.",
-        'RECIPES["nvfp4"].describe() lists what is done in each cast.',
+        "Of 16 values one is 32, and the others are 0. How large is the largest of them after the Hadamard transform?",
+        lambda: float(hadamard(32 * torch.eye(16)[0]).abs().max()),
+        "All 16 values have the magnitude {truth:g} then: 32 / 4. The sum of their squares is that of before.",
+        "Each new value is a sum or difference of all 16, divided by 4. mpkit.blocks.hadamard computes it.",
+        (
+            (2, "That is 32 / 16. The sums and differences are divided by 4, the square root of 16."),
+            (32, "The outlier is spread over all 16 values, so none of them is as large as before."),
+        ),
     ),
 }
 
@@ -50,9 +55,14 @@ def _told_apart() -> str:
     return "b" if (gaps < np.ptp(end[0])).all() else "a"
 
 
-def _kept() -> list[tuple[tuple[str], bool]]:
-    names = [name for name, module in TinyGPT().named_modules() if isinstance(module, torch.nn.Linear)]
-    return [((name,), name == "lm_head" or name.startswith("h.0.")) for name in names]
+def _kept() -> list[tuple[tuple[str, torch.nn.Linear], bool]]:
+    gpt = TinyGPT(vocabulary=50, width=16, layers=11)
+    found = {name: module for name, module in gpt.named_modules() if isinstance(module, torch.nn.Linear)}
+    found["lm_in"] = torch.nn.Linear(40, 16)
+    return [
+        ((name, layer), name.startswith("h.1.") or layer.in_features % 16 > 0 or layer.out_features % 16 > 0)
+        for name, layer in found.items()
+    ]
 
 
 PREDICTIONS = {
@@ -67,7 +77,7 @@ PREDICTIONS = {
             (
                 "No: the mean difference between a recipe and float32 is smaller than the largest difference "
                 "between two seeds of float32.",
-                "So this network tells neither which recipe is best nor which product is the cause.",
+                "So this network does not tell which recipe is best.",
             ),
         ),
         _told_apart,
@@ -75,10 +85,10 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "write a filter. The function gets the name of a linear layer of the small GPT and returns True for the layers "
-    "that should stay in high precision: the output layer `lm_head`, and all layers of the first transformer block, "
-    "whose names begin with `h.0.`.",
+    "write a filter. The function gets the name of a linear layer and the layer. It returns True for the layers that "
+    "should stay in high precision: all layers of the block `h.1`, and each layer whose `in_features` or "
+    "`out_features` is not a multiple of 16.",
     _kept,
-    "Call `cast_like(network, recipe, keep=...)` with such a filter; it refuses one that matches no layer.",
-    "Compare the beginning of the name with `h.0.`, the last dot included.",
+    "`cast_like(network, recipe, keep=...)` takes your function as it is, and refuses one that picks no layer.",
+    "The layers of `h.1` have names that begin with `h.1.`, and there can be a block `h.10`. Both sizes count.",
 )

@@ -7,7 +7,7 @@ import torch
 from mpkit.check import Question
 from mpkit.check.prediction import Prediction
 from mpkit.check.task import Task
-from mpkit.optimizers import SGD, AdamWeightDecay
+from mpkit.optimizers import SGD
 from mpkit.optimizers.arguments import decays_by_name
 from mpkit.schedules import PolynomialDecayLR, WarmUpLR, piecewise_constant_lr
 
@@ -63,13 +63,13 @@ def _reached() -> str:
     return {(1, 1): "a", (2, 4): "b", (4, 4): "c"}[len(_shrunk(False)), len(_shrunk(True))]
 
 
-def _decoupled() -> list[tuple[tuple[float, float, float], float]]:
+def _trapezes() -> list[tuple[tuple[int, float, int, int], float]]:
     found = []
-    for weight, rate, decay in ((1.0, 0.1, 0.5), (-2.0, 0.01, 0.1), (3.0, 0.1, 0.0)):
-        parameter = torch.nn.Parameter(torch.tensor([weight], dtype=torch.float64))
-        parameter.grad = torch.zeros_like(parameter)
-        AdamWeightDecay([("w", parameter)], rate, weight_decay=decay).step()
-        found.append(((weight, rate, decay), parameter.item()))
+    for peak, warmup, total in ((0.1, 4, 20), (2.0, 5, 8)):
+        straight = PolynomialDecayLR(peak, 0.0, total - warmup, 1.0)
+        schedule = WarmUpLR(peak, warmup).then(straight, at=warmup)
+        steps = (0, 1, warmup, warmup + 1, total - 1, total + 1)
+        found += [((step, peak, warmup, total), float(schedule(step))) for step in steps]
     return found
 
 
@@ -96,10 +96,11 @@ PREDICTIONS = {
 }
 
 TASK = Task(
-    "the function gets a weight, the learning rate and the weight decay. It returns the weight after one step of "
-    "AdamWeightDecay with a gradient of 0.",
-    _decoupled,
-    "The decay is not divided by the size of the gradients, so that size cannot change it.",
-    "The step itself is 0. The decay takes rate x decay x weight off the weight.",
+    "the function gets a step, the highest rate `peak`, and two numbers of steps, `warmup` and `total`. It returns the "
+    "rate at this step. The rate rises in equal parts from 0 at step 0 to peak at step `warmup`, falls in equal parts "
+    "to 0 at step `total`, and stays 0.",
+    _trapezes,
+    "In mpkit this is WarmUpLR(peak, warmup).then(PolynomialDecayLR(peak, 0.0, total - warmup, 1.0), at=warmup).",
+    "There are three parts: `warmup` steps of rise, `total - warmup` steps of fall, and a rate of 0 from there on.",
     rel=1e-6,
 )

@@ -183,7 +183,7 @@ class RecipeExplorer(Explorer):
     """Recorded trainings under a recipe beside float32, every seed shown.
 
     After `compute`: `own` and `plain`, (seeds, points) losses; `gap` and `gap_now`, per seed the loss at the end and at
-    `step` minus float32's.
+    `step` minus float32's; `spread` and `spread_now`, how far the seeds of float32 lie apart there.
     """
 
     controls = ("recipe", "step")
@@ -197,7 +197,7 @@ class RecipeExplorer(Explorer):
         self.gap = data["end"][i].astype(float) - data["end"][0]
         at = self.step // self.every - 1  # the last point that was recorded up to this step
         self.at, self.gap_now = (at + 1) * self.every, self.own[:, at].astype(float) - self.plain[:, at]
-        self.spread = float(np.ptp(data["end"][0]))
+        self.spread, self.spread_now = float(np.ptp(data["end"][0])), float(np.ptp(self.plain[:, at]))
         self.shares = data["meta"]["shares"][self.recipe]
 
     def summary(self) -> str:
@@ -205,12 +205,15 @@ class RecipeExplorer(Explorer):
         return (
             f"{self.recipe}: its loss differs from that of float32 with the same seed, after the training by "
             f"{low:+.3f} to {high:+.3f} (mean of four batches), and in step {self.at} by {self.gap_now.min():+.3f} to "
-            f"{self.gap_now.max():+.3f} (the batch of that step). After the training the seeds of float32 themselves "
-            f"differ by {self.spread:.3f}."
+            f"{self.gap_now.max():+.3f} (the batch of that step). The seeds of float32 themselves differ by "
+            f"{self.spread:.3f} after the training, and by {self.spread_now:.3f} in step {self.at}."
         )
 
     def table(self) -> list[dict[str, Any]]:
+        high = "wgrad" if self.recipe.endswith("weight gradient high") else None
         return [
-            {"operand": name, "clipped": percent(clipped, 2), "flushed": percent(flushed, 2)}
+            {"operand": name} | dict.fromkeys(("clipped", "flushed"), "not cast")
+            if name.partition(".")[0] == high
+            else {"operand": name, "clipped": percent(clipped, 2), "flushed": percent(flushed, 2)}
             for name, (clipped, flushed) in self.shares.items()
         ]

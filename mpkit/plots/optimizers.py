@@ -43,7 +43,7 @@ def decay_scene(data: explorers.DecayExplorer) -> Scene:
     title, room = f"{data.parameter}, {data.place}: {data.reach}", [28, 136, 42, 60]  # for the name AdamWeightDecay
     panel = scene.panel(title=title, x=x, y=y, pad=room)
     alone = (1 - data.learning_rate * data.weight_decay) ** np.arange(steps)
-    panel.line(alone, color="reference", dash=":", width=2.4, label="× (1 − rate × decay) each step")
+    panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")
     _curves(panel, data.curves, data.step)
     return scene
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.plots.scene import Scene, exponents, fitted, linear, log2
+from mpkit.plots.scene import GLYPHS, Scene, exponents, fitted, linear, log2
 
 if TYPE_CHECKING:
     from mpkit.explorers import recipes as explorers  # upward: the types of its arguments
@@ -48,9 +48,10 @@ def recipe_scene(data: explorers.RecipeExplorer) -> Scene:
     top = float(max(data.own.max(), data.plain.max()))
     low = float(min(data.own.min(), data.plain.min()))
     x, y = linear("step", 0, int(at[-1])), linear("loss, nats", math.floor(low * 4) / 4, math.ceil(top * 4) / 4)
-    panel = scene.panel(title="training loss, one line for each seed", x=x, y=y)
-    for i, (plain, own) in enumerate(zip(data.plain, data.own)):
-        panel.line(plain, at, "reference", width=1.4, dash="--", **({"label": "float32"} if not i else {}))
-        panel.line(own, at, "own", width=1.6, **({"label": data.recipe} if not i else {}))
+    panel = scene.panel(title="training loss, one line and one sign for each seed", x=x, y=y)
+    for i, (plain, own, glyph) in enumerate(zip(data.plain, data.own, GLYPHS)):
+        sign: dict[str, Any] = {"glyph": glyph, "size": 3}
+        panel.line(plain, at, "reference", width=1.4, dash="--", label=None if i else "float32", **sign)
+        panel.line(own, at, "own", width=1.6, label=None if i else data.recipe, **sign)
     panel.rule("x", data.at, "muted", dash=":")
     return scene
