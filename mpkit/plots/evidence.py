@@ -199,7 +199,14 @@ def naive_rule_scene(data: explorers.NaiveRuleExplorer) -> Scene:
 
 
 def two_rules(
-    naive: Any, dynamic: Any, losses: Any, ceiling: float, start: int, handle: tuple[str, int, int], **more: Any
+    naive: Any,
+    dynamic: Any,
+    losses: Any,
+    ceiling: float,
+    start: int,
+    handle: tuple[str, int, int],
+    called: tuple[str, str] = ("compares loss and scale", "gradients finite?"),
+    **more: Any,
 ) -> Scene:
     """A rule that compares loss and scale beside one that looks at gradients, under the gradients' ceiling."""
     powers, steps = np.log2(naive), len(naive)  # a line cut off at the edge would look like rest
@@ -214,15 +221,16 @@ def two_rules(
     every = np.unique(np.linspace(0, steps - 1, 301).astype(int))
     rows: tuple[tuple[str, str, str | None, Any], ...] = (
         ("loss", "reference", ":", losses),
-        ("compares loss and scale", "overflow", "--", naive),
-        ("gradients finite?", "zero", None, dynamic),
+        (called[0], "overflow", "--", naive),
+        (called[1], "zero", None, dynamic),
     )
     for name, color, dash, values in rows:
         panel.line(exponents(values, low, high)[every], every, color, dash=dash, width=2.2, label=name, tag=True)
     bad = np.flatnonzero(np.asarray(naive) > ceiling)[:1]
     panel.crosses(exponents(naive, low, high), bad, "first inf in the weights", size=7)
     name, least, most = handle
-    panel.handle("y", name, start, least, most, "start, 2 to the", cross=0.015 * steps, note="start")
+    panel.handle("y", name, start, least, most, "start, 2 to the", cross=0.015 * steps)
+    panel.text("start", 0, start, color="own", beside=4, dy=20, halo=True)  # below the ring: both lines begin beside it
     for axis, given in more.items():
         panel.handle("y", axis, **given)
     return scene

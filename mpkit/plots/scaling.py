@@ -173,7 +173,9 @@ def zoo_scene(data: zoo.ZooExplorer) -> Scene:
     apart = f"rules differ first at step {at}: here are {data.names[first]} and {data.names[second]}"
     title = apart if at >= 0 else "no two rules differ here"
     main = scene.panel(colspan=columns, title=title, x=x, y=y)
-    main.band(ceiling, high, label="here it would overflow", step="mid")
+    overflows = bool(np.isfinite(data.ceiling).any())
+    if overflows:
+        main.band(ceiling, high, label="here it would overflow", step="mid")
     for i, color, dash in ((first, "own", None), (second, "zero", "--")):
         _rule(main, data, i, (low, high), color, width=2.4, dash=dash, tag=True)
     if at >= 0:
@@ -183,7 +185,8 @@ def zoo_scene(data: zoo.ZooExplorer) -> Scene:
         x = linear("", 0, count - 1, 2) | {"blank": True}
         y = log2("", low, high) | {"blank": True, "ticks": []}
         panel = scene.panel(row + 1, column, title=name, title_size=10, x=x, y=y, pad=[24, 6, 6, 8])
-        panel.line(ceiling, color="overflow", width=1, step="mid")
+        if overflows:
+            panel.line(ceiling, color="overflow", width=1, step="mid")
         _rule(panel, data, i, (low, high), "own" if i == first else "zero" if i == second else "reference", width=1.8)
     return scene
 
@@ -208,5 +211,7 @@ def naive_scene(data: zoo.NaiveExplorer) -> Scene:
     losses = np.full(data.STEPS, data.loss)
     top = data.ceiling_exponent
     ceiling = {"at": top, "low": 4, "high": 24, "label": "ceiling of the gradients, 2 to the", "note": "ceiling"}
-    start = ("start_exponent", -8, 16)
-    return two_rules(data.naive, data.torch, losses, data.ceiling, data.start_exponent, start, ceiling_exponent=ceiling)
+    start, called = ("start_exponent", -8, 16), ("naive rule", "torch's rule")
+    return two_rules(
+        data.naive, data.torch, losses, data.ceiling, data.start_exponent, start, called, ceiling_exponent=ceiling
+    )

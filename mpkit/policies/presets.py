@@ -343,6 +343,9 @@ def _paddle_static(
     incr_every_n_steps: int = 1000,
     decr_every_n_nan_or_inf: int = 2,
 ) -> ScalePolicy:
+    """The defaults of the older of two signatures of `paddle.static.amp.decorate` (Paddle 3.3.1): that of a call with
+    `use_pure_fp16` or `use_bf16`. A plain `decorate(optimizer)` takes the newer one, with the defaults of `paddle`.
+    """
     eager = _paddle(True, init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
     return replace(eager, min_scale=1.0, hold_at_overflow=True)
 
