@@ -89,6 +89,6 @@ TASK = Task(
     "should stay in high precision: all layers of the block `h.1`, and each layer whose `in_features` or "
     "`out_features` is not a multiple of 16.",
     _kept,
-    "`cast_like(network, recipe, keep=...)` takes your function as it is, and refuses one that picks no layer.",
+    "Give your function to `cast_like(network, recipe, keep=...)` as it is; it refuses one that picks no layer.",
     "The layers of `h.1` have names that begin with `h.1.`, and there can be a block `h.10`. Both sizes count.",
 )
