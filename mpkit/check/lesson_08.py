@@ -57,8 +57,8 @@ QUESTIONS = {
         ((lambda v: isinstance(v, int | float) and v > 0, "Every finite step doubles the scale. What is 0 doubled?"),),
     ),
     "below": Question(
-        "Choose 'nothing ever overflows' in the view of all rules, and a growth interval of 10, and open its table. Most "
-        "rules climb from 2^16 to 2^36 in the 200 steps. Which ones end below 2^36? A list of their names.",
+        "Choose 'nothing ever overflows' in the view of all rules, and a growth interval of 10, and open its table. "
+        "Most rules climb from 2^16 to 2^36 in the 200 steps. Which ones end below 2^36? A list of their names.",
         _who_stays_below,
         "{truth}. Three of them have a cap of 2^24. The other two count one step more: DeepSpeed once, flax each time.",
         "`ZooExplorer(situation='free', interval=10).table()` says where each rule ends.",
