@@ -201,12 +201,12 @@ class RecipeExplorer(Explorer):
         self.shares = data["meta"]["shares"][self.recipe]
 
     def summary(self) -> str:
-        low, high, now = self.gap.min(), self.gap.max(), self.gap_now
+        low, high, now, apart = self.gap.min(), self.gap.max(), self.gap_now, self.spread
         return (
             f"{self.recipe}: its loss differs from that of float32 with the same seed, after the training by "
             f"{low:+.3f} to {high:+.3f} (mean of four batches), and in step {self.at} by {now.min():+.3f} to "
-            f"{now.max():+.3f}, on average by {now.mean():+.3f} (the batch of that step). The seeds of float32 themselves "
-            f"differ by {self.spread:.3f} after the training, and by {self.spread_now:.3f} in step {self.at}."
+            f"{now.max():+.3f}, on average by {now.mean():+.3f} (the batch of that step). The seeds of float32 "
+            f"themselves differ by {apart:.3f} after the training, and by {self.spread_now:.3f} in step {self.at}."
         )
 
     def table(self) -> list[dict[str, Any]]:
