@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied_batch, tensors_of
+from mpkit.diagnose.watch import _checkable
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -279,3 +280,80 @@ def test_a_module_kept_in_float32_is_kept_once_the_level_is_on() -> None:
     auto_mixed_precision(later, "O2", torch.float16)
     assert bool(first(batch()[0]).isfinite().all())
     assert not bool(later(batch()[0]).isfinite().all())
+
+
+# --- what is named does not depend on the scale that was asked about
+
+
+class Rms(nn.Module):
+    """A norm of one's own whose inputs are so small that the slope of its root leaves float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = x / 100
+        return self.weight * small * torch.rsqrt(small.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**40])
+def test_gradients_that_overflow_without_a_scale_are_named_at_scale_1_whatever_the_scale(scale: float) -> None:
+    report = diagnose(mlp(Rms()), batch(), F.mse_loss, scale=scale)
+    assert (report.verdict, report.module, report.gradient_of) == ("gradient_overflow", "1", "rsqrt"), str(report)
+    assert report.scale == scale
+    assert next((cure.kind, cure.what) for cure in report.cures) == ("keep", "1")
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**40])
+@pytest.mark.parametrize("hides", [torch.tanh, lambda x: x.nan_to_num() * 4])
+def test_an_overflow_that_a_later_operation_hides_is_the_first_one(
+    hides: Callable[[Tensor], Tensor], scale: float
+) -> None:
+    """Neither what it leads to in the forward pass nor a scale that is too high as well comes before it."""
+    report = diagnose(mlp(TIMES, Op(hides)), batch(), F.mse_loss, scale=scale)
+    assert (report.verdict, report.module, report.operation) == ("forward_overflow", "1", "mul"), str(report)
+
+
+def test_norms_of_one_class_are_kept_in_float32_together() -> None:
+    """Each of them overflows: keeping the first one alone does not help, keeping all does, and the rest stays."""
+    network = mlp(Rms(), nn.Linear(8, 8), Rms())
+    report = diagnose(network, batch(), F.mse_loss, scale=1.0)
+    assert next((cure.kind, cure.what) for cure in report.cures) == ("class", "Rms"), str(report)
+    assert "keep every Rms in float32" in str(report)
+    low = auto_mixed_precision(copy.deepcopy(network), "O2", torch.float16)
+    for module in low.modules():
+        if type(module).__name__ == "Rms":
+            to_float(module, torch.float32)
+    assert diagnose(low, batch(), F.mse_loss, level=None, scale=1.0).verdict == "healthy"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_tangent_of_zeros_which_has_no_memory_is_not_read() -> None:
+    """Forward mode makes one for a bias; reading it ended the process."""
+    layer = nn.Linear(4, 4)
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            slope: Tensor = torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))[1]
+            return slope
+
+    assert not _checkable(torch._efficientzerotensor(2))
+    assert diagnose(Slope(), (batch()[0], torch.zeros(3, 4)), F.mse_loss, scale=1.0).verdict == "healthy"
+
+
+def test_hooks_of_the_reader_belong_to_their_module_and_their_parameter() -> None:
+    network = mlp(nn.ReLU())
+    network[1].register_forward_pre_hook(lambda _module, given: (given[0] * 1e6,))
+    assert diagnose(network, batch(), F.mse_loss).module == "1"
+    network = mlp(nn.ReLU())
+    seen: list[Tensor] = []
+    network[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 1e30 * 1e30)
+    report = diagnose(network, batch(), F.mse_loss, level="O0", scale=1.0)
+    assert report.verdict == "model_non_finite", str(report)
+    assert seen
+    assert network[0].weight.grad is None

@@ -33,18 +33,23 @@ def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
     """The network and its loss, which is copied with it if it is a module or a method of one, and may share weights.
 
     Tensors that autograd made, as the weight of `torch.nn.utils.weight_norm` is one, are copied without their history.
+    The hooks of parameters, which `copy.deepcopy` leaves behind, change the gradients of the copy too.
     Raises:  TypeError for a network that cannot be copied.
     """
     bound = isinstance(loss_fn, nn.Module) or isinstance(getattr(loss_fn, "__self__", None), nn.Module)
     memo: dict[int, Any] = {}
     try:
         with _Copying(lambda t: None if t.is_leaf else t.detach().clone()):
-            return copy.deepcopy(network, memo), copy.deepcopy(loss_fn, memo) if bound else loss_fn
+            own, own_loss = copy.deepcopy(network, memo), copy.deepcopy(loss_fn, memo) if bound else loss_fn
     except Exception as error:  # whatever the parts of a network raise
         raise TypeError(
             f"diagnose runs a copy of the network, and this {type(network).__name__} cannot be copied: {error}; take "
             "off it what has no copy, as a lock, a generator or an open file"
         ) from error
+    for given, parameter in zip(network.parameters(), own.parameters()):
+        for hook in (given._backward_hooks or {}).values():
+            parameter.register_hook(hook)
+    return own, own_loss
 
 
 def copied_batch(batch: object, *, widened: bool = False) -> object:

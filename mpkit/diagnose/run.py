@@ -41,7 +41,8 @@ def diagnose(
 
     The batch runs in float32, then at the level; the backward pass at `scale`, at 1, and at the powers of two that find
     the largest scale that works. All of it runs on copies of network, batch and loss, and with the same random numbers;
-    afterwards the random states of torch, CUDA, NumPy and Python are as they were before.
+    afterwards the random states of torch, CUDA, NumPy and Python are as they were before. Hooks of modules and
+    parameters run in each of these passes.
 
     Args:
         network:  any module, with or without a level on it. Its training mode is respected.
@@ -59,26 +60,23 @@ def diagnose(
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
-    refuse_scripted(network)
-    if level is not None:
-        check_choice("level", level, LEVELS)
-    if not is_number(scale):
-        raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale <= sys.float_info.max:
-        raise ValueError(f"scale must be above 0 and finite, got {scale}")
+    _check(network, level, scale)
     with _same_numbers() as again, torch.inference_mode(False), torch.enable_grad():
         with _saying("the batch does not even run in float32"):
             full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
         if not full.finite:
             return _report(_blame_model(full), full, full, None, scale, level, dtype)
-        again()
         where = f"at level {level}" if level is not None else "with the levels that the network has"
-        with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
-            low = _run(*_low_copy(network, loss_fn, level, dtype), batch, scale)
+
+        def at_level(loss_scale: float) -> _Run:
+            again()
+            with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
+                return _run(*_low_copy(network, loss_fn, level, dtype), batch, loss_scale)
+
+        low = at_level(scale)
         largest = None if not math.isfinite(low.loss) else low.largest_scale()
-        blame = _blame_precision(full, low, largest)
+        without = math.isfinite(low.loss) and not low.finite and scale > 1 > (largest or 0.0)
+        blame = _blame_precision(full, at_level(1.0) if without else low, largest)  # not what this scale adds
         report = _report(blame, full, low, largest, scale, level, dtype)
         if level is None and report.verdict == "healthy":
             again()
@@ -91,7 +89,19 @@ def diagnose(
             run = _with_cure(cure, network, batch, loss_fn, level, dtype)
             return run is not None and run.finite and (full.watch.hidden() is not None or run.watch.hidden() is None)
 
-        return replace(report, cures=cures(report.module, level, works))
+        return replace(report, cures=cures(report.module, level, works, _light_class(network, report.module)))
+
+
+def _check(network: object, level: str | None, scale: float) -> None:
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
+    refuse_scripted(network)
+    if level is not None:
+        check_choice("level", level, LEVELS)
+    if not is_number(scale):
+        raise TypeError(f"scale must be a number, got {scale!r}")
+    if not 0 < scale <= sys.float_info.max:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
 
 
 @contextmanager
@@ -134,8 +144,11 @@ def _with_cure(
     if cure.kind == "bfloat16":
         dtype = BF16 if isinstance(dtype, FloatFormat) else torch.bfloat16
     tried, loss_fn = _low_copy(network, loss_fn, cure.what if cure.kind == "level" else level, dtype)
-    if cure.kind == "keep":
-        to_float(tried.get_submodule(cure.what), torch.float32)
+    kept = [tried.get_submodule(cure.what)] if cure.kind == "keep" else []
+    if cure.kind == "class":
+        kept = [module for module in tried.modules() if type(module).__name__ == cure.what]
+    for module in kept:
+        to_float(module, torch.float32)
 
     def of_float32(output: object, *target: object) -> Tensor:
         assert loss_fn is not None
@@ -276,13 +289,23 @@ def _blame_model(full: _Run) -> tuple[str, Event | None, tuple[str, ...]]:
 
 
 def _blame_precision(full: _Run, low: _Run, largest: float | None) -> tuple[str, Event | None, tuple[str, ...]]:
-    if low.finite:
-        hidden = low.watch.hidden() if full.watch.hidden() is None else None
-        return ("healthy", None, ()) if hidden is None else ("forward_overflow", hidden, ())
     event, leaves = low.born()
+    hidden = low.watch.hidden() if full.watch.hidden() is None else None
+    if hidden is not None and not leaves and (event is None or hidden.index < event.index):
+        return "forward_overflow", hidden, ()  # the first one, whatever came of it and whatever the scale
+    if low.finite:
+        return "healthy", None, ()
     if not math.isfinite(low.loss) or (event is not None and event.phase == "forward"):
         return "forward_overflow", event, leaves
     return "scale_too_high" if largest is not None and largest >= 1 else "gradient_overflow", event, leaves
+
+
+def _light_class(network: nn.Module, path: str) -> str:
+    """The class of a module that costs little in float32, of which there are several: one without matrices or parts."""
+    found = dict(network.named_modules()).get(path)
+    if found is None or any(True for _ in found.children()) or any(p.dim() > 1 for p in found.parameters()):
+        return ""
+    return type(found).__name__ if sum(type(m) is type(found) for m in network.modules()) > 1 else ""
 
 
 def _report(

@@ -274,7 +274,7 @@ class _Attached:
 
     def __enter__(self) -> None:
         for name, module in self.watch.network.named_modules():
-            self.handles.append(module.register_forward_pre_hook(self._enter(name or ROOT)))
+            self.handles.append(module.register_forward_pre_hook(self._enter(name or ROOT), prepend=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def __exit__(self, *_: object) -> None:
@@ -315,6 +315,8 @@ _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}  # two numbers in a byte, w
 
 
 def _checkable(t: Tensor) -> bool:
+    if t._is_zerotensor():  # a tangent of zeros, as forward mode makes for a bias: it has no memory to read
+        return False
     kind = (t.is_floating_point() and t.dtype not in _PACKED) or t.is_complex()
     return kind and t.layout in _LAYOUTS and t.device.type != "meta" and t.numel() > 0
 
