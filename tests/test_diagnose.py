@@ -557,7 +557,7 @@ def test_wrong_arguments_say_what_is_needed():
     with pytest.raises(ValueError, match=r"loss\.mean"):
         diagnose(chain(), rows(), lambda o, y: o)
     with pytest.raises(TypeError, match="batch must be"):
-        diagnose(chain(), {"x": 1}, F.cross_entropy)
+        diagnose(chain(), {1, 2}, F.cross_entropy)
 
 
 # recommend

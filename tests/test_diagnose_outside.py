@@ -357,3 +357,69 @@ def test_hooks_of_the_reader_belong_to_their_module_and_their_parameter() -> Non
     assert report.verdict == "model_non_finite", str(report)
     assert seen
     assert network[0].weight.grad is None
+
+
+# --- autocast inside, a dict as the batch, and a loss that is none
+
+
+class Inside(nn.Module):
+    """Enters autocast itself, as wrappers of a training do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.float16):
+            return self.network(x)
+
+
+@pytest.mark.parametrize("level", [None, "O2"])
+def test_autocast_inside_of_a_network_is_no_fault_of_the_model(level: str | None) -> None:
+    report = diagnose(Inside(mlp(TIMES)), batch(), F.mse_loss, level=level, scale=1.0)
+    assert (report.verdict, report.module, report.operation) == ("forward_overflow", "network.1", "mul"), str(report)
+    assert report.loss == pytest.approx(F.mse_loss(mlp(TIMES)(batch()[0]), batch()[1]).item(), rel=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = diagnose(Inside(mlp(nn.ReLU())), batch(), F.mse_loss, level=None, scale=1.0)
+        assert torch.is_autocast_enabled("cpu")
+    exact = F.mse_loss(mlp(nn.ReLU())(batch()[0]), batch()[1])
+    assert seen.loss == pytest.approx(exact.item(), rel=1e-6)
+    assert seen.low_loss != seen.loss
+
+
+def test_a_dict_of_inputs_is_a_batch() -> None:
+    x, y = batch()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(TIMES)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.mse_loss(self.inner(x), labels)}
+
+    for given in ({"x": x, "labels": y}, collections.UserDict(x=x, labels=y)):
+        report = diagnose(Whole(), given, lambda out: out["loss"], scale=1.0)
+        assert (report.verdict, report.module) == ("forward_overflow", "inner.1")
+    report = diagnose(Whole(), {"x": x, "labels": y * torch.nan}, lambda out: out["loss"], scale=1.0)
+    assert (report.verdict, report.module) == ("bad_data", "batch['labels']")
+    with pytest.raises(TypeError, match=r"one tensor or a dict of inputs, got tuple; several inputs go into a tuple"):
+        diagnose(mlp(), (x, y, y), F.mse_loss)
+
+
+@pytest.mark.parametrize("loss", ["mse", nn.MSELoss, 3])
+def test_a_loss_that_is_none_is_refused_in_a_sentence(loss: Any) -> None:
+    with pytest.raises(TypeError, match=r"loss_fn must be a function, a module as nn.CrossEntropyLoss\(\) or None"):
+        diagnose(mlp(), batch(), loss)
+
+
+def test_a_scale_that_float32_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="scale must be above 0 and finite in float32"):
+        diagnose(mlp(), batch(), F.mse_loss, scale=2.0**128)
+    assert diagnose(mlp(), batch(), F.mse_loss, scale=2.0**127).verdict == "scale_too_high"
+
+
+@pytest.mark.parametrize(("result", "came"), [({"a": 1}, "dict"), (3.0, "float")])
+def test_what_a_loss_gives_is_told_with_the_way_out(result: Any, came: str) -> None:
+    with pytest.raises(ValueError, match=f"got {came}; return the tensor from which backward"):
+        diagnose(mlp(), batch(), lambda _output, _target: result)

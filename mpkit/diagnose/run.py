@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from mpkit.casting.marking import refuse_scripted
 from mpkit.casting.targets import map_tensors
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure, cures
+from mpkit.diagnose.plain import NoAutocast
 from mpkit.diagnose.report import AS_IT_IS, Report, operation_of
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
@@ -47,7 +46,7 @@ def diagnose(
     Args:
         network:  any module, with or without a level on it. Its training mode is respected.
         batch:    (inputs, target): the loss is loss_fn(network(inputs), target); a tuple or dict of inputs is unpacked.
-                  A single tensor: the loss is loss_fn(network(batch)).
+                  A single tensor: the loss is loss_fn(network(batch)). A dict of inputs: loss_fn(network(**batch)).
         loss_fn:  gives a scalar; None if network(*batch) is the loss. A module, or a method of one, may have a state.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
                   dtype, and an autocast context around this call. If the network has a recipe with delayed scales
@@ -60,7 +59,7 @@ def diagnose(
     Edges:   infinities that an attention mask puts in on purpose are no fault as long as a softmax removes them. The
              search assumes that where a scale works, every smaller scale works too.
     """
-    _check(network, level, scale)
+    _check(network, loss_fn, level, scale)
     with _same_numbers() as again, torch.inference_mode(False), torch.enable_grad():
         with _saying("the batch does not even run in float32"):
             full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
@@ -92,7 +91,7 @@ def diagnose(
         return replace(report, cures=cures(report.module, level, works, _light_class(network, report.module)))
 
 
-def _check(network: object, level: str | None, scale: float) -> None:
+def _check(network: object, loss_fn: object, level: str | None, scale: float) -> None:
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
     refuse_scripted(network)
@@ -100,8 +99,10 @@ def _check(network: object, level: str | None, scale: float) -> None:
         check_choice("level", level, LEVELS)
     if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale <= sys.float_info.max:
-        raise ValueError(f"scale must be above 0 and finite, got {scale}")
+    if not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be above 0 and finite in float32, as the scaled loss is, got {scale}")
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
+        raise TypeError(f"loss_fn must be a function, a module as nn.CrossEntropyLoss() or None, got {loss_fn!r:.80}")
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def _run(network: nn.Module, loss_fn: LossFn | None, batch: object, scale: float
     watch = Watch(network, _leaves(network, batch))
     with ExitStack() as stack:
         if plain:
-            stack.enter_context(_no_autocast(parameters))
+            stack.enter_context(NoAutocast(parameters[0].device.type if parameters else "cpu"))
         stack.enter_context(watch)
         stack.enter_context(watch.attached())  # in the backward pass too: a re-entrant checkpoint runs modules there
         loss = _loss(network, batch, loss_fn)
@@ -233,19 +234,22 @@ def _loss(network: nn.Module, batch: object, loss_fn: LossFn | None) -> Tensor:
         loss = network(*batch) if isinstance(batch, tuple | list) else network(batch)
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         loss = loss_fn(_forward(network, batch[0]), batch[1])
-    elif isinstance(batch, Tensor):
+    elif isinstance(batch, Tensor | Mapping):
         loss = loss_fn(_forward(network, batch))
     else:
         raise TypeError(
-            f"batch must be (inputs, target) or one tensor, got {type(batch).__name__}; "
+            f"batch must be (inputs, target), one tensor or a dict of inputs, got {type(batch).__name__}; "
             "several inputs go into a tuple: ((x1, x2), target)"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         came += " that depends on no parameter" * (isinstance(loss, Tensor) and not loss.requires_grad)
-        raise ValueError(
-            f"the loss must be one number that depends on a parameter, got {came}; reduce a tensor with loss.mean()"
+        way = (
+            "reduce a tensor with loss.mean()"
+            if isinstance(loss, Tensor)
+            else "return the tensor from which backward starts"
         )
+        raise ValueError(f"the loss must be one number that depends on a parameter, got {came}; {way}")
     return loss.reshape(())
 
 
@@ -273,11 +277,6 @@ def _low_copy(
     if level is None:
         return network, loss_fn
     return auto_mixed_precision(remove_mixed_precision(network).float(), level, dtype), loss_fn
-
-
-def _no_autocast(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    kind = parameters[0].device.type if parameters else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _blame_model(full: _Run) -> tuple[str, Event | None, tuple[str, ...]]:
