@@ -438,3 +438,15 @@ def test_updates_of_a_schedule_that_round_away_are_found_at_the_rate_of_the_comi
     rms = optimizers.RMSProp(layer.parameters(), 1.0)  # moves by its rate, whatever the size of the gradient
     layer.weight.grad = torch.full((1, 1), 2.0**-20)
     assert not named(layer, "half an ulp", optimizer=rms)
+
+
+def test_running_statistics_that_a_skipped_step_spoiled_are_found_and_gone_once_reset() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    network.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    assert preflight(network, optimizer) == []
+    network(torch.full((3, 4), torch.inf))  # its gradients are NaN, so the step would be skipped
+    found = preflight(network, optimizer)
+    assert [(f.severity, f.where) for f in found] == [("error", "1.running_mean"), ("error", "1.running_var")]
+    network[1].reset_running_stats()  # type: ignore[operator]
+    assert preflight(network, optimizer) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mpkit import optimizers
 from mpkit.boost import FreezeOpt
@@ -746,6 +747,47 @@ def test_an_outcome_that_is_known_stays_when_the_gradients_are_gone():
     recorder.record(loss)
     optimizer.zero_grad()
     assert recorder.trace().overflow.tolist() == [True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_counted_once(reentrant):
+    def recorded(forward):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        recorder = Recorder(network, activations=True)
+        for _ in range(2):  # steps
+            for _ in range(2):  # micro-batches
+                loss = forward(network, torch.randn(3, 4).requires_grad_()).sum()
+                loss.backward()
+            recorder.record(loss)
+        return recorder.trace().activations
+
+    seen = recorded(lambda network, x: checkpoint(network, x, use_reentrant=reentrant))
+    plain = recorded(lambda network, x: network(x))
+    assert seen.size.tolist() == plain.size.tolist() == [24, 24, 12]
+    assert (seen.counts == plain.counts).all()
+    assert (seen.zeros == plain.zeros).all()
+
+
+def test_gradients_that_are_not_watched_are_told_of():
+    def step(change, frozen=True):
+        network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        network[0].requires_grad_(not frozen)
+        recorder = Recorder(network)
+        change(network)
+        for _ in range(3):
+            network(torch.ones(1, 2)).sum().backward()
+            recorder.record(torch.ones(()))
+        return recorder.trace()
+
+    with pytest.warns(
+        RuntimeWarning, match=r"2 parameters have gradients that this Recorder does not watch, as 0\.weight"
+    ):
+        step(lambda network: network[0].requires_grad_(True))
+    with pytest.warns(RuntimeWarning, match=r"1 parameters have .* as 1\.bias: they came or became"):
+        step(lambda network: setattr(network[1], "bias", nn.Parameter(torch.ones(2))))
+    step(lambda network: None)  # still frozen
+    step(lambda network: network[0].requires_grad_(False), frozen=False)  # the way out
 
 
 def test_containers_are_not_watched():

@@ -110,6 +110,15 @@ def _dtypes(network: nn.Module, level: str) -> Iterator[Finding]:
                 "the gradient is float16, and dividing it by the scale would flush it to zero again",
                 "store the parameter in float32; then its gradient is float32 too",
             )
+    for name, buffer in network.named_buffers():
+        if not _is_finite(buffer, mask=True):
+            yield Finding(
+                "error",
+                name,
+                "the buffer holds inf or NaN: a step that is skipped has changed running statistics all the same, and "
+                "evaluation reads them",
+                "reset it, as reset_running_stats() of a batch norm does, or load a checkpoint that is whole",
+            )
 
 
 def _overridden(network: nn.Module, level: str, fmt: FloatFormat) -> Iterator[Finding]:
@@ -216,11 +225,13 @@ def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Find
                 )
 
 
-def _is_finite(t: Tensor) -> bool:
-    """Whether no inf or NaN is in it; a lazy tensor, one on meta, and one of integers hold none."""
+def _is_finite(t: Tensor, *, mask: bool = False) -> bool:
+    """Whether no inf or NaN is in it, but for -inf in what may be a `mask`; a lazy tensor, one on meta, and one of
+    integers hold none."""
     if nn.parameter.is_lazy(t) or t.is_meta or not (t.is_floating_point() or t.is_complex()):
         return True
-    return bool((t.detach().float() if t.dtype.itemsize == 1 else t.detach()).isfinite().all())
+    values = t.detach().float() if t.dtype.itemsize == 1 else t.detach()
+    return bool((values.isfinite() | (values == -math.inf) if mask else values.isfinite()).all())
 
 
 def _clip_order(tree: ast.AST) -> Iterator[Finding]:

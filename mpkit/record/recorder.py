@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -59,7 +60,8 @@ class Recorder(Hook):
         meta:        anything JSON can hold, kept in the trace.
     Raises:  TypeError, ValueError for wrong arguments; `record` raises RuntimeError when there is no gradient.
     Edges:   nothing of a GPU is read on the host in a step; 512 steps are copied to it at once. Sparse gradients count
-             their missing rows as zeros, complex ones their real and imaginary parts.
+             their missing rows as zeros, complex ones their real and imaginary parts. Parameters that come or become
+             trainable later are not watched; a RuntimeWarning says so.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Recorder(Hook):
         self._handles: list[Any] = []
         self._parameters = [p for group in self._groups.values() for p in group]
         self._last_note: dict[str, Any] | None = None
-        self._seen: dict[str, Part] = {}
+        self._seen, self._forward = dict[str, Part](), set[str]()  # _forward: what ran outside of a backward pass
         self._scratch = new_scratch()
         self._start = time.perf_counter()
         self._policy = policy_of(scaler)
@@ -209,6 +211,8 @@ class Recorder(Hook):
     ) -> None:
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
+        if self.index & (self.index - 1) == 0:  # now and then: it goes through the whole network
+            self._warn_of_others()
         scale = kept(scale)
         found: Any = self._note(optimizer) if overflow is None else overflow
         norm: float | Tensor = math.nan
@@ -225,6 +229,18 @@ class Recorder(Hook):
         if self._amaxes is not None:
             self._amaxes.end_step()
         self.index += 1
+
+    def _warn_of_others(self) -> None:
+        """Say so where parameters train that are not watched."""
+        known = {id(p) for p in self._parameters}
+        others = [name for name, p in self.network.named_parameters() if p.grad is not None and id(p) not in known]
+        if others:
+            warnings.warn(
+                f"{len(others)} parameters have gradients that this Recorder does not watch, as {others[0]}: they came "
+                "or became trainable after it was made. Make it when all are in place and trainable, and freeze then",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _norm(self) -> float | Tensor:
         present = [_values(p.grad) for p in self._parameters if p.grad is not None]
@@ -259,7 +275,7 @@ class Recorder(Hook):
         self._gradients.append(self.index, rows)
         if self._activations is not None:
             self._activations.append(self.index, [self._seen.get(name) for name in self._activations.names])
-            self._seen = {}
+            self._seen, self._forward = {}, set()
         return torch.linalg.vector_norm(torch.stack(norms)) if isinstance(norms[0], Tensor) else math.hypot(*norms)
 
     def _counts(self, values: Tensor, factor: float | Tensor | None) -> tuple[Any, Any, Any, Any]:
@@ -276,6 +292,10 @@ class Recorder(Hook):
     def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
         if not (self._due() and torch.is_grad_enabled()):
             return
+        if torch._C._current_graph_task_id() == -1:
+            self._forward.add(name)
+        elif name in self._forward:
+            return  # a checkpoint computes it again; of a re-entrant one this is the first time with gradients
         parts = [self._seen[name]] if name in self._seen else []
         with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
             for tensor in float_tensors(output):
