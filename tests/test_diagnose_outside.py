@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied_batch, tensors_of
 from mpkit.diagnose.watch import _checkable
+from mpkit.formats import FP16, TF32, FloatFormat, get_format
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -303,6 +304,26 @@ def test_gradients_that_overflow_without_a_scale_are_named_at_scale_1_whatever_t
     assert (report.verdict, report.module, report.gradient_of) == ("gradient_overflow", "1", "rsqrt"), str(report)
     assert report.scale == scale
     assert next((cure.kind, cure.what) for cure in report.cures) == ("keep", "1")
+
+
+@pytest.mark.parametrize("fmt", [FP16, TF32, get_format("e8m12")], ids=lambda fmt: fmt.name)
+def test_an_overflow_of_an_emulated_format_is_not_lost_where_the_next_result_is_finite(fmt: FloatFormat) -> None:
+    """The rounding makes the infinity, and no operation after it gives one."""
+    above = Op(lambda x: x + 0.99999 * 2.0**128 if fmt.exponent_bits == 8 else x + 1e5)
+    report = diagnose(mlp(above, nn.Tanh()), batch(), F.mse_loss, dtype=fmt, scale=1.0)
+    assert (report.verdict, report.module) == ("forward_overflow", "1"), str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FP16, TF32], ids=str)
+def test_a_log_of_zero_that_is_left_out_later_is_no_overflow_of_any_format(dtype: Any) -> None:
+    """So relative positions are put into buckets: what is rounded is -inf before."""
+
+    def buckets(x: Tensor) -> Tensor:
+        places = torch.arange(8)
+        far = (torch.log(places.to(x) / 4) / 3 * 8).to(torch.long)
+        return x + torch.where(places < 4, places, far).to(x)
+
+    assert diagnose(mlp(Op(buckets)), batch(), F.mse_loss, dtype=dtype, scale=1.0).verdict == "healthy"
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**40])

@@ -89,6 +89,7 @@ class Watch(TorchDispatchMode):
         self.leaves = {_storage(t): (name, t) for name, t in bad.items()}  # as they were before anything ran
         self.events: list[Event] = []
         self.backward = False
+        self._used: set[int] = set()  # events whose non-finite results went into an operation outside of a rounding
         self._path: list[str] = []
         self._made: dict[int, tuple[int, Tensor]] = {}  # storage -> event, and the tensor that keeps the storage alive
         self._nodes: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module and operation
@@ -102,6 +103,7 @@ class Watch(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and _checkable(t)]
+        given = [t for t in inputs if _storage(t) in self._made and not _finite(t)]
         writes = func._schema.is_mutable
         described = self._sources(inputs) if writes else None
         out = func(*args, **kwargs)
@@ -114,6 +116,8 @@ class Watch(TorchDispatchMode):
             return out  # memory that nobody has written yet
         if ROUNDING.get() is not None:
             self._carry(args, out)
+        else:
+            self._used.update(self._made[_storage(t)][0] for t in given)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _checkable(t)]
         bad = [t for t in results if not _finite(t)]
         seen = {_storage(t) for t in inputs}
@@ -171,11 +175,13 @@ class Watch(TorchDispatchMode):
 
         A -inf alone does not count: masks of -1e9 become that in float16, and a softmax rightly makes zeros of them.
         """
-        used = {i for e in self.events if not e.emulated and not e.meant for i in e.parents}
+        used = self._used | {i for e in self.events if not e.emulated and not e.meant for i in e.parents}
         for event in reversed(self.events):  # from the operations that used a rounded value back to where it was made
             used.update(event.parents if event.index in used and not event.meant else ())
         for event in self.events:
             born = event.phase == "forward" and not event.parents and not event.leaves and not event.meant
+            if event.emulated and any(operand.nonfinite for operand in event.operands):
+                continue  # a number of the rounding: what was rounded held an infinity already
             if born and event.kinds - {"-inf"} and (event.index in used or not event.emulated):
                 return event
         return None
