@@ -64,7 +64,8 @@ def experiment(
               not used, and run again), or a file that was changed or cut.
 
     Each cell runs on one torch thread (more by `joblib.parallel_config(inner_max_num_threads=...)`), with random states
-    that follow from its seed, so that its numbers do not depend on `n_jobs`. On GPUs there is one worker a device.
+    that follow from its seed, so that its numbers do not depend on `n_jobs`; what it changes in its arguments, or
+    draws from generators that they hold, the next run does not see. On GPUs there is one worker a device.
     All cells of one seed run before those of the next seed, in a random order: a slow hour slows all cells alike.
 
     With several jobs the cells slow each other down. If `run` has an argument `only_time`, as `train` has, its times

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickle
 import random
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from mpkit.experiment.store import Folder, Outcome, Row, files_of
@@ -66,7 +69,8 @@ def _ran(task: Task) -> dict[str, bytes]:
     with _as_if_alone(task):
         start = time.perf_counter()
         try:
-            outcome = Outcome(task.run(seed=task.row.seed, **task.arguments, **extra))
+            run, arguments = _copied((task.run, task.arguments))
+            outcome = Outcome(run(seed=task.row.seed, **arguments, **extra))
         except (Exception, SystemExit):  # a script that gives up with sys.exit ends itself alone
             error = traceback.format_exc()
         seconds = time.perf_counter() - start
@@ -82,7 +86,7 @@ def _ran(task: Task) -> dict[str, bytes]:
 @contextlib.contextmanager
 def _as_if_alone(task: Task) -> Iterator[None]:
     """Threads as told and random states that follow from the seed alone; afterwards those of before, and torch's
-    defaults too."""
+    defaults too. The generators that the run and its arguments hold begin each run as they were given."""
     seed = task.row.seed
     if not task.without_torch:
         import torch  # noqa: F401  before its threads and its generator are set
@@ -97,9 +101,41 @@ def _as_if_alone(task: Task) -> Iterator[None]:
         if torch_ is not None:
             after.enter_context(torch_.random.fork_rng())
             after.callback(_restore, torch_, [(put, take()) for take, put in _settings(torch_)])
+            from mpkit.model.randomness import generator_states, set_generator_states
+
+            after.callback(set_generator_states, generator_states((task.run, task.arguments)))
             torch_.manual_seed(seed)
             torch_.set_num_threads(task.threads)
         yield
+
+
+class _Copier(pickle.Pickler):
+    """Notes what is not to be copied: code, and what torch and NumPy hold, a data set say."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.shared: list[object] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        code = isinstance(value, FunctionType | BuiltinFunctionType | ModuleType | type)
+        if not code and type(value).__module__.partition(".")[0] not in ("torch", "numpy"):
+            return None
+        self.shared.append(value)
+        return len(self.shared) - 1
+
+
+def _copied(value: Any) -> Any:
+    """What a run may change without the next run seeing it, as if it were alone in a process; itself where pickle
+    cannot copy it."""
+    copier = _Copier(file := io.BytesIO())
+    try:
+        copier.dump(value)
+        file.seek(0)
+        reader = pickle.Unpickler(file)
+        reader.persistent_load = copier.shared.__getitem__  # type: ignore[method-assign]
+        return reader.load()
+    except Exception:
+        return value
 
 
 def _settings(torch_: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:

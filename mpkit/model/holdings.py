@@ -22,6 +22,7 @@ MANY = 64  # a longer list or dict holds samples: all of it is looked at when it
 Container = list[Any] | tuple[Any, ...] | dict[Any, Any] | deque[Any]
 CONTAINERS = (list, tuple, dict, deque)  # and no sets, whose order is another one in each process
 LEAVES = (Tensor, np.ndarray, str, bytes, int, float, complex, type, ModuleType, logging.Logger, type(None))
+_KNOWN = (*Generator.__args__, np.random.Generator, np.random.RandomState, FunctionType, Dataset, Sampler, DataLoader)
 LIBRARIES = frozenset({"builtins", "torch", "torchvision", "numpy", "random", "collections", "functools", "typing"})
 """Packages whose classes and functions hold no generator of the user's."""
 
@@ -82,7 +83,7 @@ def _inside(value: Any) -> Iterable[object]:
 
 
 def _of_function(function: Callable[..., object]) -> Iterator[object]:
-    """What a function closes over and has as defaults, and the generators and functions that it knows by name."""
+    """What a function closes over and has as defaults; the generators, data sets and functions it knows by name."""
     if _library(function.__module__):
         return
     for cell in function.__closure__ or ():
@@ -94,7 +95,7 @@ def _of_function(function: Callable[..., object]) -> Iterator[object]:
     yield from (function.__kwdefaults__ or {}).values()
     known = function.__globals__
     for name in _names(function.__code__):
-        if isinstance(known.get(name), Generator | np.random.Generator | np.random.RandomState | FunctionType):
+        if isinstance(known.get(name), _KNOWN):
             yield known[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -22,7 +23,7 @@ def random_state(dataset: object) -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].copy()), *map(_plain, numpy_state[2:])],
         "python": random.getstate(),
-        "dataset": [_state(generator) for generator in generators(dataset)],
+        "dataset": [state for _, state in generator_states(dataset)],
         "workers": _keeps_workers(dataset) and dataset._iterator is not None,
     }
 
@@ -41,7 +42,17 @@ def set_random_state(state: dict[str, Any], dataset: object) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002
     random.setstate(state["python"])
-    for generator, saved in zip(own, state["dataset"]):
+    set_generator_states(zip(own, state["dataset"]))
+
+
+def generator_states(holder: object) -> list[tuple[Generator, object]]:
+    """Every generator that an object holds, as `holdings.generators` finds them, with its state."""
+    return [(generator, _state(generator)) for generator in generators(holder)]
+
+
+def set_generator_states(states: Iterable[tuple[Generator, object]]) -> None:
+    """The reverse of `generator_states`."""
+    for generator, saved in states:
         _set_state(generator, saved)
 
 

@@ -1,0 +1,233 @@
+"""Whether a stored result is still that of the code: what a run refers to, wherever it stands, and nothing else."""
+
+import dataclasses
+import functools
+import importlib
+import subprocess
+import sys
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from support import ROOT
+from torch.utils.data import DataLoader, TensorDataset
+
+from mpkit.experiment import experiment
+from mpkit.experiment.identity import Description, name_of, versions
+from mpkit.experiment.references import is_installed
+from mpkit.experiment.store import canonical
+
+ONE, TWO = "def f():\n return 1", "def f():\n return 2"
+USES_F = "from own_part import f\ndef run(seed):\n return f()"
+
+
+@pytest.fixture
+def key(tmp_path, monkeypatch):
+    """The key of `run` in a script whose own modules are these files."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def of(script, **files):
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('_of_', '/')}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        importlib.invalidate_caches()
+        is_installed.cache_clear()
+        exec(script, space := {"__name__": "__main__"})
+        found = canonical(Description()(space["run"]))
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("own_part", "own_deep", "colorsys")]:
+            del sys.modules[name]
+        return found
+
+    yield of
+    is_installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("script", "old", "new"),
+    [
+        ("import own_part\ndef run(seed):\n return own_part.f()", ONE, TWO),
+        ("def run(seed):\n import own_part\n return own_part.f()", ONE, TWO),
+        ("def run(seed):\n from own_part import f\n return f()", ONE, TWO),
+        ("def run(seed):\n return [g() for g in [__import__]][:0] or (lambda: 'own_part:f')()", ONE, TWO),
+        ("import functools, mpkit.experiment as e\nrun = functools.partial(e.train, 'own_part:f')", ONE, TWO),
+        ("from own_part import S\ndef run(seed):\n return S().a",
+         "import functools\nclass S:\n @functools.cached_property\n def a(self):\n  return 1",
+         "import functools\nclass S:\n @functools.cached_property\n def a(self):\n  return 2"),
+        (USES_F, "from functools import *\n@singledispatch\ndef f(x): return 0\n@f.register\ndef _(x: int): return 1",
+         "from functools import *\n@singledispatch\ndef f(x): return 0\n@f.register\ndef _(x: int): return 2"),
+        (USES_F, "from dataclasses import *\n@dataclass\nclass F:\n def __call__(self):\n  return 1\nf = F()\nf.k = 1",
+         "from dataclasses import *\n@dataclass\nclass F:\n def __call__(self):\n  return 1\nf = F()\nf.k = 2"),
+        (USES_F, "def f(*a, **k):\n return len(a)", "def f(a, k):\n return len(a)"),
+    ],
+)  # fmt: skip
+def test_an_edit_of_ones_own_module_is_noticed_however_it_is_reached(key, script, old, new):
+    assert key(script, own_part=old) == key(script, own_part=old) != key(script, own_part=new)
+
+
+def test_an_edit_behind_an_attribute_of_a_module_and_in_a_package_is_noticed(key):
+    through = "import own_part\ndef run(seed):\n return own_part.f()"
+    of = {"own_part": "import own_deep\ndef f():\n return own_deep.f()"}
+    assert key(through, own_deep=ONE, **of) != key(through, own_deep=TWO, **of)
+    inside = "import own_part.deep\ndef run(seed):\n return own_part.deep.f()"
+    files = [{"own_part_of___init__": "", "own_part_of_deep": text} for text in (ONE, TWO)]
+    assert key(inside, **files[0]) != key(inside, **files[1])
+
+
+def test_what_a_module_holds_beside_what_is_used_changes_nothing(key):
+    script = "import own_part\ndef run(seed):\n return own_part.f()"
+    assert key(script, own_part=ONE) == key(script, own_part=f"{ONE}\ndef g():\n return 3")
+
+
+def test_ones_own_module_may_be_called_like_one_of_pythons(key):
+    script = "from colorsys import f\ndef run(seed):\n return f()"
+    assert key(script, colorsys=ONE) != key(script, colorsys=TWO)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (range(1), range(2)),
+        (b"a", b"b"),
+        (1 + 0j, 2 + 0j),
+        (Fraction(1), Fraction(2)),
+        (np.array(["x", None], dtype=object), np.array(["y", None], dtype=object)),
+        (np.random.default_rng(0), np.random.default_rng(1)),
+        ({"k": 1}.get, {"k": 2}.get),
+        (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse()),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 3j]).conj()),
+    ],
+)
+def test_values_of_more_kinds_are_told_apart(one, other):
+    assert canonical(Description()(one)) == canonical(Description()(one)) != canonical(Description()(other))
+    keys = []
+    for held in (one, other):  # in what a run refers to, beside a thing without content
+        box = {"lock": sys.stdout, "held": held}
+        keys.append(canonical(Description()(lambda seed, box=box: box)))
+    assert keys[0] != keys[1]
+
+
+def test_a_network_that_a_run_refers_to_counts_by_its_weights():
+    net = torch.nn.Linear(1, 1)
+
+    class Holder:
+        def __init__(self):
+            self.net, self.k = net, 1
+
+    holder = Holder()
+
+    def run(seed):
+        return {"y": holder.net(torch.ones(1, 1))}
+
+    keys = [canonical(Description()(run))]
+    holder.k = 2
+    keys.append(canonical(Description()(run)))
+    net.weight.data += 1
+    keys.append(canonical(Description()(run)))
+    assert len(set(keys)) == 3
+    assert keys[2] == canonical(Description()(run))
+
+
+def test_a_decorated_method_counts_with_its_object():
+    def plain(function):
+        @functools.wraps(function)
+        def called(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return called
+
+    @dataclasses.dataclass
+    class Runner:
+        k: int
+
+        @plain
+        def run(self, seed):
+            return {"y": self.k}
+
+    assert Description()(Runner(1).run) != Description()(Runner(2).run)
+
+
+CIRCLE = """
+def f(n): return g(n) if n else h(n)
+def g(n): return h(n) if n else f(n)
+def h(n): return f(n) if n else g(n)
+def run(seed): return f(seed), g(seed), h(seed)
+"""
+
+
+def test_code_in_a_circle_has_one_key_in_every_process_and_after_every_other_value():
+    line = f"{CIRCLE}\nfrom mpkit.experiment.identity import *\nprint(canonical(Description()(run)))"
+    ask = functools.partial(subprocess.run, [sys.executable, "-c", line], capture_output=True, text=True, cwd=ROOT)
+    told = [ask(check=True, env={"PYTHONHASHSEED": str(seed)}).stdout for seed in range(3)]
+    assert len(set(told)) == 1
+    exec(CIRCLE, space := {"__name__": "__main__"})
+    after = Description()
+    after(space["h"])
+    assert after(space["run"]) == Description()(space["run"])
+
+
+def test_a_name_that_is_only_an_attribute_is_not_the_variable_of_that_name():
+    def run_with(data):
+        exec("def run(seed):\n return seed.data", space := {"__name__": "__main__", "data": data})
+        return canonical(Description()(space["run"]))
+
+    assert run_with(1) == run_with(2)
+
+
+def test_an_enumeration_counts_with_its_value_and_a_place_keeps_its_name(key, tmp_path):
+    import enum
+
+    one, two = (enum.Enum("Mode", {"A": value}) for value in (1, 2))
+    assert Description()(one.A) != Description()(two.A)
+    (tmp_path / "own_part.py").write_text(ONE)
+    assert name_of(Description()("own_part:f")) == "own_part:f"
+    assert [Description()(text) for text in ("a:b", "json:dumps", "12:30")] == ["a:b", "json:dumps", "12:30"]
+
+
+def test_a_library_counts_alike_before_and_after_its_first_import(monkeypatch):
+    import yaml
+
+    loaded = versions({"yaml"})
+    monkeypatch.delitem(sys.modules, "yaml")
+    versions.__globals__["_version"].cache_clear()
+    assert versions({"yaml"})["yaml"] == loaded["yaml"] == yaml.__version__
+
+
+def shuffled():
+    data = TensorDataset(torch.arange(20.0))
+    return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+
+LOADER, DRAW = shuffled(), np.random.default_rng(0)
+
+
+def test_a_run_sees_nothing_of_what_others_drew_or_changed(tmp_path):
+    def run(seed, loader, config):
+        order = [float(x) for (x,) in loader] + [float(x) for (x,) in LOADER]
+        return {"order": sum(i * x for i, x in enumerate(order)), "lr": config.pop("lr"), "drawn": DRAW.normal()}
+
+    grid = {"loader": [shuffled()], "config": [{"lr": 1.0}, {"lr": 2.0}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frames = [experiment(run, grid, seeds=2, folder=tmp_path, progress=False).frame for _ in range(2)]
+    assert frames[0].order.nunique() == frames[0].drawn.nunique() == 1
+    assert frames[0].lr.tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert grid["config"] == [{"lr": 1.0}, {"lr": 2.0}]
+    assert frames[0].equals(frames[1])
+
+
+def test_a_run_shares_its_data_and_copies_its_settings():
+    kept = []
+    data, config = torch.zeros(2), {"lr": 1.0}
+
+    def run(seed, data, config):
+        kept.append((data, config))
+        return {"y": 1}
+
+    experiment(run, [{"data": data, "config": config}], seeds=1, progress=False)
+    assert kept[0][0] is data
+    assert kept[0][1] is not config
+    assert kept[0][1] == config
