@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -211,6 +212,83 @@ def test_a_class_for_every_position_and_a_loss_of_ones_own():
     assert tiny(loss=lambda out, label: out.square().mean())["loss"] != tiny()["loss"]
 
 
+class Shaped(nn.Module):
+    """Scores that are right everywhere, of whole numbers below `classes`, along an axis."""
+
+    def __init__(self, classes, axis):
+        super().__init__()
+        self.scale, self.classes, self.axis = nn.Parameter(torch.ones(())), classes, axis
+
+    def forward(self, x):
+        return 9 * self.scale * F.one_hot(x, self.classes).float().movedim(-1, self.axis)
+
+
+def still(network, data, **options):
+    """A training that changes nothing."""
+    return train(network, data, optimizer="torch.SGD", lr=0.0, epochs=1, batch=4, **options)
+
+
+def test_the_accuracy_leaves_out_what_the_loss_leaves_out():
+    x = torch.arange(60).reshape(10, 6) % 3
+    y = x.clone()
+    y[:, 3:] = -100
+    assert still(lambda: Shaped(3, -1), (x, y))["accuracy"] == 100.0
+    assert math.isnan(still(lambda: Shaped(3, -1), {"train": (x, y), "test": (x, y * 0 - 100)})["accuracy"])
+
+
+def test_where_no_class_can_be_chosen_the_loss_is_what_is_tested():
+    def sign(output, label):
+        return F.binary_cross_entropy_with_logits(output.flatten(), label.float())
+
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    got = still(lambda: nn.Linear(3, 1), (x, y), loss=sign)
+    assert "accuracy" not in got
+    assert got["test_loss"] > 0
+    squares = torch.arange(80).reshape(5, 4, 4) % 4  # (rows, classes, 4, 4) or (rows, 4, 4, classes)?
+    assert "accuracy" not in still(lambda: Shaped(4, 1), (squares, squares), loss=F.cross_entropy)
+    assert still(lambda: Shaped(4, -1), (squares, squares))["accuracy"] == 100.0  # its own loss knows: the last axis
+    strips = squares[:, :, :3]
+    assert still(lambda: Shaped(4, 1), (strips, strips), loss=F.cross_entropy)["accuracy"] == 100.0
+
+
+def test_samples_that_are_nests_are_trained_and_tested():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, held):
+            return self.layer(held["x"])
+
+    x, y = rows()
+    samples = [({"x": a}, {"y": b}) for a, b in zip(x, y)]
+    nested = {"train": DataLoader(samples, 16), "test": DataLoader(samples, 7)}
+    got = train(Nested, nested, loss=lambda output, label: F.cross_entropy(output, label["y"]), epochs=1, lr=0.0)
+    plain = train(lambda: nn.Linear(4, 3), {"train": DataLoader(pairs(), 16)}, epochs=1, lr=0.0)
+    assert got["final_loss"] == plain["final_loss"]
+    with torch.no_grad():
+        torch.manual_seed(0)
+        whole = F.cross_entropy(Nested()({"x": x}), y)
+    assert got["test_loss"] == pytest.approx(float(whole), rel=1e-5)  # mean over rows, in sevens and one
+
+
+def test_samples_of_a_stream_are_put_into_batches():
+    class Counted(Stream):
+        def __len__(self):
+            return len(rows()[0])
+
+    expected = tiny(data={"train": DataLoader(pairs(), 16)}, batch=16)["loss"]
+    assert tiny(data={"train": Stream()}, batch=16)["loss"] == expected
+    assert tiny(data=Counted(), batch=16)["loss"] == expected
+
+
+def test_arrays_are_tensors_and_a_column_is_fitted_by_its_rows():
+    x, y = rows()
+    assert tiny(data=(x.numpy(), y.numpy()))["loss"] == tiny(data=(x, y))["loss"]
+    flat = train(lambda: nn.Linear(4, 1), (x, x[:, 0]), epochs=1)["loss"]
+    assert flat == train(lambda: nn.Linear(4, 1), (x, x[:, :1]), epochs=1)["loss"]
+
+
 def test_a_trace_of_the_run_when_asked():
     got = tiny(level="O3", dtype="e5m2", scaler=2.0**30, trace=True)
     assert isinstance(got["trace"], Trace)
@@ -274,6 +352,8 @@ def test_experiment_trains_a_grid_and_draws_it():
         ({"data": {"test": rows()}}, ValueError, "'train' and perhaps 'test'"),
         ({"data": (torch.zeros(3, 4), torch.zeros(2))}, ValueError, "as many labels as rows"),
         ({"data": {"train": []}}, ValueError, "gave no batch"),
+        ({"data": [{"x": 1, "y": 2}]}, ValueError, r"a batch must be \(x, y\).*got a dict"),
+        ({"data": [(*rows(), 3)]}, ValueError, r"a batch must be \(x, y\).*got 3 parts"),
         ({"data": {"train": rows(), "test": []}}, ValueError, "test data gives no batch"),
         ({"data": {"train": rows(), "test": iter(())}}, ValueError, "test data gave no batch"),
         ({"data": (torch.zeros(1, 4), torch.zeros(1))}, ValueError, "one row cannot be divided"),

@@ -125,6 +125,9 @@ def test_accuracy_counts_places_and_refuses_labels_that_it_cannot_compare():
     for output, label in ((scores, torch.tensor([[0], [1], [2]])), (torch.ones(3), torch.ones(3))):
         with pytest.raises(ValueError, match="labels of shape"):
             measured("accuracy", (output, label))
+    for label in (torch.tensor([0, 1, 1]), torch.tensor([[0], [1], [1]])):  # all would count as class 0, or as right
+        with pytest.raises(ValueError, match="two classes or more, got one column"):
+            measured("accuracy", (torch.ones(3, 1), label))
 
 
 @pytest.mark.parametrize("metrics", [{"accuracy"}, {"mse"}, {"loss"}])

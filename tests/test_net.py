@@ -371,8 +371,8 @@ BUGS = [
     Bug(
         "a share of right answers called percent",
         "experiment/training.py",
-        "total += 100 * float((out.argmax(classes) == y).sum())",
-        "total += float((out.argmax(classes) == y).sum())",
+        "total += 100 * float(((out.argmax(classes) == y) & counted).sum())",
+        "total += float(((out.argmax(classes) == y) & counted).sum())",
         "20_your_own_experiment",
         15,
     ),

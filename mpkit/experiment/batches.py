@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from mpkit.data import digits, mnist
 from mpkit.files import short
@@ -90,10 +92,10 @@ def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Bat
             raise ValueError("one row cannot be divided for training and test; pass {'train': (x, y)} for no test")
         keep = len(data[0]) - max(1, len(data[0]) // 5)
         data, test = (data[0][:keep], data[1][:keep]), (data[0][keep:], data[1][keep:])
-    elif isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__len__"):
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and hasattr(data, "__len__"):
         rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
         keep = len(rows) - max(1, len(rows) // 5)
-        data, test = (torch.utils.data.Subset(data, part) for part in (rows[:keep], rows[keep:]))
+        data, test = (Subset(data, part) for part in (rows[:keep], rows[keep:]))
     batches = _batches(data, batch, seed, True, device)
     tested = None if test is None else _batches(test, 250, seed, False, device)
     if tested is not None and _length(tested) == 0:
@@ -122,7 +124,28 @@ def _named(data: object) -> object:
                 f"no data set is called {data!r}; there are digits, digits8, mnist and 'package.module:name'"
             )
         data = found(data)
-    return data() if callable(data) and not hasattr(data, "__iter__") else data
+    return _tensors(data() if callable(data) and not hasattr(data, "__iter__") else data)
+
+
+def _tensors(data: object) -> object:
+    """Arrays in tuples as tensors."""
+    if isinstance(data, tuple) and type(data) is tuple:
+        return tuple(map(_tensors, data))
+    return torch.from_numpy(data) if isinstance(data, np.ndarray) else data
+
+
+def pair_of(batch: object) -> tuple[Any, Any]:
+    """What the network takes and what the loss compares with.
+
+    Raises:  ValueError for a batch of anything but two.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    came = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+    raise ValueError(
+        f"a batch must be (x, y), what the network takes and what the loss compares with, got {came}; have the data "
+        "set or collate_fn give such pairs, whose parts may be dicts, or write a run of your own for experiment"
+    )
 
 
 def _is_pair(data: object) -> TypeGuard[tuple[Any, Any] | list[Any]]:
@@ -134,9 +157,9 @@ def _batches(data: object, batch: int, seed: int, shuffle: bool, device: torch.d
         if len(data[0]) != len(data[1]) or not len(data[0]):
             raise ValueError(f"data needs as many labels as rows, got {len(data[0])} rows and {len(data[1])} labels")
         return _Shuffled((data[0].to(device), data[1].to(device)), batch, seed, shuffle)
-    if isinstance(data, torch.utils.data.Dataset) and not isinstance(data, torch.utils.data.IterableDataset):
+    if isinstance(data, Dataset):  # whose items are samples, of one that is only iterated too
         generator = torch.Generator().manual_seed(seed)
-        return torch.utils.data.DataLoader(data, batch, shuffle=shuffle, generator=generator)
+        return DataLoader(data, batch, shuffle=shuffle and not isinstance(data, IterableDataset), generator=generator)
     if not hasattr(data, "__iter__"):
         raise TypeError(
             f"data must be a name, tensors, a Dataset or batches that can be iterated, got {type(data).__name__}"

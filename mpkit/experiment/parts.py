@@ -97,8 +97,15 @@ class _Loss(nn.Module):
         return self.function(output, label)
 
 
+def is_usual(loss: nn.Module) -> bool:
+    """Whether a loss of `Parts` is the one that stands for None, which takes the last axis for the classes."""
+    return isinstance(loss, _Loss) and loss.function is _usual
+
+
 def _usual(output: Tensor, label: Tensor) -> Tensor:
     if label.is_floating_point():
+        if output.numel() == label.numel():  # (rows, 1) and (rows,), which would be compared each with all
+            label = label.reshape(output.shape)
         return F.mse_loss(output, label)
     if output.dim() > 2 and output.shape[:-1] == label.shape:  # a class for every position of a sequence
         output, label = output.flatten(0, -2), label.flatten()

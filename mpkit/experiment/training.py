@@ -15,14 +15,17 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_count
 from mpkit.casting import Recipe
+from mpkit.casting.targets import map_tensors
 from mpkit.device import default_device
-from mpkit.experiment.batches import Batches, batches_of
-from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, low_format
+from mpkit.experiment.batches import Batches, batches_of, pair_of
+from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, is_usual, low_format
 from mpkit.optimizers.arguments import Rate
 from mpkit.record import Recorder
 from mpkit.step import StepOutcome
 from mpkit.step.build import widened
 
+IGNORED = -100
+"""The label that torch's cross entropy leaves out, and so does the accuracy."""
 WARM, TIMED = 5, 25
 """Steps that fill caches and buffers and are not timed, and steps that a run for its time alone takes then."""
 
@@ -50,10 +53,11 @@ def train(
     Args:
         network:   what builds it: a class or function without arguments, the name of one in `mpkit.networks`
                    ("Network", "LeNet5", "TinyGPT"), or "package.module:name".
-        data:      "digits" (28x28), "digits8" (8x8), "mnist"; (x, y) or ((x, y), (test_x, test_y)) tensors; a Dataset;
-                   anything that can be iterated for batches (x, y), a DataLoader say; {"train": ..., "test": ...} of
-                   these; or a function that returns one of them. Without test data the last fifth of (x, y), or a fixed
-                   fifth of a Dataset, is kept for the test; batches that come ready-made are then not tested.
+        data:      "digits" (28x28), "digits8" (8x8), "mnist"; (x, y) or ((x, y), (test_x, test_y)) tensors or arrays;
+                   a Dataset of samples (x, y); anything else that can be iterated for batches (x, y), a DataLoader say;
+                   {"train": ..., "test": ...} of these; or a function that returns one of them. x and y may be nests
+                   of tensors. Without test data the last fifth of (x, y), or a fixed fifth of a Dataset that can be
+                   indexed, is kept for the test; what is only iterated is then not tested.
         optimizer: a name in `mpkit.optimizers`, "torch.Adam" for one of torch, or a function of the parameters.
         lr:        learning rate of an optimizer that has a name, or a schedule for mpkit's own; None: its default.
         loss:      (output, label) -> scalar; None: cross entropy for whole-number labels, else the mean squared error.
@@ -69,8 +73,9 @@ def train(
         epochs, batch, seed:  epochs (>= 1), rows of a batch made here, what fixes weights and order.
         trace:     also return the `Trace` of the run.
         only_time: train just long enough to be timed, and return `seconds_per_step` and `peak_memory_mib` alone.
-    Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch) and
-              accuracy_curve (after every epoch) where labels are classes, else test_loss and test_loss_curve;
+    Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch, without
+              labels -100) and accuracy_curve (after every epoch) where labels are classes and the output has two or
+              more columns of scores, else test_loss and test_loss_curve;
               step_seconds (each step), seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without
               scaling), peak_memory_mib, and the trace if asked for.
     Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
@@ -128,7 +133,8 @@ def _whole(
 
 def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:
     outcomes = []
-    for x, y in batches:
+    for batch in batches:
+        x, y = pair_of(batch)
         with clock:
             out = cell(_moved(x, device), _moved(y, device))
         if not isinstance(out, StepOutcome):  # a step without loss scaling returns the loss alone
@@ -142,20 +148,43 @@ def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock:
 def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple[str, float]:
     """("accuracy", percent) where labels are classes, else ("test_loss", mean over the rows)."""
     parts.network.eval()
-    total, rows, name = 0.0, 0, "test_loss"
+    total, rows, name, empty = 0.0, 0, "test_loss", True
     with torch.no_grad():
-        for x, y in batches:
+        for batch in batches:
+            (x, y), empty = pair_of(batch), False
             out, y = widened(parts.network(_moved(x, device))), _moved(y, device)
-            if isinstance(out, Tensor) and not y.is_floating_point() and out.dim() == y.dim() + 1:
-                name, classes = "accuracy", out.dim() - 1 if y.dim() > 1 and out.shape[:-1] == y.shape else 1
-                total += 100 * float((out.argmax(classes) == y).sum())
-                rows += y.numel()
+            if (classes := _classes(out, y, parts.loss)) is not None:
+                name, counted = "accuracy", y != IGNORED
+                total += 100 * float(((out.argmax(classes) == y) & counted).sum())
+                rows += int(counted.sum())
             else:
-                total += float(parts.loss(out, y)) * len(y)
-                rows += len(y)
-    if not rows:
+                count = _rows(y)
+                total += float(parts.loss(out, y)) * count
+                rows += count
+    if empty:
         raise ValueError("the test data gave no batch; pass what can be iterated anew in every epoch, not a generator")
-    return name, total / rows
+    return name, total / rows if rows else float("nan")
+
+
+def _classes(out: object, y: object, loss: nn.Module) -> int | None:
+    """The axis of the scores of classes; None where the labels are no classes, or nobody could tell which axis it is.
+
+    One column is no choice among classes: its sign, or its distance to the label, is what counts.
+    """
+    if not isinstance(out, Tensor) or not isinstance(y, Tensor) or y.is_floating_point() or out.dim() != y.dim() + 1:
+        return None
+    last = y.dim() > 1 and out.shape[:-1] == y.shape
+    if last and out.shape[:1] + out.shape[2:] == y.shape and not is_usual(loss):
+        return None
+    axis = out.dim() - 1 if last else 1
+    return axis if y.dim() > 0 and out.shape[axis] > 1 else None
+
+
+def _rows(y: object) -> int:
+    """How many rows a batch has whose labels these are: those of the first tensor in the nest."""
+    first: list[int] = []
+    map_tensors(lambda part: first.append(len(part)) or part, y)
+    return first[0] if first else 1
 
 
 def _check(epochs: object, batch: object, level: object, recipe: object) -> None:
@@ -168,7 +197,7 @@ def _check(epochs: object, batch: object, level: object, recipe: object) -> None
 
 
 def _moved(value: object, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    return map_tensors(lambda part: part.to(device, non_blocking=True), value)
 
 
 class _Clock:

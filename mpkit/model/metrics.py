@@ -54,6 +54,11 @@ def _correct(output: Tensor, label: Tensor) -> Tensor:
             f"accuracy needs scores of shape (samples, classes, ...) and labels of shape {places}, or of the scores' "
             f"own, one-hot; got {tuple(output.shape)} and {tuple(label.shape)}"
         )
+    if output.shape[1] < 2:
+        raise ValueError(
+            f"accuracy chooses among the scores of two classes or more, got one column, {tuple(output.shape)}; for the "
+            "sign of it write Metric(lambda output, label: ((output > 0).flatten() == label.flatten()).sum())"
+        )
     right = output.argmax(1) == (label.argmax(1) if label.shape == output.shape else label)
     return right.sum().double() * len(right) / max(right.numel(), 1)
 
