@@ -292,3 +292,27 @@ def test_a_checkpoint_whose_last_part_is_refused_leaves_the_weights_alone(tmp_pa
     with pytest.raises(ValueError, match="count of an accumulation must be at least 0"):
         fresh.load(path)
     assert torch.equal(fresh.network.weight, before)
+
+
+@pytest.mark.parametrize("ask", [lambda model: model.eval(BATCHES), lambda model: model.predict(torch.ones(1, 2))])
+@pytest.mark.parametrize("phase", ["on_train_step_end", "on_train_epoch_begin"])
+def test_an_evaluation_in_the_middle_of_a_run_leaves_the_modes_as_they_were(ask, phase):
+    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    seen = []
+
+    class Freezes(Callback):
+        def on_train_epoch_begin(self, run):
+            network[2].eval()  # its statistics are kept in this run
+
+        def on_train_step_end(self, run):
+            seen.append([part.training for part in network])
+
+    class Asks(Callback):
+        pass
+
+    setattr(Asks, phase, lambda self, run: ask(run.model))
+    model = Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), 0.1), metrics={"mse"})
+    model.train(2, BATCHES, [Freezes(), Asks()])
+    assert seen == [[True, True, False, True]] * (2 * len(BATCHES))
+    ask(model)
+    assert not any(part.training for part in network)  # between two runs it stays in evaluation mode

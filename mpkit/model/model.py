@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Model:
     >>> list(model.eval([(torch.zeros(4, 2), torch.zeros(4, 1))]))
     ['mse']
     """
+
+    _running = False  # whether `train` or `fit` is under way
 
     def __init__(
         self,
@@ -160,8 +162,14 @@ class Model:
     ) -> dict[str, float]:
         """The metrics over a data set, in evaluation mode, with gradients off.
 
+        A callback may ask for it in the middle of a run, which goes on in the modes that its modules were in.
+
         Raises:  ValueError without metrics or with an empty data set.
         """
+        with self._modes_kept():
+            return self._measured(valid_dataset)
+
+    def _measured(self, valid_dataset: Iterable[Any]) -> dict[str, float]:
         if not self._metrics:
             raise ValueError("an evaluation needs something to measure: Model(..., metrics={'accuracy'})")
         network = self.network if self._eval_network is None else self._eval_network
@@ -193,13 +201,13 @@ class Model:
 
     def predict(self, *predict_data: Tensor) -> Any:
         """The network's raw output in evaluation mode, with gradients off, in the level's dtype."""
-        self.network.eval()
-        with torch.no_grad():
+        with self._modes_kept(), torch.no_grad():
+            self.network.eval()
             return self.network(*self._to_device(predict_data))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is a model between two runs, whatever the original is doing."""
-        return {**self.__dict__, "_loop": None}
+        return {**self.__dict__, "_loop": None, "_running": False}
 
     def request_stop(self) -> None:
         """End a running `train` or `fit` after its current step; may be called from a callback or another thread."""
@@ -274,16 +282,30 @@ class Model:
         if self._resumed is not None:
             loop.restore(self._resumed)
         self._loop, resumed, self._resumed = loop, self._resumed, None
+        self._running = True
         try:
             loop.go(resumed)
         except BaseException:
             if resumed is not None and loop.run.cur_step_num == resumed["step"]:
                 self._resumed = resumed  # not one step was done: the next call still goes on from the checkpoint
             raise
+        finally:
+            self._running = False
+
+    @contextmanager
+    def _modes_kept(self) -> Iterator[None]:
+        """In the middle of a run the modes of all modules come back; else the network stays in evaluation mode."""
+        networks = [network for network in (self.network, self._eval_network) if network is not None and self._running]
+        before = [(part, part.training) for network in networks for part in network.modules()]
+        try:
+            yield
+        finally:
+            for part, mode in before:
+                part.training = mode
 
     def _evaluate(self, loop: TrainingLoop, dataset: Iterable[Any] | None) -> None:
         if dataset is not None:
-            loop.run.metrics = self.eval(dataset)
+            loop.run.metrics = self._measured(dataset)
             loop.tell("on_eval_end")
 
     def _evaluated(self, network: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, Any, Any]:
