@@ -6,6 +6,7 @@ import math
 import pickle
 
 import pytest
+import torch
 
 from mpkit.experiment import Results, experiment
 
@@ -156,3 +157,24 @@ def test_a_temporary_folder_lives_as_long_as_any_copy_or_part_of_its_results(tmp
         gc.collect()
         assert not folder.exists()  # a pickle is another process's
         assert pickled.folder == folder
+
+
+def test_numbers_that_are_huge_or_equal_but_for_rounding_have_a_summary():
+    huge = experiment(lambda seed, x: {"y": x}, {"x": [-1.7e308, 1.7e308]}, seeds=3, progress=False)
+    table = huge.summary("y")
+    assert table["mean"].tolist() == [-1.7e308, 1.7e308]
+    assert table["verdict"].tolist() == ["baseline", "no comparison"]  # the difference is beyond float64
+    assert huge.interval(1, "y")[1] == 1.7e308
+    equal = experiment(lambda seed, x: {"y": x}, {"x": [0.3, 0.1 * 3]}, seeds=3, progress=False).summary("y")
+    assert equal.p.iloc[1] == 1.0
+    assert equal.sentence.iloc[1] == "x=0.3 #2: equal to x=0.3 #1 in every one of 3 seeds."
+
+
+def test_a_series_may_hold_tensors_and_none():
+    weight = torch.ones((), requires_grad=True)
+    values = [[weight * 2, None], [torch.ones((), dtype=torch.bfloat16), 3], (torch.ones(2), torch.zeros(2))]
+    results = experiment(lambda seed: {"s": values[seed]}, [{}], seeds=3, progress=False)
+    found = [results.series(0, "s", seed).tolist() for seed in range(3)]
+    assert found[0][0] == 2.0
+    assert math.isnan(found[0][1])
+    assert found[1:] == [[1.0, 3.0], [[1.0, 1.0], [0.0, 0.0]]]

@@ -114,9 +114,20 @@ def test_holm_by_hand_and_it_keeps_the_chance_of_one_false_finding_at_5_in_100()
 
 
 def test_names_that_tell_which_way_is_better():
-    assert [direction(m) for m in ("accuracy", "test_loss", "seconds_per_step", "last_scale")] == [
+    assert [direction(m) for m in ("accuracy", "test_loss", "seconds_per_step", "loss_scale")] == [
         True,
         False,
         False,
         None,
     ]
+
+
+@pytest.mark.parametrize("df", [10, 30, 99, 500])
+def test_a_probability_is_one_however_far_out(df):
+    for t in (10.397984184814922, 17.957144943716408, 275.8531617629187, 12638.482029342971):
+        assert 0 <= student_cdf(-t, df) < 1e-6
+        assert 1 - 1e-6 < student_cdf(t, df) <= 1
+
+
+def test_the_largest_numbers_have_a_mean():
+    assert paired([1.5e308, 1.5e308]).mean == 1.5e308

@@ -70,7 +70,7 @@ def contents(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def placed(text: str) -> Any:
+def placed(text: str) -> object:
     """What "package.module:name" names in the reader's own code; None for any other text."""
     if not _PLACE.fullmatch(text):
         return None

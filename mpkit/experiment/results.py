@@ -18,7 +18,7 @@ import numpy as np
 
 from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
-from mpkit.experiment.statistics import Paired, holm, paired, student_quantile
+from mpkit.experiment.statistics import Paired, holm, mean_of, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
 from mpkit.files import check_growth, regular, short, write_whole
 from mpkit.record import Trace
@@ -236,12 +236,16 @@ class Results:
         return self._row(cell, seed).load_trace()
 
     def difference(self, cell: int | str, metric: str, baseline: int | str | None = None) -> Paired | None:
-        """The paired difference to the baseline over the seeds that both have; None where they share no finite one."""
+        """The paired difference to the baseline over the seeds that both have; None where they share no finite one.
+
+        Two numbers that agree to twelve digits differ by 0: what is left is the order in which something was summed.
+        """
         i = self.number(cell)
         j = self._index["cells"][i]["baseline"] if baseline is None else self.number(baseline)
         own, other = self.values(i, metric), self.values(j, metric)
-        both = [own[s] - other[s] for s in own if s in other and math.isfinite(own[s]) and math.isfinite(other[s])]
-        return paired(both) if both else None
+        both = [0.0 if math.isclose(own[s], other[s], rel_tol=1e-12) else own[s] - other[s] for s in own if s in other]
+        finite = [d for d in both if math.isfinite(d)]
+        return paired(finite) if finite else None
 
     def summary(self, metric: str, *, higher_is_better: bool | None = None) -> pd.DataFrame:
         """One row a cell: mean, spread, the difference to its baseline seed by seed, and what can be concluded.
@@ -272,7 +276,7 @@ class Results:
             rows.append(
                 {
                     "n": len(finite),
-                    "mean": statistics.fmean(finite) if finite else math.nan,
+                    "mean": mean_of(finite) if finite else math.nan,
                     "spread": statistics.stdev(finite) if len(finite) > 1 else math.nan,
                     "difference": math.nan if d is None else d.mean,
                     "low": math.nan if d is None else d.low,
@@ -290,7 +294,7 @@ class Results:
         finite = [v for v in self.values(cell, metric).values() if math.isfinite(v)]
         if len(finite) < 2:
             return math.nan, finite[0] if finite else math.nan, math.nan
-        mean = statistics.fmean(finite)
+        mean = mean_of(finite)
         half = student_quantile(0.975, len(finite) - 1) * statistics.stdev(finite) / math.sqrt(len(finite))
         return mean - half, mean, mean + half
 
@@ -325,7 +329,7 @@ class Results:
         if i == j:
             return (
                 "baseline",
-                f"{self.labels[i]}: the baseline, {statistics.fmean(finite):.4g} in {_seeds(len(finite))}.{left_out}",
+                f"{self.labels[i]}: the baseline, {mean_of(finite):.4g} in {_seeds(len(finite))}.{left_out}",
             )
         return _verdict(self.labels[i], self.labels[j], d, corrected, comparisons, up, left_out)
 
@@ -367,9 +371,11 @@ class Results:
 def direction(metric: str) -> bool | None:
     """Whether more of a metric is better, as far as its name tells.
 
-    >>> direction("accuracy"), direction("final_loss"), direction("last_scale")
+    >>> direction("accuracy"), direction("final_loss"), direction("loss_scale")
     (True, False, None)
     """
+    if "scale" in metric:
+        return None
     if any(word in metric for word in UP):
         return True
     return False if any(word in metric for word in DOWN) else None

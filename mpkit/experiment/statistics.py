@@ -29,7 +29,15 @@ def student_cdf(t: float, df: int) -> float:
         term *= k / (k + 1) * square
         total += term
     both = sine * total if df % 2 == 0 else 2 / math.pi * (angle + (sine * total if df > 1 else 0.0))
-    return 0.5 + both / 2
+    return min(max(0.5 + both / 2, 0.0), 1.0)  # far out the last bits would lead below 0
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean of finite numbers, of the largest too, whose sum is beyond float64."""
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        return statistics.mean(values)
 
 
 @cache
@@ -81,7 +89,7 @@ def paired(differences: Sequence[float]) -> Paired:
     n = len(differences)
     if n == 0:
         raise ValueError("a paired difference needs at least one seed that both cells finished, got none")
-    mean = statistics.fmean(differences)
+    mean = mean_of(differences)
     if n == 1:
         return Paired(1, mean, math.nan, math.nan, math.nan, math.nan, None)
     spread = statistics.stdev(differences)

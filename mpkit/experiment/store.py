@@ -169,10 +169,9 @@ class Outcome:
         if value is None:
             self.numbers[name] = math.nan
             return
-        if hasattr(value, "detach"):
-            tensor: Any = value.detach().cpu()
-            narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
-            value = (tensor.float() if narrow else tensor).numpy()
+        if isinstance(value, list | tuple):  # of losses that were not read by .item(), say
+            value = [math.nan if item is None else _as_array(item) for item in value]
+        value = _as_array(value)
         if isinstance(value, bool | int | float):
             self.numbers[name] = float(value)
             return
@@ -186,6 +185,15 @@ class Outcome:
             self.numbers[name] = float(array)
         else:
             self.arrays[name] = array
+
+
+def _as_array(value: Any) -> object:
+    """A tensor as an array, wherever it lies; all else as it is."""
+    if not hasattr(value, "detach"):
+        return value
+    tensor = value.detach().cpu()
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
+    return (tensor.float() if narrow else tensor).numpy()
 
 
 def _is_trace(value: object) -> TypeGuard[Trace]:

@@ -182,9 +182,14 @@ def _classes(out: object, y: object, loss: nn.Module) -> int | None:
 
 def _rows(y: object) -> int:
     """How many rows a batch has whose labels these are: those of the first tensor in the nest."""
-    first: list[int] = []
-    map_tensors(lambda part: first.append(len(part)) or part, y)
-    return first[0] if first else 1
+    counts: list[int] = []
+
+    def count(part: Tensor) -> Tensor:
+        counts.append(len(part))
+        return part
+
+    map_tensors(count, y)
+    return counts[0] if counts else 1
 
 
 def _check(epochs: object, batch: object, level: object, recipe: object) -> None:

@@ -69,7 +69,7 @@ def _ran(task: Task) -> dict[str, bytes]:
     with _as_if_alone(task):
         start = time.perf_counter()
         try:
-            run, arguments = _copied((task.run, task.arguments))
+            run, arguments = _copied(task)
             outcome = Outcome(run(seed=task.row.seed, **arguments, **extra))
         except (Exception, SystemExit):  # a script that gives up with sys.exit ends itself alone
             error = traceback.format_exc()
@@ -124,18 +124,19 @@ class _Copier(pickle.Pickler):
         return len(self.shared) - 1
 
 
-def _copied(value: Any) -> Any:
-    """What a run may change without the next run seeing it, as if it were alone in a process; itself where pickle
-    cannot copy it."""
+def _copied(task: Task) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The run and its arguments, which it may change without the next run seeing it, as if it were alone in a process;
+    themselves where pickle cannot copy them."""
     copier = _Copier(file := io.BytesIO())
+    reader = pickle.Unpickler(file)
+    reader.persistent_load = copier.shared.__getitem__  # type: ignore[method-assign]
     try:
-        copier.dump(value)
+        copier.dump((task.run, task.arguments))
         file.seek(0)
-        reader = pickle.Unpickler(file)
-        reader.persistent_load = copier.shared.__getitem__  # type: ignore[method-assign]
-        return reader.load()
+        run, arguments = reader.load()
     except Exception:
-        return value
+        return task.run, task.arguments
+    return run, arguments
 
 
 def _settings(torch_: Any) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
