@@ -231,3 +231,18 @@ def test_a_run_shares_its_data_and_copies_its_settings():
     assert kept[0][0] is data
     assert kept[0][1] is not config
     assert kept[0][1] == config
+
+
+class Odd:
+    """Holds what has no module and no content."""
+
+    __hash__ = object.__hash__
+    empty = torch.empty(2, device="meta")
+
+
+def test_what_has_no_content_is_named_and_ends_nothing():
+    def run(seed):
+        return {"y": len({Odd(): twice})}
+
+    twice = torch.compile(lambda x: 2 * x, backend="eager")
+    assert canonical(Description()(run)) == canonical(Description()(run))

@@ -90,8 +90,8 @@ class Description:
     def _kind_or(self, value: object) -> Plain:
         try:
             return self._described(value)
-        except TypeError:
-            if not self._named:
+        except Exception as error:  # a tensor without content, a weak reference to what is gone, ...
+            if not self._named or isinstance(error, RecursionError):
                 raise
             return {"kind": type(value).__qualname__}
 
@@ -122,7 +122,8 @@ class Description:
                 return {"module": value.__name__}
             return {"module": value.__name__, "holds": self._members(contents(value))}
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-            return {"code": f"{value.__module__}.{value.__qualname__}", "digest": self._code(value)}
+            home = getattr(value, "__module__", None)  # a method of a class in C has none
+            return {"code": f"{home}.{value.__qualname__}", "digest": self._code(value)}
         return self._object(value)
 
     def _object(self, value: object) -> Plain:
