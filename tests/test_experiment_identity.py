@@ -242,7 +242,19 @@ class Odd:
 
 def test_what_has_no_content_is_named_and_ends_nothing():
     def run(seed):
-        return {"y": len({Odd(): twice})}
+        return {"y": len({Odd(): 1})}
 
-    twice = torch.compile(lambda x: 2 * x, backend="eager")
     assert canonical(Description()(run)) == canonical(Description()(run))
+
+
+def test_what_is_compiled_counts_as_what_it_was_made_from_used_or_not():
+    def run_with(compiled):
+        return canonical(Description()(lambda seed: compiled))
+
+    net = torch.compile(torch.nn.Linear(1, 1), backend="eager")
+    parts = [net, torch.compile(lambda x: 2 * x, backend="eager"), torch.compile(lambda x: 3 * x, backend="eager")]
+    keys = [run_with(part) for part in parts]
+    assert len(set(keys)) == 3
+    for part in parts:
+        part(torch.ones(1, 1))
+    assert [run_with(part) for part in parts] == keys

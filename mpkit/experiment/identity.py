@@ -121,6 +121,8 @@ class Description:
                 self.libraries.add(package)
                 return {"module": value.__name__}
             return {"module": value.__name__, "holds": self._members(contents(value))}
+        if (plain := _uncompiled(value)) is not value:
+            return {"compiled": self(plain)}
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
             home = getattr(value, "__module__", None)  # a method of a class in C has none
             return {"code": f"{home}.{value.__qualname__}", "digest": self._code(value)}
@@ -235,6 +237,13 @@ class Description:
 _OF_EVERY_CLASS = frozenset(
     ["__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__"]
 )
+
+
+def _uncompiled(value: object) -> object:
+    """What `torch.compile` was given, whose own objects change as they are used; any other value is returned."""
+    if isinstance(value, torch.nn.Module):
+        return getattr(value, "_orig_mod", value)
+    return getattr(value, "_torchdynamo_orig_callable", value) if isinstance(value, types.FunctionType) else value
 
 
 def _pickles_itself(kind: type) -> bool:
