@@ -316,3 +316,51 @@ def test_an_evaluation_in_the_middle_of_a_run_leaves_the_modes_as_they_were(ask,
     assert seen == [[True, True, False, True]] * (2 * len(BATCHES))
     ask(model)
     assert not any(part.training for part in network)  # between two runs it stays in evaluation mode
+
+
+class Keeps(Callback):
+    """Counts what it is told, and draws a number; its state goes into checkpoints."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_train_epoch_end(self, run):
+        self.told.append(f"epoch {run.cur_epoch_num}")
+
+    def on_eval_end(self, run):
+        self.told.append(f"loss {run.metrics['loss']:.9f} {torch.rand(()):.9f}")
+
+    def state_dict(self):
+        return {"told": self.told}
+
+    def load_state_dict(self, state):
+        self.told = list(state["told"])
+
+
+@pytest.mark.parametrize("phase", ["on_train_epoch_end", "on_eval_end"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_run_that_was_saved_while_an_epoch_ended_goes_on_from_there(phase, place, tmp_path):
+    """The best weights are saved when an evaluation has ended, say: nothing is evaluated or told twice."""
+    rows = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+    loader = torch.utils.data.DataLoader(rows, 4, shuffle=True)  # the one of evaluation draws a number, too
+
+    class Saves(Callback):
+        pass
+
+    def save(self, run):
+        if run.cur_epoch_num == 2 and not (tmp_path / "c").exists():
+            run.model.save(tmp_path / "c")
+
+    setattr(Saves, phase, save)
+
+    def trained(saved=None):
+        made, kept = linear_model(metrics={"loss"}), [Keeps(), Keeps()]
+        if saved is not None:
+            made.load(saved)
+        made.fit(4, loader, loader, callbacks=[*kept[:place], Saves(), *kept[place:]])
+        return made.network.weight.tolist(), [k.told for k in kept]
+
+    torch.manual_seed(3)
+    whole = trained()
+    torch.manual_seed(4)
+    assert trained(tmp_path / "c") == whole

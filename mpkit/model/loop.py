@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mpkit.scalers import LossScaleManager
 from mpkit.step import StepOutcome
 from mpkit.step.health import nonfinite_parameters, why_skipped
 
+_ENDS = ("on_train_epoch_end", "on_eval_end")
 READ_EVERY = 100
 """Steps between two reads of the overflow flags on the host (one read for all of them)."""
 STUCK = 20
@@ -64,6 +66,7 @@ class TrainingLoop:
         self._flags: list[Tensor] = []
         self._epoch_random: dict[str, Any] = {}
         self._counters = Counters(dataset)
+        self._told: tuple[str, int] = ("", 0)  # the phase that callbacks are told of, and how many were
 
     def restore(self, resumed: dict[str, Any]) -> None:
         """Stand where a checkpoint was saved; `go` draws its batches and random numbers."""
@@ -100,6 +103,8 @@ class TrainingLoop:
             "random": random_state(self.dataset),
             "counters": self._counters.state_dict(),
             "callbacks": [[type(c).__name__, c.state_dict()] for c in self._stateful()],
+            "ended": list(self._told) if self._told[0] in _ENDS else None,
+            "metrics": {k: v for k, v in self.run.metrics.items() if isinstance(v, Number | Tensor)},
         }
 
     def _stateful(self) -> list[Any]:
@@ -142,10 +147,19 @@ class TrainingLoop:
             )
         self._read_flags()
         self._check_health()
-        self.tell("on_train_epoch_end")
-        self.after_epoch(run.cur_epoch_num)
+        self._end_epoch((resumed or {}).get("ended"), resumed)
         self.epochs_done += 1
         run.cur_step_in_epoch = 0
+
+    def _end_epoch(self, ended: list[Any] | None, resumed: dict[str, Any] | None) -> None:
+        """What follows the steps of an epoch; of a run that was saved in the midst of it, what was still to come."""
+        phase, told = ended or ("", 0)
+        if phase != "on_eval_end":
+            self.tell("on_train_epoch_end", told)
+            self.after_epoch(self.run.cur_epoch_num)
+        elif resumed is not None:
+            self.run.metrics = dict(resumed["metrics"])
+            self.tell("on_eval_end", told)
 
     def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """The batches of an epoch after the first `skip`, which are drawn again but not used."""
@@ -192,7 +206,9 @@ class TrainingLoop:
             message = f"the last {self.skipped_in_a_row} steps were skipped: {sentence}"
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
-    def tell(self, phase: str) -> None:
-        """Call one method of every callback."""
-        for callback in self.callbacks:
+    def tell(self, phase: str, told: int = 0) -> None:
+        """Call one method of every callback but the first `told`, which knew before the run was saved."""
+        for i, callback in enumerate(self.callbacks[told:], told + 1):
+            self._told = phase, i
             getattr(callback, phase)(self.run)
+        self._told = "", 0
