@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.casting.rules import Rule
 from mpkit.casting.targets import Emulated
 from mpkit.formats import FloatFormat
-from mpkit.scalers.tensor_scale import TensorScaler, update_all_
+from mpkit.scalers.tensor_scale import TensorScaler, several_processes, update_all_
 
 STATE = "recipe_scales"  # the name of the module that holds the scales of a layer; there is none without state
 TENSORS = ("input", "weight", "grad")
+MOST_OF_ATTENTION = 4  # linear products of an attention: query, key, value and output
 Note = Callable[..., None]
 """Is told of each operand of a product under a recipe."""
 
@@ -37,6 +39,9 @@ class RecipeScales(nn.Module):
     A step ends when the weight changes: the first forward after that renews the scales from the amaxes seen since, so
     accumulated micro-batches count as one step and a recomputed forward has the scale of the first. Where the weight is
     not trained, every forward outside a backward pass counts as a step.
+
+    Among several processes the forward of the whole network ends the step of all its layers at once, also of those that
+    another process alone has run, such as an expert; see `renew_together`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -47,27 +52,48 @@ class RecipeScales(nn.Module):
 
     def site(self, key: str, weight: Tensor, layer: nn.Module) -> dict[str, TensorScaler]:
         """The scalers of the product number `key` of `layer`, renewed if a step has ended."""
-        if key not in self.sites:
-            self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
-        scalers = self.sites[key]
+        scalers = self._made(key)
         owner = weight if weight._base is None else weight._base
         # a weight that is computed in each forward is another tensor each time; what it is computed from is not
-        owners = [owner] if owner.is_leaf else layer.parameters()
+        owners: Sequence[Tensor] = [owner] if owner.is_leaf else list(layer.parameters())
+        if not evaluates_alone(layer) and self._ended(key, owners, owner.requires_grad):
+            self.renew(key)
+        return scalers
+
+    def _made(self, key: str) -> dict[str, TensorScaler]:
+        if key not in self.sites:
+            self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
+        return self.sites[key]
+
+    def _ended(self, key: str, owners: Sequence[Tensor], trained: bool) -> bool:
         # an optimizer step moves the version on, so a new one says that the step is over
         now = tuple((id(p), p._version) for p in owners)
         # a checkpoint runs the forward again there, which is no new step
         in_backward = torch._C._current_graph_task_id() != -1
-        ended = self.seen.get(key) != now if owner.requires_grad else not in_backward
+        ended = self.seen.get(key) != now if trained else not in_backward
         if ended:
             self.seen[key] = now
-            self.renew(key)
-        return scalers
+        return ended
 
     def renew(self, key: str) -> None:
         """End the step of one site, if anything was seen in it."""
         pending = [scaler for scaler in self.sites[key].values() if scaler.pending]
         if pending:
             update_all_(list(self.sites[key].values()))
+
+    def ended(self, layer: nn.Module) -> bool:
+        """Whether a step of the whole layer has ended, which every process answers alike."""
+        owners = list(layer.parameters())
+        return self._ended("", owners, any(p.requires_grad for p in owners))
+
+    def in_all_processes(self, layer: nn.Module) -> list[TensorScaler]:
+        """The scalers of all products that the layer has in any process, in one order."""
+        products = MOST_OF_ATTENTION if isinstance(layer, nn.MultiheadAttention) else 1
+        scalers = [scaler for number in range(products) for scaler in self._made(str(number)).values()]
+        for parameter in islice(layer.parameters(), 1):
+            for scaler in scalers:  # some are new: their layer has only run in another process
+                scaler.follow_(parameter.device)
+        return scalers
 
     def forward(self) -> None:
         """Nothing is computed here."""
@@ -364,6 +390,8 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     # once per network: cast again it would check twice and warn twice
     if not any(_is_check(hook) for hook in network._load_state_dict_pre_hooks.values()):
         network.register_load_state_dict_pre_hook(_check_state)
+    if recipe.delayed() and renew_together not in network._forward_pre_hooks.values():
+        network.register_forward_pre_hook(renew_together)
     return network
 
 
@@ -402,15 +430,59 @@ def drop_scales(module: nn.Module) -> None:
         del module._modules[STATE]
     for key in [key for key, hook in module._load_state_dict_pre_hooks.items() if _is_check(hook)]:
         del module._load_state_dict_pre_hooks[key]
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is renew_together]:
+        del module._forward_pre_hooks[key]
+
+
+def evaluates_alone(module: nn.Module) -> bool:
+    """Whether this forward is an evaluation beside other processes, which perhaps wait elsewhere: it ends no step."""
+    return not (module.training or torch.is_grad_enabled()) and several_processes()
 
 
 def end_step(network: nn.Module) -> None:
-    """Say that a step is over, for loops that change weights where it cannot be seen (through `.data`)."""
+    """Say that a step is over, for loops that change weights where it cannot be seen (through `.data`).
+
+    Among several processes each of them calls it, also before a checkpoint: what is seen since the last step is each
+    process's own until then.
+    """
     check_kind("network", network, nn.Module, "an nn.Module")
-    for module in network.modules():
-        if isinstance(module, RecipeScales):
-            for key in module.sites:
-                module.renew(key)
+    layers = list(_with_scales(network))
+    if several_processes():
+        _end_in_all_processes(layers)
+    for _, state in layers:
+        for key in state.sites:
+            state.renew(key)
+
+
+def _with_scales(network: nn.Module) -> Iterator[tuple[nn.Module, RecipeScales]]:
+    for layer in network.modules():
+        if isinstance(state := layer._modules.get(STATE), RecipeScales):
+            yield layer, state
+
+
+def _end_in_all_processes(layers: Iterable[tuple[nn.Module, RecipeScales]]) -> None:
+    update_all_([scaler for layer, state in layers for scaler in state.in_all_processes(layer)], only_seen=True)
+
+
+def renew_together(network: nn.Module, *rest: object) -> None:
+    """Before the network's forward among several processes: one message for all layers whose step has ended.
+
+    Which layers a process has run is its own affair (experts, layer drop); whose weights have changed is the same in
+    all. A layer on its own sends only where it is called outside the forward of the network, and then all processes
+    must call the same ones in one order.
+    """
+    # what is asked here is the same in all: a message that others do not send would meet another one of theirs
+    if several_processes() and not evaluates_alone(network):
+        _outside_graphs()(network)
+
+
+def _end_what_ended(network: nn.Module) -> None:
+    _end_in_all_processes([(layer, state) for layer, state in _with_scales(network) if state.ended(layer)])
+
+
+@cache
+def _outside_graphs() -> Callable[[nn.Module], None]:
+    return torch.compiler.disable(_end_what_ended, reason="whether a step has ended is decided in Python")
 
 
 def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_flags, check_kind
 from mpkit.policies import TensorScalePolicy, TensorScaleState, advance_tensor_scale, initial_tensor_scale
 
 from .scaler import need_keys
@@ -86,17 +86,52 @@ class TensorScaler:
         self.amax, self.pending = state["amax"].clone().to(device), state["pending"]
 
 
-def update_all_(scalers: Sequence[TensorScaler]) -> None:
-    """`update_` of several scalers with one message between processes: one tensor has one scale on all of them."""
+def update_all_(scalers: Sequence[TensorScaler], *, only_seen: bool = False) -> None:
+    """`update_` of several scalers with one message between processes: one tensor has one scale on all of them.
+
+    All processes give as many scalers, in one order.
+
+    Args:
+        only_seen: leave a scaler as it is if no process has observed anything with it since its last update.
+    """
     check_kind("scalers", scalers, (list, tuple), "a list of TensorScaler objects")
     for scaler in scalers:
         check_kind("each of scalers", scaler, TensorScaler, "a TensorScaler")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        amaxes = torch.stack([scaler.amax.to(scalers[0].amax.device) for scaler in scalers])
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)
-        for scaler, amax in zip(scalers, amaxes.unbind()):
-            scaler.amax = amax.to(scaler.amax.device)
+    check_flags(only_seen=only_seen)
+    if several_processes() and scalers:
+        device = scalers[0].amax.device
+        found = torch.stack([_pattern(scaler, only_seen).to(device) for scaler in scalers])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        for scaler, pattern in zip(scalers, found.unbind()):
+            _end(scaler, pattern.to(scaler.amax.device))
+        return
     for scaler in scalers:
-        scaler.state = advance_tensor_scale(scaler.policy, scaler.state, scaler.amax)
-        scaler.amax = torch.zeros_like(scaler.amax)
-        scaler.pending = False
+        if scaler.pending or not only_seen:
+            _end(scaler, None)
+
+
+def several_processes() -> bool:
+    """Whether there are other processes, which must send what this one waits for."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+_NOTHING = -1  # below the pattern of every magnitude
+
+
+def _pattern(scaler: TensorScaler, only_seen: bool) -> Tensor:
+    """The bits of the amax, () int32, ordered as magnitudes are: NaN is above all; a maximum of floats may lose it."""
+    if only_seen and not scaler.pending:
+        return torch.full_like(scaler.amax, _NOTHING, dtype=torch.int32)
+    return scaler.amax.view(torch.int32) & 0x7FFFFFFF
+
+
+def _end(scaler: TensorScaler, pattern: Tensor | None) -> None:
+    """One step of one scaler, from its own amax or from the largest of all processes."""
+    before = scaler.state
+    amax = scaler.amax if pattern is None else pattern.clamp(min=0).view(torch.float32)
+    scaler.state = advance_tensor_scale(scaler.policy, before, amax)
+    if pattern is not None:  # only the device knows whether any process has seen something
+        unseen = pattern == _NOTHING
+        scaler.state = TensorScaleState(*(torch.where(unseen, old, new) for old, new in zip(before, scaler.state)))
+    scaler.amax = torch.zeros_like(scaler.amax)
+    scaler.pending = False
