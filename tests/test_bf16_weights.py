@@ -8,6 +8,7 @@ import torch
 from test_golden_recipes import archives, floats
 from torch import nn
 
+from mpkit.boost import FreezeOpt
 from mpkit.optimizers import BFloat16Weights, stochastic_bf16
 from mpkit.optimizers.bf16 import _nearest_bf16
 
@@ -155,6 +156,8 @@ def test_bad_input_is_refused_with_the_way_out():
         (lambda: BFloat16Weights([low]), TypeError, "torch.optim.Optimizer"),
         (lambda: BFloat16Weights(torch.optim.SGD([low]), "nearest"), ValueError, "kahan"),
         (lambda: BFloat16Weights(torch.optim.SGD([nn.Parameter(torch.ones(1))])), ValueError, "bfloat16"),
+        (lambda: BFloat16Weights(torch.optim.LBFGS([low])), TypeError, "LBFGS calls the loss several times"),
+        (lambda: BFloat16Weights(FreezeOpt(torch.optim.SGD([low]))), TypeError, "FreezeOpt.BFloat16Weights"),
         (lambda: stochastic_bf16(low), TypeError, "float32"),
         (lambda: stochastic_bf16(torch.ones(2), torch.ones(1)), ValueError, "shape"),
     ):

@@ -148,6 +148,8 @@ def test_bad_counts_are_refused(n: object, error: type[Exception]) -> None:
 def test_a_wrong_optimizer_and_a_wrong_number_of_gradients_are_refused() -> None:
     with pytest.raises(TypeError, match="Optimizer, got Linear"):
         GradientAccumulation(2, linear())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
+        GradientAccumulation(2, torch.optim.LBFGS(linear().parameters()))
     accumulate = GradientAccumulation(2, torch.optim.SGD(linear().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="each of 2 parameters, got 1"):
         accumulate(torch.tensor(0.0), [torch.zeros(3, 5)])

@@ -374,3 +374,13 @@ def test_the_rate_for_the_residual_may_come_from_a_schedule(tmp_path: Path) -> N
 def test_a_level_that_is_no_name_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'O1'"):
         AutoBoost(["O1"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flag", ["less_bn", "grad_freeze"])
+def test_an_optimizer_that_needs_a_closure_is_refused_before_the_network_is_changed(flag: str) -> None:
+    net = networks.resnet18(width=4)
+    before = list(net.state_dict())
+    boost = AutoBoost("O0", {"boost": {"mode": "manual", flag: True}})
+    with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
+        boost.network_auto_process_train(net, torch.optim.LBFGS(net.parameters()))
+    assert list(net.state_dict()) == before

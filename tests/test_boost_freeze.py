@@ -173,6 +173,8 @@ def test_what_cannot_be_frozen_is_refused_by_name() -> None:
         freeze.freeze_generate(nn.ReLU(), sgd)
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got str"):
         freeze.freeze_generate(nn.Linear(1, 1), "sgd")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
+        FreezeOpt(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
 
 
 # steps

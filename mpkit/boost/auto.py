@@ -19,7 +19,7 @@ from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
 from mpkit.files import read_json
-from mpkit.optimizers.arguments import coming_rate, inner, parameters_of
+from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, parameters_of
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
@@ -225,6 +225,8 @@ class AutoBoost:
     def _processed(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self.flags["dim_reduce"]:
             return network, self._dim_reduced(network, optimizer)
+        if self.flags["less_bn"] or self.flags["grad_freeze"]:
+            need_plain_step(optimizer)  # before the network is changed
         if self.flags["less_bn"] and averaging_wrapper(network) is not None:
             raise ValueError(
                 "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the network "

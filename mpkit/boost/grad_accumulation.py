@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_count
 from mpkit.compiling import runs_as_python
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.step.restore import saved_count, saved_sum
 
 
@@ -30,7 +30,8 @@ class GradientAccumulation(nn.Module):
         reduce:                called once per update with the list of mean gradients, to average them in place over
                                ranks (so micro-steps need no communication: run them under `network.no_sync()`).
     Units:   sums are kept in float32 for float16 and bfloat16 gradients, so small micro-gradients are not lost.
-    Raises:  TypeError if N is no int, ValueError if N < 1 or a call brings another number of gradients.
+    Raises:  TypeError if N is no int, or for an optimizer whose step needs a closure (LBFGS); ValueError if N < 1 or a
+             call brings another number of gradients.
     Source:  MindSpore boost.GradientAccumulation; `flush`, `update`, `reduce` and `overflow` are mpkit's.
 
     >>> weight = nn.Parameter(torch.zeros(1))
@@ -53,6 +54,8 @@ class GradientAccumulation(nn.Module):
         check_count("max_accumulation_step", max_accumulation_step)
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if update is None:
+            need_plain_step(optimizer)
         self.max_accumulation_step = max_accumulation_step
         self.optimizer = optimizer
         self.counter = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from mpkit.arguments import check_alike, check_kind
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_saved
 
 Way = Literal["stochastic", "kahan"]
@@ -50,7 +50,8 @@ class BFloat16Weights(TorchOptimizer):
 
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
-    Raises:  TypeError if `optimizer` is none; ValueError for another way, or if no parameter is bfloat16.
+    Raises:  TypeError if `optimizer` is none, needs a closure (LBFGS) or is a FreezeOpt, which goes around this;
+             ValueError for another way, or if no parameter is bfloat16.
     Source:  arXiv:2010.06192 (both ways); torchao 0.18 for the rounding.
 
     >>> w = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -65,6 +66,13 @@ class BFloat16Weights(TorchOptimizer):
     ) -> None:
         if not isinstance(optimizer, TorchOptimizer):
             raise TypeError(f"need a torch.optim.Optimizer built on the bfloat16 parameters, got {optimizer!r}")
+        need_plain_step(optimizer)
+        if getattr(optimizer, "knows_its_parameters", False):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"{name} tells parameters by their identity, and float32 ones take their place in each step; wrap the "
+                f"other way round: {name}(BFloat16Weights(optimizer), ...)"
+            )
         if way not in ("stochastic", "kahan"):
             raise ValueError(f"way is 'stochastic' or 'kahan', got {way!r}")
         if not any(p.dtype is torch.bfloat16 for p in parameters_of(optimizer)):

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_count, check_kind, check_number, is_number
 from mpkit.compiling import runs_as_python
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, need_plain_step, scale_tensor
+from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
 from mpkit.step.restore import carried, carrying, load_all, saved_count, saved_gradients
 from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
 from mpkit.step.update import Update

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from mpkit.arguments import check_number, is_number
-
-_OPTIONAL = Parameter("closure", Parameter.KEYWORD_ONLY, default=None)
-
-
-def need_plain_step(optimizer: Optimizer) -> None:
-    """Raise TypeError for an optimizer, such as LBFGS, whose step needs a closure."""
-    if signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is Parameter.empty:
-        raise TypeError(
-            f"{type(optimizer).__name__} calls the loss several times within its step; write that loop by hand with a "
-            "closure, or take an optimizer whose step() needs none"
-        )
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

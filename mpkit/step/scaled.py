@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_choice, check_kind, is_number
-from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step import distributed
-from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of, need_plain_step
+from mpkit.step.phases import backward, checked_loss, clip_, device_of, gradients_of
 from mpkit.step.restore import carried, carrying, load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update

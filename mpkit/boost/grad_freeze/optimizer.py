@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import check_alike, check_count, check_flags, check_kind, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.process import regroup, subset
-from mpkit.optimizers.arguments import inner, parameters_of
+from mpkit.optimizers.arguments import inner, need_plain_step, parameters_of
 from mpkit.optimizers.base import plain_closure
 from mpkit.step import Hook, StepContext
 from mpkit.step.phases import skips_on_device
@@ -47,11 +47,14 @@ class FreezeOpt(Optimizer):
                                  schedules run late. Empty user groups are dropped.
     Compile:  `torch.compile(opt.step)` makes a graph for each group, however long the strategy. One of eight places or
               more breaks the graph where the group is chosen, so torch refuses `fullgraph=True` for it.
-    Raises:  TypeError if `opt` is no optimizer, the groups are no lists or the strategy is of another kind;
-             ValueError for a strategy without groups, an element that is no int or not an index of a group, or a
-             tensor that is not 1-D int32.
+    Raises:  TypeError if `opt` is no optimizer or its step needs a closure (LBFGS), the groups are no lists or the
+             strategy is of another kind; ValueError for a strategy without groups, an element that is no int or not an
+             index of a group, or a tensor that is not 1-D int32.
     Source:  MindSpore boost.FreezeOpt.
     """
+
+    knows_its_parameters = True
+    """Which parameter is frozen is told by its identity, so that nobody may put others in its place."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class FreezeOpt(Optimizer):
     ) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
+        need_plain_step(opt)
         check_flags(faithful=faithful)
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
