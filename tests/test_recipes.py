@@ -567,3 +567,26 @@ def test_a_weight_that_is_computed_in_each_forward_ends_a_step_when_what_it_is_m
         scales.append(seen)
     assert scales[0] == scales[1]
     assert len(set(scales[0])) == 4
+
+
+class FromOutside(nn.Module):
+    """A layer whose weight somebody else computes before each forward, so that it has no parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16, bias=False)
+        self.root = nn.Parameter(self.layer.weight.detach())
+        del self.layer._parameters["weight"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight = torch.tanh(self.root)
+        return self.layer(x)
+
+
+def test_a_weight_made_outside_its_layer_ends_a_step_in_each_forward():
+    network = cast_like(FromOutside(), DELAYED)
+    scaler = None
+    for step in range(3):
+        network(torch.full((4, 16), 2.0**step)).square().mean().backward()
+        scaler = network.layer._modules["recipe_scales"].sites["0"]["input"]
+    assert scaler.state.history.tolist() == [0.0, 1.0, 2.0]

@@ -38,7 +38,7 @@ class RecipeScales(nn.Module):
 
     A step ends when the weight changes: the first forward after that renews the scales from the amaxes seen since, so
     accumulated micro-batches count as one step and a recomputed forward has the scale of the first. Where the weight is
-    not trained, every forward outside a backward pass counts as a step.
+    not trained, or made of what the layer does not hold, every forward outside a backward pass counts as a step.
 
     Among several processes the forward of the whole network ends the step of all its layers at once, also of those that
     another process alone has run, such as an expert; see `renew_together`.
@@ -70,7 +70,7 @@ class RecipeScales(nn.Module):
         now = tuple((id(p), p._version) for p in owners)
         # a checkpoint runs the forward again there, which is no new step
         in_backward = torch._C._current_graph_task_id() != -1
-        ended = self.seen.get(key) != now if trained else not in_backward
+        ended = self.seen.get(key) != now if trained and now else not in_backward
         if ended:
             self.seen[key] = now
         return ended
