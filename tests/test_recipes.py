@@ -590,3 +590,28 @@ def test_a_weight_made_outside_its_layer_ends_a_step_in_each_forward():
         network(torch.full((4, 16), 2.0**step)).square().mean().backward()
         scaler = network.layer._modules["recipe_scales"].sites["0"]["input"]
     assert scaler.state.history.tolist() == [0.0, 1.0, 2.0]
+
+
+class BehindTorch(torch.optim.Optimizer):
+    """An optimizer with a kernel of its own: torch counts none of its writes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.detach().numpy()[...] -= 0.01 * p.grad.numpy()
+
+
+@pytest.mark.parametrize("make", [lambda params: torch.optim.AdamW(params, fused=True), BehindTorch])
+def test_a_step_ends_where_torch_does_not_count_what_the_optimizer_writes(make):
+    net = cast_like(nn.Linear(32, 4), DELAYED)
+    versions = [p._version for p in net.parameters()]
+    optimizer = make(net.parameters())
+    for x in (torch.ones(2, 32), 2 * torch.ones(2, 32), 4 * torch.ones(2, 32)):
+        for part in (x, x / 2):  # two micro-batches are one step
+            net(part).square().mean().backward()
+        optimizer.step()
+    assert [p._version for p in net.parameters()] == versions  # else this tests nothing
+    assert net._modules["recipe_scales"].sites["0"]["input"].state.history.tolist() == [0.0, 1.0, 2.0]

@@ -23,6 +23,7 @@ from mpkit.casting.mode import CastMode
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.casting.rules import Rule
 from mpkit.casting.targets import Emulated
+from mpkit.casting.updates import writes
 from mpkit.formats import FloatFormat
 from mpkit.scalers.tensor_scale import TensorScaler, several_processes, update_all_
 
@@ -48,7 +49,7 @@ class RecipeScales(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.sites: dict[str, dict[str, TensorScaler]] = {}
-        self.seen: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.seen: dict[str, tuple[tuple[int, int, int], ...]] = {}
 
     def site(self, key: str, weight: Tensor, layer: nn.Module) -> dict[str, TensorScaler]:
         """The scalers of the product number `key` of `layer`, renewed if a step has ended."""
@@ -66,8 +67,8 @@ class RecipeScales(nn.Module):
         return self.sites[key]
 
     def _ended(self, key: str, owners: Sequence[Tensor], trained: bool) -> bool:
-        # an optimizer step moves the version on, so a new one says that the step is over
-        now = tuple((id(p), p._version) for p in owners)
+        # an optimizer step moves the counts on, so new ones say that the step is over
+        now = tuple((id(p), *writes(p)) for p in owners)
         # a checkpoint runs the forward again there, which is no new step
         in_backward = torch._C._current_graph_task_id() != -1
         ended = self.seen.get(key) != now if trained and now else not in_backward

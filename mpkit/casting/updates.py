@@ -3,12 +3,15 @@
 Its states would be made in 16 bits, which the fused steps of torch refuse beside float32 weights. The step is known by
 torch's hooks on the steps of all optimizers; its closure is the network's again. After a step that raises, the rest of
 the forward around it is computed without casts.
+
+The same hooks count the steps whose writes torch does not count: of its fused optimizers, and of kernels of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,6 +21,7 @@ from mpkit.casting.mode import LOCAL, current, running
 from mpkit.casting.rules import PLAIN, UPDATING, Rule
 
 _installed: list[RemovableHandle] = []
+_unseen: dict[int, int] = {}  # by the id of a parameter; one that is given again goes on from where it was
 
 
 def install() -> None:
@@ -51,7 +55,24 @@ def _by(rule: Rule, argument: object) -> object:
     return computed
 
 
+def writes(p: Tensor) -> tuple[int, int]:
+    """What changes when a parameter is written into: torch's count, and that of optimizer steps it knows nothing of."""
+    return p._version, _unseen.get(id(p), 0)
+
+
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if not is_compiling():
+        _count_unseen(optimizer)
     if LOCAL.steps and not is_compiling() and (found := LOCAL.steps.pop(id(optimizer), None)):
         mode, rule = found
         mode.rule = rule
+
+
+def _count_unseen(optimizer: Optimizer) -> None:
+    # whether others write through torch nobody knows; a step that torch has counted too is one step all the same
+    foreign = not type(optimizer).__module__.startswith(("torch.", "mpkit."))
+    for group in optimizer.param_groups:
+        if foreign or group.get("fused"):
+            for p in group["params"]:
+                if p.grad is not None:
+                    _unseen[id(p)] = _unseen.get(id(p), 0) + 1
