@@ -615,3 +615,16 @@ def test_a_step_ends_where_torch_does_not_count_what_the_optimizer_writes(make):
         optimizer.step()
     assert [p._version for p in net.parameters()] == versions  # else this tests nothing
     assert net._modules["recipe_scales"].sites["0"]["input"].state.history.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_network_that_ran_on_the_meta_device_begins_anew_where_it_gets_memory():
+    with torch.device("meta"):
+        net = cast_like(nn.Linear(32, 4), DELAYED)
+    net(torch.ones(2, 32, device="meta")).sum().backward()
+    net.to_empty(device="cpu")
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+        net.bias.zero_()
+    train(net, [torch.ones(2, 32), 2 * torch.ones(2, 32)], optimizer)
+    assert net._modules["recipe_scales"].sites["0"]["input"].state.history.tolist() == [0.0, 0.0, 1.0]

@@ -60,8 +60,11 @@ class TensorScaler:
         update_all_([self])
 
     def follow_(self, device: torch.device) -> None:
-        """Move the state to where the tensors are."""
-        if self.amax.device != device:
+        """Move the state to where the tensors are; one that stands on the meta device has no values and begins anew."""
+        if self.amax.is_meta and device.type != "meta":
+            self.state, self.pending = initial_tensor_scale(self.policy, device), False
+            self.amax = torch.zeros((), dtype=torch.float32, device=device)
+        elif self.amax.device != device:
             self.amax = self.amax.to(device)
             self.state = TensorScaleState(*(part.to(device) for part in self.state))
 
