@@ -164,6 +164,7 @@ class Wires:
         self.sent: dict[int, int] = defaultdict(int)  # values that a rank has sent to its partners
         self.limits: set[timedelta | None] = set()
         self.isend, self.irecv = "send", "receive"
+        self.ReduceOp = SimpleNamespace(MAX="max")
         self.group = SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(world))))
         self.is_available = self.is_initialized = lambda: True
 
@@ -200,10 +201,11 @@ class Wires:
             self._put(rank, own)
         return self._work(lambda: [self._get(rank, into) for rank, into in zip(ranks, every, strict=True)], async_op)
 
-    def all_reduce(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", group: Any = None, async_op: bool = False) -> Any:
         every = [torch.empty_like(tensor) for _ in self._ranks(group)]
         gathered = self.all_gather(every, tensor, group, async_op=True)
-        return self._work(lambda: (gathered.wait(), tensor.copy_(torch.stack(every).sum(0))), async_op)
+        reduced = lambda: torch.stack(every).amax(0) if op == "max" else torch.stack(every).sum(0)  # noqa: E731
+        return self._work(lambda: (gathered.wait(), tensor.copy_(reduced())), async_op)
 
     def broadcast(self, tensor: Tensor, source: int, group: Any, async_op: bool) -> Any:
         if self.me.rank == source:
@@ -291,6 +293,24 @@ def test_a_step_of_ranks_is_the_step_worked_out_by_hand(wires: Wires) -> None:
     for seen in wires.run(train):
         for got, w, m in zip(seen, weights(), merged, strict=True):
             torch.testing.assert_close(got, w - m, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wires", [4], indirect=True)
+def test_a_gradient_that_one_rank_of_a_node_lacks_is_zero_there(wires: Wires) -> None:
+    """Rank i of a node has a gradient of layer i alone: alike in shape, and not to be added to each other."""
+
+    def work(rank: int, world: int) -> Any:
+        layers = [nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+        layers[rank % 2].grad = torch.full((2, 3), 2.0 ** (rank + 1))
+        merger = AdaSum(rank, 2, world // 2, layers, timeout=TIMEOUT)
+        merger.update_(lambda: None)
+        return [p.grad for p in layers]
+
+    for rank, (first, second, third) in enumerate(wires.run(work)):
+        node = 4 ** (rank // 2)  # half of 2 and 4 in the first node, of 8 and 16 in the other
+        assert first.unique().tolist() == [node]
+        assert second.unique().tolist() == [2 * node]
+        assert third is None
 
 
 @pytest.mark.parametrize("wires", [(4, "gloo"), (4, "nccl")], ids=str, indirect=True)

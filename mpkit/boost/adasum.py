@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.arguments import check_choice
-from mpkit.step.distributed import mean_, wait
+from mpkit.step.distributed import average_, wait
 
 EPS_PER_RANK = 1e-12
 Shape = tuple[int, ...]
@@ -279,11 +279,9 @@ class AdaSum(nn.Module):
         return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
 
     def _average_gradients_(self) -> None:
-        """Mean of each gradient over the ranks of the node; all of them must have the same gradients."""
-        grads = [w.grad for w in self.weights if w.grad is not None]
-        if self._node_group is None or not grads:
-            return
-        mean_(grads, group=self._node_group, limit=self._limit)
+        """Mean of each gradient over the ranks of the node; one that some of them lack counts as zero there."""
+        if self._node_group is not None:
+            average_(self.weights, self._node_group, self._limit)
 
     def _hand_round_(self, weights: list[Tensor]) -> None:
         """Every rank of the node receives the slices that the others merged."""

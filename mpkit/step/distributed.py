@@ -44,8 +44,10 @@ def averaged_by(replica: DistributedDataParallel | None) -> frozenset[int]:
 NONE, SPARSE, DENSE = 0, 1, 2  # what kind of gradient a parameter has; of two kinds the larger is the common one
 
 
-def average_(parameters: Iterable[Tensor]) -> None:
-    """Replace every gradient by its mean over the processes.
+def average_(
+    parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None, limit: timedelta | None = None
+) -> None:
+    """Replace every gradient by its mean over the processes (of `group`); `limit` is as in `mean_`.
 
     One that some processes lack counts as zero there; one that all lack stays missing, so that the optimizer leaves
     its parameter alone. Sparse gradients stay sparse, with the entries of all. One message tells what kinds there are
@@ -59,21 +61,21 @@ def average_(parameters: Iterable[Tensor]) -> None:
         return
     kinds = [NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained]
     common = torch.tensor(kinds, dtype=torch.uint8, device=trained[0].device)
-    dist.all_reduce(common, op=dist.ReduceOp.MAX)
+    wait(dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group, async_op=True), limit)
     if min(kinds) < DENSE:  # with a dense gradient for every parameter there is nothing to learn from the others
         kinds = common.tolist()
     grads: dict[torch.dtype, list[Tensor]] = {}
     for p, kind in zip(trained, kinds):
         if kind == SPARSE:
-            p.grad = _sparse_mean(p)
+            p.grad = _sparse_mean(p, group)
         elif kind == DENSE:
             if p.grad is None or p.grad.is_sparse:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
             grads.setdefault(p.grad.dtype, []).append(p.grad)
-    for group in grads.values():
-        flat = torch.cat([g.reshape(-1) for g in group])
-        mean_([flat])
-        for g, part in zip(group, flat.split([g.numel() for g in group])):
+    for alike in grads.values():
+        flat = torch.cat([g.reshape(-1) for g in alike])
+        mean_([flat], group=group, limit=limit)
+        for g, part in zip(alike, flat.split([g.numel() for g in alike])):
             g.copy_(part.view_as(g))
 
 
@@ -99,11 +101,11 @@ def wait(work: dist.Work | None, limit: timedelta | None = None) -> None:
         work.wait(limit) if limit else work.wait()
 
 
-def _sparse_mean(p: Tensor) -> Tensor:
+def _sparse_mean(p: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The mean of a gradient that is sparse in some processes and missing in the others."""
     own = None if p.grad is None else p.grad.coalesce()
-    parts: list[tuple[Tensor, Tensor] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, None if own is None else (own.indices().cpu(), own.values().cpu()))
+    parts: list[tuple[Tensor, Tensor] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, None if own is None else (own.indices().cpu(), own.values().cpu()), group=group)
     indices, values = zip(*(part for part in parts if part is not None))
     mean = torch.cat([value / len(parts) for value in values], 0)
     return torch.sparse_coo_tensor(torch.cat(indices, 1), mean, p.shape, device=p.device).coalesce()
