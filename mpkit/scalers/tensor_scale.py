@@ -61,10 +61,12 @@ class TensorScaler:
 
     def follow_(self, device: torch.device) -> None:
         """Move the state to where the tensors are; one that stands on the meta device has no values and begins anew."""
-        if self.amax.is_meta and device.type != "meta":
+        if self.amax.device == device:
+            return
+        if self.amax.is_meta:
             self.state, self.pending = initial_tensor_scale(self.policy, device), False
             self.amax = torch.zeros((), dtype=torch.float32, device=device)
-        elif self.amax.device != device:
+        else:
             self.amax = self.amax.to(device)
             self.state = TensorScaleState(*(part.to(device) for part in self.state))
 
