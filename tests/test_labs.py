@@ -634,6 +634,111 @@ def test_added_cells_count_and_an_endless_loop_or_a_dead_process_costs_points_no
     assert "ended the process" in scores[3].note
 
 
+def as_saved(submission, how):
+    """As an editor or a student leaves a file."""
+    for cell in submission.cells:
+        if how == "ids and names lost":
+            del cell["id"]
+            cell.metadata = {}
+        elif how == "names lost":
+            cell.metadata = {}
+        elif how == "odd names":
+            cell.metadata["nbgrader"] = "x"
+        elif how == "ids lost":
+            del cell["id"]
+        elif how == "Colab":
+            cell.metadata["id"] = cell.pop("id")
+    submission.nbformat_minor = 4 if "ids" in how or how == "Colab" else 5
+    if how == "the other way round":
+        submission.cells.reverse()
+    return submission
+
+
+@pytest.mark.parametrize("how", ["as released", "names lost", "odd names", "ids lost", "Colab", "the other way round"])
+def test_an_answer_is_found_however_its_file_was_saved(how):
+    """Colab and older editors write no ids: no file of theirs could be graded."""
+    submission, source = tiny("def q1():\n    return 3", "def q2():\n    return 3")
+    assert [s.points for s in labs.grade(as_saved(submission, how), source)] == [1, 2]
+
+
+def test_a_file_in_which_nothing_is_known_is_told_so():
+    submission, source = tiny("def q1():\n    return 3")
+    with pytest.raises(ValueError, match="no cell of it is an answer of this lab"):
+        labs.grade(as_saved(submission, "ids and names lost"), source)
+
+
+def test_the_setup_of_a_file_without_ids_is_not_run_as_a_cell_that_was_added():
+    submission, source = tiny("def q1():\n    return 3")
+    submission.cells[0].source = source.cells[0].source
+    merged = labs._merged(as_saved(submission, "ids lost"), source)
+    assert [c.source for c in merged.cells].count("limit = 3") == 1
+
+
+new = nbformat.v4.new_code_cell
+STUBBED = labs.STUB["code"]
+
+
+@pytest.mark.parametrize(
+    ("before", "parts", "behind", "points", "note"),
+    [
+        ("", ["def half():\n    return 1.5", "def q1():\n    return 2 * half()"], "", 1, ""),  # split
+        ("def two():\n    return 2", [STUBBED, "def q1():\n    return two() + 1"], "", 1, ""),  # copied
+        ("", ["def q1():\n    return 3", STUBBED], "", 1, ""),
+        ("", [STUBBED], "def q1():\n    return 3", 1, ""),  # answered in a cell of one's own
+        ("", [STUBBED], "def q1():\n    return 4", 0, "AssertionError (the answer: NotImplementedError)"),
+        (
+            "",
+            ["def q1():\n    return 4"],
+            "1 / 0",
+            0,
+            "AssertionError (the answer: ZeroDivisionError: division by zero)",
+        ),
+    ],
+)
+def test_all_cells_of_an_answer_count(before, parts, behind, points, note):
+    """Split or copied, an answer was its last cell alone, without what was added before the first."""
+    submission, source = tiny("def q1():\n    return 0")
+    (own,) = (c for c in submission.cells if labs.mark(c).get("solution"))
+    at = submission.cells.index(own)
+    copies = [new(text, metadata=own.metadata) for text in parts]
+    submission.cells[at : at + 1] = [new(before), *copies, nbformat.v4.new_markdown_cell("so:"), new(behind)]
+    (score,) = labs.grade(submission, source)
+    assert (score.points, score.note) == (points, note)
+
+
+def test_a_cell_behind_an_answer_may_use_what_the_answer_may():
+    setup = "limit = 3\nfrom mpkit.arguments import check_number"
+    submission, source = tiny("def q1():\n    return helper_behind()", setup=setup)
+    submission.cells.insert(3, new("def helper_behind():\n    return check_number('x', 3)"))
+    (score,) = labs.grade(submission, source)
+    assert score.points == 0
+    assert "check_number of the library is not for this question" in score.note
+
+
+def test_a_code_cell_beside_a_text_is_none_of_it():
+    submission, source = tiny("def q1():\n    return helper()")
+    mark = {"schema_version": 3, "locked": False, "task": False, "solution": True, "grade": True, "points": 4}
+    text = nbformat.v4.new_markdown_cell("words", metadata={"nbgrader": mark | {"grade_id": "text"}})
+    for notebook, at in ((submission, 2), (source, 1)):  # in the submission, behind the helper
+        notebook.cells.insert(at, text)
+    submission.cells.insert(3, new("print(1)"))
+    assert [(s.points, s.note) for s in labs.grade(submission, source)] == [(None, "by hand"), (1, "")]
+    assert labs._parts(submission, source)["text"] == [(True, "words")]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(labs, "grade", lambda submission, source: [labs.Score("q", 1, 2)])
+    files = [tmp_path / student / "Lab01 formats.ipynb" for student in ("ann", "bob")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(nbformat.writes(nbformat.v4.new_notebook()))
+    monkeypatch.setattr("sys.argv", ["labs.py", "grade", *map(str, files)])
+    assert labs.main() == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        str(file.with_suffix("")) for file in files
+    ]
+
+
 def test_a_machine_that_cannot_run_the_lab_gives_nobody_a_zero():
     with pytest.raises(RuntimeError, match=r"set-up cell of the lab fails here \(ModuleNotFoundError"):
         labs.grade(*tiny("def q1():\n    return 3", setup="import no_such_module"))

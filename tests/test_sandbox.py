@@ -65,6 +65,16 @@ def test_an_answer_may_write_anew_what_the_solution_calls_and_so_use_what_that_u
     assert "check_number of the library is not for this question" in refused.note
 
 
+@pytest.mark.parametrize("answer", ["pass", "def f(x):\n    return g(x)"])
+def test_the_library_is_not_for_an_answer_in_a_cell_that_was_added_either(answer):
+    """The answer's own cell was looked at, and the function of its name could stand in the cell before."""
+    test, library = TEST.rpartition("\n")[0], "return 2 * check_number('x', x) + 1"
+    score = lab(answer, f"def f(x):\n    {library}\ndef g(x):\n    {library}", test=test)
+    assert score.points == 0
+    assert "check_number of the library is not for this question" in score.note
+    assert lab("pass", f"def f(x):\n    {library}", test=test, solution=f"def f(x):\n    {library}").points == 3
+
+
 WRONG = "def f(x):\n    return 0.0"
 ANY = "class Any:\n    def __init__(self): pass\n    {}\ndef f(x):\n    return Any()"
 ATTACKS = {
@@ -216,7 +226,7 @@ def test_what_a_process_says_without_the_key_of_its_run_is_no_answer():
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 def test_names_of_the_tests_are_in_no_namespace_of_an_answer():
-    room = sandbox.Room({"f"})
+    room = sandbox.Room({"f": set()})
     room.given("import numpy\nTOOLS = [numpy.bmat]")
     room.answer("def f(name):\n    return TOOLS[0](name)", "")
     test = "_want, shown = [1.0], [2.0]\ndef _right():\n    return f('shown')[0, 0]\nassert _right() == 2"
@@ -264,7 +274,7 @@ def test_what_an_answer_raises_is_said_with_the_call_that_raised_it(answer, said
 
 
 def test_a_call_is_told_in_few_characters_with_what_it_was_given_before_it_changed_that():
-    room = sandbox.Room({"f"})
+    room = sandbox.Room({"f": set()})
     room.given("import torch")
     room.answer("def f(x, *rest, **named):\n    x.zero_()\n    return x.sum() / rest[0]", "")
     cases = {
@@ -284,7 +294,7 @@ def test_a_call_is_told_in_few_characters_with_what_it_was_given_before_it_chang
 
 
 def test_an_error_is_laid_to_the_call_that_raised_it_alone():
-    room = sandbox.Room({"f", "g"})
+    room = sandbox.Room({"f": set(), "g": set()})
     room.answer("def f(x):\n    return g(x) if x else x", "")
     for run, code, said in (
         (room.given, "f(1)", "f(1) raised NameError: name 'g' is not defined"),
@@ -341,7 +351,7 @@ assert found.rows == [1, 2] and network.weight.tolist() == [1, 1] and network.ru
 def test_an_answer_that_changes_data_in_place_changes_no_later_question(name):
     answer = f"def f():\n    {CHANGES[name]}\n    return 1"
     steps = [("given", HELD), ("test", SAME), ("answer", answer), ("test", f"{SAME}\nassert f() == 1"), ("test", SAME)]
-    room = sandbox.Room({"f"})
+    room = sandbox.Room({"f": set()})
     for kind, source in steps:
         room.answer(source, "") if kind == "answer" else room.given(source)
     with pytest.raises(AssertionError):  # or the change would change nothing

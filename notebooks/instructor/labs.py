@@ -62,7 +62,8 @@ def source(path: Path, variant: int = 0) -> Any:
 
 def mark(cell: Any) -> dict[str, Any]:
     """The nbgrader metadata of a cell, or an empty dict."""
-    return cell.metadata.get("nbgrader", {})
+    found = cell.metadata.get("nbgrader")
+    return found if isinstance(found, dict) else {}
 
 
 def release(notebook: Any) -> Any:
@@ -97,8 +98,9 @@ def grade(submission: Any, source: Any, timeout: int = 60) -> list[Score]:
     """Run the submission's own cells with the source's tests, and score every graded cell.
 
     A test cell is all or nothing. Given cells that the student edited or deleted (tests, prompts, set-up) are restored
-    from the source; cells that the student added run before the answer that follows them. A cell that takes longer
-    than `timeout` seconds is interrupted and fails; where an answer ends its process, what follows earns nothing.
+    from the source; cells that the student added run behind the answer in front of them, or before the one that follows
+    (`_parts`). A cell that takes longer than `timeout` seconds is interrupted and fails; where an answer ends its
+    process, what follows earns nothing.
     All of it runs in a sandbox, see `sandbox.py`: an answer may use of mpkit what the solution of its question uses.
 
     Raises:  ValueError if an answer cell of the source is missing in the submission; RuntimeError if the lab's own
@@ -110,13 +112,16 @@ def grade(submission: Any, source: Any, timeout: int = 60) -> list[Score]:
     cells = [cell for cell in merged.cells if cell.cell_type == "code"]
     given = {cell.id for cell in source.cells}
     steps = [_step(cell, given, solutions) for cell in cells]
-    expected = set().union(*(sandbox.bound(sandbox.ast.parse(text)) for text in solutions.values()))
+    trees = [sandbox.ast.parse(text) for text in solutions.values()]
+    expected = {name: sandbox.names_in(tree) for tree in trees for name in sandbox.bound(tree)}
     ends = sandbox.run(steps, expected, timeout)
     if ends[0]:
         raise RuntimeError(f"the set-up cell of the lab fails here ({ends[0]}); grade where mpkit[lab] is installed")
-    notes, refused = {}, ""
+    notes, refused, before = {}, "", ""
     for cell, step, end in zip(cells, steps, ends):
-        refused = (end or "") if step.kind == "answer" else refused
+        if step.kind == "answer":  # of the cells of one answer, the last that failed
+            refused = end or (refused if before == "answer" else "")
+        before = step.kind
         notes[cell.id] = "did not run: an answer above ended the process" if end is None else end
         if end and step.kind == "test" and refused:
             notes[cell.id] = f"{end} (the answer: {refused})"
@@ -140,30 +145,70 @@ def _step(cell: Any, given: set[str], solutions: dict[str, str]) -> Any:
 
 
 def _merged(submission: Any, source: Any) -> Any:
-    """The source with the student's answers, and with the code cells that the student added in front of them."""
-    given = {cell.id for cell in source.cells}
-    answers, before, added = {}, {}, []
-    for cell in submission.cells:
-        if mark(cell).get("solution"):
-            name = mark(cell)["grade_id"]
-            answers[name], before[name], added = cell.source, added, []
-        elif cell.cell_type == "code" and not mark(cell) and cell.id not in given:
-            added.append(cell)
-    merged, cells = deepcopy(source), []
+    """The source with the student's answers, and with the code cells that the student added around them."""
+    parts, merged, cells = _parts(submission, source), deepcopy(source), []
+    if not parts:
+        raise ValueError(
+            "no cell of it is an answer of this lab: it is another lab, or its cells were copied into a new notebook "
+            "(copy the answers into the released one)"
+        )
     for cell in merged.cells:
         if mark(cell).get("solution"):
             name = mark(cell)["grade_id"]
-            if name not in answers:
+            if name not in parts:
                 raise ValueError(
                     f"the submission has no cell {name}: it was deleted; copy it again from the released notebook"
                 )
-            cell.source = answers[name]
-            cells += before[name]
+            *first, (_, cell.source) = parts[name]
+            cells += [nbformat.v4.new_code_cell(text, metadata=_own(cell) if own else {}) for own, text in first]
         cells.append(cell)
-    merged.cells = deepcopy(cells)
+    merged.cells = cells
     for cell in (c for c in merged.cells if c.cell_type == "code"):
         cell.outputs, cell.execution_count = [], None
     return merged
+
+
+def _own(cell: Any) -> dict[str, Any]:
+    """The metadata of one more cell of the same answer, which earns nothing by itself."""
+    return {"nbgrader": {**mark(cell), "grade": False}}
+
+
+def _parts(submission: Any, source: Any) -> dict[str, list[tuple[bool, str]]]:
+    """Answer -> its cells in their order: (whether the cell is the answer's own, its text); the last is.
+
+    An answer that was split or copied has several of its own, and so it has those that the student added between it
+    and the lab's next cell. What was added elsewhere is not its own and stands before it.
+    """
+    parts: dict[str, list[tuple[bool, str]]] = {}
+    waiting, name = list[tuple[bool, str]](), ""
+    for cell in submission.cells:
+        found = _of_lab(cell, source)
+        if found is not None and mark(found).get("solution"):
+            name = mark(found)["grade_id"]
+            if found.cell_type == "code":
+                parts[name] = [*parts.get(name, []), *waiting, (True, cell.source)]
+                waiting = []
+            else:  # what stands around it is none of its text
+                parts[name], name = [(True, cell.source)], ""
+        elif found is not None:
+            name = ""
+        elif cell.cell_type == "code":
+            (parts[name] if name else waiting).append((bool(name), cell.source))
+    return parts
+
+
+def _of_lab(cell: Any, source: Any) -> Any:
+    """The cell of the source that a cell of a submission is, None for one that was added.
+
+    It is known by the name that nbgrader gave it; where an editor has dropped that, by its id, which Colab keeps among
+    the metadata; and a cell without a name also by its text, because editors that know no ids drop them.
+    """
+    name, number = mark(cell).get("grade_id"), cell.get("id", cell.metadata.get("id"))
+    for own in source.cells:
+        same = cell.source.strip() == own.source.strip() and not mark(own)
+        if mark(own).get("grade_id") == name if name else own.id == number or same:
+            return own
+    return None
 
 
 def _scored(cell: Any, note: str = "") -> Score:
@@ -175,7 +220,7 @@ def _scored(cell: Any, note: str = "") -> Score:
 
 def source_of(submission: Path) -> Path:
     """The source that a submission was released from: the file of the same name, or beginning with the same labNN."""
-    found = [s for s in sources() if s.stem[:5] in submission.stem]
+    found = [s for s in sources() if s.stem[:5] in submission.stem.lower()]
     if len(found) != 1:
         names = ", ".join(s.stem for s in sources())
         raise ValueError(f"{submission.name} must carry the name of one lab ({names}), as in lab01_formats_lin.ipynb")
@@ -275,17 +320,30 @@ def main() -> int:
         return 0
     if options.csv:
         csv.writer(sys.stdout).writerow(["submission", "cell", "points", "possible", "note"])
-    ungraded = 0
-    for path in options.submissions:
+    ungraded, names = 0, names_of(options.submissions)
+    for path, name in names.items():
         try:
             submission = nbformat.read(path, as_version=4)
             scores = grade(submission, source(source_of(path), variant_of(submission, options.variant)))
         except Exception as error:  # one bad file must not cost the others their points
-            print(f"{path.name} was not graded: {error}".splitlines()[0], file=sys.stderr, flush=True)
+            told = f"{type(error).__name__}: " * (not isinstance(error, ValueError | OSError | RuntimeError)) + str(
+                error
+            )
+            print(f"{name}{path.suffix} was not graded: {told}".splitlines()[0], file=sys.stderr, flush=True)
             ungraded += 1
             continue
-        show(path.stem, scores, options.csv)
+        show(name, scores, options.csv)
     return int(ungraded > 0)
+
+
+def names_of(submissions: list[Path]) -> dict[Path, str]:
+    """What each submission is called: its file's name, with the folders where others have the same.
+
+    >>> list(names_of([Path("ann/lab01.ipynb"), Path("bob/lab01.ipynb"), Path("lab01_eve.ipynb")]).values())
+    ['ann/lab01', 'bob/lab01', 'lab01_eve']
+    """
+    stems = [path.stem for path in submissions]
+    return {p: p.stem if stems.count(p.stem) == 1 else p.with_suffix("").as_posix() for p in submissions}
 
 
 def show(name: str, scores: list[Score], as_csv: bool) -> None:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -87,10 +87,12 @@ class Step:
     solution: str = ""
 
 
-def run(steps: Iterable[Step], expected: Iterable[str], timeout: float, memory: int = MEMORY) -> list[str | None]:
+def run(
+    steps: Iterable[Step], expected: Mapping[str, Iterable[str]], timeout: float, memory: int = MEMORY
+) -> list[str | None]:
     """What went wrong in each cell, "" where nothing did, None where it did not run.
 
-    Args:    expected: the names that the answers define; timeout: seconds for a cell.
+    Args:    expected: each name that an answer defines, with the names in its solution; timeout: seconds for a cell.
     """
     ends: list[str | None] = []
     with tempfile.TemporaryDirectory(prefix="mpkit-grading-") as folder:
@@ -109,7 +111,8 @@ def run(steps: Iterable[Step], expected: Iterable[str], timeout: float, memory: 
         try:
             path = [str(Path(p).resolve()) for p in sys.path]
             key = secrets.token_hex()
-            head = {"path": path, "timeout": timeout, "memory": memory, "expected": sorted(expected), "key": key}
+            head = {"path": path, "timeout": timeout, "memory": memory, "key": key}
+            head["expected"] = {name: sorted(names) for name, names in expected.items()}
             _send(process, head)
             for step in steps:
                 ends.append(_one(process, step, key, timeout + GRACE) if None not in ends else None)
@@ -374,7 +377,7 @@ def brief(thing: Any, items: int = 6) -> str:
 class Room:
     """The namespace in which the cells of one submission run."""
 
-    expected: set[str]
+    expected: dict[str, set[str]]  # each name that an answer defines -> the names in its solution
     space: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     hidden: dict[str, Any] = field(default_factory=dict)  # that in which the tests run: no function of an answer has it
     secret: dict[str, Any] = field(default_factory=dict)  # names of the tests that begin with _
@@ -419,7 +422,7 @@ class Room:
         else:
             exec(compile(tree, "<lab>", "exec"), self.space)
         names = self.hidden if hidden else self.space
-        fresh = {name: names[name] for name in bound(tree) - self.expected if name in names}
+        fresh = {name: names[name] for name in bound(tree) - self.expected.keys() if name in names}
         self.kept |= {name: value for name, value in fresh.items() if name in self.space}
         self.contents |= {name: held(value) for name, value in fresh.items()}
 
@@ -436,7 +439,10 @@ class Room:
                 (self.secret if name.startswith("_") else self.space)[name] = self.hidden[name]
 
     def answer(self, source: str, solution: str) -> None:
-        """A student's cell. `solution`: that of its question; "" for a cell that the student added."""
+        """A student's cell. `solution`: that of its question; "" for a cell that the student added before an answer.
+
+        What such a cell defines in place of an answer may use what that answer may.
+        """
         self.call, tree = "", ast.parse(cleaned(source))
         if found := problem(tree, self.imports):
             raise PermissionError(found)
@@ -446,9 +452,11 @@ class Room:
         for node in tree.body:  # f = lambda x: ..., from torch import half as f
             for name in bound(ast.Module([node], [])) - set(self.used):
                 self.used[name] = names_in(node)
-        if solution:
-            allowed = self.closure(names_in(ast.parse(solution)), self.helpers)  # also to write a helper anew
-            taken = self.closure(names_in(tree), self.used) & self.library - allowed - self.expected
+        asked = bound(ast.parse(solution) if solution else tree) & self.expected.keys()
+        if asked:
+            solved = set().union(*(self.expected[name] for name in asked))
+            allowed = self.closure(solved, self.helpers)  # also to write a helper anew
+            taken = self.closure(names_in(tree) | asked, self.used) & self.library - allowed - self.expected.keys()
             if taken:
                 raise PermissionError(f"{min(taken)} of the library is not for this question: write it yourself")
         self.space |= {"__builtins__": self.safe, "__writable__": writable, "__read__": read}
@@ -504,7 +512,7 @@ def _place(raised: BaseException) -> str:
 class _Watched(ast.NodeTransformer):
     """Tests see more: `f.__code__.co_names` has the names in the helpers of f too, and `f(x)` is kept by `Room.ask`."""
 
-    def __init__(self, expected: set[str]) -> None:
+    def __init__(self, expected: Iterable[str]) -> None:
         self.expected = expected
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -536,7 +544,7 @@ def _serve() -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (most, most))
     sys.path[:] = head["path"]
     signal.signal(signal.SIGALRM, _interrupt)
-    room = Room(set(head["expected"]))
+    room = Room({name: set(names) for name, names in head["expected"].items()})
     for line in orders:
         step, error = json.loads(line), ""
         signal.setitimer(signal.ITIMER_REAL, head["timeout"])
