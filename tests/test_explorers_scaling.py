@@ -26,6 +26,7 @@ from mpkit.explorers.scaling import (
     recorded,
 )
 from mpkit.explorers.zoo import SITUATIONS, ZOO, NaiveExplorer, ZooExplorer, zoo_policy
+from mpkit.plots.scaling import dynamics_scene
 from mpkit.policies import ScalePolicy, preset
 from mpkit.replay import flushed
 from mpkit.scalers import DynamicLossScaler
@@ -295,3 +296,15 @@ def test_an_interrupt_between_two_results_leaves_those_of_one_setting(monkeypatc
         explorer.set(scale_window=7)
     assert explorer.state() == calm.state()
     assert explorer.scale.tolist() == calm.scale.tolist()
+
+
+@pytest.mark.parametrize("run", ["mlp_digits", "gpt_sums"])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_gradients_that_the_format_holds_are_in_the_picture_at_every_scale(run, fmt):
+    """In bfloat16 a scale that grows fast reached 2^124, and the histogram was empty: its axis ended at 2^40."""
+    model = DynamicsExplorer(run=run, fmt=fmt, scale_factor=16.0, scale_window=2)
+    part = model.trace.gradients
+    rows = np.searchsorted(model.trace.rows, np.arange(len(model.scale)), "right") - 1
+    last = np.array([np.flatnonzero(counts)[-1] for counts in part.total()])[rows] + part.lowest
+    end = dynamics_scene(model).spec()["panels"][1]["y"]["hi"]
+    assert ((last + np.log2(model.scale))[model.finite] < end).all()

@@ -219,8 +219,8 @@ def test_what_a_process_says_without_the_key_of_its_run_is_no_answer():
     """Also where it says much: the grader reads as much as an answer can have."""
     write = "import os\nfor n in range(3, 20):\n    try:\n        os.write(n, {})\n    except OSError:\n        pass"
     for said in ("b'\"\"\\n'", 'b\'["", ""]\\n\'', "b'1\\n'", "b'x' * 60_000"):
-        assert sandbox.run([sandbox.Step("given", write.format(said))], [], timeout=10) == [None]
-    (told,) = sandbox.run([sandbox.Step("given", "raise ValueError('x' * 10**7)")], [], timeout=10)
+        assert sandbox.run([sandbox.Step("given", write.format(said))], {}, timeout=10) == [None]
+    (told,) = sandbox.run([sandbox.Step("given", "raise ValueError('x' * 10**7)")], {}, timeout=10)
     assert told == ("ValueError: " + "x" * sandbox.WORDS)[: sandbox.WORDS]
 
 
@@ -318,7 +318,7 @@ def test_limits_of_the_process_hold_for_everything_in_it():
         ),
         sandbox.Step("given", "assert not [k for k in os.environ if 'TOKEN' in k or 'KEY' in k]"),
     ]
-    ends = sandbox.run(steps, [], timeout=10)
+    ends = sandbox.run(steps, {}, timeout=10)
     assert [end.split(":")[0] for end in ends] == ["OSError", "MemoryError", "OSError", "", ""]
 
 

@@ -24,7 +24,7 @@ def boost_scene(data: explorers.BoostExplorer) -> Scene:
     low, high = np.floor(min(every)) - 0.5, np.ceil(max(every)) + 0.5
     this = data.this.speedup
     x = linear("speed-up against no boost", 0.96, max(1.4, this + 0.1), 5)
-    title, y = "dots: one seed each; lines: ± one standard deviation", linear("accuracy on the digits, %", low, high, 6)
+    title, y = "dots: seeds; lines: ± one standard deviation", linear("accuracy on the digits, %", low, high, 6)
     panel = scene.panel(title=title, x=x, y=y)
     for name, promise in data.promised.items():
         side = -9 if 0 < this - promise < 0.03 else 9  # away from the line of this configuration
@@ -45,6 +45,7 @@ def _configurations(panel: Panel, data: explorers.BoostExplorer) -> None:
     field = sorted(data.field, key=lambda one: one[1])
     at = {name: (speed, float(np.mean(runs))) for name, speed, runs in field}
     speeds, means = np.array(list(at.values())).T
+    lower = False
     for k, (name, speed, runs) in enumerate(field):
         mean, spread = means[k], float(np.std(runs, ddof=1))
         color = "zero" if name == data.compare else "reference"
@@ -53,7 +54,8 @@ def _configurations(panel: Panel, data: explorers.BoostExplorer) -> None:
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
         before = 0 < k < len(field) - 1 and speed - speeds[k - 1] > speeds[k + 1] - speed
         close = k > 1 and speed - speeds[k - 1] < 0.16 * (panel.given["x"]["hi"] - panel.given["x"]["lo"])
-        panel.text(name, speed, mean, beside=-8 if before else 8, dy=30 if close else 14, halo=True, color=color)
+        lower = close and not lower  # of several close ones every second
+        panel.text(name, speed, mean, beside=-8 if before else 8, dy=30 if lower else 14, halo=True, color=color)
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     told = [f"compare with {name}" for name in at]
     panel.boxes(*squares, pick="compare_with", keys=list(at), names=told, quiet=True)

@@ -64,7 +64,7 @@ def _way(scene: Scene, data: explorers.DetectiveExplorer) -> None:
         panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, radius=4, only=(i, last))
         panel.boxes(*box, edge="own", width=4, radius=4, only=(i, i))
         panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
-        seen = f"{stop.bad} of {stop.count}\ninf or NaN" if stop.bad else f"{stop.dtype}\nup to {stop.largest:.3g}"
+        seen = f"{stop.bad} of {stop.count}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.largest:.3g}"
         panel.text(seen, x + 0.45, y + 0.28, size=11, color="overflow" if stop.bad else "ink", only=(i, last))
         if i == data.born:
             panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
@@ -131,14 +131,13 @@ def what_if_scene(data: explorers.WhatIfExplorer) -> Scene:
     pen = {"name": "draw", "lo": y["lo"], "hi": y["hi"], "label": "ceiling", "width": 1.4, "quiet": True}
     panel.add("pen", y=exponents(data.tops, y["lo"], y["hi"]), color="overflow", **pen)
     inside = 0.02 * len(data.tops)  # or the ball would cover the axis
+    beside = data.window < 0.25 * len(data.tops) and abs(data.init - low - 0.8) < 0.06 * (y["hi"] - low)
     panel.handle("y", "init", data.init, 0, 32, "start, 2 to the", cross=inside, note="start")
     room = data.window < 0.8 * len(data.tops)
     grip = {"cross": low + 0.8, "stem": True, "note": f"window {data.window}" if room else "window"}
+    grip |= {"note": None} if beside else {}  # the ball of the start would lie over it
     panel.handle("x", "window", data.window, 1, min(1024, len(data.trace)), "scale_window, steps", **grip)
-    texts = [short(v).removesuffix("%") for v in data.grid.flat]
-    look: dict[str, Any] = {"pick": "pair", "keys": list(range(data.grid.size)), "size": 11}
-    title = "lost with each pair, %"
-    pairs = heat_map(scene, data.grid, texts, data.factors, data.windows, title, col=1, **look)
+    pairs = _losses(scene, data, "lost with each pair, %", pick="pair", col=1)
     framed(pairs, data.least, "normal", "loses least")
     if cells:
         framed(pairs, cells, "own", "chosen")
@@ -175,18 +174,21 @@ def framed(panel: Panel, cells: Sequence[tuple[int, int]], color: str, label: st
 
 
 def short(share: float) -> str:
-    """A share as it fits a cell, from a tenth on in whole percents; "0%" is none at all."""
-    told = percent(share, 0 if share >= 0.1 else 1).replace(" ", "")
+    """A share in percent as it fits a cell, from a tenth on in whole ones; "0" is none at all."""
+    told = percent(share, 0 if share >= 0.1 else 1).replace(" ", "").removesuffix("%")
     return told.replace("lessthan", "<").replace("morethan", ">")
+
+
+def _losses(scene: Scene, data: explorers.WhatIfExplorer | explorers.GridExplorer, title: str, **look: Any) -> Panel:
+    """What every pair loses, in percent; a click on a cell is told to the explorer."""
+    look |= {"keys": list(range(data.grid.size)), "size": 11}
+    return heat_map(scene, data.grid, [short(v) for v in data.grid.flat], data.factors, data.windows, title, **look)
 
 
 def grid_scene(data: explorers.GridExplorer) -> Scene:
     """The heat map of a sweep with the chosen cell framed, and that cell's run."""
     scene = Scene(height=400, width=980, cols=(1, 1))
-    texts = [short(v) for v in data.grid.flat]
-    keys = list(range(data.grid.size))
-    look: dict[str, Any] = {"pick": "cell", "keys": keys}
-    left = heat_map(scene, data.grid, texts, data.factors, data.windows, "training signal lost; choose a cell", **look)
+    left = _losses(scene, data, "training signal lost, %; choose a cell", pick="cell")
     framed(left, data.least, "normal", "loses least")
     framed(left, [(data.factors.index(data.factor), data.windows.index(data.window))], "own", "chosen")
     _draw_run(scene, 1, data.chosen, "the run of the chosen cell")

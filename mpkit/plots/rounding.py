@@ -79,7 +79,9 @@ def staircase_scene(data: explorers.StaircaseExplorer) -> Scene:
     gaps.line(np.log2(data.ulps[at]), np.log2(data.magnitudes[at]), "normal", label="ulp", quiet=True)
     if not held.all():
         gaps.rule("x", math.log2(data.format.max), "muted", dash=":")
-        gaps.text("largest number", math.log2(data.format.max), low, beside=6, color="muted", halo=True)
+        largest = math.log2(data.format.max)
+        beside = 6 if largest < data.span - 4 else -6  # where there is room
+        gaps.text("largest number", largest, low - 0.5, beside=beside, color="muted", halo=True)
     return scene
 
 

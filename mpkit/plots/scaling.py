@@ -93,7 +93,9 @@ def _grips(main: Panel, data: explorers.DynamicsExplorer, scale: np.ndarray, low
     main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
 
-TOP = 20  # of the axis of magnitudes, a power of two; up to 40 where values lie above
+TOP = (
+    20  # of the axis of magnitudes, a power of two; where values lie above, up to 40 or as far as the format holds them
+)
 
 
 def _gradients(scene: Scene, data: explorers.DynamicsExplorer) -> None:
@@ -102,7 +104,7 @@ def _gradients(scene: Scene, data: explorers.DynamicsExplorer) -> None:
     share = 100 * part.total() / part.size.sum()
     rows = np.searchsorted(data.trace.rows, np.arange(len(data.scale)), "right") - 1
     ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
-    top = min(40, max(TOP, math.ceil((ends[rows] + np.log2(data.scale)).max())))
+    top = min(max(40, fmt.max_exponent + 1), max(TOP, math.ceil((ends[rows] + np.log2(data.scale)).max())))
     magnitude = f"gradient of a weight × scale, {data.FORMATS[data.fmt]}"
     x, y = linear("share, %", 0, 1.05 * share.max(), 3), log2(magnitude, low, top)
     panel = scene.panel(0, 1, title="gradients × scale", x=x, y=y)

@@ -332,7 +332,8 @@ def _pads(p: Panel) -> list[int]:
         return [up, 6, 6, 6]
     x, y = g["x"], g["y"]
     widest = max((len(text) for _, text in y["ticks"]), default=0)
-    left = 4 if y.get("hidden") else 12 + 7 * widest + (20 if y.get("label") else 4)
+    first = max((len(text) for v, text in x["ticks"] if v == x["lo"]), default=1)  # it begins left of the panel
+    left = 4 * first if y.get("hidden") else 12 + 7 * widest + (20 if y.get("label") else 4)
     slant = 5 * max((len(text) for _, text in x["ticks"]), default=0) if x.get("slant") else 0
     down = 6 if x.get("hidden") else (8 if x.get("blank") else 24) + (18 if x.get("label") else 0) + slant
     return [up, right, down, left]
