@@ -74,7 +74,23 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> str:
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], what: str, *, optional: bool = False) -> None:
     """Raise TypeError unless `value` is of `kind`, which the message calls `what` (or None where `optional`)."""
     if not (isinstance(value, kind) or (optional and value is None)):
-        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {kind_of(value)}")
+
+
+def check_function(name: str, value: object, what: str, *, optional: bool = False) -> None:
+    """Raise TypeError unless `value` is a function or module, called `what`; a call of a class only makes one of it."""
+    if not ((callable(value) and not isinstance(value, type)) or (optional and value is None)):
+        raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {kind_of(value)}")
+
+
+def kind_of(value: object) -> str:
+    """What kind of thing a value is, for a message; where it is a class, what was forgotten.
+
+    >>> kind_of(5), kind_of(int)
+    ('int', 'the class int; make one of it: int(...)')
+    """
+    own = value.__name__ if isinstance(value, type) else ""
+    return f"the class {own}; make one of it: {own}(...)" if own else type(value).__name__
 
 
 def _need_real(name: str, *values: object) -> None:

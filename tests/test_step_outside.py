@@ -17,7 +17,15 @@ from mpkit.boost import (
     GroupLossScaleManager,
 )
 from mpkit.boost.grad_centralization import centralize_gradients
-from mpkit.step import ScaledStep, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.diagnose import diagnose
+from mpkit.model import Model
+from mpkit.step import (
+    ScaledStep,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+    build_train_network,
+)
 from mpkit.step.phases import clip_
 
 
@@ -249,3 +257,28 @@ def test_a_parameter_added_to_no_loss_scale_group_is_refused_before_anything_mov
     with pytest.raises(ValueError, match="no loss scale group"):
         cell(torch.full((1,), 0.5))
     assert (grouped.item(), added.item(), manager.scales.tolist()) == (before, 1.0, scale)
+
+
+@pytest.mark.parametrize("make", ["WithLossCell", "build_train_network", "Model", "diagnose"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(nn.MSELoss, r"the class MSELoss; make one of it: MSELoss\(\.\.\.\)"), (5, "int"), ("mse", "str")],
+)
+def test_a_loss_that_is_a_class_or_no_function_is_refused_where_it_enters(make, given, said):
+    """torch said "Boolean value of Tensor with more than one value is ambiguous" in the first step."""
+    net, batch = nn.Linear(3, 2), (torch.ones(4, 3), torch.ones(4, 2))
+    calls = {
+        "WithLossCell": lambda: WithLossCell(net, given),
+        "build_train_network": lambda: build_train_network(net, opt.Momentum(net.parameters(), 0.1, 0.9), given),
+        "Model": lambda: Model(net, given, opt.Momentum(net.parameters(), 0.1, 0.9)),
+        "diagnose": lambda: diagnose(net, batch, given),
+    }
+    with pytest.raises(TypeError, match=f"^loss_fn must be .*, got {said}"):
+        calls[make]()
+
+
+def test_a_loss_may_be_a_function_and_a_backbone_must_be_a_module():
+    cell = WithLossCell(nn.Linear(3, 2), nn.functional.mse_loss)
+    assert cell(torch.ones(4, 3), torch.ones(4, 2)).shape == ()
+    with pytest.raises(TypeError, match=r"^backbone must be an nn.Module, got the class Linear; make one of it"):
+        WithLossCell(nn.Linear, nn.MSELoss())

@@ -323,6 +323,8 @@ RIGHT_FOR = {  # one callable's own
     "arguments.check_count": {"value": lambda: 1},
     "arguments.check_choice": {"value": lambda: "a", "choices": lambda: ("a", "b"), "name": lambda: "it"},
     "arguments.check_kind": {"value": lambda: 1, "kind": lambda: int, "what": lambda: "an int"},
+    "arguments.check_function": {"value": lambda: len, "what": lambda: "a function"},
+    "arguments.kind_of": {"value": lambda: 1},
     "arguments.check_alike": {"saved": lambda: {"a": 1}, "own": lambda: {"a": 2}},
     "blocks.BlockFormat": {"element": lambda: E2M1},
     "boost.GradientFreeze": {"freeze_type": lambda: 0, "freeze_p": lambda: 0.5, "total_steps": lambda: 8},

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, is_number
+from mpkit.arguments import check_choice, check_function, is_number, kind_of
 from mpkit.casting import LEVELS, auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.casting.marking import refuse_scripted
 from mpkit.casting.targets import map_tensors
@@ -103,6 +103,19 @@ def _check(network: object, loss_fn: object, level: str | None, scale: float) ->
         raise ValueError(f"scale must be above 0 and finite in float32, as the scaled loss is, got {scale}")
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(f"loss_fn must be a function, a module as nn.CrossEntropyLoss() or None, got {loss_fn!r:.80}")
+
+
+def _check(network: nn.Module, loss_fn: object, level: object, scale: object) -> None:
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"diagnose runs an nn.Module, got {kind_of(network)}")
+    check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
+    refuse_scripted(network)
+    if level is not None:
+        check_choice("level", level, LEVELS)
+    if not is_number(scale):
+        raise TypeError(f"scale must be a number, got {scale!r}")
+    if not 0 < scale <= sys.float_info.max:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}")
 
 
 @contextmanager

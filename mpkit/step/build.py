@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpkit
-from mpkit.arguments import check_flags, check_kind
+from mpkit.arguments import check_flags, check_kind, kind_of
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.marking import protect_children
 from mpkit.casting.table import MINDSPORE, Level
@@ -159,7 +159,7 @@ def _check(network: object, optimizer: object, loss_fn: object, level: object, k
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     if loss_fn is not None and not isinstance(loss_fn, nn.Module):
         raise TypeError(
-            f"loss_fn must be an nn.Module such as nn.CrossEntropyLoss(), got {type(loss_fn).__name__}; "
+            f"loss_fn must be an nn.Module such as nn.CrossEntropyLoss(), got {kind_of(loss_fn)}; "
             "put a plain function into the forward of a module"
         )
     if not isinstance(level, str):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind, check_number, is_number
+from mpkit.arguments import check_count, check_function, check_kind, check_number, is_number
 from mpkit.compiling import runs_as_python
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
@@ -34,10 +34,13 @@ def plain_update(network: nn.Module, optimizer: Optimizer) -> Update:
 class WithLossCell(nn.Module):
     """A network and its loss as one module: `cell(data, label) == loss_fn(backbone(data), label)`.
 
-    Source:  MindSpore nn.WithLossCell.
+    Raises:  TypeError for a backbone that is no module, or a loss that is neither a module nor a function.
+    Source:  MindSpore nn.WithLossCell, whose loss is a module.
     """
 
-    def __init__(self, backbone: nn.Module, loss_fn: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        check_kind("backbone", backbone, nn.Module, "an nn.Module")
+        check_function("loss_fn", loss_fn, "a module or function (output, label) -> loss, as nn.CrossEntropyLoss()")
         super().__init__()
         self.backbone = backbone
         self.loss_fn = loss_fn
