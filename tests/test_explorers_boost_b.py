@@ -266,3 +266,9 @@ def test_accepted_trials_are_where_the_path_goes_on() -> None:
         landed = model.points["DimReduce"][step + 1]
         wanted = model.taken[step] if search.accepted else model.points["DimReduce"][step]
         assert landed == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize(("length", "told"), [(0.04, "0.04"), (0.26, "0.26"), (2.0, "2.0"), (0.0, "0.0")])
+def test_a_length_that_is_typed_is_told_as_it_is(length: float, told: str) -> None:
+    """0.04 was told as 0.0, beside a coefficient of b that it alone explains."""
+    assert f"b of length {told} at" in PairExplorer(length_b=length).summary()

@@ -62,7 +62,8 @@ class PairExplorer(Explorer):
         lengths = ", ".join(f"{rule} {float(v.norm()):.2f}" for rule, v in self.results.items())
         one, two = self.coefficients
         return (
-            f"a of length {self.length_a:.1f} and b of length {self.length_b:.1f} at {counted(self.angle, 'degree')}. "
+            f"a of length {_told(self.length_a)} and b of length {_told(self.length_b)} at "
+            f"{counted(self.angle, 'degree')}. "
             f"Lengths: {lengths}. AdaSum = {one:z.2f} a {f'{two:+z.2f}'.replace('+', '+ ').replace('-', '- ')} b."
         )
 
@@ -77,6 +78,15 @@ class PairExplorer(Explorer):
             }
             for name, v in vectors.items()
         ]
+
+
+def _told(length: float) -> str:
+    """As the slider gives it, or as it was typed.
+
+    >>> _told(2.0), _told(0.04)
+    ('2.0', '0.04')
+    """
+    return f"{length:.1f}" if round(length, 1) == length else f"{length:.3g}"
 
 
 class WorkersExplorer(Explorer):
