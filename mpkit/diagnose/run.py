@@ -93,20 +93,6 @@ def diagnose(
 
 def _check(network: object, loss_fn: object, level: str | None, scale: float) -> None:
     if not isinstance(network, nn.Module):
-        raise TypeError(f"diagnose runs an nn.Module, got {type(network).__name__}")
-    refuse_scripted(network)
-    if level is not None:
-        check_choice("level", level, LEVELS)
-    if not is_number(scale):
-        raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be above 0 and finite in float32, as the scaled loss is, got {scale}")
-    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
-        raise TypeError(f"loss_fn must be a function, a module as nn.CrossEntropyLoss() or None, got {loss_fn!r:.80}")
-
-
-def _check(network: nn.Module, loss_fn: object, level: object, scale: object) -> None:
-    if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {kind_of(network)}")
     check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
     refuse_scripted(network)
@@ -114,8 +100,8 @@ def _check(network: nn.Module, loss_fn: object, level: object, scale: object) ->
         check_choice("level", level, LEVELS)
     if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale <= sys.float_info.max:
-        raise ValueError(f"scale must be above 0 and finite, got {scale}")
+    if not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be above 0 and finite in float32, as the scaled loss is, got {scale}")
 
 
 @contextmanager
