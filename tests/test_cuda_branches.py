@@ -27,7 +27,7 @@ from mpkit.boost.dim_reduce.descent import _RandomState
 from mpkit.casting import auto_mixed_precision, calls, handlers, ledger, products
 from mpkit.casting.mode import CastMode
 from mpkit.casting.targets import Emulated
-from mpkit.diagnose import diagnose, run, watch
+from mpkit.diagnose import diagnose, watch
 from mpkit.experiment import engine, training
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.model import randomness
@@ -322,7 +322,6 @@ def test_a_diagnosis_draws_the_same_numbers_on_the_device_in_every_run(monkeypat
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", back.append)
     diagnose(nn.Linear(3, 2), (torch.ones(2, 3), torch.ones(2, 2)), nn.MSELoss())
     assert back == [["state of the device"]] * 2  # before the run at the level, and at the end
-    assert run._no_autocast([posing(torch.ones(1), device=GPU)]) is not None
 
 
 def test_what_has_no_numbers_is_not_watched():

@@ -107,6 +107,7 @@ OWN: dict[str, dict[str, Any]] = {
     "optimizers.BFloat16Weights": {"way": "stochastic", "generator": None},
     "scalers.PolicyLossScaler": {"remember": 1000},
     "scalers.check_and_unscale_": {"found_inf": None, "uniform": False},
+    "scalers.update_all_": {"only_seen": False},
     "model.Checkpoint": {"every": 100},
     "model.ProgressBar": {"every": 10},
     "boost.GradientFreeze": {

@@ -278,8 +278,10 @@ def test_recipes():
     for m in swept(RecipeExplorer(), samples=15):
         i, at = names.index(m.recipe), m.step // 10
         gaps = [*(end[i] - end[0]), *(losses[i] - losses[0])[:, at - 1]]
-        told = read(r"training by (\S+) to (\S+) \(.*in step (\d+) by (\S+) to (\S+) \(.* by (\S+)\.$", m)
-        want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), end[0].max() - end[0].min()]
+        pattern = r"training by (\S+) to (\S+) \(.*in step (\d+) by (\S+) to (\S+), on average by (\S+) \("
+        told = read(pattern + r".*themselves differ by (\S+) after the training, and by (\S+) in step (\d+)\.$", m)
+        want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), sum(gaps[3:]) / 3]
+        want += [np.ptp(end[0]), np.ptp(losses[0][:, at - 1]), 10 * at]
         assert [float(v) for v in told] == pytest.approx(want, abs=6e-4)
 
 

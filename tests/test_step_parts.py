@@ -47,7 +47,7 @@ class Other:
             tensor.add_(torch.cat([self.gradients[i].to_dense().reshape(-1) / 2 for i in self.dense]))
         return Work()
 
-    def all_gather_object(self, parts: list[object], own: object) -> None:
+    def all_gather_object(self, parts: list[object], own: object, group: object = None) -> None:
         theirs = next(g for g in self.gradients if g is not None and g.is_sparse).coalesce()
         parts[:] = [own, (theirs.indices(), theirs.values())]
 

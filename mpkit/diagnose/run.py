@@ -299,9 +299,13 @@ def _blame_precision(full: _Run, low: _Run, largest: float | None) -> tuple[str,
 
 
 def _light_class(network: nn.Module, path: str) -> str:
-    """The class of a module that costs little in float32, of which there are several: one without matrices or parts."""
+    """The class of a module that costs little in float32, of which there are several: one with vectors only.
+
+    One without any is a function of the reader's as a module, and its class says nothing of what it does.
+    """
     found = dict(network.named_modules()).get(path)
-    if found is None or any(True for _ in found.children()) or any(p.dim() > 1 for p in found.parameters()):
+    sizes = [] if found is None else [p.dim() for p in found.parameters()]
+    if found is None or any(True for _ in found.children()) or not sizes or max(sizes) > 1:
         return ""
     return type(found).__name__ if sum(type(m) is type(found) for m in network.modules()) > 1 else ""
 
