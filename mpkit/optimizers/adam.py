@@ -88,7 +88,7 @@ class Adam(Optimizer):
         """Run the formula on the rows that a sparse gradient names, and on nothing else."""
         p = group["params"][i]
         grad = p.grad.coalesce()
-        rows, state = tuple(grad.indices()), self._state(p, group)  # one index for each sparse axis
+        rows, (state,) = tuple(grad.indices()), self._states([p], group)  # one index for each sparse axis
         whole = {"weight": state.get("master", p), **{name: t for name, t in state.items() if name != "master"}}
         part = {name: [t[rows]] for name, t in whole.items()}
         weights = part.pop("weight")

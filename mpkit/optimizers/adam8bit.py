@@ -139,7 +139,8 @@ class Adam8bit(Optimizer):
         return state
 
     def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
-        coded = [i for i in chosen if "codes1" in self._state(group["params"][i], group)]
+        states = self._states([group["params"][i] for i in chosen], group)
+        coded = [i for i, state in zip(chosen, states) if "codes1" in state]
         for some in (coded, [i for i in chosen if i not in coded]):
             if some:
                 super()._step_some(some, group, numbers)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -312,8 +311,7 @@ class Optimizer(torch.optim.Optimizer):
             Numbers(self._rate(group), self._decay(group), group["updates"] + 1, keep, grad_scale)
             for group in self.param_groups
         ]
-        lots = [_alike(group["params"], together) for group in self.param_groups]
-        self._need_gradients(lots)
+        lots = [self._alike(group, together) for group in self.param_groups]
         for group, numbers, parts in zip(self.param_groups, numbered, lots):
             for chosen in parts:
                 self._step_some(chosen, group, numbers)
@@ -322,13 +320,27 @@ class Optimizer(torch.optim.Optimizer):
         self._counts["calls"] += 1
         return loss
 
-    def _need_gradients(self, lots: list[list[list[int]]]) -> None:
-        """Raise RuntimeError, before anything moves, for a gradient that this optimizer does not take."""
-        for group, parts in zip(self.param_groups, lots):
-            for i in chain.from_iterable(parts):
-                grad = group["params"][i].grad
+    def _alike(self, group: dict[str, Any], together: bool) -> list[list[int]]:
+        """Indices of the parameters that have a gradient, by device and dtype.
+
+        Unless all must come `together`, those on a CPU are dealt out in lots of about `CACHED` values: the intermediate
+        results of a formula then stay in the cache, where those of a whole network would be written to memory and back.
+
+        Raises RuntimeError, before anything moves, for a gradient that this optimizer does not take.
+        """
+        found: dict[Any, list[int]] = {}
+        sizes: dict[Any, int] = {}
+        for i, p in enumerate(group["params"]):
+            if (grad := p.grad) is not None:
                 if grad.layout is not torch.strided and not (self._takes_rows(group) and grad.is_sparse):
                     raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
+                key, lot = (p.device, p.dtype), 0
+                if not together:  # else the sizes do not matter
+                    size = sizes.get(key, 0)
+                    sizes[key] = size + p.numel()
+                    lot = 0 if p.is_cuda else size // CACHED
+                found.setdefault((key, lot), []).append(i)
+        return list(found.values())
 
     def _takes_rows(self, group: dict[str, Any]) -> bool:
         """Whether a sparse gradient may come, which moves the rows that it names."""
@@ -382,19 +394,16 @@ class Optimizer(torch.optim.Optimizer):
             self.update(part)
 
     def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        states = [self._state(p, group) for p in params]
+        states = [self.state[p] or self._begin(p, group) for p in params]
+        narrow = params[0].dtype.itemsize < 4
+        for p, state in zip(params, states):
+            if narrow != ("master" in state):  # somebody has cast the network since
+                state.update(master=p.detach().float()) if narrow else state.pop("master")
         for slot in [slot for key, slot in self.switched if group[key]]:
             for p, state in zip(params, states):
                 if slot not in state:  # somebody has switched it on since
                     state[slot] = self.slots(state.get("master", p), group)[slot]
         return states
-
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[p] or self._begin(p, group)
-        narrow = p.dtype.itemsize < 4
-        if narrow != ("master" in state):  # somebody has cast the network since
-            state.update(master=p.detach().float()) if narrow else state.pop("master")
-        return state
 
     def _begin(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[p]
@@ -544,20 +553,3 @@ def _at(function: Callable[[Any], Any], step: int | Tensor) -> Number:
     if isinstance(function, LearningRateSchedule) and isinstance(step, Tensor):
         return torch.as_tensor(function.rate(step.double()), dtype=torch.float64, device=step.device)
     return function(step)
-
-
-def _alike(params: list[Tensor], together: bool) -> list[list[int]]:
-    """Indices of the parameters that have a gradient, by device and dtype.
-
-    Unless all must come `together`, those on a CPU are dealt out in lots of about `CACHED` values: the intermediate
-    results of a formula then stay in the cache, where those of a whole network would be written to memory and back.
-    """
-    found: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
-    for i, p in enumerate(params):
-        if p.grad is not None:
-            key = (p.device, p.dtype)
-            size = sizes.get(key, 0)
-            sizes[key] = size + p.numel()
-            found.setdefault((key, 0 if together or p.is_cuda else size // CACHED), []).append(i)
-    return list(found.values())
