@@ -21,7 +21,7 @@ from mpkit.casting.mode import LOCAL, current, running
 from mpkit.casting.rules import PLAIN, UPDATING, Rule
 
 _installed: list[RemovableHandle] = []
-_unseen: dict[int, int] = {}  # by the id of a parameter; one that is given again goes on from where it was
+_unseen: dict[int, int] = {}  # of the parameters that were asked about, by id; one that is given again goes on
 
 
 def install() -> None:
@@ -57,11 +57,11 @@ def _by(rule: Rule, argument: object) -> object:
 
 def writes(p: Tensor) -> tuple[int, int]:
     """What changes when a parameter is written into: torch's count, and that of optimizer steps it knows nothing of."""
-    return p._version, _unseen.get(id(p), 0)
+    return p._version, _unseen.setdefault(id(p), 0)
 
 
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if not is_compiling():
+    if _unseen and not is_compiling():  # where nobody asks, no step is looked at
         _count_unseen(optimizer)
     if LOCAL.steps and not is_compiling() and (found := LOCAL.steps.pop(id(optimizer), None)):
         mode, rule = found
@@ -74,5 +74,5 @@ def _count_unseen(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if foreign or group.get("fused"):
             for p in group["params"]:
-                if p.grad is not None:
-                    _unseen[id(p)] = _unseen.get(id(p), 0) + 1
+                if id(p) in _unseen and p.grad is not None:
+                    _unseen[id(p)] += 1

@@ -210,6 +210,7 @@ class RecipeExplorer(Explorer):
         )
 
     def table(self) -> list[dict[str, Any]]:
+        # recorded as shares of 0, as if the cast had lost nothing
         high = "wgrad" if self.recipe.endswith("weight gradient high") else None
         return [
             {"operand": name} | dict.fromkeys(("clipped", "flushed"), "not cast")

@@ -93,9 +93,8 @@ def _grips(main: Panel, data: explorers.DynamicsExplorer, scale: np.ndarray, low
     main.handle("y", "floor_exponent", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
 
 
-TOP = (
-    20  # of the axis of magnitudes, a power of two; where values lie above, up to 40 or as far as the format holds them
-)
+# of the axis of magnitudes, a power of two; where values lie above, up to 40 or as far as the format holds them
+TOP = 20
 
 
 def _gradients(scene: Scene, data: explorers.DynamicsExplorer) -> None:
