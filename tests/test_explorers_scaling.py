@@ -26,7 +26,7 @@ from mpkit.explorers.scaling import (
     recorded,
 )
 from mpkit.explorers.zoo import SITUATIONS, ZOO, NaiveExplorer, ZooExplorer, zoo_policy
-from mpkit.plots.scaling import dynamics_scene
+from mpkit.plots.scaling import dynamics_scene, zoo_scene
 from mpkit.policies import ScalePolicy, preset
 from mpkit.replay import flushed
 from mpkit.scalers import DynamicLossScaler
@@ -145,6 +145,18 @@ def test_sweep_agrees_with_one_policy_at_a_time():
         sweep.figure = figure
         assert sweep.grids["lost"][sweep.best] == sweep.grids["lost"].min()
     assert f"{sweep.grids['skipped'][sweep.best]:.0f} of 400" in sweep.summary()
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_zoo_draws_a_ceiling_only_where_there_is_one(situation):
+    model = ZooExplorer(situation=situation)
+    spec = zoo_scene(model).spec()
+    named = {entry["label"] for entry in spec["legend"]}
+    lines = [m for p in spec["panels"][1:] for m in p["marks"] if m["type"] == "line" and m["color"] == "overflow"]
+    there = bool(np.isfinite(model.ceiling).any())
+    assert there is (situation != "free")
+    assert ("here it would overflow" in named) is there
+    assert len(lines) == (len(ZOO) if there else 0)
 
 
 def test_zoo_uses_every_framework_and_its_own_defaults():

@@ -283,6 +283,10 @@ def test_recipes():
         want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), sum(gaps[3:]) / 3]
         want += [np.ptp(end[0]), np.ptp(losses[0][:, at - 1]), 10 * at]
         assert [float(v) for v in told] == pytest.approx(want, abs=6e-4)
+        plain = [row["operand"] for row in m.table() if row["clipped"] == row["flushed"] == "not cast"]
+        wanted = ["wgrad.input", "wgrad.grad"] if m.recipe == "mxfp4, weight gradient high" else []
+        assert sorted(plain) == sorted(wanted)
+        assert len(m.table()) == 6
 
 
 def two_sided(t, freedom):
