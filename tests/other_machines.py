@@ -329,7 +329,8 @@ def asked(server: subprocess.Popen[str], **job: Any) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, help="all lessons and labs when none is named")
-    parser.add_argument("--only", nargs="+", default=list(variants([])), help="families of variants")
+    families = list(variants([]))
+    parser.add_argument("--only", nargs="+", choices=families, default=families, help="families of variants")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--tests", action="store_true", help="and the unit and golden tests on every variant")
     parser.add_argument("--no-notebooks", action="store_true", help="the tests alone")
@@ -337,6 +338,8 @@ def main() -> int:
     parser.add_argument("--margins", action="store_true", help="and every claim's distance to its bound, in spreads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    if missing := [str(path) for path in options.notebooks if not path.is_file()]:
+        parser.error(f"no such notebook: {', '.join(missing)}; name files, such as notebooks/01_number_formats.ipynb")
     todo = [variant for family, some in variants(options.seeds).items() if family in options.only for variant in some]
     notebooks = [] if options.no_notebooks else [path.resolve() for path in options.notebooks] or NOTEBOOKS
     start, differences = time.perf_counter(), 0
