@@ -165,7 +165,7 @@ OWN: dict[str, dict[str, Any]] = {
     "record.Trace": {"activations": None, "format": "fp16"},
     "record.Trace.to_frame": {"part": "steps"},
     "replay.replay_tensor_scales": {"scales": False},
-    "replay.simulate": {"sample": None, "compiled": None, "device": "cpu"},
+    "replay.simulate": {"sample": None, "device": "cpu"},
     "replay.swept": {"min_scale": 0.0},
     "policies.ScalePolicy": {  # PyTorch's torch.amp.GradScaler
         "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,

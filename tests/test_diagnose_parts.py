@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_replay import trace_of
+from recorded import trace_of
 from torch import Tensor, nn
 
 from mpkit.casting import cast_like

@@ -313,7 +313,7 @@ def test_a_replay_of_ceilings_is_the_rule_in_a_loop(policies, ceilings):
     """As numbers, and as a vector long enough for the tensors: seventeen policies."""
     for count in (1, 17):
         rows = (policies * 17)[: len(policies) * count][: max(count, len(policies))]
-        got = simulate(np.array(ceilings), stack(rows), compiled=False)
+        got = simulate(np.array(ceilings), stack(rows))
         for i, policy in enumerate(rows):
             state, used, good, raised_at = initial(policy), [], [], -1
             for step, top in enumerate(ceilings):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_replay import trace_of
+from recorded import trace_of
 
 from mpkit.record import Ranges, Recorder, counts
 from mpkit.record import recorder as recorder_module

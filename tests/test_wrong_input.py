@@ -513,10 +513,6 @@ def test_methods_with_all_wrong_at_once(name, method):
     assert not os.listdir(), "a file was written"
 
 
-def test_what_stands_behind_a_cache_is_in_the_list_too():
-    assert "replay.can_compile" in PUBLIC
-
-
 def test_the_list_is_whole():
     assert len(PUBLIC) > 150
     assert {"rounding.round_to", "casting.auto_mixed_precision", "boost.AutoBoost"} <= set(PUBLIC)

@@ -324,7 +324,7 @@ class WhatIfExplorer(Explorer):
         self.trace, self.tops = trace, ceilings_of(self.run).copy()
         self.tops[list(self.drawn)] = list(self.drawn.values())
         policy = swept(2.0**self.init, self.factor, self.window)
-        self.row = replay(trace, policy, fmt=FP16, tops=self.tops, scales=True, compiled=False).iloc[0]
+        self.row = replay(trace, policy, fmt=FP16, tops=self.tops, scales=True).iloc[0]
         self.scale = np.asarray(self.row["scale"])
         self.skipped = np.flatnonzero(~(self.scale <= self.tops))
         self.recorded = int(trace.overflow.sum())
@@ -443,7 +443,7 @@ def least_lost(grid: np.ndarray) -> list[tuple[int, int]]:
 @lru_cache(maxsize=16)
 def swept_grid(run: str, init: int) -> np.ndarray:
     """(factors, windows) share of the training signal lost to skipped steps and zeros."""
-    frame = sweep(load_run(run), init=2.0**init, factor=FACTORS, window=WINDOWS, fmt=FP16, compiled=False)
+    frame = sweep(load_run(run), init=2.0**init, factor=FACTORS, window=WINDOWS, fmt=FP16)
     return frame.pivot(index="factor", columns="window", values="lost").to_numpy()
 
 

@@ -31,9 +31,7 @@ def ceilings(trace: Trace, fmt: FloatFormat | str | None = None) -> np.ndarray:
                   step overrules the estimate, so replaying the recorded policy gives the recorded run.
     Shapes:  (N,) float64; inf where all gradients of a step are zero.
     """
-    check_kind("trace", trace, Trace, "a Trace")
-    fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
-    check_kind("fmt", fmt, FloatFormat, "a FloatFormat, or the name of one,")
+    fmt = _format(trace, fmt)
     if fmt.name in trace.measured:
         return trace.measured[fmt.name].copy()
     largest = trace.gradients.finite_largest()
@@ -60,9 +58,7 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
     Edges:   the values of a bin count as spread evenly (in bits) over its power of two. At scales that are powers of
              two the share is exact up to ties. Rows without finite values give 0.
     """
-    check_kind("trace", trace, Trace, "a Trace")
-    fmt = get_format(trace.format) if fmt is None else get_format(fmt) if isinstance(fmt, str) else fmt
-    check_kind("fmt", fmt, FloatFormat, "a FloatFormat, or the name of one,")
+    fmt = _format(trace, fmt)
     check_kind("scales", scales, np.ndarray, "an array of scales")
     if scales.ndim != 2 or len(scales) != len(trace.gradients.step):
         raise ValueError(
@@ -83,6 +79,13 @@ def flushed_by_current_scale(part: Ranges, fmt: FloatFormat) -> np.ndarray:
         scales = np.where(usable, fmt.max / part.largest.astype(np.float64), np.nan)
     shares = [_flushed(part.counts[:, p], part.lowest, scales[:, p : p + 1], fmt) for p in range(len(part.names))]
     return np.concatenate(shares, axis=1)
+
+
+def _format(trace: Trace, fmt: FloatFormat | str | None) -> FloatFormat:
+    """The format to replay a trace in."""
+    check_kind("trace", trace, Trace, "a Trace")
+    check_kind("fmt", fmt, (FloatFormat, str), "a FloatFormat, or the name of one,", optional=True)
+    return fmt if isinstance(fmt, FloatFormat) else get_format(trace.format if fmt is None else fmt)
 
 
 def _flushed(counts: np.ndarray, lowest: int, scales: np.ndarray, fmt: FloatFormat) -> np.ndarray:

@@ -1,12 +1,11 @@
-"""Thousands of scale policies on one sequence of ceilings, with the one rule that training uses."""
+"""Any number of scale policies on one sequence of ceilings, by the one rule that training uses."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +14,9 @@ from torch import Tensor
 
 from mpkit.arguments import check_kind
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial, stack
-from mpkit.policies.rule import NEVER
 
-_UNROLLED = 16  # steps per compiled call: the state stays in registers for that long
 _FEW = 16  # policies that are stepped faster one by one as Python numbers than together as tensors
-_INT32 = torch.iinfo(torch.int32)
-_WORTH_COMPILING = 1e9  # policy-steps; below that, compiling costs more than it saves
+_BLOCK = 256  # steps that are counted together
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +41,11 @@ class Simulation:
     raised: np.ndarray
 
 
-class _Tally(NamedTuple):
-    """What is counted over the steps so far, one entry per policy."""
-
-    lowest: Tensor
-    skipped: Tensor
-    first_good: Tensor
-    raised_at: Tensor
-    raised: Tensor
-
-
 def simulate(
     ceilings: ArrayLike,
     policies: ScalePolicy,
     *,
-    sample: Any = None,
-    compiled: bool | None = None,
+    sample: Iterable[int] | None = None,
     device: torch.device | str = "cpu",
 ) -> Simulation:
     """Step every policy through the run: a step is skipped when its scale lies above the step's ceiling.
@@ -70,42 +55,29 @@ def simulate(
                   scale works, negative: none works.
         policies: a vector of policies, see `policies.stack`; a single one counts as a vector of one.
         sample:   ascending indices of the steps whose scales to return; None: all (8 bytes per policy and step).
-        compiled: use torch.compile, 16 steps per call; None: when the work is large and a compiler is there.
     Edges:   a policy that raises skips that step and does nothing after it.
     Raises:  ValueError for ceilings that are NaN or of another shape.
     """
     check_kind("policies", policies, ScalePolicy, "a ScalePolicy; stack([...]) makes one of many")
     policies = policies if policies.shape else stack([policies])
-    tops = _checked_ceilings(ceilings, policies.shape)
-    if compiled is None:
-        compiled = len(tops) * policies.shape[0] >= _WORTH_COMPILING and can_compile()
-    steps = list(range(len(tops))) if sample is None else [int(i) for i in sample]
-    if not compiled and policies.shape[0] <= _FEW:
-        return _by_numbers(tops, policies, steps)
-    policy, state = _narrowed(policies.to(device), initial(policies, device))
-    tally = _empty_tally(state.scale)
-    table = _table(tops, state.scale.dtype).to(device)
-    whole = len(tops) // _UNROLLED * _UNROLLED if compiled else 0
-    wanted = set(steps)
-    rows: dict[int, Tensor] = {}
-    for start in range(0, whole, _UNROLLED):
-        here = [i for i in range(start, start + _UNROLLED) if i in wanted]
-        block = _compiled_block(bool(here))
-        if policy.delayed is False:  # one tensor in every call, the first too: two would be compiled for separately
-            state = state._replace(decided=state.scale)
-        index = torch.tensor(start, dtype=tally.skipped.dtype, device=device)
-        flat = block(policy, state, tally, table[start : start + _UNROLLED], index)
-        counts, used = flat[len(state) :], flat[len(state) + len(tally) :]
-        state, tally = ScaleState(*flat[: len(state)]), _Tally(*counts[: len(tally)])
-        rows |= {i: used[i - start].clone() for i in here}
-    for i in range(whole, len(tops)):
-        if i in wanted:
-            rows[i] = _shown(state, tally)
-        state, tally = _step(policy, state, tally, table[i], i)
-    return _result(state, tally, [rows[i] for i in steps])
+    tops = _checked(ceilings, policies.shape)
+    wanted = np.arange(len(tops)) if sample is None else np.array(list(sample), dtype=np.int64)
+    count = policies.shape[0]
+    if count > _FEW:
+        tally = _Tally(tops if tops.ndim == 2 else tops[:, None], wanted, count)
+        table = torch.tensor(tops, device=device)
+        _walk(policies.to(device), initial(policies, device), table.unbind(), tally.add)
+        return tally.result()
+    columns = np.broadcast_to(tops if tops.ndim == 2 else tops[:, None], (len(tops), count))
+    alone = []
+    for lane in range(count):
+        tally = _Tally(columns[:, lane : lane + 1], wanted, 1)
+        _walk(policies[lane], initial(policies[lane]), columns[:, lane].tolist(), tally.add)
+        alone.append(vars(tally.result()))
+    return Simulation(**{key: np.concatenate([one[key] for one in alone], axis=-1) for key in alone[0]})
 
 
-def _checked_ceilings(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
+def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     try:
         tops = np.asarray(ceilings, dtype=np.float64)
     except OverflowError:
@@ -120,147 +92,72 @@ def _checked_ceilings(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     return tops
 
 
-def _table(tops: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """The ceilings as the rule compares them with its scales: rounded down, never up to a scale that overflowed."""
-    table = torch.tensor(tops, dtype=dtype)
-    return torch.where(table.double() > torch.tensor(tops), _below(table), table) if dtype == torch.float32 else table
+def _walk(policy: ScalePolicy, state: ScaleState, tops: Iterable[Any], tell: Callable[..., None]) -> None:
+    """Step numbers or tensors through the ceilings; `tell` hears of every block of steps, and at the end of the rest.
 
-
-def _by_numbers(tops: np.ndarray, policies: ScalePolicy, steps: list[int]) -> Simulation:
-    """The same for a few policies, one after the other."""
-    count = policies.shape[0]
-    used, ran = np.full((len(tops), count), math.nan), np.zeros((len(tops), count), dtype=bool)
-    columns = np.broadcast_to(tops if tops.ndim == 2 else tops[:, None], (len(tops), count))
-    final, raised_at, raised = np.zeros(count), np.full(count, -1), np.zeros(count, dtype=np.int64)
-    for lane in range(count):
-        policy = policies[lane]
-        state = initial(policy)
-        for i, top in enumerate(columns[:, lane].tolist()):
-            used[i, lane], ran[i, lane] = state.scale, True  # a scale may be NaN: an infinite one times 0
-            after, code = advance(policy, state, state.scale <= top)
-            if code:
-                raised_at[lane], raised[lane] = i, code
-                break
-            state = after
-        final[lane] = state.scale
-    fits = ran & (used <= columns)
-    return Simulation(
-        sampled=used[steps],
-        final=final,
-        lowest=np.where(ran, used, math.inf).min(axis=0, initial=math.inf),
-        skipped=(ran & ~fits).sum(axis=0),
-        first_good=np.where(fits.any(axis=0), fits.argmax(axis=0) if len(tops) else 0, ran.sum(axis=0)),
-        raised_at=raised_at,
-        raised=raised,
-    )
-
-
-def _step(
-    policy: ScalePolicy, state: ScaleState, tally: _Tally, top: Tensor, index: int | Tensor
-) -> tuple[ScaleState, _Tally]:
-    fits = state.scale <= top
-    after, raised = advance(policy, state, fits)
-    lowest = torch.minimum(tally.lowest, state.scale)
-    skipped = torch.where(fits, tally.skipped, tally.skipped + 1)
-    first = torch.where(fits | (tally.first_good < index), tally.first_good, tally.first_good + 1)
-    if not isinstance(raised, Tensor):
-        return _kept(after, state), tally._replace(lowest=lowest, skipped=skipped, first_good=first)
-    alive = tally.raised == 0
-    now = alive & (raised != 0)
-    after = ScaleState(*(torch.where(alive & ~now, new, old) for new, old in zip(_kept(after, state), state)))
-    return after, _Tally(
-        lowest=torch.where(alive, lowest, tally.lowest),
-        skipped=torch.where(alive, skipped, tally.skipped),
-        first_good=torch.where(alive, first, tally.first_good),
-        raised_at=torch.where(now, index, tally.raised_at),
-        raised=torch.where(now, raised, tally.raised).to(tally.raised.dtype),
-    )
-
-
-def _kept(after: ScaleState, before: ScaleState) -> ScaleState:
-    """The new state in the dtypes of the old one."""
-    return ScaleState(*(new.to(old.dtype) for new, old in zip(after, before)))
-
-
-def _shown(state: ScaleState, tally: _Tally) -> Tensor:
-    return torch.where(tally.raised == 0, state.scale, math.nan)
-
-
-@cache
-def _compiled_block(keep: bool) -> Any:
-    def block(policy: ScalePolicy, state: ScaleState, tally: _Tally, tops: Tensor, start: Tensor) -> Any:
-        used = []
-        for i in range(_UNROLLED):
-            if keep:
-                used.append(_shown(state, tally))
-            state, tally = _step(policy, state, tally, tops[i], start + i)
-        return *state, *tally, *used  # torch 2.11 hands named tuples back broken
-
-    return torch.compile(block)
-
-
-@cache
-def can_compile() -> bool:
-    """Whether torch.compile can build a kernel on this machine."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.compile(lambda x: x + 1)(torch.zeros(16))
-    except Exception:  # no compiler, an unsupported Python: whatever the reason, the eager path is the way out
-        return False
-    return True
-
-
-def _narrowed(policy: ScalePolicy, state: ScaleState) -> tuple[ScalePolicy, ScaleState]:
-    """The same policy and state in float32 and int32 where that gives the same results, twice as fast.
-
-    A scale kept in float32 times a factor that float32 holds is rounded once either way. A count beyond 32 bits is one
-    that no run reaches, unless its counter starts far from zero.
+    It is given the scales that the steps were made with, the state after them, the steps at which policies raised
+    (-1: none) and what they raised.
     """
-    factors = [policy.growth_factor, policy.backoff_factor, policy.backoff_divisor, policy.min_scale, policy.max_scale]
-    plain = policy.scale_bits == 32 if not isinstance(policy.scale_bits, Tensor) else False
-    patience = [policy.tolerance, policy.stop_at]
-    if not plain or not all(_in_float32(v) for v in factors) or any(isinstance(v, Tensor) for v in patience):
-        return policy, state
-    if not policy.tolerance < 0 or policy.stop_at != -math.inf:
-        return policy, state
-    starts = (policy.init_count, policy.first_growth_lag, policy.next_growth_lag)
-    if any(bool((torch.as_tensor(start).abs() > _INT32.max // 4).any()) for start in starts):
-        return policy, state
-    moved = {f.name: _short(getattr(policy, f.name)) for f in fields(policy)}
-    if not isinstance(policy.max_consecutive, Tensor) and policy.max_consecutive == NEVER:
-        moved["max_consecutive"] = NEVER  # so written the rule leaves the part out
-    return replace(policy, **moved), ScaleState(*map(_short, state))
+    used: list[Any] = []
+    raised_at, raised = 0 * state.good - 1, 0 * state.good
+    for step, top in enumerate(tops):
+        used.append(state.scale)
+        after, code = advance(policy, state, state.scale <= top)
+        if isinstance(code, Tensor):
+            now = (code != 0) & (raised == 0)
+            raised_at, raised = torch.where(now, step, raised_at), torch.where(now, code, raised)
+            state = ScaleState(*(torch.where(raised != 0, old, new) for old, new in zip(state, after)))
+        elif code:
+            raised_at, raised = step, code
+            break
+        else:
+            state = after
+        if len(used) == _BLOCK:
+            tell(used, state, raised_at, raised)
+            used = []
+    tell(used, state, raised_at, raised)
 
 
-def _short(value: object) -> Any:
-    """A tensor in 32 bits, a count cut to them; anything else as it is."""
-    if isinstance(value, Tensor):
-        if value.dtype == torch.float64:
-            return value.float()
-        return value.clamp(_INT32.min, _INT32.max).int() if value.dtype == torch.int64 else value
-    return max(_INT32.min, min(value, _INT32.max)) if type(value) is int else value
+class _Tally:
+    """What P policies did so far, counted block by block, so that a long run needs little memory."""
+
+    def __init__(self, tops: np.ndarray, wanted: np.ndarray, count: int) -> None:
+        self.tops, self.wanted, self.done = tops, wanted, 0
+        self.sampled = np.full((len(wanted), count), math.nan)
+        self.lowest = np.full(count, math.inf)
+        self.skipped, self.ran, self.first_good = (np.zeros(count, dtype=np.int64) for _ in range(3))
+
+    def add(self, scales: list[Any], state: ScaleState, raised_at: Any, raised: Any) -> None:
+        """The scales of the next steps, and what holds after them."""
+        self.final, self.raised_at, self.raised = _host(state.scale), _host(raised_at), _host(raised)
+        if not scales:
+            return
+        used = _host(torch.stack(scales)) if isinstance(scales[0], Tensor) else np.array(scales)[:, None]
+        steps = np.arange(self.done, self.done + len(used))
+        ran = (steps[:, None] <= self.raised_at) | (self.raised_at < 0)
+        fits = ran & (used <= self.tops[steps])
+        self.lowest = np.minimum(self.lowest, np.where(ran, used, math.inf).min(axis=0))  # NaN if a scale was NaN
+        # so many steps as ran before the first good one: while there is none, all of them
+        none_yet = self.first_good == self.ran
+        self.first_good += np.where(none_yet, np.where(fits.any(axis=0), fits.argmax(axis=0), ran.sum(axis=0)), 0)
+        self.skipped += (ran & ~fits).sum(axis=0)
+        self.ran += ran.sum(axis=0)
+        here = (self.wanted >= steps[0]) & (self.wanted <= steps[-1])
+        rows = self.wanted[here] - self.done
+        self.sampled[here] = np.where(ran[rows], used[rows], math.nan)
+        self.done += len(used)
+
+    def result(self) -> Simulation:
+        return Simulation(
+            sampled=self.sampled,
+            final=self.final.astype(np.float64),
+            lowest=self.lowest,
+            skipped=self.skipped,
+            first_good=self.first_good,
+            raised_at=self.raised_at.astype(np.int64),
+            raised=self.raised.astype(np.int64),
+        )
 
 
-def _in_float32(value: float | Tensor) -> bool:
-    if isinstance(value, Tensor):
-        return bool((value.float().double() == value).all())
-    return math.isinf(value) or float(np.float32(value)) == value
-
-
-def _below(x: Tensor) -> Tensor:
-    return torch.nextafter(x, torch.full_like(x, -math.inf))
-
-
-def _empty_tally(like: Tensor) -> _Tally:
-    whole = torch.int64 if like.dtype == torch.float64 else torch.int32
-    zero = torch.zeros_like(like, dtype=whole)
-    return _Tally(torch.full_like(like, math.inf), zero, zero.clone(), zero - 1, zero.clone())
-
-
-def _result(state: ScaleState, tally: _Tally, rows: list[Tensor]) -> Simulation:
-    count = len(state.scale)
-    sampled = torch.stack(rows).double().numpy(force=True) if rows else np.zeros((0, count))
-    whole = {key: getattr(tally, key).long().numpy(force=True) for key in _Tally._fields[1:]}
-    final, lowest = (value.double().numpy(force=True) for value in (state.scale, tally.lowest))
-    return Simulation(sampled=sampled, final=final, lowest=lowest, **whole)
+def _host(value: Any) -> np.ndarray:
+    return np.atleast_1d(value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value))

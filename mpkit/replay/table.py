@@ -33,7 +33,6 @@ def replay(
     fmt: FloatFormat | str | None = None,
     tops: np.ndarray | None = None,
     scales: bool | None = None,
-    compiled: bool | None = None,
     device: str = "cpu",
 ) -> pd.DataFrame:
     """What each policy would have done on this run, best first.
@@ -44,7 +43,7 @@ def replay(
         tops:     the ceiling of each step (N,), for instance a drawn one; None: `ceilings(trace, fmt)`.
         scales:   add the column `scale`, an array with the scale that each step was made with; None: when the work
                   is small. Steps after a policy's own error are NaN.
-        compiled, device: see `simulate`.
+        device:   where the policies are stepped.
     Raises:   TypeError, ValueError for a trace without steps, ceilings of other steps, or anything that is no policy.
     Returns:  one row per policy. `skipped`, `skipped_share`; `first_good` index of the first applied step (N: none);
               `headroom` mean bits between scale and ceiling over applied steps; `flushed` mean share of non-zero
@@ -64,7 +63,7 @@ def replay(
     sample = _sample(trace)
     if scales is None:
         scales = len(trace) * len(names) <= _KEPT
-    done = simulate(tops, vector, sample=None if scales else sample, compiled=compiled, device=device)
+    done = simulate(tops, vector, sample=None if scales else sample, device=device)
     frame = _frame(trace, tops, done, sample, fmt, scales)
     frame.insert(0, "policy", names)
     return _ranked(frame)
@@ -78,7 +77,6 @@ def sweep(
     window: int | Iterable[int] = 2000,
     fmt: FloatFormat | str | None = None,
     min_scale: float = 0.0,
-    compiled: bool | None = None,
     device: str = "cpu",
 ) -> pd.DataFrame:
     """`replay` of every combination of start, factor (up and down) and growth window, best first.
@@ -91,23 +89,20 @@ def sweep(
     Raises:   ValueError for a factor that does not move the scale, a window that is not whole, or an empty list.
     """
     _check_trace(trace)
-    starts = _numbers(float(trace.scale[0]) if init is None else init)
-    grid = list(itertools.product(starts, _numbers(factor), _numbers(window)))
-    for name, i in (("init", 0), ("factor", 1), ("window", 2)):
-        for row in grid:
-            check_number(f"each {name}", row[i], low=-math.inf)
+    columns = {"init": float(trace.scale[0]) if init is None else init, "factor": factor, "window": window}
+    grid = list(itertools.product(*map(_numbers, columns.values())))
+    for row in grid:
+        for name, value in zip(columns, row):
+            check_number(f"each {name}", value, low=-math.inf)
     if not grid or any(w != int(w) for _, _, w in grid):
         raise ValueError(f"sweep needs at least one init, factor and window, and whole windows, got window={window!r}")
     if any(not f > 1 for _, f, _ in grid):
         raise ValueError(f"every factor must be above 1, so that the scale moves, got factor={factor!r}")
     policies = [swept(i, f, w, min_scale) for i, f, w in grid]
-    frame = replay(trace, policies, fmt=fmt, scales=False, compiled=compiled, device=device)
-    picked = np.array(grid)[frame["policy"].astype(int)]
-    frame = frame.drop(columns="policy")
-    for position, key in enumerate(("init", "factor", "window")):
-        frame.insert(position, key, picked[:, position])
-    frame["window"] = frame["window"].astype(int)
-    return frame
+    frame = replay(trace, policies, fmt=fmt, scales=False, device=device)
+    for position, (name, picked) in enumerate(zip(columns, np.array(grid)[frame.pop("policy").astype(int)].T)):
+        frame.insert(position, name, picked)
+    return frame.astype({"window": int})
 
 
 def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> ScalePolicy:
@@ -118,33 +113,30 @@ def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> Sc
     return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
 
 
-def _check_trace(trace: object) -> None:
-    if not isinstance(trace, Trace):
-        raise TypeError(
-            f"replay needs a Trace, as Trace.load(path) or Recorder.trace() give it, got {type(trace).__name__}"
-        )
+def _numbers(value: object) -> list[Any]:
+    if isinstance(value, np.ndarray) and not value.ndim:
+        return [value.item()]
+    return list(value) if isinstance(value, Iterable) else [value]
+
+
+def _check_trace(trace: Trace) -> None:
+    check_kind("trace", trace, Trace, "a Trace, as Trace.load(path) or Recorder.trace() give it")
     if not len(trace):
         raise ValueError("the trace has no steps to replay; record some with Recorder(network, ...)")
 
 
 def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
     if isinstance(policies, ScalePolicy):
-        if policies.shape:
-            return [str(i) for i in range(policies.shape[0])], policies
-        return [policies.name or "policy"], stack([policies])
-    if not isinstance(policies, Mapping | Sequence) or isinstance(policies, str):
+        count = policies.shape[0] if policies.shape else 1
+        names = [str(i) for i in range(count)] if policies.shape else [policies.name or "policy"]
+        return names, policies if policies.shape else stack([policies])
+    if isinstance(policies, Mapping):
+        return list(policies), stack(policies.values())
+    if not isinstance(policies, Sequence) or isinstance(policies, str):
         raise TypeError(
             f"policies are one ScalePolicy, a sequence or a mapping of them, got {policies!r}; see preset()"
         )
-    if isinstance(policies, Mapping):
-        return list(policies), stack(policies.values())
     return [str(i) for i in range(len(policies))], stack(policies)
-
-
-def _numbers(value: object) -> list[Any]:
-    if isinstance(value, np.ndarray) and not value.ndim:
-        return [value.item()]
-    return list(value) if isinstance(value, Iterable) else [value]
 
 
 def _sample(trace: Trace) -> np.ndarray:
@@ -156,25 +148,18 @@ def _sample(trace: Trace) -> np.ndarray:
 
 
 def _frame(
-    trace: Trace,
-    tops: np.ndarray,
-    done: Simulation,
-    sample: np.ndarray,
-    fmt: FloatFormat | str | None,
-    scales: bool,
+    trace: Trace, tops: np.ndarray, done: Simulation, sample: np.ndarray, fmt: FloatFormat | str | None, scales: bool
 ) -> pd.DataFrame:
     import pandas as pd
 
-    seen = done.sampled[sample] if scales else done.sampled
-    chosen = trace.thinned(trace.step[sample])
-    applied = seen <= tops[sample][:, None]
-    ran = np.where(done.raised_at >= 0, done.raised_at + 1, len(trace))
+    seen, top = done.sampled[sample] if scales else done.sampled, tops[sample][:, None]
+    applied = seen <= top
     with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.log2(np.abs(tops[sample]))[:, None] - np.log2(seen)
-    flushes = flushed(chosen, seen, fmt)
-    flush = _mean(flushes, applied)
-    share = done.skipped / ran  # which is one step at least
-    ended = done.raised_at >= 0
+        bits = np.log2(np.abs(top)) - np.log2(seen)
+    flushes = flushed(trace.thinned(trace.step[sample]), seen, fmt)
+    flush, ended = _mean(flushes, applied), done.raised_at >= 0
+    share = done.skipped / np.where(ended, done.raised_at + 1, len(trace))  # of the steps that were made, one at least
+    why = _why(trace, done, applied, bits, flushes, sample)
     columns: dict[str, Any] = {
         "skipped": done.skipped,
         "skipped_share": share,
@@ -184,9 +169,9 @@ def _frame(
         "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=0.0))),
         "final_scale": done.final,
         "lowest_scale": done.lowest,
+        "collapsed": [bool(words) for words in why],
+        "why": why,
     }
-    why = _why(trace, done, applied, bits, flushes, sample)
-    columns |= {"collapsed": [bool(w) for w in why], "why": why}
     if scales:
         columns["scale"] = list(done.sampled.T)
     return pd.DataFrame(columns)

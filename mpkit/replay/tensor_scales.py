@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +11,12 @@ import torch
 
 from mpkit.arguments import check_flags
 from mpkit.formats import E4M3FN, FloatFormat
-from mpkit.policies import TensorScalePolicy, tensor_scale_preset
-from mpkit.policies.rule import FLOAT32_MAX
-from mpkit.policies.tensor_scale import current_scale
+from mpkit.policies import (
+    TensorScalePolicy,
+    advance_tensor_scale,
+    initial_tensor_scale,
+    tensor_scale_preset,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,30 +74,19 @@ def replay_tensor_scales(
     array([1])
     """
     check_flags(scales=scales)
-    series = checked_amaxes(amax)
+    series = _checked(amax)
     rows = list(policies)
     if not rows or not all(isinstance(p, TensorScalePolicy) and not p.shape for p in rows):
         raise TypeError(f"policies are single TensorScalePolicy objects, at least one, got {rows!r:.200}")
-    n, steps = len(rows), len(series)
-    kept = np.empty((n, steps), dtype=np.float32) if scales else None
-    clipped, first = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    worst, unused = np.zeros(n), np.zeros(n)
-    tables: dict[tuple[bool, bool], _Windows] = {}
+    windows: dict[bool, _Windows] = {}
+    used, found = [], []
     with np.errstate(all="ignore"):
-        shared: dict[Any, np.ndarray] = {}
-        nonzero = bool((series > 0).all())
-        for i, p in enumerate(rows):
-            used = _scales_used(p, series, tables, shared)
-            product = series * used
-            over = product > np.float32(p.element_max) * _SLACK
-            clipped[i] = np.count_nonzero(over)
-            if clipped[i]:
-                first[i] = over.argmax()
-            worst[i] = _finite_max(product) / p.element_max
-            unused[i] = _unused(product, nonzero and not clipped[i], over, p.element_max)
-            if kept is not None:
-                kept[i] = used
-    return TensorScaleReplay(rows, clipped, first, worst, unused, kept)
+        for p in rows:
+            scale = _scales(p, series, windows)
+            found.append(_judged(p, series * scale))
+            used += [scale] if scales else []
+    clipped, first, worst, unused = (np.array(column) for column in zip(*found))
+    return TensorScaleReplay(rows, clipped, first, worst, unused, np.stack(used) if scales else None)
 
 
 def sweep_tensor_scales(
@@ -130,7 +122,7 @@ def sweep_tensor_scales(
     return pd.concat(frames, ignore_index=True)
 
 
-def checked_amaxes(amax: object) -> np.ndarray:
+def _checked(amax: object) -> np.ndarray:
     """(steps,) float32. Raises TypeError or ValueError for what is no series of largest magnitudes."""
     try:
         series = np.ascontiguousarray(amax, dtype=np.float32)
@@ -165,55 +157,39 @@ class _Windows:
         return np.maximum(level[self.steps :], level[self.steps - back : 2 * self.steps - back])
 
 
-def _scales_used(
-    p: TensorScalePolicy, series: np.ndarray, tables: dict[Any, _Windows], shared: dict[Any, Any]
-) -> np.ndarray:
+def _scales(p: TensorScalePolicy, series: np.ndarray, windows: dict[bool, _Windows]) -> np.ndarray:
     """(steps,) float32: the scale that each step is cast with."""
     if not p.delayed:
-        return current_scale(p, torch.from_numpy(series.copy())).numpy()
-    key = (p.unfused, p.most_recent)
-    if key not in tables:
-        counted = series if p.unfused else series[series != 0]  # the kernel leaves a step without an amax out
-        if not len(counted):
-            return np.ones_like(series)
-        inner = counted if p.unfused or p.most_recent else np.nan_to_num(counted, nan=0.0, posinf=np.inf)
-        tables[key] = _Windows(inner)
-    reached = shared.get(("amax", key, p.history_len))
-    if reached is None:
-        reached = tables[key].largest(1 if p.most_recent else p.history_len)
-        shared.clear() if len(shared) > 64 else None
-        shared["amax", key, p.history_len] = reached
-    limit = np.float32(p.element_max)
-    if p.unfused:
-        after = (np.float32(1) / reached) * limit / np.float32(2.0**p.margin)
+        return _by_the_rule(p, series)
+    counts = np.full(len(series), True) if p.unfused else series != 0  # the kernel leaves a step without an amax out
+    if not counts.any():
+        return np.ones_like(series)
+    counted = series[counts]
+    if p.most_recent:
+        reached = counted
     else:
-        after = np.float32(p.element_max * 2.0**-p.margin) / reached
-    lowest, highest = after.min(), after.max()
-    if not (lowest > 0 and highest <= FLOAT32_MAX):  # else every amax was finite and positive
-        valid = (reached > 0) & (reached < np.inf)
-        np.minimum(after, np.float32(FLOAT32_MAX), out=after)
-        latest = np.maximum.accumulate(np.where(valid, np.arange(len(after)), -1))
-        after = np.where(latest >= 0, after[latest], np.float32(1))
-    if p.power_of_two:
-        power = (after.astype(np.float64).view(np.int64) & (0x7FF << 52)).view(np.float64)
-        after = np.where(after == 1, after, power.astype(np.float32))
-    if len(after) != len(series):  # steps left out keep the scale before them
-        counts = np.cumsum(series != 0)
-        after = np.where(counts > 0, after[np.maximum(counts - 1, 0)], np.float32(1))
-    used = np.empty_like(series)
-    used[0], used[1:] = 1, after[:-1]
-    return used
+        if p.unfused not in windows:
+            windows[p.unfused] = _Windows(counted if p.unfused else np.nan_to_num(counted, nan=0.0, posinf=np.inf))
+        reached = windows[p.unfused].largest(p.history_len)
+    after = np.ones(len(series) + 1, dtype=np.float32)
+    after[1:][counts] = _by_the_rule(p, reached)
+    renewed = np.concatenate([[True], counts])
+    renewed[1:][counts] = ~np.isnan(after[1:][counts])  # elsewhere a scale stays what it was
+    return after[np.maximum.accumulate(np.where(renewed, np.arange(len(after)), 0))][:-1]
 
 
-def _finite_max(product: np.ndarray) -> float:
-    largest = product.max()
-    return float(largest if np.isfinite(largest) else np.nan_to_num(product, nan=0.0, posinf=np.inf).max())
+def _by_the_rule(p: TensorScalePolicy, reached: np.ndarray) -> np.ndarray:
+    """The scale after one step of the policy for each of many amaxes, each by itself; NaN where it does not renew."""
+    many = replace(p, history_len=torch.ones(len(reached), dtype=torch.int64))
+    state = initial_tensor_scale(many)
+    state = state._replace(scale=torch.full_like(state.scale, torch.nan))
+    return advance_tensor_scale(many, state, torch.tensor(reached)).scale.numpy()
 
 
-def _unused(product: np.ndarray, plain: bool, over: np.ndarray, limit: float) -> float:
-    """Mean distance of exponents, limit to product, over the steps that were not clipped and were not zero."""
-    exponent = product.view(np.int32) >> 23
-    if not plain:
-        exponent = exponent[(product > 0) & ~over]
-    top = int(np.float32(limit).view(np.int32)) >> 23
-    return top - float(exponent.mean()) if len(exponent) else 0.0
+def _judged(p: TensorScalePolicy, product: np.ndarray) -> tuple[int, int, float, float]:
+    """Of (steps,) scaled amaxes: how many are clipped, the first, the largest overshoot, and the bits left unused."""
+    over = product > np.float32(p.element_max) * _SLACK
+    worst = float(np.nan_to_num(product, nan=0.0, posinf=np.inf).max()) / p.element_max
+    _, exponent = np.frexp(product[(product > 0) & ~over])
+    unused = np.frexp(np.float32(p.element_max))[1] - exponent.mean() if len(exponent) else 0.0
+    return int(over.sum()), int(over.argmax()) if over.any() else -1, worst, float(unused)
