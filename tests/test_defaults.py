@@ -123,9 +123,9 @@ OWN: dict[str, dict[str, Any]] = {
         "format": "fp16", "meta": None,
     },
     "replay.sweep": {
-        "init": None, "factor": 2.0, "window": 2000, "fmt": None, "min_scale": 0.0, "compiled": None, "device": "cpu",
+        "init": None, "factor": 2.0, "window": 2000, "fmt": None, "min_scale": 0.0, "device": "cpu",
     },
-    "replay.replay": {"fmt": None, "scales": None, "compiled": None, "device": "cpu"},
+    "replay.replay": {"fmt": None, "scales": None, "device": "cpu"},
     "replay.sweep_tensor_scales": {
         "history_len": (1, 16, 1024), "margin": (0,), "algorithm": ("max", "most_recent"), "element": E4M3FN,
         "preset": "te_delayed",
