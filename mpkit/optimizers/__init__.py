@@ -10,6 +10,7 @@ from mpkit.optimizers.bf16 import BFloat16Weights, stochastic_bf16
 from mpkit.optimizers.layerwise import LARS, Lamb
 from mpkit.optimizers.rprop import ASGD, Rprop
 from mpkit.optimizers.sgd import SGD, Momentum
+from mpkit.optimizers.wrapper import Wrapper
 
 __all__ = [
     "ASGD",
@@ -33,6 +34,7 @@ __all__ = [
     "ProximalAdagrad",
     "RMSProp",
     "Rprop",
+    "Wrapper",
     "centralized",
     "stochastic_bf16",
     "trainable_params",

@@ -290,10 +290,7 @@ class Optimizer(torch.optim.Optimizer):
         Edges:   attributes `found_inf` (skip where not 0) and `grad_scale` (divide gradients by it), both one-element
                  float32 tensors or None, are read as torch.amp.GradScaler sets them.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad(), plain_closure(self):
-                loss = closure()
+        loss = evaluated(self, closure)
         keep, found_inf, grad_scale = None, getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and found_inf.device.type in AT_HAND and not torch.compiler.is_compiling():
             if found_inf.numpy(force=True).any():
@@ -531,6 +528,14 @@ def plain_closure(optimizer: TakesClosures) -> Iterator[None]:
         yield
     finally:
         optimizer._plain_closure = False
+
+
+def evaluated(optimizer: TakesClosures, closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, called with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad(), plain_closure(optimizer):
+        return closure()
 
 
 def follow_(masters: list[Tensor], params: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ from mpkit.optimizers.adam import average_moments_
 from mpkit.optimizers.arguments import Decay, Options, Params, Rate, check_betas
 from mpkit.optimizers.base import Numbers, Optimizer
 from mpkit.optimizers.update import Tensors, Update, add_, decayed_positions, root, unbiased
+from mpkit.optimizers.wrapper import Wrapper
 from mpkit.schedules import LearningRateSchedule
 
 
@@ -73,10 +74,6 @@ class Lamb(Optimizer):
             torch._foreach_add_(chosen, weights, alpha=u.decay)
 
 
-def _or(new: dict[str, Any] | None, old: dict[str, Any]) -> dict[str, Any]:
-    return old if new is None else new
-
-
 def _ratio(numerators: Tensors, denominators: Tensors) -> list[Tensor]:
     """numerators / denominators, 1 where either is 0; lists of 0-d tensors."""
     numerator, denominator = torch.stack(list(numerators)), torch.stack(list(denominators))
@@ -95,7 +92,7 @@ def not_norm_or_bias(x: NamedParameter) -> bool:
     return "LayerNorm" not in x.name and "bias" not in x.name
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(Wrapper):
     """Layer-wise rates around another optimizer: it is given `q (g + wd w)` for the parameters that pass the filter.
 
     `q = coefficient |w| / (|g| + wd |w| + epsilon)`, with use_clip `min(q / lr, 1)`. Parameters that do not pass get g
@@ -112,6 +109,8 @@ class LARS(torch.optim.Optimizer):
     Source:  You et al. 2017, arXiv:1708.03888, algorithm 1; MindSpore 2.7 nn.LARS (formula; the form of use_clip is
              inferred, its kernel runs on no CPU).
     """
+
+    optimizer: Optimizer
 
     def __init__(
         self,
@@ -133,15 +132,10 @@ class LARS(torch.optim.Optimizer):
         rates = [group["lr"] for group in optimizer.param_groups]
         if use_clip and optimizer.rates_grouped and any(isinstance(rate, LearningRateSchedule) for rate in rates):
             raise ValueError("use_clip does not go together with rates that differ by group and change with the step")
-        self.optimizer, self.use_clip, self.lars_filter = optimizer, use_clip, lars_filter
+        super().__init__(optimizer)
+        self.use_clip, self.lars_filter = use_clip, lars_filter
         self.epsilon, self.coefficient = float(epsilon), float(coefficient)
-        super().__init__(optimizer.param_groups, {})
-        self._share()
         optimizer.gradient_rule = self.scaled
-
-    def _share(self) -> None:
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        self.defaults = self.optimizer.defaults  # schedulers ask there whether there is a momentum to move
 
     def scaled(
         self, grads: list[Tensor], weights: list[Tensor], group: dict[str, Any], chosen: list[int], numbers: Numbers
@@ -167,63 +161,3 @@ class LARS(torch.optim.Optimizer):
         for k, grad in zip(where, new):
             out[k] = grad
         return out
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return self.optimizer._step_supports_amp_scaling
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; see `Optimizer.step`."""
-        passed_on = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
-        vars(self.optimizer).update(passed_on)
-        try:
-            return self.optimizer.step(closure)
-        finally:
-            for name in passed_on:
-                delattr(self.optimizer, name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
-        if any(group is param_group for group in self.optimizer.param_groups):
-            return  # torch's constructor hands over the groups that are shared anyway
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's; hooks registered here run around it."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = self.optimizer.state_dict()
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = _or(after(self, state), state)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's; hooks registered here run around it."""
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _or(before(self, state_dict), state_dict)
-        self.optimizer.load_state_dict(state_dict)
-        self._share()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("optimizer", "use_clip", "lars_filter", "epsilon", "coefficient")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
-
-    @property
-    def global_step(self) -> int:
-        """The inner optimizer's."""
-        return self.optimizer.global_step
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The inner optimizer's."""
-        return self.optimizer.parameters
-
-    def get_lr(self) -> Tensor | list[Tensor]:
-        """The inner optimizer's."""
-        return self.optimizer.get_lr()
-
-    def get_lr_parameter(self, param: object) -> Tensor | list[Tensor]:
-        """The inner optimizer's."""
-        return self.optimizer.get_lr_parameter(param)
