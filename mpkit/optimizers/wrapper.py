@@ -32,7 +32,7 @@ class Wrapper(TorchOptimizer):
         self.optimizer = optimizer
         self._plain_closure = False
 
-    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     defaults = property(lambda self: self.optimizer.defaults)
 
