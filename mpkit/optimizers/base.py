@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -513,6 +513,9 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 
 
+Loss = TypeVar("Loss")
+
+
 class TakesClosures(Protocol):
     """An optimizer that says whether the closure of its running step gets gradients as they are."""
 
@@ -530,7 +533,7 @@ def plain_closure(optimizer: TakesClosures) -> Iterator[None]:
         optimizer._plain_closure = False
 
 
-def evaluated(optimizer: TakesClosures, closure: Callable[[], Any] | None) -> Any:
+def evaluated(optimizer: TakesClosures, closure: Callable[[], Loss] | None) -> Loss | None:
     """What the closure of a step returns, called with gradients enabled; None without one."""
     if closure is None:
         return None

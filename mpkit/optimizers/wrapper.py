@@ -10,7 +10,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from mpkit.arguments import check_kind
 from mpkit.optimizers.arguments import need_plain_step
-from mpkit.optimizers.base import evaluated
+from mpkit.optimizers.base import Loss, evaluated
 
 NOT_MINE = frozenset({"optimizer", "found_inf", "grad_scale"})
 PATCHES = frozenset({"step", "_opt_called", "found_inf", "grad_scale"})
@@ -47,13 +47,13 @@ class Wrapper(TorchOptimizer):
 
     @TorchOptimizer.profile_hook_step
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # type: ignore[override]
         """One step; -> what `closure` returns, which is called first, with gradients enabled."""
         loss = self.evaluated(closure)
         self.apply()
         return loss
 
-    def evaluated(self, closure: Callable[[], Any] | None) -> Any:
+    def evaluated(self, closure: Callable[[], Loss] | None) -> Loss | None:
         """What the closure of a step returns."""
         return evaluated(self, closure)
 
