@@ -21,6 +21,12 @@ from torch import Tensor
 from mpkit.arguments import check_choice, check_flags, is_whole
 from mpkit.files import read_npz, regular
 
+__all__ = [
+    "data_dir",
+    "digits",
+    "mnist",
+]
+
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
 _DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
 

@@ -8,6 +8,12 @@ import torch
 
 from mpkit.arguments import check_kind
 
+__all__ = [
+    "as_device",
+    "default_device",
+    "describe",
+]
+
 
 def default_device() -> torch.device:
     """The device of the lessons: `MPKIT_DEVICE` when set, else the first CUDA device, else the CPU.

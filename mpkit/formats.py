@@ -18,6 +18,24 @@ from torch import Tensor
 
 from mpkit.arguments import check_kind
 
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3FN",
+    "E5M2",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "FP64",
+    "TF32",
+    "Fields",
+    "FloatFormat",
+    "dtype_name",
+    "get_format",
+]
+
 Specials = Literal["ieee", "nan", "none"]
 Kind = Literal["zero", "subnormal", "normal", "inf", "nan"]
 

@@ -12,6 +12,24 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_kind
 
+__all__ = [
+    "Bottleneck",
+    "CausalSelfAttention",
+    "DenseLayer",
+    "DenseNet",
+    "InvertedResidual",
+    "LeNet5",
+    "MobileNetV2",
+    "Network",
+    "ResNet",
+    "ResidualBlock",
+    "TinyGPT",
+    "TransformerBlock",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+]
+
 Norm = Callable[[int], nn.Module]
 
 

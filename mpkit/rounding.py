@@ -16,6 +16,15 @@ from torch._C._functorch import peek_interpreter_stack
 from mpkit.arguments import check_kind
 from mpkit.formats import FloatFormat
 
+__all__ = [
+    "MODES",
+    "OVERFLOWS",
+    "quantize",
+    "round_to",
+    "rounding_error",
+    "ulp",
+]
+
 Mode = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Overflow = Literal["inf", "nan", "saturate"]
 

@@ -20,6 +20,26 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mpkit.arguments import check_count, check_flags, check_kind, is_number, is_whole
 
+__all__ = [
+    "Chained",
+    "CosineDecayLR",
+    "ExponentialDecayLR",
+    "InverseDecayLR",
+    "LearningRateSchedule",
+    "ListedLR",
+    "NaturalExpDecayLR",
+    "PolynomialDecayLR",
+    "WarmUpLR",
+    "cosine_decay_lr",
+    "exponential_decay_lr",
+    "inverse_decay_lr",
+    "lambda_lr",
+    "natural_exp_decay_lr",
+    "piecewise_constant_lr",
+    "polynomial_decay_lr",
+    "warmup_lr",
+]
+
 # --- checks, shared by both families
 
 

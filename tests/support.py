@@ -45,8 +45,26 @@ def golden_data(folder: str, *keys: str) -> list[dict[str, Any]]:
 
 @cache
 def load(path: Path) -> dict[str, Any]:
-    """One golden file, parsed once per test process; callers do not change it."""
-    return json.loads(path.read_text())
+    """One golden file, parsed once per test process, with its name as `file`; callers do not change it."""
+    content = json.loads(path.read_text())
+    return content | {"file": path.stem} if isinstance(content, dict) else content
+
+
+@cache
+def archives(*keys: str) -> list[tuple[dict[str, Any], Any]]:
+    """(meta, arrays) of every archive of recipes whose `meta` and arrays hold all of `keys`, whatever its name."""
+    found = []
+    for path in sorted((GOLDEN / "recipes").glob("*.npz")):
+        z = np.load(path, allow_pickle=False)
+        meta = json.loads(str(z["meta"])) | {"file": path.stem}
+        if set(keys) <= set(meta) | set(z.files):
+            found.append((meta, z))
+    return found
+
+
+def floats(patterns: Any) -> torch.Tensor:
+    """Bit patterns of float32 -> the tensor they stand for."""
+    return torch.from_numpy(np.asarray(patterns).view(np.float32).copy())
 
 
 def array(obj: dict[str, Any]) -> np.ndarray:

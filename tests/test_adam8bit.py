@@ -9,7 +9,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from test_golden_recipes import archives, cases, floats, same
+from support import archives, floats
+from test_golden_recipes import cases, same
 from torch import nn
 
 from mpkit.optimizers import Adam, Adam8bit, AdamW8bit, BFloat16Weights, adam8bit, base

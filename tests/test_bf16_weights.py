@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_golden_recipes import archives, floats
+from support import archives, floats
 from torch import nn
 
 from mpkit.boost import FreezeOpt

@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from mpkit.arguments import check_choice
 from mpkit.step.distributed import average_, wait
 
+__all__ = [
+    "AdaSum",
+    "adasum",
+    "adasum_coefficients",
+    "adasum_enabled",
+    "adasum_pair",
+    "halves",
+]
+
 EPS_PER_RANK = 1e-12
 Shape = tuple[int, ...]
 

@@ -15,6 +15,11 @@ from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers import centralized
 
+__all__ = [
+    "centralize_gradients",
+    "is_centralized",
+]
+
 NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 

@@ -18,6 +18,12 @@ from mpkit.arguments import check_flags
 from mpkit.boost.bn_rules import removable
 from mpkit.casting.forward import mark, mark_of
 
+__all__ = [
+    "LessBN",
+    "LessBNReport",
+    "NormalizedLinear",
+]
+
 EPSILON = 1e-4
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Layers of torch that read the weights of their Linear children, in evaluation at least."""

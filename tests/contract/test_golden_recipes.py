@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import GOLDEN, golden_data
+from support import archives, floats, golden_data
 from torch import Tensor
 
 from mpkit.blocks import (
@@ -25,6 +23,7 @@ from mpkit.blocks import (
     round_with_bits,
 )
 from mpkit.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2, FP32
+from mpkit.optimizers import stochastic_bf16
 from mpkit.policies import (
     TensorScalePolicy,
     advance,
@@ -36,30 +35,14 @@ from mpkit.policies import (
 ELEMENT = {"e4m3": E4M3FN, "e5m2": E5M2, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
 
 
-@cache
-def archives(*keys: str) -> list[tuple[dict[str, Any], Any]]:
-    """(meta, arrays) of every archive of the folder whose `meta` and arrays hold all of `keys`, whatever its name."""
-    found = []
-    for path in sorted((GOLDEN / "recipes").glob("*.npz")):
-        z = np.load(path, allow_pickle=False)
-        meta = json.loads(str(z["meta"]))
-        if set(keys) <= set(meta) | set(z.files):
-            found.append((meta, z))
-    return found
-
-
 def cases(*kinds: str, key: str = "kind", keys: tuple[str, ...] = ("cases",)) -> dict[str, tuple[dict[str, Any], Any]]:
     """Test name -> (case, arrays) of the cases of these kinds in every archive."""
     return {
-        f"{number}.{case['id']}.{case.get('name', case.get('recipe', ''))}": (case, z)
-        for number, (meta, z) in enumerate(archives(*keys))
+        f"{meta['file']}.{case['id']}.{case.get('name', case.get('recipe', ''))}": (case, z)
+        for meta, z in archives(*keys)
         for case in meta["cases"]
         if case.get(key) in kinds
     }
-
-
-def floats(patterns: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(patterns).view(np.float32).copy())
 
 
 def same(got: Tensor, want: Any) -> None:
@@ -75,8 +58,8 @@ def same(got: Tensor, want: Any) -> None:
 
 
 MX = [
-    (f"{number}.{element}.{mode}", element, mode, z)
-    for number, (meta, z) in enumerate(archives("modes", "agree_bits"))
+    (f"{meta['file']}.{element}.{mode}", element, mode, z)
+    for meta, z in archives("modes", "agree_bits")
     for element in meta["formats"]
     for mode in meta["modes"]
 ]
@@ -89,7 +72,12 @@ def test_mx_blocks(element, mode, z):
     same(q.dequantize(), z[f"{element}.{mode}.decoded"])
 
 
-@pytest.mark.parametrize("z", [z for _, z in archives("modes", "agree_bits") if "int8.floor.scale" in z.files])
+INT8 = [
+    pytest.param(z, id=meta["file"]) for meta, z in archives("modes", "agree_bits") if "int8.floor.scale" in z.files
+]
+
+
+@pytest.mark.parametrize("z", INT8)
 def test_mxint8(z):
     q, keep = quantize_blocks(floats(z["x"]), MXINT8), z["int8.floor.keep"].astype(bool)
     same(q.scale_codes()[:, 0][keep], z["int8.floor.scale"][keep])
@@ -97,8 +85,8 @@ def test_mxint8(z):
 
 
 EDGES = {
-    f"{number}.{case['name']}": case
-    for number, file in enumerate(golden_data("recipes", "cases"))
+    f"{file['file']}.{case['name']}": case
+    for file in golden_data("recipes", "cases")
     for case in file["cases"]
     if "results" in case
 }
@@ -184,7 +172,7 @@ def test_stochastic_rounding_with_given_bits(name):
 def test_every_nvfp4_case_is_run():
     known = {"te", "te_4over6", "torchao", "hadamard", "stochastic_elements", "stochastic_tensor"}
     kinds = {case["kind"] for meta, _ in archives("cases") for case in meta["cases"] if "kind" in case}
-    assert kinds - {"Adam8bit", "AdamW8bit"} <= known  # tests/test_adam8bit.py runs those
+    assert kinds - {"Adam8bit", "AdamW8bit"} <= known
 
 
 FP8 = cases("TE", "DeepGEMM", "torchao", key="oracle", keys=("cases",))
@@ -212,11 +200,15 @@ def numbers(patterns: list[str]) -> list[float]:
     return floats(np.array([int(p, 16) for p in patterns], dtype=np.uint32)).tolist()
 
 
-def traces(key: str) -> list[Any]:
-    return [case for file in golden_data("recipes", key) for case in file[key]]
+def traces(key: str) -> dict[str, Any]:
+    """Test name -> case of one list in every file that has it."""
+    files = golden_data("recipes", key)
+    return {
+        f"{f['file']}.{i}.{case.get('name', case.get('element'))}": case for f in files for i, case in enumerate(f[key])
+    }
 
 
-DELAYED = {f"{i}.{case['name']}": case for i, case in enumerate(traces("delayed"))}
+DELAYED = traces("delayed")
 
 
 def delayed_policy(case: dict[str, Any], rule: str) -> TensorScalePolicy:
@@ -258,7 +250,7 @@ def test_all_delayed_traces_as_one_vector_of_policies():
         assert all(w[step] == s for w, s in zip(wants, scales) if step < len(w))
 
 
-@pytest.mark.parametrize("case", traces("current"), ids=lambda c: f"{c['element']}-{c['pow2']}-{c['eps']}")
+@pytest.mark.parametrize("case", traces("current").values(), ids=[*traces("current")])
 def test_current_scaling(case):
     policy = tensor_scale_preset(
         "te_current", ELEMENT[case["element"]], power_of_two=case["pow2"], amax_floor=numbers([case["eps"]])[0]
@@ -274,7 +266,7 @@ def test_current_scaling(case):
     same(inverse, np.array([int(p, 16) for p in case["inverse"]], dtype=np.uint32))
 
 
-@pytest.mark.parametrize("case", traces("torchao"), ids=lambda c: f"{c['element']}-{c['pow2']}")
+@pytest.mark.parametrize("case", traces("torchao").values(), ids=[*traces("torchao")])
 def test_torchao_scales(case):
     preset = "torchao_rowwise" if case["pow2"] else "torchao_tensorwise"
     policy = tensor_scale_preset(preset, ELEMENT[case["element"]])
@@ -284,3 +276,12 @@ def test_torchao_scales(case):
     vector = stack_tensor_scales([policy] * len(amax))
     got = advance(vector, initial_tensor_scale(vector), torch.tensor(amax)).scale
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+BITS = [pytest.param(z, id=meta["file"]) for meta, z in archives("x", "r", "rounded")]
+
+
+@pytest.mark.parametrize("z", BITS)
+def test_bfloat16_with_given_bits(z):
+    got = stochastic_bf16(floats(z["x"]), torch.from_numpy(z["r"].astype(np.int32)))
+    assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), z["rounded"])

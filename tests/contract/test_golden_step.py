@@ -42,10 +42,11 @@ class SquaredError(nn.Module):
 
 
 def cell_id(pair):
-    case = pair[1]
+    file, case = pair
     what = case.get("scale_sense", case.get("sens"))
     half = "-half" if case.get("half_network") else ""
-    return f"{case['cell']}-{case['optimizer']}-{what}-{case.get('optimizer_loss_scale', '')}{half}".replace(" ", "")
+    name = f"{file['file']}-{case['cell']}-{case['optimizer']}-{what}-{case.get('optimizer_loss_scale', '')}{half}"
+    return name.replace(" ", "")
 
 
 def optimizer_for(name, parameters, loss_scale=1.0):
@@ -166,7 +167,12 @@ def casts(level, cast_model_type=None, keep_batchnorm_fp32=None, **_others):
     return half or level in ("O1", "auto") or (level == "O2" and not keep)
 
 
-@pytest.mark.parametrize("pair", BUILDS, ids=lambda pair: f"{pair[1]['level']}-{pair[1]['kwargs']}".replace(" ", ""))
+def build_id(pair):
+    file, case = pair
+    return f"{file['file']}-{case['level']}-{case['kwargs']}".replace(" ", "")
+
+
+@pytest.mark.parametrize("pair", BUILDS, ids=build_id)
 def test_build_train_network_gives_the_golden_steps(pair):
     data, case = pair
     net, cell = built(data, case)
@@ -191,7 +197,7 @@ def numbers_and_text(line):
     return text, float(number)
 
 
-@pytest.mark.parametrize("pair", MONITORS, ids=lambda pair: f"every-{pair[1]['per_print_times']}")
+@pytest.mark.parametrize("pair", MONITORS, ids=lambda pair: f"{pair[0]['file']}-every-{pair[1]['per_print_times']}")
 def test_loss_monitor_prints_the_golden_lines(pair, capsys):
     data, case = pair
     net = SmallNetwork(data["params"])

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_golden_recipes import ELEMENT, archives, cases, floats, numbers, same, traces
+from support import archives, floats
+from test_golden_recipes import ELEMENT, cases, numbers, same, traces
 from torch import Tensor, nn
 
 from mpkit.blocks import E8M0
@@ -148,9 +149,7 @@ def test_results_of_a_layer(name):
         assert ((got - want).abs() <= bound.reshape(want.shape) + 1e-45).all(), result
 
 
-@pytest.mark.parametrize(
-    "case", traces("torchao_tensors"), ids=lambda c: f"{c['element']}-{c['dim']}-{c['pow2']}-{c['dtype']}"
-)
+@pytest.mark.parametrize("case", traces("torchao_tensors").values(), ids=[*traces("torchao_tensors")])
 def test_torchao_scales_of_tensors(case):
     x = torch.tensor(numbers(case["x"])).reshape(case["shape"]).to(getattr(torch, case["dtype"]))
     policy = tensor_scale_preset("torchao_rowwise" if case["pow2"] else "torchao_tensorwise")

@@ -79,7 +79,8 @@ def named_traces() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     traces: dict[str, Any] = {}
     for file in golden_data("scaler-zoo", "implementation", "traces"):
         for trace in file["traces"]:
-            name = trace["id"] if trace["id"] not in traces else f"{trace['id']}#{len(traces)}"
+            name = f"{file['file']}/{trace['id']}"
+            name = name if name not in traces else f"{name}#{len(traces)}"
             traces[name] = file, trace
     return traces
 
@@ -231,7 +232,7 @@ def test_scaler_on_tensors_equals_the_framework(name):
 
 RULE_FILES = golden_data("mindspore-amp", "cases", "manager_runtime_error")
 RULES = [case for file in RULE_FILES for case in file["cases"]]
-RULE_IDS = [case["name"] for case in RULES]
+RULE_IDS = [f"{file['file']}-{case['name']}" for file in RULE_FILES for case in file["cases"]]
 
 
 def finite_flags(case: dict[str, Any]) -> np.ndarray:
@@ -293,7 +294,9 @@ def test_mindspore_manager_class(case):
     assert seen == list(zip(*columns))
 
 
-@pytest.mark.parametrize("case", [file["manager_runtime_error"] for file in RULE_FILES])
+@pytest.mark.parametrize(
+    "case", [file["manager_runtime_error"] for file in RULE_FILES], ids=[f["file"] for f in RULE_FILES]
+)
 def test_mindspore_manager_gives_up_after_a_thousand_overflows_in_a_row(case):
     manager = DynamicLossScaleManager(case["init"], case["factor"], case["window"])
     for _ in range(case["raised_at_call_index"]):
@@ -309,7 +312,11 @@ def test_mindspore_manager_gives_up_after_a_thousand_overflows_in_a_row(case):
 
 
 UNSCALE_FILES = golden_data("mindspore-amp", "float_cases", "int32_case", "all_finite")
-UNSCALE = [case for file in UNSCALE_FILES for case in file["float_cases"]]
+UNSCALE = {
+    f"{file['file']}-{i}-{case['dtype']}-{case['scale_value']}": case
+    for file in UNSCALE_FILES
+    for i, case in enumerate(file["float_cases"])
+}
 BITS = {"float16": np.uint16, "float32": np.uint32, "float64": np.uint64}
 
 
@@ -326,7 +333,7 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got[number].signbit(), want[number].signbit())
 
 
-@pytest.mark.parametrize("case", UNSCALE, ids=[f"{case['dtype']}-{case['scale_value']}" for case in UNSCALE])
+@pytest.mark.parametrize("case", UNSCALE.values(), ids=[*UNSCALE])
 def test_scale_and_unscale_bit_for_bit(case):
     scaler, x = StaticLossScaler(case["scale_value"]), pattern(case, "x")
     assert_same_bits(scaler.scale(x), pattern(case, "scaled"))
@@ -340,17 +347,17 @@ def test_scale_and_unscale_bit_for_bit(case):
     assert_same_bits(finite, pattern(case, "unscaled")[x.isfinite()])
 
 
-@pytest.mark.parametrize("case", [file["int32_case"] for file in UNSCALE_FILES])
+@pytest.mark.parametrize("case", [f["int32_case"] for f in UNSCALE_FILES], ids=[f["file"] for f in UNSCALE_FILES])
 def test_scale_and_unscale_integers(case):
     scaler, x = StaticLossScaler(case["scale_value"]), torch.tensor(case["x"], dtype=torch.int32)
     assert scaler.scale(x).tolist() == case["scaled"]
     assert scaler.unscale(x).tolist() == case["unscaled"]
 
 
-FINITE = [case for file in UNSCALE_FILES for case in file["all_finite"]]
+FINITE = {f"{file['file']}-{case['name']}": case for file in UNSCALE_FILES for case in file["all_finite"]}
 
 
-@pytest.mark.parametrize("case", FINITE, ids=[case["name"] for case in FINITE])
+@pytest.mark.parametrize("case", FINITE.values(), ids=[*FINITE])
 def test_all_finite(case):
     tensors = [torch.from_numpy(array(obj)) for obj in case["inputs"]]
     result = all_finite(tensors)
