@@ -11,7 +11,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from mpkit.experiment import engine, training
 from mpkit.formats import BF16, E4M3FN, E5M2, FP16
 from mpkit.model import randomness
 from mpkit.optimizers import base
-from mpkit.record import Recorder, counts, exponent_counts, rows
+from mpkit.record import columns, counts, exponent_counts
 from mpkit.rounding import MODES, round_to
 from mpkit.scalers import finite
 
@@ -115,19 +114,13 @@ def test_histograms_and_norms_stay_on_their_device(scale):
     norm = counts.total_norm([there])
     assert isinstance(norm, Tensor)
     assert float(norm) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=1e-12)
-    recorder = Recorder(nn.Linear(2, 2))
-    for got, want in zip(recorder._counts(there, 0.5), recorder._counts(x, 0.5)):
-        assert isinstance(got, Tensor)
-        np.testing.assert_allclose(got.double().numpy(), np.float64(want), rtol=1e-6)
 
 
 def test_what_a_recorder_keeps_of_a_gpu_is_a_copy_there():
     value = torch.tensor(3.0)
-    copied = rows.kept(posing(value, spreads=True, device=GPU))
+    copied = columns.kept(posing(value, spreads=True, device=GPU))
     value.fill_(4.0)
-    assert (float(copied), rows.kept(value)) == (3.0, 4.0)
-    part = rows.moved((torch.arange(256), 1, 2.0, 3), torch.device("meta"))
-    assert [p.is_meta for p in part[:3]] == [True] * 3
+    assert (float(copied), columns.kept(value)) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, torch.inf, torch.nan])
@@ -352,9 +345,8 @@ TESTED = {  # lines that ask, by file
     "model/randomness.py": 2,
     "optimizers/base.py": 4,
     "optimizers/update.py": 1,
+    "record/columns.py": 1,
     "record/counts.py": 2,
-    "record/recorder.py": 1,
-    "record/rows.py": 2,
     "rounding.py": 4,
     "scalers/finite.py": 2,  # one for any accelerator, see `test_scalers.py`
 }

@@ -22,8 +22,7 @@ from mpkit.experiment.identity import Description, name_of, without_torch
 from mpkit.experiment.store import Folder, Outcome, canonical
 from mpkit.formats import FP16
 from mpkit.policies import preset
-from mpkit.record import Trace
-from mpkit.record.trace import Ranges
+from mpkit.record import Ranges, Trace
 
 
 def quiet(run, grid, **options):

@@ -38,8 +38,7 @@ from mpkit.experiment.engine import _Plan
 from mpkit.files import read_npy, read_npz, read_tensors
 from mpkit.model import Model
 from mpkit.optimizers import Momentum
-from mpkit.record import AmaxTrace, Trace
-from mpkit.record.trace import Ranges
+from mpkit.record import AmaxTrace, Ranges, Trace
 
 VARIANTS = int(os.environ.get("MPKIT_VARIANTS", "40"))
 SLACK = 2**20  # bytes of Python's own objects: file handles, zip directories, messages

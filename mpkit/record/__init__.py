@@ -2,7 +2,8 @@
 
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
 from mpkit.record.counts import exponent_counts
+from mpkit.record.ranges import Ranges
 from mpkit.record.recorder import Recorder
-from mpkit.record.trace import Ranges, Trace
+from mpkit.record.trace import Trace
 
 __all__ = ["AmaxRecorder", "AmaxTrace", "Ranges", "Recorder", "Trace", "exponent_counts"]

@@ -15,6 +15,8 @@ from mpkit.arguments import check_kind
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
 from mpkit.files import read_npz, write_whole
+from mpkit.record.columns import Columns
+from mpkit.record.ranges import held_as
 from mpkit.record.watch import watch
 from mpkit.step.hooks import Hook, StepContext
 
@@ -36,12 +38,9 @@ class AmaxTrace:
         check_kind("tensors", self.tensors, (tuple, list), "the names of tensors")
         if not all(isinstance(name, str) for name in self.tensors):
             raise TypeError(f"tensors must be names, got {self.tensors!r:.80}")
-        check_kind("amax", self.amax, np.ndarray, "an array")
-        if not np.can_cast(self.amax.dtype, np.float32, "same_kind"):
-            raise TypeError(f"amax must be float32, got {self.amax.dtype}")
+        object.__setattr__(self, "amax", held_as("amax", self.amax, np.float32))
         if self.amax.shape[1:] != (len(self.tensors),):
             raise ValueError(f"amax must be (steps, {len(self.tensors)} tensors), got {self.amax.shape}")
-        object.__setattr__(self, "amax", self.amax.astype(np.float32, copy=False))
 
     def __len__(self) -> int:
         return len(self.amax)
@@ -95,7 +94,7 @@ class AmaxRecorder(Hook):
         if not layers:
             raise ValueError(f"amaxes are recorded of linear layers, and this {type(network).__name__} has none")
         self._now: dict[str, Tensor] = {}
-        self._steps: list[dict[str, Tensor]] = []
+        self._columns, self._count = Columns(), 0
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
         self._hooks: list[Any] = []
         for path, layer in layers.items():
@@ -121,17 +120,17 @@ class AmaxRecorder(Hook):
         self._now[name] = amax if old is None else torch.maximum(old, amax)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._count
 
     def end_step(self) -> None:
         """The step is over: what comes now belongs to the next."""
-        self._steps.append(self._now)
-        self._now = {}
+        self._columns.append({"step": self._count, **{name: self._now.get(name, 0.0) for name in self._names}})
+        self._count, self._now = self._count + 1, {}
 
     def forget(self, steps: int) -> None:
         """Keep the first `steps` steps only, and nothing of one that has begun."""
-        del self._steps[steps:]
-        self._now = {}
+        self._columns.forget(steps)
+        self._count, self._now = min(self._count, steps), {}
 
     def after_update(self, ctx: StepContext) -> None:
         """The step of a train cell is over."""
@@ -145,6 +144,5 @@ class AmaxRecorder(Hook):
 
     def trace(self) -> AmaxTrace:
         """What was recorded so far (reads the device)."""
-        zero = torch.zeros(())
-        rows = [torch.stack([step.get(name, zero).cpu() for name in self._names]).numpy() for step in self._steps]
-        return AmaxTrace(self._names, np.array(rows, dtype=np.float32).reshape(len(rows), len(self._names)))
+        columns = self._columns.joined(self._names)
+        return AmaxTrace(self._names, np.stack([columns[name] for name in self._names], axis=1).astype(np.float32))

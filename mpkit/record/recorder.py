@@ -29,10 +29,10 @@ from mpkit.casting.targets import float_tensors
 from mpkit.formats import get_format
 from mpkit.optimizers.arguments import coming_rate
 from mpkit.record.amax import AmaxRecorder, AmaxTrace
-from mpkit.record.counts import FIELDS, exponent_counts, host_counts, new_scratch, total_norm
-from mpkit.record.rows import Part, Rows, Table, added, kept, moved
-from mpkit.record.scale import policy_of, scale_of, state_of, was_unscaled
-from mpkit.record.trace import Trace
+from mpkit.record.columns import Columns, Part, histogram_row, kept, ranges_of, trimmed
+from mpkit.record.counts import FIELDS, exponent_counts, total_norm
+from mpkit.record.scale import found_inf, policy_of, scale_of, state_of, was_unscaled
+from mpkit.record.trace import STEPS, Trace
 from mpkit.record.watch import watch
 from mpkit.step import Hook, StepContext
 
@@ -90,20 +90,19 @@ class Recorder(Hook):
         self.every, self.format = every, format
         self.index = 0
         self._groups = _groups(network, by)
-        self._steps = Table()
-        self._gradients = Rows(tuple(self._groups))
-        self._activations: Rows | None = None
-        self._handles: list[Any] = []
         self._parameters = [p for group in self._groups.values() for p in group]
-        self._last_note: dict[str, Any] | None = None
+        self._steps, self._gradients, self._activations = Columns(), Columns(trimmed), Columns(trimmed)
+        self._leaves = {
+            name: m for name, m in network.named_modules() if activations and name and next(m.children(), None) is None
+        }
         self._seen, self._forward = dict[str, Part](), set[str]()  # _forward: what ran outside of a backward pass
-        self._scratch = new_scratch()
+        self._last_note: dict[str, Any] | None = None
         self._start = time.perf_counter()
         self._policy = policy_of(scaler)
+        self._watches = activations
         self._amaxes = AmaxRecorder(network) if amaxes else None
         self._first_amax = 0  # the step of the first amaxes held here: not 0 after a resume
-        if activations:
-            self._watch_activations()
+        self._handles = [watch(m, partial(self._activation, name)) for name, m in self._leaves.items()]
 
     def record(self, loss: Tensor, *, scale: float | Tensor | None = None, unscaled: bool | None = None) -> None:
         """Record one step: call it when all gradients are there and before the optimizer (and the scaler) steps.
@@ -139,13 +138,15 @@ class Recorder(Hook):
     def trace(self) -> Trace:
         """Everything recorded so far."""
         policy = {} if self._policy is None else {"policy": dataclasses.asdict(self._policy)}
-        if self._last_note and not self._last_note["found_inf_per_device"]:  # the scaler has yet to take this step
-            self._steps.settle(self.index - 1, kept(_not_finite(self._norm())))
-        columns: dict[str, Any] = self._steps.columns()
+        last = self._steps.waiting[-1] if self._steps.waiting else {}
+        if self._last_note and not self._last_note["found_inf_per_device"] and callable(last.get("overflow")):
+            last["overflow"] = kept(_not_finite(self._norm()))  # the scaler has yet to take this step
+        columns: dict[str, Any] = self._steps.joined(list(STEPS))
+        columns = {name: columns[name].astype(dtype) for name, dtype in STEPS.items()}
         return Trace(
             **columns,
-            gradients=self._gradients.ranges(),
-            activations=None if self._activations is None else self._activations.ranges(),
+            gradients=ranges_of(tuple(self._groups), self._gradients),
+            activations=ranges_of(tuple(self._leaves), self._activations) if self._watches else None,
             format=self.format,
             meta={"torch": torch.__version__} | policy | self.meta,
         )
@@ -170,7 +171,7 @@ class Recorder(Hook):
         Holds the next step's index (and with it the phase of `every`), the seconds so far, and the activations of
         micro-batches whose step has not come yet.
         """
-        seen = {name: (torch.as_tensor(c), int(z), float(m), n) for name, (c, z, m, n) in self._seen.items()}
+        seen = {name: (c.cpu(), int(z), float(m), n) for name, (c, z, m, n) in self._seen.items()}
         return {"index": self.index, "seconds": self._seconds(), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,19 +188,17 @@ class Recorder(Hook):
         counts = torch.zeros(FIELDS, dtype=torch.int64, device="cpu")
         for name, part in parts.items():
             check_alike(f"seen[{name!r}]", part, (counts, 0, 0.0, 0))
-        device = next(iter(self._groups.values()))[0].device
-        self._seen = {name: moved(part, device) for name, part in parts.items()}
+        device = self._parameters[0].device
+        self._seen = {
+            name: Part(c.to(device), torch.tensor(z, device=device), torch.tensor(float(m), device=device), n)
+            for name, (c, z, m, n) in parts.items()
+        }
         self.index, self._start = index, time.perf_counter() - float(seconds)
-        self._steps.forget(index)
+        for columns in (self._steps, self._gradients, self._activations):
+            columns.forget(index)
         if self._amaxes is not None:
             self._amaxes.forget(max(0, index - self._first_amax))
             self._first_amax = min(self._first_amax, index) if len(self._amaxes) else index
-        for rows in (self._gradients, self._activations):
-            if rows is not None:
-                rows.forget(index)
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._start
 
     def _record(
         self,
@@ -214,7 +213,7 @@ class Recorder(Hook):
         if self.index & (self.index - 1) == 0:  # now and then: it goes through the whole network
             self._warn_of_others()
         scale = kept(scale)
-        found: Any = self._note(optimizer) if overflow is None else overflow
+        found: Any = self._note(optimizer) if overflow is None else kept(overflow)
         norm: float | Tensor = math.nan
         due = self._due()
         if due or found is None:
@@ -222,10 +221,10 @@ class Recorder(Hook):
             factor = None if unscaled else _reciprocal(scale)
             with torch.no_grad():
                 norm = self._record_histograms(factor) if due else self._norm()
-            found = _not_finite(norm) if overflow is None else overflow
+            found = _not_finite(norm) if overflow is None else found
             norm = norm if factor is None else norm * factor
-        lr = _lr_of(optimizer)
-        self._steps.append((self.index, kept(loss), scale, kept(found), kept(lr), kept(norm), self._seconds()))
+        row = (self.index, kept(loss), scale, found, kept(_lr_of(optimizer)), kept(norm), self._seconds())
+        self._steps.append(dict(zip(STEPS, row)))
         if self._amaxes is not None:
             self._amaxes.end_step()
         self.index += 1
@@ -246,48 +245,32 @@ class Recorder(Hook):
         present = [_values(p.grad) for p in self._parameters if p.grad is not None]
         return total_norm(present) if present else 0.0
 
-    def _note(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
-        """Where the GradScaler will say whether this step overflows: then the gradients need not be read for that.
+    def _note(self, optimizer: Optimizer | None) -> Any:
+        """What will say whether this step overflows, where the GradScaler knows it: the gradients need not be read.
 
         None where it is not known to do so: in the first step, and after one that it did not take.
         """
         before = self._last_note
-        self._last_note = state_of(self.scaler, optimizer)
-        return self._last_note if before and before["found_inf_per_device"] else None
+        self._last_note = note = state_of(self.scaler, optimizer)
+        return partial(found_inf, note) if note and before and before["found_inf_per_device"] else None
 
     def _due(self) -> bool:
         return self.index % self.every == 0
 
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._start
+
     def _record_histograms(self, factor: float | Tensor | None) -> float | Tensor:
         """Histograms of gradients times `factor`, and of the activations seen; -> norm of the gradients as they are."""
-        rows, norms = [], []
-        for group in self._groups.values():
-            parts = []
-            for p in group:
-                if p.grad is None:
-                    continue
-                values = _values(p.grad).reshape(-1).float()
-                counts, zeros, largest, norm = self._counts(values, factor)
-                norms.append(norm)
-                size = p.grad.numel() * (2 if p.grad.is_complex() else 1)
-                parts.append((counts, zeros + (size - values.numel()), largest, size))
-            rows.append(added(parts))
-        self._gradients.append(self.index, rows)
-        if self._activations is not None:
-            self._activations.append(self.index, [self._seen.get(name) for name in self._activations.names])
-            self._seen, self._forward = {}, set()
-        return torch.linalg.vector_norm(torch.stack(norms)) if isinstance(norms[0], Tensor) else math.hypot(*norms)
-
-    def _counts(self, values: Tensor, factor: float | Tensor | None) -> tuple[Any, Any, Any, Any]:
-        if values.device.type == "cpu" and not isinstance(factor, Tensor):
-            return host_counts(values, factor, self._scratch)
-        return *exponent_counts(values if factor is None else values * factor), total_norm([values])
-
-    def _watch_activations(self) -> None:
-        leaves = {name: m for name, m in self.network.named_modules() if name and not any(True for _ in m.children())}
-        self._activations = Rows(tuple(leaves))
-        for name, module in leaves.items():
-            self._handles.append(watch(module, partial(self._activation, name)))
+        values = {p: _values(p.grad) for p in self._parameters if p.grad is not None}
+        parts = [[_part(values[p], factor, _size(p)) for p in group if p in values] for group in self._groups.values()]
+        rows = [(self._gradients, [_together(group) for group in parts])]
+        rows += [(self._activations, [self._seen.get(name) for name in self._leaves])]
+        for columns, found in rows:
+            if (row := histogram_row(self.index, found)) is not None:
+                columns.append(row)
+        self._seen, self._forward = {}, set()
+        return total_norm(list(values.values()))
 
     def _activation(self, name: str, _module: nn.Module, _inputs: object, output: object) -> None:
         if not (self._due() and torch.is_grad_enabled()):
@@ -296,13 +279,25 @@ class Recorder(Hook):
             self._forward.add(name)
         elif name in self._forward:
             return  # a checkpoint computes it again; of a re-entrant one this is the first time with gradients
-        parts = [self._seen[name]] if name in self._seen else []
         with torch._C.DisableTorchFunction():  # a casting level would cast the float32 used for counting
-            for tensor in float_tensors(output):
-                flat = values_of(tensor).reshape(-1).float()
-                parts.append((*self._counts(flat, None)[:3], flat.numel()))
-            if (whole := added(parts)) is not None:
+            parts = [_part(values, None, values.numel()) for values in map(values_of, float_tensors(output))]
+            if (whole := _together([self._seen[name], *parts] if name in self._seen else parts)) is not None:
                 self._seen[name] = whole
+
+
+def _part(values: Tensor, factor: float | Tensor | None, size: int) -> Part:
+    """The histogram of values times a factor, of `size` values in all: what is not stored is zero."""
+    values = values.float()
+    counts, zeros, largest = exponent_counts(values if factor is None else values * factor)
+    return Part(counts, zeros + (size - values.numel()), largest, size)
+
+
+def _together(parts: list[Part]) -> Part | None:
+    return sum(parts[1:], start=parts[0]) if parts else None
+
+
+def _size(p: nn.Parameter) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
 
 
 def _checked_scale(scale: object) -> float | Tensor:

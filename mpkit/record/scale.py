@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkit.policies import ScalePolicy, preset
+from mpkit.record.columns import kept
 from mpkit.scalers import LossScaleManager, LossScaler
 
 
@@ -36,6 +37,12 @@ def state_of(scaler: object, optimizer: Optimizer | None) -> dict[str, Any] | No
     if not isinstance(scaler, torch.amp.GradScaler) or states is None or optimizer is None or not scaler.is_enabled():
         return None
     return states[id(optimizer)]
+
+
+def found_inf(state: dict[str, Any]) -> float | Tensor:
+    """Whether a GradScaler found an overflow in a step that it has taken; a step that it never took had none."""
+    found = list(state["found_inf_per_device"].values())
+    return kept(sum(flag.to(found[0].device) for flag in found)) if found else 0.0
 
 
 def was_unscaled(scaler: object, optimizer: Optimizer | None) -> bool:

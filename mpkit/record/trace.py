@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_count, check_kind
+from mpkit.arguments import check_kind
 from mpkit.files import read_npz, short, write_whole
 from mpkit.formats import get_format
+from mpkit.record.ranges import RANGES, Ranges, held_as, hold_as, need_ascending, need_shape
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = "mpkit.trace/1"
-LOWEST, HIGHEST = -126, 127  # exponents of the normal numbers of float32
-_SCALARS = {
+STEPS = {
     "step": np.int64,
     "loss": np.float64,
     "scale": np.float64,
@@ -28,120 +28,6 @@ _SCALARS = {
     "grad_norm": np.float64,
     "seconds": np.float64,
 }
-_RANGES = {
-    "size": np.int64,
-    "step": np.int64,
-    "counts": np.uint32,
-    "zeros": np.int64,
-    "nonfinite": np.int64,
-    "largest": np.float32,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Ranges:
-    """How large the values of P named tensors were in H recorded steps: one exponent histogram each.
-
-    Args:
-        names:     P dotted parameter or module names.
-        size:      (P,) int64 number of values in each.
-        step:      (H,) int64 step index of every row, ascending.
-        lowest:    exponent of the first bin; bin b counts the values with 2**(lowest+b) <= |x| < 2**(lowest+b+1).
-        counts:    (H, P, B) uint32 finite non-zero values per power of two.
-        zeros:     (H, P) int64 values below 2**-126, in practice zeros.
-        nonfinite: (H, P) int64 values that are inf or NaN.
-        largest:   (H, P) float32 largest magnitude; inf or NaN where one occurred.
-    Raises:  TypeError for an array of another kind; ValueError when shapes, order or totals do not fit together.
-    """
-
-    names: tuple[str, ...]
-    size: np.ndarray
-    step: np.ndarray
-    lowest: int
-    counts: np.ndarray
-    zeros: np.ndarray
-    nonfinite: np.ndarray
-    largest: np.ndarray
-
-    def __post_init__(self) -> None:
-        check_kind("names", self.names, (tuple, list), "the names of parameters or modules")
-        _hold_as(self, _RANGES)
-        check_count("lowest", self.lowest, low=LOWEST)
-        rows, names = len(self.step), len(self.names)
-        _need_shape("size", self.size, (names,))
-        for key in ("zeros", "nonfinite", "largest"):
-            _need_shape(key, getattr(self, key), (rows, names))
-        if self.counts.ndim != 3 or self.counts.shape[:2] != (rows, names):
-            raise ValueError(f"counts must be (rows={rows}, names={names}, bins), got {self.counts.shape}")
-        if not LOWEST <= self.lowest <= HIGHEST + 1 - self.bins:
-            raise ValueError(f"bins must lie in 2**{LOWEST}..2**{HIGHEST}, got {self.bins} from {self.lowest}")
-        _need_ascending("the recorded steps", self.step)
-        if len(set(self.names)) != names:
-            raise ValueError("names occur twice; every parameter or module needs its own")
-        total = self.counts.sum(axis=2, dtype=np.int64) + self.zeros + self.nonfinite
-        if (total > self.size).any() or min(self.zeros.min(initial=0), self.nonfinite.min(initial=0)) < 0:
-            raise ValueError("a histogram counts more values than its tensor has: the trace is damaged")
-        if (self.largest < 0).any():
-            raise ValueError("a largest magnitude is negative: the trace is damaged")
-
-    @property
-    def bins(self) -> int:
-        return self.counts.shape[2]
-
-    @property
-    def exponents(self) -> np.ndarray:
-        """(B,) int64 exponent e of each bin, which holds 2**e <= |x| < 2**(e+1)."""
-        return np.arange(self.lowest, self.lowest + self.bins)
-
-    def total(self) -> np.ndarray:
-        """(H, B) int64 counts of all names together."""
-        return self.counts.sum(axis=1, dtype=np.int64)
-
-    def finite_largest(self) -> np.ndarray:
-        """(H,) float64 largest finite magnitude over all names; 0 where a row has no finite non-zero value.
-
-        Rows with inf or NaN only know the power of two: they give the upper edge of the highest occupied bin.
-        """
-        clean = (self.nonfinite == 0) & np.isfinite(self.largest)
-        exact = np.where(clean, self.largest.astype(np.float64), 0.0).max(axis=1, initial=0.0)
-        occupied = (self.counts > 0) & ~clean[:, :, None]
-        edges = np.exp2(self.exponents + 1.0)
-        return np.maximum(exact, np.where(occupied, edges, 0.0).max(axis=(1, 2), initial=0.0))
-
-    def _padded(self, lowest: int, bins: int) -> np.ndarray:
-        before = self.lowest - lowest
-        return np.pad(self.counts, ((0, 0), (0, 0), (before, bins - before - self.bins)))
-
-    def _rows(self, keep: np.ndarray) -> Ranges:
-        keys = ("step", "counts", "zeros", "nonfinite", "largest")
-        return replace(self, **{key: getattr(self, key)[keep] for key in keys})
-
-    def _joined(self, later: Ranges) -> Ranges:
-        if self.names != later.names:
-            missing = sorted(set(self.names) ^ set(later.names))[:3]
-            raise ValueError(f"only traces of the same network can be joined; names differ: {missing}")
-        return Ranges.chained([self, later])
-
-    @classmethod
-    def chained(cls, parts: Sequence[Ranges]) -> Ranges:
-        """The rows of several histograms of the same tensors, one after the other, with the bins that all need."""
-        lowest = min(part.lowest for part in parts)
-        bins = max(part.lowest + part.bins for part in parts) - lowest
-        keys = ("step", "zeros", "nonfinite", "largest")
-        return cls(
-            names=parts[0].names,
-            size=np.max([part.size for part in parts], axis=0),
-            lowest=lowest,
-            counts=np.concatenate([part._padded(lowest, bins) for part in parts]),
-            **{key: np.concatenate([getattr(part, key) for part in parts]) for key in keys},
-        )
-
-    @classmethod
-    def empty(cls, names: tuple[str, ...]) -> Ranges:
-        """No rows."""
-        whole, none = np.zeros((0, len(names)), np.int64), np.zeros(0, np.int64)
-        counts, largest = whole[:, :, None].astype(np.uint32), whole.astype(np.float32)
-        return cls(names, np.zeros(len(names), np.int64), none, 0, counts, whole, whole, largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,20 +66,20 @@ class Trace:
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _hold_as(self, _SCALARS)
+        hold_as(self, STEPS)
         check_kind("gradients", self.gradients, Ranges, "Ranges")
         check_kind("activations", self.activations, Ranges, "Ranges", optional=True)
-        for key in _SCALARS:
-            _need_shape(key, getattr(self, key), (len(self.step),))
-        _need_ascending("the steps", self.step)
+        for key in STEPS:
+            need_shape(key, getattr(self, key), (len(self.step),))
+        need_ascending("the steps", self.step)
         if (self.scale < 0).any():
             raise ValueError("a loss scale is negative: the trace is damaged")
         get_format(self.format)
         check_kind("measured", self.measured, Mapping, "a dict of arrays")
         for name, tops in self.measured.items():
             get_format(name)
-            _need_dtype(f"measured[{name!r}]", tops, np.float64)
-            _need_shape(f"measured[{name!r}]", tops, (len(self.step),))
+            held_as(f"measured[{name!r}]", tops, np.float64)
+            need_shape(f"measured[{name!r}]", tops, (len(self.step),))
             if np.isnan(tops).any():
                 raise ValueError(f"a measured ceiling of {name} is NaN: the trace is damaged")
         for part in (self.gradients, self.activations):
@@ -222,11 +108,11 @@ class Trace:
     def write(self, file: IO[bytes]) -> None:
         """As `save`, into an open file."""
         head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
-        arrays: dict[str, Any] = {key: getattr(self, key) for key in _SCALARS}
+        arrays: dict[str, Any] = {key: getattr(self, key) for key in STEPS}
         for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
             if part is not None:
                 head[prefix] = {"names": part.names, "lowest": part.lowest}
-                arrays |= {f"{prefix}_{key}": getattr(part, key) for key in _RANGES}
+                arrays |= {f"{prefix}_{key}": getattr(part, key) for key in RANGES}
         if self.measured:
             head["measured"] = list(self.measured)
             arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
@@ -247,7 +133,7 @@ class Trace:
             if not isinstance(head["meta"], dict):
                 raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
             parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
-            scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in _SCALARS.items()}
+            scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in STEPS.items()}
             measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
             return cls(**scalars, **parts, format=head["format"], meta=head["meta"], measured=measured)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
@@ -260,20 +146,15 @@ class Trace:
 
     def thinned(self, steps: np.ndarray) -> Trace:
         """The same steps with only the gradient histograms of `steps`."""
-        return replace(self, gradients=self.gradients._rows(np.isin(self.gradients.step, steps)))
+        return replace(self, gradients=self.gradients.rows(np.isin(self.gradients.step, steps)))
 
     def _where(self, keep: np.ndarray) -> Trace:
-        scalars: dict[str, Any] = {key: getattr(self, key)[keep] for key in _SCALARS}
-        kept = scalars["step"]
-        gradients = self.gradients._rows(np.isin(self.gradients.step, kept))
-        seen = self.activations
-        return replace(
-            self,
-            **scalars,
-            gradients=gradients,
-            activations=None if seen is None else seen._rows(np.isin(seen.step, kept)),
-            measured={name: tops[keep] for name, tops in self.measured.items()},
-        )
+        columns: dict[str, Any] = {key: getattr(self, key)[keep] for key in STEPS}
+        for part in ("gradients", "activations"):
+            held = getattr(self, part)
+            columns[part] = None if held is None else held.rows(np.isin(held.step, columns["step"]))
+        columns["measured"] = {name: tops[keep] for name, tops in self.measured.items()}
+        return replace(self, **columns)
 
     def __add__(self, later: Trace) -> Trace:
         """This run and its continuation after a resume.
@@ -295,14 +176,14 @@ class Trace:
         first = self.before(int(later.step[0]))
         # a resumed recorder goes on with its clock, a new one starts from zero
         offset = first.seconds[-1] if len(first) and later.seconds[0] <= first.seconds[-1] else 0.0
-        columns: dict[str, Any] = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in _SCALARS}
+        columns: dict[str, Any] = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in STEPS}
         columns["seconds"] = np.concatenate([first.seconds, later.seconds + offset])
-        seen = None
-        if first.activations is not None and later.activations is not None:
-            seen = first.activations._joined(later.activations)
+        for part in ("gradients", "activations"):
+            own, other = getattr(first, part), getattr(later, part)
+            columns[part] = None if own is None else Ranges.chained([own, other])
         both = [name for name in first.measured if name in later.measured]
         columns["measured"] = {name: np.concatenate([first.measured[name], later.measured[name]]) for name in both}
-        return replace(first, **columns, gradients=first.gradients._joined(later.gradients), activations=seen)
+        return replace(first, **columns)
 
     def to_frame(self, part: str = "steps") -> pd.DataFrame:
         """The trace as a table.
@@ -312,7 +193,7 @@ class Trace:
         import pandas as pd
 
         if part == "steps":
-            return pd.DataFrame({key: getattr(self, key) for key in _SCALARS}).set_index("step")
+            return pd.DataFrame({key: getattr(self, key) for key in STEPS}).set_index("step")
         if part not in ("gradients", "activations"):
             raise ValueError(f"part must be 'steps', 'gradients' or 'activations', got {part!r}")
         ranges: Ranges | None = getattr(self, part)
@@ -335,42 +216,6 @@ class Trace:
         return frame.set_index(["step", "name"])
 
 
-def join(traces: Sequence[Trace]) -> Trace:
-    """Several pieces of one run as one trace, in order; see `Trace.__add__`."""
-    if not traces:
-        raise ValueError("join needs at least one trace, got none")
-    whole = traces[0]
-    for piece in traces[1:]:
-        whole = whole + piece
-    return whole
-
-
-def _hold_as(record: object, dtypes: Mapping[str, type]) -> None:
-    """Its arrays in the dtypes in which they are stored, so that every trace that can be made can be read again."""
-    for key, dtype in dtypes.items():
-        value = getattr(record, key)
-        check_kind(key, value, np.ndarray, "an array")
-        if value.dtype != dtype:
-            _need_dtype(key, value, dtype)
-            object.__setattr__(record, key, value.astype(dtype))
-
-
-def _need_dtype(key: str, value: np.ndarray, dtype: type) -> None:
-    check_kind(key, value, np.ndarray, "an array")
-    if not np.can_cast(value.dtype, dtype, "same_kind"):
-        raise TypeError(f"{key} must be {np.dtype(dtype)}, got {value.dtype}; write {key}.astype({dtype.__name__!r})")
-
-
-def _need_shape(key: str, value: np.ndarray, shape: tuple[int, ...]) -> None:
-    if value.shape != shape:
-        raise ValueError(f"{key} must have shape {shape}, got {value.shape}")
-
-
-def _need_ascending(what: str, step: np.ndarray) -> None:
-    if (np.diff(step) <= 0).any():
-        raise ValueError(f"{what} must ascend, each index once")
-
-
 def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarray:
     value = arrays[key]
     if value.dtype != np.dtype(dtype):
@@ -381,5 +226,5 @@ def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarra
 def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
     if not isinstance(head["names"], list) or not all(isinstance(name, str) for name in head["names"]):
         raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r:.80}")
-    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in _RANGES.items()}
+    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in RANGES.items()}
     return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)
