@@ -91,9 +91,9 @@ def ranges_of(names: tuple[str, ...], columns: Columns) -> Ranges:
     parts = []
     for block in columns.blocks():
         if len(block["step"]):
-            kept = {name: column for name, column in block.items() if name not in ("size", "lowest")}
+            rows = {name: column for name, column in block.items() if name not in ("size", "lowest")}
             size = block["size"].max(axis=0)
-            parts.append(Ranges(names=names, size=size, lowest=int(block["lowest"][0]), **kept))
+            parts.append(Ranges(names=names, size=size, lowest=int(block["lowest"][0]), **rows))
     return Ranges.chained(parts) if parts else Ranges.empty(names)
 
 
