@@ -18,10 +18,11 @@ from mpkit.boost.dim_reduce.descent import DimReduceSGD, _RandomState, _undistur
 from mpkit.boost.dim_reduce.pca import pca_matrix, prepare_pca
 from mpkit.boost.grad_freeze import FreezeOpt, cell, split_learning_rates
 from mpkit.boost.grad_freeze.stages import expected_saving, index_probabilities, stage_costs
-from mpkit.boost.group_loss_scale import GroupLossScaleManager, GroupScaling
+from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.boost.updates import DimReduceUpdate, FrozenUpdate
 from mpkit.step import distributed
+from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
 
 
@@ -199,7 +200,7 @@ def test_a_group_that_overflowed_in_another_process_overflowed(
     groups = [[nn.Parameter(torch.ones(2))], [nn.Parameter(torch.ones(2))]]
     for (p,) in groups:
         p.grad = torch.ones(2)
-    scaling = GroupScaling(GroupLossScaleManager(8.0, groups))
+    scaling = scaling_of(GroupLossScaleManager(8.0, groups), torch.device("cpu"))
     monkeypatch.setattr(distributed, "several_processes", lambda: True)
     monkeypatch.setattr(distributed, "agree_", lambda found: found.clamp_(elsewhere))
     found = scaling.unscale_([p.grad for (p,) in groups if p.grad is not None], torch.tensor(1.0))

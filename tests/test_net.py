@@ -254,8 +254,8 @@ BUGS = [
     Bug(
         "a cell that returns the scaled loss",
         "step/cells.py",
-        "StepOutcome(loss, overflow, scaling.shown(live))",
-        "StepOutcome(loss * live, overflow, scaling.shown(live))",
+        "StepOutcome(loss, overflow, scaling.shown())",
+        "StepOutcome(loss * live, overflow, scaling.shown())",
         "06_training_step",
         8,
     ),

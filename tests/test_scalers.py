@@ -422,7 +422,7 @@ def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
         got.append(float(scaler.scale_value))
     end = len(flags) if want.raised_at is None else want.raised_at
     assert got[:end] == want.scale[:end].tolist()
-    assert (int(scaler.stopped) == 0) == (want.raised_at is None)
+    assert (int(scaler.live.stopped) == 0) == (want.raised_at is None)
 
 
 def test_the_kernel_is_used_where_the_numbers_agree():
@@ -581,7 +581,7 @@ def test_state_of_another_kind_is_refused():
         (lambda: StaticLossScaler(8).scale(3.0), TypeError, "needs a tensor"),
         (lambda: DynamicLossScaler(8, 2, 2).adjust(True), TypeError, r"torch.tensor\(True\)"),
         (lambda: DynamicLossScaler(8, 2, 2).adjust(torch.tensor(1.0)), TypeError, "bool tensor"),
-        (lambda: DynamicLossScaler(8, 2, 2).adjust(torch.tensor([True])), ValueError, "must be 0-d"),
+        (lambda: DynamicLossScaler(8, 2, 2).adjust(torch.tensor([True, False])), ValueError, "one flag per scale"),
         (lambda: all_finite(torch.ones(2)), TypeError, r"wrap it: \[x\]"),
         (lambda: all_finite([[torch.ones(2)]]), TypeError, "flatten nested"),
         (lambda: all_finite(()), ValueError, "no gradient"),
@@ -637,7 +637,7 @@ def test_gpu_equals_cpu_without_a_wait():
     finite = [torch.tensor(flag, device="cuda") for flag in (True, True, False, True, False, True, True)]
     pairs = [(PolicyLossScaler(of(name)), PolicyLossScaler(of(name))) for name in SINGLE]
     for _, gpu in pairs:
-        gpu._follow(torch.device("cuda:0"))
+        gpu.live.to_("cuda:0")
     scale = torch.tensor(3.0, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -617,13 +617,13 @@ def test_a_refused_optimizer_state_leaves_the_scaler_alone():
 @pytest.mark.parametrize("sense", ["dynamic scaler", "static scaler", "torch policy"])
 def test_the_scale_of_a_cell_is_the_tensor_of_its_scaler(sense):
     cell = cell_for(sense=sense)
-    scaler = cell.adjust.scaler
+    scaler = cell.adjust
     assert cell.scale_sense is scaler.scale_value
     outcome = cell(*batches(1)[0])
     cell.half()
     other = cell_for(sense=sense)
-    other.adjust.scaler.scale_value.fill_(64.0)
-    scaler.load_state_dict(other.adjust.scaler.state_dict())
+    other.adjust.scale_value.fill_(64.0)
+    scaler.load_state_dict(other.adjust.state_dict())
     assert cell.scale_sense is scaler.scale_value
     assert cell.scale_sense.item() == 64.0
     assert outcome.scale.item() == 1024.0

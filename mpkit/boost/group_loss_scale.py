@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_choice, check_count, check_flags, check_number
-from mpkit.scalers import LossScaleManager, all_finite, check_and_unscale_
+from mpkit.policies import ScalePolicy
+from mpkit.policies.rule import in_float32
+from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
 from mpkit.step import distributed
 from mpkit.step.scaling import Scaling
 
@@ -108,6 +110,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.blame, self.faithful = blame, faithful
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
+        self._live: Scale
         self.register_buffer("table", torch.ones(2, dtype=torch.float32))
         self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
@@ -146,6 +149,18 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         inner = self._checked(loss_scale_number, init_loss_scale)
         self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=self._device())
         self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
+        self._live = Scale(
+            ScalePolicy(
+                init_scale=torch.tensor(inner, dtype=torch.float64),
+                growth_factor=in_float32(self.growth),
+                backoff_factor=in_float32(self.shrink),
+                growth_interval=1,
+                min_scale=self.min_scale,
+                max_scale=self.max_scale,
+                clamp_both_ways=True,
+                hold_at_overflow=False,
+            )
+        )
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> Tensor:
         """Multiply the scale of group `layer` (from 0) by `update_ratio`; -> () its new value, within the bounds."""
@@ -170,9 +185,9 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         """This object: it keeps the scales and updates them."""
         return self
 
-    def scaling(self) -> GroupScaling:
-        """The scaling of a train cell whose network holds this manager's markers."""
-        return GroupScaling(self)
+    def scaling(self, scale: Scale) -> GroupScaling:
+        """The scaling of a train cell whose network holds this manager's markers; `scale` is 1, and stays."""
+        return GroupScaling(self, scale)
 
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
         """The marker between group `layer1` (nearer the input) and group `layer2`; -> x, same values."""
@@ -209,8 +224,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         found |= ~left
         came[-1] = True  # behind the last group there is only the loss
         guilty = found & came if self.blame == "first" else found
-        factor = torch.full_like(used, self.growth).masked_fill(found, 1.0).masked_fill(guilty, self.shrink)
-        self.scales.mul_(factor).clamp_(self.min_scale, self.max_scale)
+        self._live.value = self.scales  # a view of the buffer, which a move to another device replaces
+        self._live.advance_(guilty.float(), part=guilty | ~found)
         self.passed.fill_(True)
         if self.faithful:
             for g, ratio in zip(grads, used / self.scales):
@@ -245,8 +260,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
 class GroupScaling(Scaling):
     """A scale for each group of a manager; the loss itself is seeded with 1, the markers apply the scales."""
 
-    def __init__(self, manager: GroupLossScaleManager) -> None:
-        super().__init__()
+    def __init__(self, manager: GroupLossScaleManager, scale: Scale) -> None:
+        super().__init__(scale)
         self.groups = manager
 
     def covers(self, parameters: Sequence[Tensor]) -> None:
@@ -267,6 +282,6 @@ class GroupScaling(Scaling):
         self.group_overflow = found = manager.unscale_and_update_()
         return found.any().float()
 
-    def shown(self, scale: Tensor) -> Tensor:
+    def shown(self) -> Tensor:
         """The scale of the first group."""
         return self.groups.scales[0].clone()

@@ -284,6 +284,16 @@ class ScaleState(NamedTuple):
     since: Value  # steps since the scale last changed
 
 
+def counters(policy: ScalePolicy) -> list[str]:
+    """The parts of the state that this policy uses beside `scale`; none where nothing can move the scale."""
+    p = policy
+    if replace(p, init_scale=1.0, scale_bits=32, name="") == ScalePolicy.fixed(1.0):
+        return []
+    used = {"decided": p.delayed is not False, "good": True, "left": _used(p.hysteresis > 1)}
+    used |= {"streak": _used(p.max_consecutive < NEVER), **dict.fromkeys(("strikes", "since"), _used(p.tolerance >= 0))}
+    return [name for name, needed in used.items() if needed]
+
+
 def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> ScaleState:
     """The state before the first step: Python numbers, or tensors where `device` is given or `policy` is a vector.
 

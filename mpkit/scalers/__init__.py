@@ -9,6 +9,7 @@ from .managers import (
     LossScaleManager,
 )
 from .policy import PolicyLossScaler
+from .scale import Scale
 from .scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from .tensor_scale import TensorScaler, update_all_
 
@@ -21,6 +22,7 @@ __all__ = [
     "LossScaleManager",
     "LossScaler",
     "PolicyLossScaler",
+    "Scale",
     "StaticLossScaler",
     "TensorScaler",
     "all_finite",

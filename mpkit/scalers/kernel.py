@@ -8,24 +8,18 @@ refuses a growth that is not finite. Everything else that a policy may ask for h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpkit.policies import ScalePolicy, advance, initial
+from mpkit.policies import ScalePolicy
 from mpkit.policies.rule import FLOAT32_MAX, SMALLEST_NORMAL
 
-_update_scale_, _maximum = torch._amp_update_scale_, torch.maximum
-_INF = math.inf
 _ROOM = 64  # powers of two by which a scale is moved down where growth past the largest float32 must give inf
 # 0-d CPU tensors are arguments of a kernel on any device, and cheaper than Python numbers, which torch wraps each time
 _DOWN, _UP = (torch.tensor(factor, dtype=torch.float32) for factor in (2.0**-_ROOM, 2.0**_ROOM))
-
-
-Advance = Callable[[Tensor, Tensor, Tensor], None]
-"""`advance_(scale, good, found_inf)`, see `FusedRule.advance_`."""
 
 
 class FusedRule(NamedTuple):
@@ -48,27 +42,14 @@ class FusedRule(NamedTuple):
         growth, backoff, interval, floor, cap, room = self
         if room:
             scale.mul_(_DOWN)
-        _update_scale_(scale, good, found_inf, growth, backoff, interval)
+        # torch has no public name for the kernel of its GradScaler
+        torch._amp_update_scale_(scale, good, found_inf, growth, backoff, interval)
         if room:
             scale.mul_(_UP)
-        if floor == 1.0 and cap == _INF:
-            _maximum(scale, found_inf, out=scale)  # the flag is the floor, and only where the scale was lowered
-        elif floor or cap < _INF:
+        if floor == 1.0 and cap == math.inf:
+            torch.maximum(scale, found_inf, out=scale)  # the flag is the floor, and only where the scale was lowered
+        elif floor or cap < math.inf:
             scale.clamp_(floor, cap)
-
-
-class TensorRule(NamedTuple):
-    """The same for any other policy whose whole state is a scale and a counter: `advance`, in place."""
-
-    policy: ScalePolicy
-
-    def advance_(self, scale: Tensor, good: Tensor, found_inf: Tensor) -> None:
-        """As `FusedRule.advance_`."""
-        wide = scale.double().reshape(())
-        state = initial(self.policy)._replace(scale=wide, decided=wide, good=good.long())  # the interval may need it
-        after, _ = advance(self.policy, state, found_inf.reshape(()) == 0)
-        scale.copy_(after.scale)
-        good.copy_(after.good)
 
 
 def fused_rule(p: ScalePolicy) -> FusedRule | None:
@@ -76,28 +57,22 @@ def fused_rule(p: ScalePolicy) -> FusedRule | None:
     if p.shape or not p.growth_interval < 2**31:  # the counter of the kernel has 32 bits
         return None
     backoff = p.backoff_factor / p.backoff_divisor
-    rising, positive = backoff <= 1 <= p.growth_factor, min(p.init_scale, p.min_scale) >= SMALLEST_NORMAL
+    rising, lowest = backoff <= 1 <= p.growth_factor, min(p.init_scale, p.min_scale)
     # growth out of range: refused by the kernel, or cut to a cap that it can reach, or inf in the room below
-    free = p.max_scale == math.inf
-    room = not p.hold_at_overflow
-    roomy = free and rising and p.growth_factor <= 2.0**_ROOM and min(p.init_scale, p.min_scale) >= 2.0 ** (_ROOM - 126)
+    free, room = p.max_scale == math.inf, not p.hold_at_overflow
+    roomy = free and rising and p.growth_factor <= 2.0**_ROOM and lowest >= 2.0 ** (_ROOM - 126)
     reached = free or p.max_scale * p.growth_factor <= FLOAT32_MAX
     # a clamp acts after every step, the policy's bounds after a change of their own direction: the same inside them
     inside = rising and p.min_scale <= p.init_scale <= p.max_scale
     bounded = inside or (free and p.min_scale in (0, 1))
-    plain = ScalePolicy(
-        init_scale=p.init_scale,
-        growth_factor=p.growth_factor,
-        backoff_factor=p.backoff_factor,
-        backoff_divisor=p.backoff_divisor,
-        growth_interval=p.growth_interval,
-        min_scale=p.min_scale,
-        max_scale=p.max_scale,
-        hold_at_overflow=not room,
+    # the other fields have to be those of a policy that asks for nothing more
+    settings = ("init_scale", "growth_factor", "backoff_factor", "backoff_divisor", "growth_interval", "min_scale")
+    plain = replace(
+        ScalePolicy(**{key: getattr(p, key) for key in (*settings, "max_scale", "name")}),
+        hold_at_overflow=p.hold_at_overflow,
         growth_ge=p.growth_ge,  # counted up from 0 the interval is met and never passed, and one below 1 is met at once
-        flush_subnormal=p.flush_subnormal and rising and positive,  # nothing is left to flush
+        flush_subnormal=p.flush_subnormal and rising and lowest >= SMALLEST_NORMAL,  # nothing is left to flush
         raise_at_min=p.raise_at_min,  # for the caller to see: it moves nothing
-        name=p.name,
     )
     if p != plain or not _same_quotient(p) or not (reached and bounded and (roomy or not room)):
         return None
@@ -116,8 +91,3 @@ def _same_quotient(p: ScalePolicy) -> bool:
         return True
     whole = p.backoff_divisor < 2**24 and p.backoff_divisor == int(p.backoff_divisor)
     return whole and p.backoff_factor == 1 and p.min_scale >= SMALLEST_NORMAL
-
-
-def short_rule(policy: ScalePolicy) -> Advance:
-    """`advance_` of a policy whose whole state is a scale and a counter of finite steps."""
-    return (fused_rule(policy) or TensorRule(policy)).advance_

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count, check_flags, check_number
+from mpkit.arguments import check_alike, check_count, check_flags, check_number
 from mpkit.policies import STOPS, ScalePolicy, advance, initial, preset
 
-from .kernel import Advance, short_rule
-from .scaler import need_flag, need_keys, need_number
+from .scale import Scale
+from .scaler import need_flag, need_number
 
 _ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
 
@@ -56,7 +55,7 @@ class LossScaleManager(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        need_keys(state, self.state_dict())
+        check_alike("the state of a manager", state, self.state_dict())
 
 
 class FixedLossScaleManager(LossScaleManager):
@@ -112,20 +111,27 @@ class DynamicLossScaleManager(LossScaleManager):
         need_number("scale_factor", scale_factor)
         if init_loss_scale < 1:
             raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
-        self.scale_factor, self.scale_window = scale_factor, check_count("scale_window", scale_window)
-        self._policy = preset(
-            "mindspore_manager",
-            init_loss_scale=init_loss_scale,
-            scale_factor=scale_factor,
-            scale_window=scale_window,
+        self._settings = scale_factor, check_count("scale_window", scale_window)
+        self._rule = preset(
+            "mindspore_manager", init_loss_scale=init_loss_scale, scale_factor=scale_factor, scale_window=scale_window
         )
-        self._state = initial(self._policy)
+        self._state = initial(self._rule)  # numbers: a manager lives on the host, and a `Scale` on the device
         self.cur_iter, self.last_overflow_iter = 1, 0
+
+    @property
+    def scale_factor(self) -> float:
+        """As given to the constructor, or loaded."""
+        return self._settings[0]
+
+    @property
+    def scale_window(self) -> int:
+        """As given to the constructor, or loaded."""
+        return self._settings[1]
 
     @property
     def policy(self) -> ScalePolicy:
         """Preset "mindspore_manager" from the scale of now."""
-        return replace(self._policy, init_scale=self.get_loss_scale())
+        return replace(self._rule, init_scale=self.get_loss_scale())
 
     @property
     def bad_step(self) -> int:
@@ -148,7 +154,7 @@ class DynamicLossScaleManager(LossScaleManager):
                 f"overflow must be a bool or a bool tensor of one element, got {overflow!r:.80}; write overflow != 0"
             )
         overflow = bool(overflow)
-        self._state, raised = advance(self._policy, self._state, not overflow)
+        self._state, raised = advance(self._rule, self._state, not overflow)
         if overflow:
             self.last_overflow_iter = self.cur_iter
         if raised:
@@ -161,17 +167,17 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, every counter and the settings, as Python numbers."""
+        settings = dict(zip(("scale_factor", "scale_window"), self._settings))
         return {
             **self._state._asdict(),
             "cur_iter": self.cur_iter,
             "last_overflow_iter": self.last_overflow_iter,
-            "scale_factor": self.scale_factor,
-            "scale_window": self.scale_window,
+            **settings,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
-        need_keys(state, self.state_dict())
+        check_alike("the state of a manager", state, self.state_dict())
         need_number("scale", scale := state["scale"])
         if scale < 1:
             raise ValueError(f"scale must be at least 1, got {scale}: this state is damaged")
@@ -230,14 +236,25 @@ class DynamicLossScaleUpdateCell(nn.Module):
             check_number(name, value, low=-math.inf)
         check_number("scale_window", scale_window, low=-math.inf)
         super().__init__()
-        self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
+        self.loss_scale_value, self._settings = loss_scale_value, (scale_factor, scale_window)
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
+        self._live: Scale | None = None
+
+    @property
+    def scale_factor(self) -> float:
+        """As given to the constructor."""
+        return self._settings[0]
+
+    @property
+    def scale_window(self) -> float:
+        """As given to the constructor."""
+        return self._settings[1]
 
     @property
     def policy(self) -> ScalePolicy:
         """Preset "mindspore_cell" from the first scale."""
-        return _policy(self.loss_scale_value, self.scale_factor, self.scale_window)
+        return _cell_policy(self.loss_scale_value, *self._settings)
 
     @property
     def last_overflow_iter(self) -> Tensor:
@@ -266,17 +283,15 @@ class DynamicLossScaleUpdateCell(nn.Module):
             self(loss_scale, found_inf.bool())
 
     def _advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
+        if self._live is None:  # not before: a factor that no rule can use is told by the first step
+            self._live = Scale(_cell_policy(1.0, *self._settings), loss_scale)
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
-        _rule(self.scale_factor, self.scale_window)(loss_scale, self.streak, found_inf)
+        # the scale is the caller's, and whoever moved this module has replaced its buffers
+        self._live.value, self._live.counts["good"] = loss_scale, self.streak
+        self._live.advance_(found_inf)
         self.cur_iter.add_(_ONE)
 
 
-def _policy(scale: float, factor: float, window: float) -> ScalePolicy:
+def _cell_policy(scale: float, factor: float, window: float) -> ScalePolicy:
     return preset("mindspore_cell", loss_scale_value=scale, scale_factor=factor, scale_window=window)
-
-
-@lru_cache
-def _rule(factor: float, window: float) -> Advance:
-    """The rule is the same whatever the first scale is."""
-    return short_rule(_policy(1.0, factor, window))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from mpkit.arguments import check_alike, check_count, is_number
 from mpkit.policies import ScalePolicy, preset
 
-from .kernel import Advance, short_rule
+from .scale import Scale
 
 Nest = TypeVar("Nest")
 """A tensor, or a tuple or list of nests."""
@@ -27,11 +26,6 @@ class LossScaler(ABC):
     """
 
     scale_value: Tensor
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        if "adjust" in vars(cls) and "advance_" not in vars(cls):
-            cls.advance_ = LossScaler.advance_  # type: ignore[method-assign]  # a step must hear the new `adjust`
 
     @property
     def policy(self) -> ScalePolicy | None:
@@ -70,21 +64,17 @@ class LossScaler(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        need_keys(state, self.state_dict())
+        check_alike("the state of a scaler", state, self.state_dict())
         self.scale_value.fill_(state["scale_value"])
 
-    def _tensors(self) -> list[str]:
-        return ["scale_value"]
-
-    def _follow(self, device: torch.device) -> None:
-        if self.scale_value.device != device:
-            for name in self._tensors():
-                setattr(self, name, getattr(self, name).to(device))
+    def _to(self, device: torch.device) -> None:
+        self.scale_value = self.scale_value.to(device)
 
     def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: object, layer: int | None = None) -> Any:
         """`function(x, scale)` of every tensor x; `layer` picks one of several scales."""
         if isinstance(inputs, Tensor):
-            self._follow(inputs.device)
+            if self.scale_value.device != inputs.device:
+                self._to(inputs.device)
             return function(inputs, self.scale_value if layer is None else self.scale_value[layer])
         if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
             return type(inputs)(*(self._map(function, x, layer) for x in inputs))
@@ -93,8 +83,55 @@ class LossScaler(ABC):
         raise TypeError(f"needs a tensor or a tuple or list of tensors, got {type(inputs).__name__}; use torch.tensor")
 
 
-class StaticLossScaler(LossScaler):
-    """A loss scale that stays what it is.
+class LiveScaler(LossScaler):
+    """A scaler that is the face of a `Scale`, `live`."""
+
+    def __init__(self, live: Scale) -> None:
+        self.live = live
+
+    @property
+    def scale_value(self) -> Tensor:  # type: ignore[override]
+        """The scale now, () or one for each policy of a vector; float64 where the policy keeps 64 bits."""
+        return self.live.value
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the rule; `grads_finite` is a bool tensor of one element, or of one per scale, on the device.
+
+        Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
+        """
+        need_flag("grads_finite", grads_finite)
+        if grads_finite.shape != (shape := self.live.shape):
+            if grads_finite.numel() != shape.numel():
+                came = tuple(grads_finite.shape)
+                raise ValueError(
+                    f"grads_finite must hold one flag per scale, {shape.numel()}, got shape {came}; use .all()"
+                )
+            grads_finite = grads_finite.reshape(shape)
+        self.live.advance_(found_inf_of(grads_finite))
+        return bool(self.live.counts)
+
+    def advance_(self, found_inf: Tensor) -> None:
+        """`adjust` for the float32 flag of `check_and_unscale_` (or one per policy), unchecked."""
+        if adjusts_itself(type(self)):
+            self.adjust(found_inf == 0)  # a step must hear it
+        else:
+            self.live.advance_(found_inf)
+
+    def check(self) -> None:
+        """Raise RuntimeError if the policy met one of its errors since the last call (one host read)."""
+        self.live.check()
+
+    def _to(self, device: torch.device) -> None:
+        self.live.to_(device)
+
+
+def adjusts_itself(kind: type[LiveScaler]) -> bool:
+    """Whether a subclass has a step of its own."""
+    return kind.adjust is not LiveScaler.adjust or kind.advance_ is not LiveScaler.advance_
+
+
+class StaticLossScaler(LiveScaler):
+    """A loss scale that stays what it is; `adjust` does nothing and says so: False.
 
     Args:    scale_value: number >= 1 (inf and nan are accepted, as in MindSpore).
     Raises:  TypeError for a bool or anything but a number, ValueError below 1.
@@ -105,27 +142,20 @@ class StaticLossScaler(LossScaler):
     """
 
     def __init__(self, scale_value: float) -> None:
-        self.scale_value = _checked_scale(scale_value)
+        super().__init__(Scale(ScalePolicy.fixed(1.0), _checked_scale(scale_value)))
 
     @property
     def policy(self) -> ScalePolicy:
         """A fixed scale."""
         return ScalePolicy.fixed(float(self.scale_value))
 
-    def adjust(self, grads_finite: Tensor) -> bool:
-        """Does nothing and says so: False."""
-        return False
 
-    def advance_(self, found_inf: Tensor) -> None:
-        """Does nothing."""
-
-
-class DynamicLossScaler(LossScaler):
+class DynamicLossScaler(LiveScaler):
     """A loss scale that grows after `scale_window` finite steps in a row and shrinks on overflow, never below 1.
 
     On finite gradients: after `scale_window` of them in a row the scale is multiplied by `scale_factor`, unless the
     product is not finite in float32 (then it stays). On overflow: divided by `scale_factor`, at least 1, and the
-    count starts again. State is a float32 `scale_value` and an int32 `counter`; `adjust` reads neither on the host.
+    count starts again. State is a float32 `scale_value` and a whole `counter`; `adjust` reads neither on the host.
 
     Args:
         scale_value:  first scale, number >= 1.
@@ -140,55 +170,48 @@ class DynamicLossScaler(LossScaler):
     """
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
-        self.scale_value = _checked_scale(scale_value)
-        self.scale_factor, self.scale_window = _settings(scale_factor, scale_window)
-        self.counter = torch.zeros((), dtype=torch.int32)
+        value = _checked_scale(scale_value)
+        self._settings = _checked_settings(scale_factor, scale_window)
+        super().__init__(Scale(_policy(1.0, *self._settings), value))  # it moves any scale of 1 or more
+
+    @property
+    def scale_factor(self) -> int:
+        """As given to the constructor, or loaded."""
+        return self._settings[0]
+
+    @property
+    def scale_window(self) -> int:
+        """As given to the constructor, or loaded."""
+        return self._settings[1]
+
+    @property
+    def counter(self) -> Tensor:
+        """() whole number: finite steps since the last change or overflow."""
+        return self.live.counts["good"]
 
     @property
     def policy(self) -> ScalePolicy:
         """Preset "mindspore_scaler" from the scale of now."""
-        return _policy(float(self.scale_value), self.scale_factor, self.scale_window)
-
-    def adjust(self, grads_finite: Tensor) -> bool:
-        """One step of the rule; `grads_finite` is a 0-d bool tensor, as `all_finite` returns it. Returns True.
-
-        Note the sense: *finite*, the reverse of the managers' and cells' `overflow`.
-        """
-        need_flag("grads_finite", grads_finite)
-        if grads_finite.dim():
-            raise ValueError(f"grads_finite must be 0-d, got shape {tuple(grads_finite.shape)}; use .all()")
-        DynamicLossScaler.advance_(self, found_inf_of(grads_finite))
-        return True
-
-    def advance_(self, found_inf: Tensor) -> None:
-        """`adjust` for the () float32 flag of `check_and_unscale_`, unchecked: what a training step calls."""
-        self._follow(found_inf.device)
-        _rule(self.scale_factor, self.scale_window)(self.scale_value, self.counter, found_inf)
+        return _policy(float(self.scale_value), *self._settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, counter and settings, as Python numbers."""
-        return {
-            **super().state_dict(),
-            "counter": int(self.counter),
-            "scale_factor": self.scale_factor,
-            "scale_window": self.scale_window,
-        }
+        settings = dict(zip(("scale_factor", "scale_window"), self._settings))
+        return {**super().state_dict(), "counter": int(self.counter), **settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
-        need_keys(state, self.state_dict())
+        check_alike("the state of a scaler", state, self.state_dict())
         scale, counter = _checked_scale(state["scale_value"]), check_count("counter", state["counter"], low=0)
         if counter >= 2**31:
             raise ValueError(f"counter has 31 bits, got an int of {counter.bit_length()}")
-        self.scale_factor, self.scale_window = _settings(state["scale_factor"], state["scale_window"])
+        self._settings = _checked_settings(state["scale_factor"], state["scale_window"])
+        self.live.follow(_policy(1.0, *self._settings))
         self.scale_value.copy_(scale)
         self.counter.fill_(counter)
 
-    def _tensors(self) -> list[str]:
-        return ["scale_value", "counter"]
 
-
-def _settings(scale_factor: object, scale_window: object) -> tuple[int, int]:
+def _checked_settings(scale_factor: object, scale_window: object) -> tuple[int, int]:
     factor, window = check_count("scale_factor", scale_factor), check_count("scale_window", scale_window)
     need_number("scale_factor", factor)
     return factor, window
@@ -196,12 +219,6 @@ def _settings(scale_factor: object, scale_window: object) -> tuple[int, int]:
 
 def _policy(scale: float, factor: int, window: int) -> ScalePolicy:
     return preset("mindspore_scaler", scale_value=scale, scale_factor=factor, scale_window=window)
-
-
-@lru_cache
-def _rule(factor: int, window: int) -> Advance:
-    """The rule moves any scale of 1 or more, so it is the same whatever the first one is."""
-    return short_rule(_policy(1.0, factor, window))
 
 
 def _checked_scale(scale_value: float) -> Tensor:
@@ -229,13 +246,3 @@ def need_flag(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         came = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a bool tensor, got {came}; for a Python bool write torch.tensor({value!r})")
-
-
-def need_keys(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """ValueError unless a saved state has every key that this object saves, TypeError for a value of another kind."""
-    if not isinstance(state, dict):
-        raise ValueError(f"this is not the state of a scaler but {state!r}: it was saved with a scale of another kind")
-    if missing := [key for key in own if key not in state]:
-        raise ValueError(f"this state lacks {', '.join(missing)}: it was saved by another kind of scaler")
-    for key in own.keys() - {"policy"}:  # a policy is compared as a whole
-        check_alike(key, state[key], own[key])

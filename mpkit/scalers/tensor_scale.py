@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mpkit.arguments import check_flags, check_kind
+from mpkit.arguments import check_alike, check_flags, check_kind
 from mpkit.policies import TensorScalePolicy, TensorScaleState, advance_tensor_scale, initial_tensor_scale
-
-from .scaler import need_keys
 
 
 class TensorScaler:
@@ -82,10 +80,10 @@ class TensorScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
-        need_keys(state, {"policy": None})
+        check_alike("the state of a scaler", state, {"policy": None})
         if (saved := TensorScalePolicy(**state["policy"])) != self.policy:
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
-        need_keys(state, self.state_dict())
+        check_alike("the state of a scaler", state, {**self.state_dict(), "policy": None})
         device = self.amax.device
         self.state = TensorScaleState(state["scale"].clone().to(device), state["history"].clone().to(device))
         self.amax, self.pending = state["amax"].clone().to(device), state["pending"]

@@ -15,11 +15,13 @@ from mpkit.arguments import check_count, check_function, check_kind, check_numbe
 from mpkit.compiling import runs_as_python
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
+from mpkit.scalers import LossScaler
+from mpkit.scalers.sense import scale_tensor
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import backward, checked_loss, device_of, gradients_of, scale_tensor
+from mpkit.step.phases import backward, checked_loss, device_of, gradients_of
 from mpkit.step.restore import carried, carrying, load_all, saved_count, saved_gradients
-from mpkit.step.scaling import ScalerRule, Scaling, scaling_of
+from mpkit.step.scaling import Scaling, scaling_of
 from mpkit.step.update import Update
 
 MakeUpdate = Callable[[nn.Module, Optimizer], Update]
@@ -153,8 +155,8 @@ class TrainOneStepCell(nn.Module):
             ctx.outcome = StepOutcome(loss, overflow, live)
         else:
             assert ctx.found_inf is not None
-            scaling.adjust_(live, ctx.found_inf, overflow)  # last: an error in the optimizer leaves the scale as it was
-            ctx.outcome = StepOutcome(loss, overflow, scaling.shown(live))
+            scaling.scale.advance_(ctx.found_inf)  # last: an error in the optimizer leaves the scale as it was
+            ctx.outcome = StepOutcome(loss, overflow, scaling.shown())
         for hook in hooks:
             hook.after_update(ctx)
         return ctx.outcome
@@ -356,22 +358,22 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         update: MakeUpdate = plain_update,
     ) -> None:
         self._set_up(network, optimizer, hooks, clip_norm, accumulation_steps, update)
-        scale, self.scaling = scaling_of(scale_sense, device_of(network.parameters()))
+        self.scaling = scaling_of(scale_sense, device_of(network.parameters()))
         self.scaling.covers(parameters_of(optimizer))
-        self.adjust = self.scaling.rule  # by this name an update cell's counters stand in `state_dict()`
-        self.register_buffer("scale_sense", scale)
+        self.adjust = None if isinstance(scale_sense, Tensor) or self.scaling.groups else scale_sense
+        self.register_buffer("scale_sense", self.scaling.scale.seed)
 
     def forward(self, *inputs: object) -> StepOutcome:
         return self._step(inputs, self.scale_sense)
 
     def get_extra_state(self) -> dict[str, Any]:
         """As of `TrainOneStepCell`, with the state of a `LossScaler`."""
-        rule = self.adjust.state_dict() if isinstance(self.adjust, ScalerRule) else None
+        rule = self.adjust.state_dict() if isinstance(self.adjust, LossScaler) else None
         return {**super().get_extra_state(), "rule": rule}
 
     def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
         """Raises ValueError if only one of the two cells has a `LossScaler`."""
-        rule = self.adjust if isinstance(self.adjust, ScalerRule) else None
+        rule = self.adjust if isinstance(self.adjust, LossScaler) else None
         if (state["rule"] is None) != (rule is None):
             had, has = ("no LossScaler", "one") if rule else ("a LossScaler", "none")
             raise ValueError(f"the saved step had {had} and this one has {has}; build it with the same scale_sense")
@@ -385,6 +387,19 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         except Exception:
             self.scale_sense.copy_(before)
             raise
+        self._hold()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._hold()
+        return self
+
+    def _hold(self) -> None:
+        """The buffer is the tensor that moves, also where the module has got another one."""
+        scale = self.scaling.scale.to_(self.scale_sense.device)
+        if self.scale_sense is not scale.seed:
+            scale.seed.copy_(self.scale_sense)
+            self.scale_sense = scale.seed
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.
@@ -400,7 +415,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                 f"set_sense_scale needs a floating tensor of shape {tuple(self.scale_sense.shape)}, "
                 f"got {sens.dtype} of shape {tuple(sens.shape)}"
             )
-        if isinstance(self.adjust, ScalerRule):
+        if isinstance(self.adjust, LossScaler):
             raise RuntimeError("the scale belongs to the LossScaler that this cell was built with; set it there")
         if self.pending:
             raise RuntimeError(

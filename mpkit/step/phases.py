@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-
-from mpkit.arguments import check_number, is_number
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -132,23 +129,3 @@ def apply_(optimizer: Optimizer, found_inf: Tensor) -> None:
 def device_of(parameters: Iterable[Tensor]) -> torch.device:
     """Where the parameters live: the device of the first."""
     return next((p.device for p in parameters), torch.device("cpu"))
-
-
-def scale_tensor(value: float | Tensor, device: torch.device, name: str) -> Tensor:
-    """A float32 tensor on `device` that holds `value` and is nobody else's.
-
-    Raises:  TypeError if it is no number and no tensor; ValueError if a tensor's shape is neither () nor (1,), or the
-             value is 0, infinite or NaN.
-    """
-    if isinstance(value, Tensor):
-        if value.shape not in ((), (1,)):
-            raise ValueError(f"{name} must have shape () or (1,), got {tuple(value.shape)}")
-        if not value.is_floating_point():
-            raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
-    elif not is_number(value):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    elif isinstance(value, int):
-        check_number(name, value, low=-math.inf)
-    if float(value) == 0 or not math.isfinite(float(value)):
-        raise ValueError(f"{name} multiplies every gradient and must be finite and not 0, got {float(value)}")
-    return torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)

@@ -74,9 +74,14 @@ class ScaledStep:
         self.skip = skip
         self.average = average
         self.updates = [Update(optimizer) for optimizer in self.optimizers]
-        self.scale, self.scaling = scaling_of(scale_sense, device_of(parameters_of(self.optimizers[0])))
-        self.adjust = self.scaling.rule
+        self.scaling = scaling_of(scale_sense, device_of(parameters_of(self.optimizers[0])))
+        self.adjust = None if isinstance(scale_sense, Tensor) or self.scaling.groups else scale_sense
         self.drop()
+
+    @property
+    def scale(self) -> Tensor:
+        """What the next loss is multiplied by, () or (1,) float32."""
+        return self.scaling.scale.seed
 
     def drop(self) -> None:
         """Give the running step up, gradients and all; the next `backward` begins a new one. The scale stays."""
@@ -149,7 +154,7 @@ class ScaledStep:
         for update, found in list(zip(self.updates, self._found))[self._updated :]:
             update.apply(None, anywhere if self.skip == "all" else found)
             self._updated += 1
-        self.scaling.adjust_(self.scale, anywhere, overflow)
+        self.scaling.scale.advance_(anywhere)
         self.drop()
         return overflow
 
