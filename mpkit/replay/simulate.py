@@ -62,6 +62,8 @@ def simulate(
     policies = policies if policies.shape else stack([policies])
     tops = _checked(ceilings, policies.shape)
     wanted = np.arange(len(tops)) if sample is None else np.array(list(sample), dtype=np.int64)
+    if wanted.ndim != 1:
+        raise ValueError(f"sample holds indices of steps, one number each, got shape {wanted.shape}")
     count = policies.shape[0]
     if count > _FEW:
         tally = _Tally(tops if tops.ndim == 2 else tops[:, None], wanted, count)

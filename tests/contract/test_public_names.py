@@ -44,9 +44,11 @@ def touched(source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             base = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr.endswith("__"):
+                continue
             if base in modules and module(modules[base]) is not None:
                 found.add(f"{modules[base]}.{node.attr}")
-            elif node.attr.startswith("_") and not node.attr.endswith("__") and base not in ("self", "cls"):
+            elif node.attr.startswith("_") and base not in ("self", "cls"):
                 found.add(f".{node.attr}")
     return found
 

@@ -12,16 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import policy_of
 from support import tries
 from torch import nn
 
 from mpkit import optimizers
 from mpkit.boost import AutoBoost, BoostTrainOneStepWithLossScaleCell
-from mpkit.casting import auto_mixed_precision, cast_like
-from mpkit.casting.levels import LEVELS
-from mpkit.casting.presets import PRESETS
-from mpkit.casting.recipe import RECIPES
-from mpkit.policies import FRAMEWORKS, preset
+from mpkit.casting import LEVELS, PRESETS, RECIPES, auto_mixed_precision, cast_like
+from mpkit.policies import FRAMEWORKS
 from mpkit.scalers import (
     DynamicLossScaler,
     DynamicLossScaleUpdateCell,
@@ -32,22 +30,13 @@ from mpkit.scalers import (
 from mpkit.schedules import PolynomialDecayLR
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 
-NEEDED = {
-    "jmp": {"loss_scale": 1024.0},
-    "mindspore_cell": {"loss_scale_value": 1024.0, "scale_factor": 2.0, "scale_window": 2},
-    "mindspore_scaler": {"scale_value": 1024.0, "scale_factor": 2, "scale_window": 2},
-}
 LAYERWISE = {"fairscale_layerwise"}  # a scale for each layer: not for one loss
 SCALERS = {
     "DynamicLossScaler": lambda: DynamicLossScaler(1024, 2, 2),
     "StaticLossScaler": lambda: StaticLossScaler(1024),
     "DynamicLossScaleUpdateCell": lambda: DynamicLossScaleUpdateCell(1024.0, 2, 2),
     "FixedLossScaleUpdateCell": lambda: FixedLossScaleUpdateCell(1024.0),
-    **{
-        name: lambda name=name: PolicyLossScaler(preset(name, **NEEDED.get(name, {})))
-        for name in FRAMEWORKS
-        if name not in LAYERWISE
-    },
+    **{name: lambda name=name: PolicyLossScaler(policy_of(name)) for name in FRAMEWORKS if name not in LAYERWISE},
 }
 ARGUMENTS = {"Lamb": (0.1,), "Momentum": (0.1, 0.9)}
 OPTIMIZERS = [

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from mpkit import boost
-from mpkit.boost import AutoBoost, OptimizerProcess, ParameterProcess
-from mpkit.boost.grad_freeze import FreezeOpt, freeze_cell
+from mpkit.boost import AutoBoost, FreezeOpt, OptimizerProcess, ParameterProcess, freeze_cell
 from mpkit.data import digits
 from mpkit.model import Model
 from mpkit.networks import LeNet5, resnet18
@@ -85,16 +84,16 @@ def test_the_suggested_configuration_is_the_default_one(level: str) -> None:
 def test_autoboost(tmp_path: Path) -> None:
     # 1) when configuring the dict directly:
     boost_config_dict = {"boost": {"mode": "auto"}}
-    boost = AutoBoost("O1", boost_config_dict)
-    assert boost.active == ("less_bn", "grad_freeze")
+    chosen = AutoBoost("O1", boost_config_dict)
+    assert chosen.active == ("less_bn", "grad_freeze")
 
     # 2) when loading the dict from a json file:
     boost_json = tmp_path / "boost_config.json"
     boost_json.write_text(json.dumps(SUGGESTED))
     with open(boost_json) as fp:
         boost_config_dict = json.load(fp)
-    boost = AutoBoost("O1", boost_config_dict)
-    assert boost.active == ("less_bn", "grad_freeze")
+    chosen = AutoBoost("O1", boost_config_dict)
+    assert chosen.active == ("less_bn", "grad_freeze")
 
 
 def test_autoboost_refuses_another_mode() -> None:

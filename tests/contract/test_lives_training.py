@@ -30,7 +30,6 @@ from mpkit.boost import (
     ParameterProcess,
 )
 from mpkit.boost.adasum import adasum, adasum_enabled
-from mpkit.boost.auto import FLAGS, KEYS, LEVELS
 from mpkit.model import Callback, Checkpoint, Model
 from mpkit.record import Recorder
 from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaler, DynamicLossScaleUpdateCell
@@ -354,6 +353,7 @@ def test_gradient_accumulation_lives_as_fractions(parts, events):
         assert got == pytest.approx([float(w) for w in weight], rel=0, abs=1e-4 if rounds else 0)
 
 
+FLAGS, HYPER = [*AutoBoost("O0").flags], AutoBoost("O0").hyper
 CONFIGS = st.fixed_dictionaries(
     {},
     optional={
@@ -370,7 +370,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@given(st.sampled_from(sorted(LEVELS)), CONFIGS)
+@given(st.sampled_from(sorted(AutoBoost.levels)), CONFIGS)
 @tries(1)
 def test_a_configuration_switches_on_what_its_mode_says(level, config):
     rows = {"O0": set(), "O1": {"less_bn", "grad_freeze"}, "O2": {"less_bn", "grad_freeze", "adasum"}}
@@ -382,9 +382,9 @@ def test_a_configuration_switches_on_what_its_mode_says(level, config):
         on = set(FLAGS) if mode == "enable_all" else set()
     boost = AutoBoost(level, config)
     assert {flag for flag in FLAGS if boost.flags[flag]} == on
-    for name, key in KEYS.items():
-        given_here = config.get(key.section, {}).get(name, key.default)
-        assert boost.hyper[name] == (given_here if key.section in {*on, "common"} else key.default)
+    for name, default in HYPER.items():
+        said = [config[section][name] for section in {*on} & {*config} if name in config[section]]
+        assert boost.hyper[name] == (said or [default])[0]
     stopped = {item.what for item in boost.inactive}
     if "dim_reduce" in on:
         assert not {"less_bn", "grad_freeze", "adasum"} & set(boost.active)
@@ -398,7 +398,7 @@ def test_a_configuration_switches_on_what_its_mode_says(level, config):
 @given(CONFIGS, st.sampled_from(["", "boost", "grad_freeze", "nowhere"]), st.text(min_size=1, max_size=8))
 @tries(0.5)
 def test_a_name_that_no_configuration_has_is_refused(config, section, name):
-    known = {*FLAGS, "mode", *KEYS, *(key.section for key in KEYS.values())}
+    known = {*FLAGS, "mode", *HYPER, "common"}
     if name in known:
         return
     wrong = copy.deepcopy(config)

@@ -3,17 +3,17 @@
 import json
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support import ROOT
 
 from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
 from mpkit.replay import replay
 
-FOLDER = Path(__file__).resolve().parent.parent / "data" / "traces"
+FOLDER = ROOT / "data" / "traces"
 FILES = sorted(FOLDER.glob("*.npz"))
 
 

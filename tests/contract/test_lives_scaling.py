@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from oracles import POLICIES, RUNS, policy_of
 from support import AGAIN, again, tries
-from test_policies import POLICIES, RUNS
 
 from mpkit.policies import (
     FRAMEWORKS,
@@ -335,9 +335,9 @@ def test_a_replay_of_ceilings_is_the_rule_in_a_loop(policies, ceilings):
 @tries(0.3)
 def test_after_enough_finite_steps_the_past_is_forgotten(framework, first, second):
     """Every rule grows or stops growing on finite steps, so two pasts meet at the cap."""
-    from test_policies import of
-
-    policy = replace(of(framework), growth_interval=1, max_scale=2.0**20, max_consecutive=2**62, stop_at=-math.inf)
+    policy = replace(
+        policy_of(framework), growth_interval=1, max_scale=2.0**20, max_consecutive=2**62, stop_at=-math.inf
+    )
     policy = replace(policy, raise_at_min=False, error_at_zero=False, error_at_inf=False, growth_factor=2.0)
     policy = replace(policy, next_growth_lag=0, min_scale=max(policy.min_scale, 2.0**-10), init_scale=2.0**10)
     ends = {run(policy, [*past, *[True] * 80]).scale[-1] for past in (first, second)}
