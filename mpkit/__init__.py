@@ -17,7 +17,7 @@ _EXPORTS: dict[str, str] = {  # module -> its names; functions named like their 
     "casting": "amp_level auto_mixed_precision cast_like custom_mixed_precision get_black_list get_white_list ledger "
                "remove_mixed_precision to_float",
     "data": "digits mnist",
-    "diagnose": "Report preflight recommend",
+    "diagnose": "Report preflight recommend watch_loop",
     "formats": "BF16 E2M1 E2M3 E3M2 E4M3FN E5M2 FP16 FP32 FP64 TF32 FloatFormat get_format",
     "model": "Callback LossMonitor Model",
     "optimizers": "ASGD AdaFactor AdaMax Adadelta Adagrad Adam AdamWeightDecay FTRL LARS Lamb LazyAdam Momentum "

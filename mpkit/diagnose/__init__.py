@@ -1,5 +1,7 @@
 """Why a step went bad, what to train with instead, and what to check before the first step."""
 
+from mpkit.diagnose.loop import watch_loop
+from mpkit.diagnose.mistakes import LoopFinding, LoopReport
 from mpkit.diagnose.preflight import Finding, preflight
 from mpkit.diagnose.recommend import Recommendation, recommend
 from mpkit.diagnose.report import VERDICTS, Report
@@ -11,6 +13,8 @@ __all__ = [
     "VERDICTS",
     "Event",
     "Finding",
+    "LoopFinding",
+    "LoopReport",
     "Operand",
     "Recommendation",
     "Report",
@@ -21,4 +25,5 @@ __all__ = [
     "recommend",
     "recommend_recipe",
     "stale_scales",
+    "watch_loop",
 ]

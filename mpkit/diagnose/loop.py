@@ -1,0 +1,472 @@
+"""Watch a training loop for a few steps, and say what it does wrong in mixed precision."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from mpkit.diagnose.gradients import Pass, Watched, look, norm, rates, undivided
+from mpkit.diagnose.graph import divides_by, nodes, terms
+from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
+
+_BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
+
+
+class watch_loop:  # used as a function: with watch_loop(...) as report
+    """Watch your own training loop for two or three steps: what it does wrong, and the line that mends it.
+
+    What the loop does is watched, not its text: hooks of the optimizers' steps, the gradients between the calls, the
+    methods of the scaler, the state of autocast. It trains as it would without. Works with `torch.amp.GradScaler`, with
+    a scaler that has its methods, and with none.
+
+    Args:
+        network:    the network, or several.
+        optimizer:  its optimizer, or all of them in a list: one that never steps is found.
+        scaler:     the scaler; one that the loop makes itself is seen too.
+    Returns: (as the value of the `with`) a LoopReport: `findings` with `mistake`, `where`, `advice`; print it. An
+             error in the loop gets the report as a note, since a mistake often ends in one.
+    Edges:   a mistake that shows only when a step overflows (a schedule that counts skipped steps) is seen only if one
+             does; give the scaler a large first scale to see it.
+
+    >>> network = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    >>> with watch_loop(network, optimizer) as report:
+    ...     for _ in range(2):
+    ...         network(torch.ones(4, 2)).mean().backward()
+    ...         optimizer.step()
+    >>> [(found.mistake, found.where.split(", line")[0]) for found in report.findings]
+    [('not_cleared', 'SGD, step 2')]
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
+        scaler: Any = None,
+    ) -> None:
+        networks: list[Any] = list(network) if isinstance(network, list | tuple) else [network]
+        if not networks or not all(isinstance(n, nn.Module) for n in networks):
+            raise TypeError(f"network must be an nn.Module or a list of them, got {network!r:.80}")
+        listed = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
+        several: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
+        if not several or not all(isinstance(o, Optimizer) for o in several):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r:.80}")
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise TypeError(f"scaler must have a method scale, as torch.amp.GradScaler has it, got {scaler!r:.80}")
+        self.report = LoopReport()
+        self._scaler = scaler
+        self._own = {id(p) for n in networks for p in n.parameters()}
+        count = len(several)
+        self._watched = [
+            Watched(o, (f"optimizer {i + 1} ({type(o).__name__})" if count > 1 else type(o).__name__))
+            for i, o in enumerate(several)
+        ]
+        self._backward_depth = self._scaler_depth = 0
+        self._stepping: Optimizer | None = None
+        self._through: list[Any] = []  # scalers whose product the last backward pass began from
+        self._low = False  # autocast to float16 was on since the last step
+        self._pending: dict[int, set[str]] = {}  # scaler -> what it did since its last update
+        self._known: dict[int, tuple[Any, Watched | None]] = {}  # any optimizer, and who is watched under it
+        self._penalties: list[tuple[set[Any], float]] = []  # nodes of scaled gradients that were kept, and the scale
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LoopReport:
+        swap = self._swap
+        swap(torch.autograd, "backward", self._backward)
+        swap(torch.autograd, "grad", self._grad)
+        for owner in (torch, Tensor):
+            swap(owner, "nan_to_num", self._nan_to_num)
+            swap(owner, "nan_to_num_", self._nan_to_num)
+        swap(torch.autocast, "__enter__", self._autocast)
+        for kind in {*_family(torch.amp.GradScaler), *_kinds(self._scaler)}:
+            for name in ("scale", "unscale_", "step", "update"):
+                if name in vars(kind):
+                    swap(kind, name, getattr(self, f"_{name}"))
+        for kind in _family(LRScheduler):
+            if "step" in vars(kind):
+                swap(kind, "step", self._schedule)
+        for hook in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._stack.callback(hook.remove)
+        return self.report
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._stack.close()
+        if error is None:
+            self._at_the_end()
+        elif self.report.findings:
+            error.add_note(f"watch_loop: {self.report}")
+
+    def _swap(self, owner: Any, name: str, watching: Callable[..., Any]) -> None:
+        """Let `watching(original, *args, **kwargs)` stand for a function, until the end of the `with` block."""
+        original = getattr(owner, name)
+        inherited = name not in vars(owner)
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return watching(original, *args, **kwargs)
+
+        setattr(owner, name, watched)
+        self._stack.callback(delattr if inherited else setattr, owner, name, *(() if inherited else (original,)))
+
+    def _say(self, mistake: str, watched: Watched) -> None:
+        where = f"{watched.name}, step {watched.steps + 1}"
+        if not any(f.mistake == mistake and f.where.startswith(f"{watched.name}, ") for f in self.report.findings):
+            line = _line()
+            self.report.findings.append(LoopFinding(mistake, where + (f", {line}" if line else ""), MISTAKES[mistake]))
+
+    # --- the backward pass
+
+    def _backward(
+        self, original: Callable[..., None], tensors: Any, seeds: Any = None, *args: Any, **more: Any
+    ) -> None:
+        if self._backward_depth:  # a re-entrant checkpoint inside another
+            return original(tensors, seeds, *args, **more)
+        losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.grad_fn is not None]
+        self._look_for_penalties(losses)
+        seed = max((abs(float(t)) for t in tree_leaves(seeds) if isinstance(t, Tensor) and t.numel() == 1), default=1)
+        several = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
+        several_losses = any(args[:2]) or more.get("retain_graph") or more.get("create_graph")
+        before = []
+        for watched in self._watched:
+            if watched.passes and (watched.stepped_passes or look(watched.few) != watched.marks) and watched.cleared():
+                watched.start_over()
+            self._look_at_changes(watched)
+            before.append(look(watched.params))
+        self._through = []
+        self._backward_depth += 1
+        try:
+            original(tensors, seeds, *args, **more)
+        finally:
+            self._backward_depth -= 1
+        scaler = self._through[0] if self._through else None
+        scale = 1.0 if scaler is None else _scale_of(scaler)
+        this = Pass(
+            site=_site(),
+            scaler=scaler,
+            factor=max((factor for factor, _ in several), default=1.0) / scale,
+            means=tuple(factor / scale for factor, mean in several if mean and not several_losses),
+            low=self._low or any(loss.dtype == torch.float16 for loss in losses),
+        )
+        for watched, marks in zip(self._watched, before):
+            if look(watched.params) != marks:
+                self._reached(watched, this)
+        return None
+
+    def _reached(self, watched: Watched, this: Pass) -> None:
+        if _autocast_is_on(watched):
+            self._say("inside_autocast", watched)
+        if watched.unscaled and watched.passes and not watched.stepped_passes:
+            self._say("unscale_per_micro_batch", watched)
+        watched.passes.append(this)
+        for done in self._pending.values():
+            done.add("backward")
+        watched.marks, watched.norm = look(watched.few), None
+        if this.scaler is not None or undivided(watched.fresh):
+            watched.remember()
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        self._through = []
+        gradients = original(*args, **more)
+        kept = {g.grad_fn for g in tree_leaves(gradients) if isinstance(g, Tensor) and g.grad_fn is not None}
+        if self._through and kept:
+            self._penalties.append((kept, _scale_of(self._through[0])))
+        return gradients
+
+    def _look_for_penalties(self, losses: list[Tensor]) -> None:
+        """Were gradients kept from a scaled loss, and used in this one without a division by the scale?"""
+        for kept, scale in self._penalties:
+            used = divided = False
+            for node in nodes(losses):
+                used = used or node in kept
+                divided = divided or divides_by(node, scale)
+            if used and not divided and scale != 1:
+                self._say("scaled_penalty", self._watched[0])
+        self._penalties = []
+
+    # --- what the reader does to gradients between the calls
+
+    def _look_at_changes(self, watched: Watched) -> None:
+        """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
+        if watched.scaler is None or watched.norm is None:
+            return
+        changed = [old != new for old, new in zip(watched.marks, look(watched.few)) if new != (0, 0)]
+        if not changed or (any(changed) and not all(changed)):
+            return  # they were cleared, or a part of them was set
+        before, ratio = float(watched.norm), watched.shrunk()
+        if not math.isfinite(before):
+            if math.isfinite(float(norm(watched.few))):  # type: ignore[arg-type]
+                self._say("nan_hidden", watched)
+            return
+        shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
+        if ratio > 1 and not shared and not math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5):
+            self._say("clip_before_unscale", watched)
+
+    def _nan_to_num(self, original: Callable[..., Tensor], given: Tensor, *args: Any, **more: Any) -> Tensor:
+        in_hook = self._backward_depth and not torch.is_grad_enabled()
+        for watched in self._watched if isinstance(given, Tensor) else ():
+            if in_hook and self._through:
+                same = any(p.shape == given.shape for p in watched.params)
+            else:
+                same = watched.scaler is not None and any(_same(p.grad, given) for p in watched.params)
+            if same:
+                self._say("nan_hidden", watched)
+        return original(given, *args, **more)
+
+    # --- the scaler
+
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if not self._scaler_depth and _enabled(scaler):
+            self._done(scaler)
+            for t in tree_leaves(scaled):
+                if isinstance(t, Tensor) and t.requires_grad:
+                    t.register_hook(lambda _: self._through.append(scaler))
+        return scaled
+
+    def _inside(self, original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        self._scaler_depth += 1
+        try:
+            return original(*args, **more)
+        finally:
+            self._scaler_depth -= 1
+
+    def _unscale_(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
+        if self._scaler_depth or not _enabled(scaler):
+            return original(scaler, optimizer)
+        watched = self._of(optimizer)
+        if watched is None:
+            return self._inside(original, scaler, optimizer)
+        self._missing_update(scaler, watched)
+        self._look_at_changes(watched)
+        result = self._inside(original, scaler, optimizer)
+        watched.unscaled = True
+        self._done(scaler).add("unscale")
+        if undivided(watched.fresh):
+            watched.remember()
+        return result
+
+    def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **more: Any) -> Any:
+        watched = self._of(optimizer)
+        if self._scaler_depth or not _enabled(scaler) or watched is None:
+            return original(scaler, optimizer, *args, **more)
+        self._missing_update(scaler, watched)
+        self._about_to_step(watched, scaler)
+        watched.applied = False
+        result = self._inside(original, scaler, optimizer, *args, **more)
+        self._done(scaler).add(f"step {self._watched.index(watched)}")
+        self._stepped(watched)
+        return result
+
+    def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **more: Any) -> Any:
+        if self._scaler_depth or not _enabled(scaler):
+            return original(scaler, *args, **more)
+        done = self._pending.pop(id(scaler), set())
+        if done == {"backward"} and not args and not more:
+            for watched in self._watched:
+                if watched.fresh:
+                    self._say("update_per_micro_batch", watched)
+        before = _scale_of(scaler)
+        result = self._inside(original, scaler, *args, **more)
+        self._done(scaler)
+        lowered = _scale_of(scaler) < before
+        for watched in self._watched:
+            last = max((i for i, event in enumerate(watched.life) if event == "step"), default=None)
+            fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
+            if last is not None and lowered and (fused or not watched.applied):
+                watched.life[last] = "skipped"
+        return result
+
+    def _missing_update(self, scaler: Any, watched: Watched) -> None:
+        if f"step {self._watched.index(watched)}" in self._done(scaler):
+            self._say("no_update", watched)
+
+    def _done(self, scaler: Any) -> set[str]:
+        return self._pending.setdefault(id(scaler), set())
+
+    # --- the step
+
+    def _of(self, optimizer: Any) -> Watched | None:
+        """What is watched under this optimizer or one inside of it; another one of the network from now on too."""
+        if id(optimizer) not in self._known:
+            self._known[id(optimizer)] = optimizer, self._find(optimizer)
+        return self._known[id(optimizer)][1]
+
+    def _find(self, optimizer: Any) -> Watched | None:
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for watched in self._watched:
+            if not params.isdisjoint(map(id, watched.params)):
+                return watched
+        if params.isdisjoint(self._own):
+            return None
+        self._watched.append(Watched(optimizer, f"optimizer {len(self._watched) + 1} ({type(optimizer).__name__})"))
+        return self._watched[-1]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watched = self._of(optimizer)
+        if watched is None or self._stepping not in (None, optimizer):  # one inside another
+            return None
+        self._stepping, watched.applied = optimizer, True
+        if self._scaler_depth:
+            return None
+        closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
+        if closure is None:
+            self._about_to_step(watched, None)
+            return None
+
+        def evaluated(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            self._about_to_step(watched, None)
+            watched.stepped_passes = len(watched.passes)
+            return result
+
+        args = tuple(evaluated if a is closure else a for a in args)
+        return args, {key: evaluated if value is closure else value for key, value in kwargs.items()}
+
+    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
+        watched = self._of(optimizer)
+        if watched is not None and not self._scaler_depth:
+            self._stepped(watched)
+
+    def _about_to_step(self, watched: Watched, scaler: Any) -> None:
+        if watched.rates != rates(watched.optimizer):
+            watched.schedule_moved()
+        fresh = watched.fresh
+        if _autocast_is_on(watched):
+            self._say("inside_autocast", watched)
+        if scaler is not None and not any(scaler is s for s in watched.scalers):
+            watched.scalers.append(scaler)
+            known = isinstance(self._scaler, torch.amp.GradScaler) and scaler is not self._scaler
+            if len(watched.scalers) > 1 or known:
+                self._say("new_scaler", watched)
+        if fresh and look(watched.few) != watched.marks and watched.cleared():
+            there = any(p.grad is not None for p in watched.few)
+            hidden = there and watched.norm is not None and not watched.norm.isfinite()
+            self._say("nan_hidden" if hidden else "cleared_early", watched)
+            return
+        if fresh and watched.stepped_passes:
+            self._say("not_cleared", watched)
+        self._look_at_changes(watched)
+        scaled_by = next((p.scaler for p in fresh if p.scaler is not None), None)
+        plain = [p for p in fresh if p.scaler is None and p.factor < _BY_HAND]
+        if scaler is not None and plain:
+            self._say("unscaled_backward", watched)
+        if scaler is None and scaled_by is not None:
+            by_hand = not watched.unscaled and math.isclose(watched.shrunk(), _scale_of(scaled_by), rel_tol=1e-5)
+            if not by_hand:
+                self._say("bare_step", watched)
+        if scaler is None and any(p.low for p in plain):
+            self._say("no_scaler", watched)
+        if undivided(fresh) and not self._divided_later(watched, len(fresh)):
+            self._say("not_divided", watched)
+
+    def _divided_later(self, watched: Watched, count: int) -> bool:
+        """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
+        edits = max(
+            (new[1] - old[1] for old, new in zip(watched.marks, look(watched.few)) if old[0] == new[0]), default=2
+        )
+        return edits > 1 or math.isclose(watched.shrunk(), count, rel_tol=1e-5)
+
+    def _stepped(self, watched: Watched) -> None:
+        watched.steps += 1
+        watched.stepped_passes = len(watched.passes)
+        watched.life.append("step")
+        watched.rates = rates(watched.optimizer)
+        for done in self._pending.values():
+            done.add("stepped")
+        self._low = False
+        self.report.steps = max(w.steps for w in self._watched)
+
+    # --- around them
+
+    def _autocast(self, original: Callable[..., Any], context: Any) -> Any:
+        result = original(context)
+        kind = context.device
+        if (
+            torch.is_autocast_enabled(kind)
+            and torch.get_autocast_dtype(kind) == torch.float16
+            and torch.is_grad_enabled()
+        ):
+            self._low = True
+        return result
+
+    def _schedule(self, original: Callable[..., Any], schedule: Any, *args: Any, **more: Any) -> Any:
+        begins = getattr(schedule, "last_epoch", 0) < 0  # its constructor takes a first step
+        result = original(schedule, *args, **more)
+        watched = self._of(schedule.optimizer) if hasattr(schedule, "optimizer") else None
+        if watched is not None and not begins:
+            watched.schedule_moved()
+        return result
+
+    def _at_the_end(self) -> None:
+        busiest = max(watched.steps for watched in self._watched)
+        for index, watched in enumerate(self._watched):
+            if watched.rates != rates(watched.optimizer):
+                watched.schedule_moved()
+            if any(f"step {index}" in done for done in self._pending.values()):
+                self._say("no_update", watched)
+            if not watched.steps and watched.passes and busiest > 1:
+                self._say("idle_optimizer", watched)
+            after = Counter(zip(watched.life, watched.life[1:]))
+            if after["skipped", "schedule"] and watched.life.count("schedule") >= watched.steps - 1:
+                self._say("schedule_counts_skips", watched)
+
+
+def _autocast_is_on(watched: Watched) -> bool:
+    kinds = {p.device.type for p in watched.params}
+    return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
+
+
+def _scale_of(scaler: Any) -> float:
+    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
+
+
+def _enabled(scaler: Any) -> bool:
+    return bool(scaler.is_enabled()) if hasattr(scaler, "is_enabled") else True
+
+
+def _family(kind: Any) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _family(one)
+
+
+def _kinds(scaler: Any) -> Iterable[type]:
+    return () if scaler is None else type(scaler).__mro__[:-1]
+
+
+def _site() -> int:
+    """Where the program stands, with all its callers."""
+    return hash(tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(None)))
+
+
+def _line() -> str:
+    """The line of the reader's own code that is running."""
+    own = str(Path(__file__).parents[1])
+    for frame, line in traceback.walk_stack(None):
+        name = frame.f_code.co_filename
+        if "site-packages" not in name and not name.startswith(own):
+            return f"line {line} of {Path(name).name}"
+    return ""
