@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
@@ -27,7 +28,7 @@ class Pass:
     """
 
     site: int
-    scaler: Any
+    scaler: GradScaler | None
     factor: float
     means: tuple[float, ...]
     low: bool
@@ -80,7 +81,7 @@ class Watched:
         self.rates = rates(self.optimizer)
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> GradScaler | None:
         """The one that the gradients are multiplied by the scale of; None if they are not, or not any more."""
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -55,7 +55,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self,
         network: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
-        scaler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         networks: list[Any] = list(network) if isinstance(network, list | tuple) else [network]
         if not networks or not all(isinstance(n, nn.Module) for n in networks):
@@ -112,13 +112,13 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         elif self.report.findings:
             error.add_note(f"watch_loop: {self.report}")
 
-    def _swap(self, owner: Any, name: str, watching: Callable[..., Any]) -> None:
+    def _swap(self, owner: object, name: str, watching: Callable[..., Any]) -> None:
         """Let `watching(original, *args, **kwargs)` stand for a function, until the end of the `with` block."""
         original = getattr(owner, name)
         inherited = name not in vars(owner)
 
         @wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> object:
             return watching(original, *args, **kwargs)
 
         setattr(owner, name, watched)
@@ -133,7 +133,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     # --- the backward pass
 
     def _backward(
-        self, original: Callable[..., None], tensors: Any, seeds: Any = None, *args: Any, **more: Any
+        self, original: Callable[..., None], tensors: object, seeds: object = None, *args: object, **more: object
     ) -> None:
         if self._backward_depth:  # a re-entrant checkpoint inside another
             return original(tensors, seeds, *args, **more)
@@ -180,7 +180,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if this.scaler is not None or undivided(watched.fresh):
             watched.remember()
 
-    def _grad(self, original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def _grad(self, original: Callable[..., Any], *args: object, **more: object) -> object:
         self._through = []
         gradients = original(*args, **more)
         kept = {g.grad_fn for g in tree_leaves(gradients) if isinstance(g, Tensor) and g.grad_fn is not None}
@@ -217,7 +217,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if ratio > 1 and not shared and not math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5):
             self._say("clip_before_unscale", watched)
 
-    def _nan_to_num(self, original: Callable[..., Tensor], given: Tensor, *args: Any, **more: Any) -> Tensor:
+    def _nan_to_num(self, original: Callable[..., Tensor], given: Tensor, *args: object, **more: object) -> Tensor:
         in_hook = self._backward_depth and not torch.is_grad_enabled()
         for watched in self._watched if isinstance(given, Tensor) else ():
             if in_hook and self._through:
@@ -230,7 +230,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- the scaler
 
-    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+    def _scale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: object) -> object:
         scaled = original(scaler, outputs)
         if not self._scaler_depth and _enabled(scaler):
             self._done(scaler)
@@ -239,14 +239,14 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                     t.register_hook(lambda _: self._through.append(scaler))
         return scaled
 
-    def _inside(self, original: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def _inside(self, original: Callable[..., Any], *args: object, **more: object) -> object:
         self._scaler_depth += 1
         try:
             return original(*args, **more)
         finally:
             self._scaler_depth -= 1
 
-    def _unscale_(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
+    def _unscale_(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer) -> object:
         if self._scaler_depth or not _enabled(scaler):
             return original(scaler, optimizer)
         watched = self._of(optimizer)
@@ -261,7 +261,14 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             watched.remember()
         return result
 
-    def _step(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **more: Any) -> Any:
+    def _step(
+        self,
+        original: Callable[..., Any],
+        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        *args: object,
+        **more: object,
+    ) -> object:
         watched = self._of(optimizer)
         if self._scaler_depth or not _enabled(scaler) or watched is None:
             return original(scaler, optimizer, *args, **more)
@@ -273,7 +280,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._stepped(watched)
         return result
 
-    def _update(self, original: Callable[..., Any], scaler: Any, *args: Any, **more: Any) -> Any:
+    def _update(
+        self, original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: object, **more: object
+    ) -> object:
         if self._scaler_depth or not _enabled(scaler):
             return original(scaler, *args, **more)
         done = self._pending.pop(id(scaler), set())
@@ -292,22 +301,22 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 watched.life[last] = "skipped"
         return result
 
-    def _missing_update(self, scaler: Any, watched: Watched) -> None:
+    def _missing_update(self, scaler: torch.amp.GradScaler, watched: Watched) -> None:
         if f"step {self._watched.index(watched)}" in self._done(scaler):
             self._say("no_update", watched)
 
-    def _done(self, scaler: Any) -> set[str]:
+    def _done(self, scaler: torch.amp.GradScaler) -> set[str]:
         return self._pending.setdefault(id(scaler), set())
 
     # --- the step
 
-    def _of(self, optimizer: Any) -> Watched | None:
+    def _of(self, optimizer: Optimizer) -> Watched | None:
         """What is watched under this optimizer or one inside of it; another one of the network from now on too."""
         if id(optimizer) not in self._known:
             self._known[id(optimizer)] = optimizer, self._find(optimizer)
         return self._known[id(optimizer)][1]
 
-    def _find(self, optimizer: Any) -> Watched | None:
+    def _find(self, optimizer: Optimizer) -> Watched | None:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for watched in self._watched:
             if not params.isdisjoint(map(id, watched.params)):
@@ -317,7 +326,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._watched.append(Watched(optimizer, f"optimizer {len(self._watched) + 1} ({type(optimizer).__name__})"))
         return self._watched[-1]
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         watched = self._of(optimizer)
         if watched is None or self._stepping not in (None, optimizer):  # one inside another
             return None
@@ -329,7 +340,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             self._about_to_step(watched, None)
             return None
 
-        def evaluated(*given: Any, **named: Any) -> Any:
+        def evaluated(*given: object, **named: object) -> object:
             result = closure(*given, **named)
             self._about_to_step(watched, None)
             watched.stepped_passes = len(watched.passes)
@@ -346,7 +357,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if watched is not None and not self._scaler_depth:
             self._stepped(watched)
 
-    def _about_to_step(self, watched: Watched, scaler: Any) -> None:
+    def _about_to_step(self, watched: Watched, scaler: torch.amp.GradScaler | None) -> None:
         if watched.rates != rates(watched.optimizer):
             watched.schedule_moved()
         fresh = watched.fresh
@@ -397,7 +408,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- around them
 
-    def _autocast(self, original: Callable[..., Any], context: Any) -> Any:
+    def _autocast(self, original: Callable[..., Any], context: torch.autocast) -> object:
         result = original(context)
         kind = context.device
         if (
@@ -408,7 +419,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             self._low = True
         return result
 
-    def _schedule(self, original: Callable[..., Any], schedule: Any, *args: Any, **more: Any) -> Any:
+    def _schedule(self, original: Callable[..., Any], schedule: object, *args: object, **more: object) -> object:
         begins = getattr(schedule, "last_epoch", 0) < 0  # its constructor takes a first step
         result = original(schedule, *args, **more)
         watched = self._of(schedule.optimizer) if hasattr(schedule, "optimizer") else None
@@ -435,7 +446,7 @@ def _autocast_is_on(watched: Watched) -> bool:
     return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
-def _scale_of(scaler: Any) -> float:
+def _scale_of(scaler: torch.amp.GradScaler) -> float:
     return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
 
 
@@ -443,17 +454,15 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
 
 
-def _enabled(scaler: Any) -> bool:
+def _enabled(scaler: torch.amp.GradScaler) -> bool:
     return bool(scaler.is_enabled()) if hasattr(scaler, "is_enabled") else True
 
 
-def _family(kind: Any) -> Iterator[type]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from _family(one)
+def _family(kind: type) -> list[type]:
+    return [kind, *(one for child in type.__subclasses__(kind) for one in _family(child))]
 
 
-def _kinds(scaler: Any) -> Iterable[type]:
+def _kinds(scaler: object) -> Iterable[type]:
     return () if scaler is None else type(scaler).__mro__[:-1]
 
 
