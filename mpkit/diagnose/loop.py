@@ -459,7 +459,10 @@ def _enabled(scaler: torch.amp.GradScaler) -> bool:
 
 
 def _family(kind: type) -> list[type]:
-    return [kind, *(one for child in type.__subclasses__(kind) for one in _family(child))]
+    found: list[type] = [kind]
+    for one in found:  # it grows
+        found += type.__subclasses__(one)
+    return found
 
 
 def _kinds(scaler: object) -> Iterable[type]:
