@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_type_hints
 
 import numpy as np
 
@@ -81,6 +82,27 @@ def check_function(name: str, value: object, what: str, *, optional: bool = Fals
     """Raise TypeError unless `value` is a function or module, called `what`; a call of a class only makes one of it."""
     if not ((callable(value) and not isinstance(value, type)) or (optional and value is None)):
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {kind_of(value)}")
+
+
+def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any], Any]]:
+    """What the annotations of a function ask of each of its arguments but `self`: `check(name, value) -> value`.
+
+    A check is what `Annotated` carries, True or False where the annotation is bool, nothing elsewhere.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    asked = {
+        name: getattr(hint, "__metadata__", (_flag if hint is bool else _anything,))[0] for name, hint in hints.items()
+    }
+    return {name: asked[name] for name in signature(function).parameters if name != "self"}
+
+
+def _flag(name: str, value: Any) -> Any:
+    check_flags(**{name: value})
+    return value
+
+
+def _anything(name: str, value: Any) -> Any:
+    return value
 
 
 def kind_of(value: object) -> str:

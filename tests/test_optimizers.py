@@ -33,8 +33,6 @@ MEMBERS: dict[str, Make] = {
     "LazyAdam": lambda p, lr=0.1, **kw: opt.LazyAdam(p, lr, **kw),
     "AdamOffload": lambda p, lr=0.1, **kw: opt.AdamOffload(p, lr, **kw),
     "AdamWeightDecay": lambda p, lr=0.1, **kw: opt.AdamWeightDecay(p, lr, **kw),
-    "Adam8bit": lambda p, lr=0.1, **kw: opt.Adam8bit(p, lr, **kw),
-    "AdamW8bit": lambda p, lr=0.1, **kw: opt.AdamW8bit(p, lr, **{"weight_decay": 0.0, **kw}),
     "AdaMax": lambda p, lr=0.1, **kw: opt.AdaMax(p, lr, **kw),
     "RMSProp": lambda p, lr=0.1, **kw: opt.RMSProp(p, lr, **kw),
     "RMSProp-centered": lambda p, lr=0.1, **kw: opt.RMSProp(p, lr, momentum=0.5, centered=True, **kw),
@@ -53,7 +51,6 @@ MEMBERS: dict[str, Make] = {
 }
 FIXED_RATE = {"FTRL", "AdaFactor-relative"}
 DECAYING = {name for name in MEMBERS if not name.startswith("AdaFactor")}
-WHOLE = {"ASGD", "Adam8bit", "AdamW8bit", "AdaFactor", "AdaFactor-relative", "Lamb"}  # sums, blocks, averages
 SIGNED = {"master", "velocity", "moment1", "mean", "before", "average", "linear"}
 SHAPES = [(3, 4), (5,), (2, 3, 2, 2), (1, 1), ()]
 
@@ -137,53 +134,6 @@ def test_a_skipped_step_changes_no_bit(name, at, decay, dtype):
 
     assert same(snapshot(optimizer, params), before)
     assert optimizer.global_step == at
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_slices_of_a_tensor_give_what_the_whole_gives_bit_for_bit(name, dtype, decay, monkeypatch):
-    """On a CPU large tensors are updated slice by slice; a transposed weight and sums over a tensor need the whole."""
-    seen: list[int] = []
-    monkeypatch.setattr(base, "AT_HAND", frozenset())
-
-    def trained(size):
-        monkeypatch.setattr("mpkit.optimizers.base.CACHED", size)
-        generator = torch.Generator().manual_seed(0)
-        params = [torch.randn(shape, generator=generator).to(dtype) for shape in [(20, 17), (5,), (8, 40), (1,)]]
-        params = [nn.Parameter(p) for p in [*params, params[0].clone().t()]]
-        names = ["weight", "bias", "gamma", "beta", "turned"]  # gamma and beta are not decayed
-        optimizer = MEMBERS[name](list(zip(names, params)), weight_decay=decay)
-        inner = getattr(optimizer, "optimizer", optimizer)
-        plain = inner.update
-        inner.update = lambda u: (seen.append(max(w.numel() for w in u.weights)), plain(u))
-        for step, found in enumerate([None, 0.0, 1.0, 0.0]):
-            train(optimizer, params, range(step, step + 1), found)
-        return snapshot(optimizer, params)
-
-    whole = trained(2**16)
-    assert max(seen) == 340
-    assert same(trained(32), whole)
-    assert (64 in seen) == (name not in WHOLE)
-
-
-@pytest.mark.parametrize(
-    ("make", "found", "lots"),
-    [
-        (lambda p: opt.Adam(p, 0.1), None, [2, 1]),
-        (lambda p: opt.Momentum(p, 0.1, 0.9), None, [3]),  # writes its operands only: nothing to keep in a cache
-        (lambda p: opt.Momentum(p, 0.1, 0.9), 0.0, [2, 1]),  # silenced gradients are copies
-        (lambda p: opt.Momentum(p, 0.1, 0.9, gradient_transform=lambda g, p, _: g), 0.0, [3]),
-        (lambda p: opt.Adam(p, 0.1, gradient_transform=lambda g, p, _: g), None, [3]),  # promised: once for a dtype
-        (lambda p: opt.LARS(opt.Momentum(p, 0.1, 0.9)).optimizer, None, [2, 1]),
-    ],
-)
-def test_a_cpu_takes_parameters_in_lots_that_fit_its_cache(make, found, lots, monkeypatch):
-    monkeypatch.setattr(base, "AT_HAND", frozenset())
-    params = [nn.Parameter(torch.ones(40_000)) for _ in range(3)]  # 65,536 values are passed in the second
-    optimizer, seen = make(params), []
-    monkeypatch.setattr(optimizer, "update", lambda u: seen.append(len(u.weights)))
-    train(optimizer, params, range(1), found)
-    assert seen == lots
 
 
 @pytest.mark.usefixtures("flags")
@@ -392,7 +342,6 @@ def test_a_group_added_later_is_trained_from_its_own_first_step(name):
     assert torch.equal(fresh, alone)
 
 
-@pytest.mark.parametrize("name", sorted(DECAYING - {"AdamWeightDecay", "AdamW8bit", "Lamb"}))
 def test_the_static_loss_scale_is_divided_out_after_decay_was_multiplied_by_it(name):
     if name in ("ASGD", "Rprop"):
         pytest.skip("the reference gives it no loss_scale")

@@ -218,18 +218,6 @@ def test_centered_rmsprop_survives_gradients_that_do_not_change():
     assert p.isfinite().all()
 
 
-@pytest.mark.parametrize("make", [opt.Adam8bit, opt.AdamW8bit])
-@pytest.mark.parametrize("size", [8, 4096])
-def test_adam8bit_goes_on_when_the_network_is_cast_to_float64(make, size):
-    net = nn.Linear(size, 1, bias=False)
-    optimizer = make(net.parameters())
-    stepped(optimizer)
-    net.double()
-    stepped(optimizer)
-    assert net.weight.dtype == torch.float64
-    assert net.weight.isfinite().all()
-
-
 def test_ftrl_refuses_a_rate_that_came_down_to_zero_before_anything_moves():
     p = nn.Parameter(torch.ones(2))
     optimizer = opt.FTRL([p], learning_rate=0.5)

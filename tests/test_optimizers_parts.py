@@ -170,13 +170,6 @@ def test_asgd_begins_to_average_after_t0_steps_as_torch_does(on_device: bool, mo
         torch.testing.assert_close(a.state[ours]["average"], b.state[theirs]["ax"], rtol=0, atol=7 * 4 * 0.1 * 2.0**-23)
 
 
-def test_a_tensor_of_just_the_size_of_a_slice_stays_whole_and_a_larger_one_is_cut() -> None:
-    weights = [torch.zeros(4), torch.zeros(8), torch.zeros(9)]
-    update = Update(weights, [w.clone() for w in weights], {}, {}, [0, 1, 2], 0.1, 0.0, 1, None)
-    parts = [[w.numel() for w in part.weights] for part in update.slices(8)]
-    assert parts == [[4, 8], [8], [1]]
-
-
 @pytest.mark.parametrize("counts_all", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_steps_are_counted_on_the_host_as_far_as_it_knows_them(

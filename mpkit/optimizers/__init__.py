@@ -2,41 +2,17 @@
 
 from mpkit.optimizers.adafactor import AdaFactor
 from mpkit.optimizers.adagrad import FTRL, Adadelta, Adagrad, ProximalAdagrad, RMSProp
-from mpkit.optimizers.adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
-from mpkit.optimizers.adam8bit import Adam8bit, AdamW8bit
+from mpkit.optimizers.adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, Lamb, LazyAdam
 from mpkit.optimizers.arguments import centralized, trainable_params, untrainable_params
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.bf16 import BFloat16Weights, stochastic_bf16
-from mpkit.optimizers.layerwise import LARS, Lamb
+from mpkit.optimizers.layerwise import LARS
 from mpkit.optimizers.rprop import ASGD, Rprop
 from mpkit.optimizers.sgd import SGD, Momentum
 from mpkit.optimizers.wrapper import Wrapper
 
 __all__ = [
-    "ASGD",
-    "FTRL",
-    "LARS",
-    "SGD",
-    "AdaFactor",
-    "AdaMax",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adam8bit",
-    "AdamOffload",
-    "AdamW8bit",
-    "AdamWeightDecay",
-    "BFloat16Weights",
-    "Lamb",
-    "LazyAdam",
-    "Momentum",
-    "Optimizer",
-    "ProximalAdagrad",
-    "RMSProp",
-    "Rprop",
-    "Wrapper",
-    "centralized",
-    "stochastic_bf16",
-    "trainable_params",
-    "untrainable_params",
-]
+    "ASGD", "FTRL", "LARS", "SGD", "AdaFactor", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamOffload",
+    "AdamWeightDecay", "BFloat16Weights", "Lamb", "LazyAdam", "Momentum", "Optimizer", "ProximalAdagrad", "RMSProp",
+    "Rprop", "Wrapper", "centralized", "stochastic_bf16", "trainable_params", "untrainable_params",
+]  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_number
-from mpkit.optimizers.arguments import Options, Params, Rate
-from mpkit.optimizers.base import Numbers, Optimizer
-from mpkit.optimizers.update import Number, Tensors, Update, root
+from mpkit.optimizers.arguments import Options, Params, Positive, Rate, Share, TwoPositive
+from mpkit.optimizers.base import Group, Optimizer
+from mpkit.optimizers.many import Many, Number
+from mpkit.optimizers.update import Update, root
 
 
 class AdaFactor(Optimizer):
@@ -37,128 +37,77 @@ class AdaFactor(Optimizer):
     Source:  Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5; MindSpore 2.7 nn.AdaFactor.
     """
 
-    decay_in_formula = True
-    decay_filter = False
-    switched = (("beta1", "moment1"),)
+    slots = {"moment1": 0.0, "square": 0.0, "row": 0.0, "column": 0.0}
+    switched = {"moment1": "beta1"}
+    decays_itself = by_axes = True
+    decay_filter = rate_by_group = False
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate | None = None,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-        clip_threshold: float = 1.0,
-        decay_rate: float = 0.8,
-        beta1: float = 0.9,
-        weight_decay: float = 0.0,
+        eps: TwoPositive = (1e-30, 1e-3),
+        clip_threshold: Positive = 1.0,
+        decay_rate: Positive = 0.8,
+        beta1: Share = 0.9,
+        weight_decay: Share = 0.0,
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
         compression: bool = False,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        flags = {"scale_parameter": scale_parameter, "relative_step": relative_step, "warmup_init": warmup_init}
-        check_flags(**flags, compression=compression)
         if (learning_rate is not None) == relative_step:
             raise ValueError(f"give a learning rate or relative_step=True, not {learning_rate!r} and {relative_step}")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init needs relative_step=True")
-        if not isinstance(eps, tuple | list) or len(eps) != 2:
-            raise TypeError(f"eps must be a pair of numbers, got {eps!r}")
-        pairs = {"eps1": eps[0], "eps2": eps[1], "clip_threshold": clip_threshold, "decay_rate": decay_rate}
-        for name, value in pairs.items():
-            check_number(name, value, open_low=True)
-        check_number("beta1", beta1, high=1.0)
-        check_number("weight_decay", weight_decay, high=1.0)
-        hyper = {**{name: float(value) for name, value in pairs.items()}, "beta1": float(beta1), **flags}
-        super().__init__(
-            params, 0.0 if learning_rate is None else learning_rate, weight_decay, loss_scale, hyper, options
-        )
+        learning_rate = 0.0 if learning_rate is None else learning_rate
+        super().__init__(locals())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "lr" in param_group:
-            raise ValueError("AdaFactor takes one learning rate for all groups; leave 'lr' out of the group")
-        super().add_param_group(param_group)
+    def needed(self, p: Tensor, group: Group) -> list[str]:
+        unused = {"square"} if p.ndim > 1 else {"row", "column"}
+        return [slot for slot in super().needed(p, group) if slot not in unused]
 
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        slots = {"moment1": torch.zeros_like(weight)} if group["beta1"] else {}
-        if weight.ndim < 2:
-            return {**slots, "square": torch.zeros_like(weight)}
-        return {
-            **slots,
-            "row": weight.new_zeros(weight.shape[:-1]),
-            "column": weight.new_zeros((*weight.shape[:-2], weight.shape[-1])),
-        }
-
-    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
-        for factored in (True, False):  # the two kinds of state need an `Update` each
-            some = [i for i in chosen if (group["params"][i].ndim >= 2) == factored]
-            if some:
-                super()._step_some(some, group, numbers)
+    def first(self, slot: str, weight: Tensor, group: Group) -> Tensor:
+        mean_over = {"row": -1, "column": -2}
+        return torch.zeros_like(weight.sum(mean_over[slot]) if slot in mean_over else weight)
 
     def update(self, u: Update) -> None:
-        mix = u.counted ** -u.group["decay_rate"]  # 1 - b2
-        steps = self._normalized(u, mix.to(u.weights[0].dtype) if isinstance(mix, Tensor) else mix)
-        sizes = [math.sqrt(w.numel()) for w in u.weights]
-        limit = torch._foreach_norm(steps)
-        torch._foreach_div_(limit, [size * u.group["clip_threshold"] for size in sizes])
-        torch._foreach_clamp_min_(limit, 1.0)
-        rates = self._rates(u, sizes)
-        torch._foreach_mul_(steps, list(torch._foreach_div(rates, limit)))
-        if u.group["beta1"]:
-            moment = u.state["moment1"]
-            u.decay_average_(moment, u.group["beta1"])
-            torch._foreach_add_(moment, steps, alpha=1 - u.group["beta1"])
-            steps = moment
-        if not isinstance(u.decay, float) or u.decay:
-            shrink = torch._foreach_mul(rates, u.stop(-u.decay))
-            torch._foreach_add_(shrink, 1.0)
-            torch._foreach_mul_(u.weights, shrink)
-        u.move_(u.weights, steps, 1.0)
+        step, sizes = self._normalized(u), [math.sqrt(w.numel()) for w in u.w.xs]
+        r = self._rates(u, sizes)
+        limit = Many(torch._foreach_div(step.norms().xs, [n * u["clip_threshold"] for n in sizes])).at_least_(1.0)
+        step.mul_(r / limit)
+        m = u.mix("moment1", u["beta1"], step) if u["beta1"] else step
+        u.shrink(r)
+        u.descend(m, 1.0)
 
-    def _normalized(self, u: Update, mix: Number) -> Tensors:
+    @staticmethod
+    def _normalized(u: Update) -> Many:
         """Gradients over the root of their second moment, which is brought up to date."""
-        squares = torch._foreach_mul(u.grads, u.grads)
+        squares = u.g * u.g
         if "square" in u.state:
-            spread = self._averaged(u, "square", squares, mix)
-            torch._foreach_rsqrt_(spread)
-            torch._foreach_mul_(spread, u.grads)
-            return spread
-        row = self._averaged(u, "row", [s.mean(-1) for s in squares], mix)
-        column = self._averaged(u, "column", [s.mean(-2) for s in squares], mix)
-        torch._foreach_div_(row, [r.mean(-1, keepdim=True) for r in row])
-        torch._foreach_rsqrt_(row)
-        torch._foreach_rsqrt_(column)
-        steps = torch._foreach_mul(u.grads, [r.unsqueeze(-1) for r in row])
-        torch._foreach_mul_(steps, [c.unsqueeze(-2) for c in column])
-        return steps
+            return _averaged(u, "square", squares).rsqrt().mul_(u.g)
+        row = _averaged(u, "row", squares.map(lambda x: x.mean(-1)))
+        column = _averaged(u, "column", squares.map(lambda x: x.mean(-2))).rsqrt()
+        row = (row / row.map(lambda r: r.mean(-1, keepdim=True))).rsqrt()
+        return (u.g * row.map(lambda r: r.unsqueeze(-1))).mul_(column.map(lambda c: c.unsqueeze(-2)))
 
     @staticmethod
-    def _averaged(u: Update, name: str, means: Tensors, mix: Number) -> Tensors:
-        """The new running average, also stored unless the step is skipped; a copy, to be worked on.
+    def _rates(u: Update, sizes: list[float]) -> Many:
+        """r, a 0-d tensor for each weight."""
+        rate = u.lr
+        if u["relative_step"]:
+            most, slow = 1e-6 * u.t if u["warmup_init"] else 1e-2, 1 / root(u.t)
+            rate = slow.clamp(max=most) if isinstance(slow, Tensor) else min(slow, most)
+        if not u["scale_parameter"]:
+            return Many([w.new_ones(()) for w in u.w.xs]).times(rate)
+        return Many(torch._foreach_div(u.w.norms().xs, sizes)).at_least_(u["eps"][1]).mul_(rate)
 
-        On a skipped step it is computed from zeros all the same, so that everything after it stays finite.
-        """
-        torch._foreach_add_(means, u.group["eps1"])
-        torch._foreach_mul_(means, mix)
-        new = torch._foreach_mul(u.state[name], 1 - mix)
-        torch._foreach_add_(new, means)
-        u.replace_(u.state[name], new)
-        return new
 
-    @staticmethod
-    def _rates(u: Update, sizes: list[float]) -> Tensors:
-        """One 0-d rate per weight."""
-        rate: Number = u.lr
-        if u.group["relative_step"]:
-            most = 1e-6 * u.counted if u.group["warmup_init"] else 1e-2
-            slow = 1 / root(u.counted)
-            rate = slow.clamp(max=most).to(u.weights[0].dtype) if isinstance(slow, Tensor) else min(slow, most)
-        if not u.group["scale_parameter"]:
-            rates = [w.new_ones(()) for w in u.weights]
-        else:
-            rates = list(torch._foreach_norm(u.weights))
-            torch._foreach_div_(rates, sizes)
-            torch._foreach_clamp_min_(rates, u.group["eps2"])
-        torch._foreach_mul_(rates, rate)
-        return rates
+def _averaged(u: Update, slot: str, means: Many) -> Many:
+    """The new average of squares; a skipped step computes it from zeros all the same: what follows stays finite."""
+    mix: Number = u.t ** -u["decay_rate"]  # 1 - b2
+    new = u.state[slot].times(1 - mix).add_(means.add_(u["eps"][0]).mul_(mix))
+    u.put(u.state[slot], new)
+    return new

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
-from torch import Tensor
 
-from mpkit.arguments import check_flags
-from mpkit.optimizers.arguments import Decay, Options, Params, Rate, check_betas
-from mpkit.optimizers.base import Numbers, Optimizer, follow_
+from mpkit.optimizers.arguments import Beta, Decay, Options, Params, Positive, Rate
+from mpkit.optimizers.base import Optimizer
+from mpkit.optimizers.many import Many
 from mpkit.optimizers.update import Update, root, unbiased
 
 
-def average_moments_(u: Update) -> None:
-    """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2, in place."""
-    beta1, beta2 = u.group["betas"]
-    m, v = u.state["moment1"], u.state["moment2"]
-    u.decay_average_(m, beta1)
-    torch._foreach_add_(m, u.grads, alpha=1 - beta1)
-    u.decay_average_(v, beta2)
-    torch._foreach_addcmul_(v, u.grads, u.grads, value=1 - beta2)
+def moments(u: Update) -> tuple[Many, Many]:
+    """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2."""
+    b1, b2 = u["betas"]
+    return u.mix("moment1", b1, u.g), u.mix("moment2", b2, u.g, u.g)
 
 
 class Adam(Optimizer):
@@ -34,6 +29,8 @@ class Adam(Optimizer):
         use_lazy:      sparse gradients touch only their rows; see `LazyAdam`. Excludes `use_offload` and `use_amsgrad`.
         use_offload:   accepted for MindSpore's sake; the state stays on the weights' device.
         use_locking:   accepted for MindSpore's sake, without effect.
+    Memory:  two float32 numbers for each weight. For moments of 8 bits take the optimizers of torchao
+             (`torchao.optim.AdamW8bit`) or bitsandbytes; they are torch optimizers, and mpkit's steps drive them.
     Against torch:  eps stands outside the bias correction, so this is `torch.optim.Adam` with
                     eps' = eps / sqrt(1 - b2^t). Weight decay is coupled (added to the gradient) in both. t counts the
                     updates of the group, torch's those of the parameter: one that had no gradient at first (it was
@@ -41,79 +38,37 @@ class Adam(Optimizer):
     Source:  Kingma and Ba 2015, arXiv:1412.6980, end of section 2; MindSpore 2.7 nn.Adam.
     """
 
-    elementwise = True
-    switched = (("use_amsgrad", "largest2"),)
+    slots = {"moment1": 0.0, "moment2": 0.0, "largest2": 0.0}
+    switched = {"largest2": "use_amsgrad"}
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
         weight_decay: Decay = 0.0,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         use_amsgrad: bool = False,
         *,
         use_lazy: bool = False,
         use_offload: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_betas(beta1, beta2, eps)
-        flags = {"use_nesterov": use_nesterov, "use_amsgrad": use_amsgrad, "use_lazy": use_lazy}
-        check_flags(**flags, use_offload=use_offload, use_locking=use_locking)
+        super().__init__(locals())
         if use_lazy + use_offload + use_amsgrad > 1:
             raise ValueError("use_lazy, use_offload and use_amsgrad exclude each other; choose one")
-        hyper = {"betas": (beta1, beta2), "eps": float(eps), **flags}
-        super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        names = ("moment1", "moment2", "largest2")[: 3 if group["use_amsgrad"] else 2]
-        return {name: torch.zeros_like(weight) for name in names}
-
-    def _takes_rows(self, group: dict[str, Any]) -> bool:
-        return bool(group["use_lazy"])
-
-    def _step_some(self, chosen: list[int], group: dict[str, Any], numbers: Numbers) -> None:
-        rows = [i for i in chosen if group["use_lazy"] and group["params"][i].grad.is_sparse]
-        for i in rows:
-            self._step_rows(i, group, numbers)
-        dense = [i for i in chosen if i not in rows]
-        if dense:
-            super()._step_some(dense, group, numbers)
-
-    def _step_rows(self, i: int, group: dict[str, Any], numbers: Numbers) -> None:
-        """Run the formula on the rows that a sparse gradient names, and on nothing else."""
-        p = group["params"][i]
-        grad = p.grad.coalesce()
-        rows, (state,) = tuple(grad.indices()), self._states([p], group)  # one index for each sparse axis
-        whole = {"weight": state.get("master", p), **{name: t for name, t in state.items() if name != "master"}}
-        part = {name: [t[rows]] for name, t in whole.items()}
-        weights = part.pop("weight")
-        if "master" in state:
-            follow_(weights, [p[rows]])
-        self._apply([grad.values()], weights, part, group, [i], numbers.on(weights[0]))
-        for name, (values,) in {"weight": weights, **part}.items():
-            whole[name][rows] = values
-        if "master" in state:
-            p[rows] = weights[0].to(p.dtype)
 
     def update(self, u: Update) -> None:
-        beta1, beta2 = u.group["betas"]
-        average_moments_(u)
-        numerators, spread = u.state["moment1"], u.state["moment2"]
-        if u.group["use_nesterov"]:
-            numerators = list(torch._foreach_mul(numerators, beta1))
-            torch._foreach_add_(numerators, u.grads, alpha=1 - beta1)
-        if u.group["use_amsgrad"]:
-            torch._foreach_maximum_(u.state["largest2"], spread)
-            spread = u.state["largest2"]
-        denominators = torch._foreach_sqrt(spread)
-        torch._foreach_add_(denominators, u.group["eps"])
-        rate = u.once("rate", lambda: u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count))
-        u.move_by_ratio_(u.weights, numerators, denominators, rate)
+        (b1, b2), (m, v) = u["betas"], moments(u)
+        if u["use_nesterov"]:
+            m = (m * b1).plus(u.g, 1 - b1)
+        if u["use_amsgrad"]:
+            v = u.peak("largest2", v)
+        u.descend(m, u.lr * root(unbiased(b2, u.t)) / unbiased(b1, u.t), over=v.sqrt().add_(u["eps"]))
 
 
 class LazyAdam(Adam):
@@ -129,13 +84,13 @@ class LazyAdam(Adam):
         self,
         params: Params,
         learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
         weight_decay: Decay = 0.0,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
         args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
@@ -154,13 +109,13 @@ class AdamOffload(Adam):
         self,
         params: Params,
         learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-8,
         use_locking: bool = False,
         use_nesterov: bool = False,
         weight_decay: Decay = 0.0,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
         args = (learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay, loss_scale)
@@ -178,32 +133,25 @@ class AdamWeightDecay(Optimizer):
              original forms 1 - b2 in float32, an error of 5e-5 in v that is not copied.
     """
 
-    elementwise = True
-    decay_in_formula = True
+    slots = {"moment1": 0.0, "moment2": 0.0}
+    decays_itself = True
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-6,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-6,
         weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        check_betas(beta1, beta2, eps)
-        hyper = {"betas": (beta1, beta2), "eps": float(eps)}
-        super().__init__(params, learning_rate, weight_decay, hyper=hyper, options=options)
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(weight) for name in ("moment1", "moment2")}
+        super().__init__(locals())
 
     def update(self, u: Update) -> None:
-        average_moments_(u)
-        denominators = torch._foreach_sqrt(u.state["moment2"])
-        torch._foreach_add_(denominators, u.group["eps"])
-        u.shrink_(u.lr)
-        u.move_by_ratio_(u.weights, u.state["moment1"], denominators, u.lr)
+        m, v = moments(u)
+        u.shrink(u.lr)
+        u.descend(m, u.lr, over=v.sqrt().add_(u["eps"]))
 
 
 class AdaMax(Optimizer):
@@ -214,31 +162,63 @@ class AdaMax(Optimizer):
     Source:  Kingma and Ba 2015, arXiv:1412.6980, algorithm 2; MindSpore 2.7 nn.AdaMax.
     """
 
-    elementwise = True
+    slots = {"moment1": 0.0, "largest": 0.0}
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-8,
         weight_decay: Decay = 0.0,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        check_betas(beta1, beta2, eps)
-        hyper = {"betas": (beta1, beta2), "eps": float(eps)}
-        super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(weight) for name in ("moment1", "largest")}
+        super().__init__(locals())
 
     def update(self, u: Update) -> None:
-        (beta1, beta2), m, largest = u.group["betas"], u.state["moment1"], u.state["largest"]
-        u.decay_average_(m, beta1)
-        torch._foreach_add_(m, u.grads, alpha=1 - beta1)
-        u.decay_average_(largest, beta2)
-        torch._foreach_maximum_(largest, torch._foreach_abs(u.grads))
-        denominators = torch._foreach_add(largest, u.group["eps"])
-        u.move_by_ratio_(u.weights, m, denominators, u.once("rate", lambda: u.lr / unbiased(beta1, u.count)))
+        b1, b2 = u["betas"]
+        m, n = u.mix("moment1", b1, u.g), u.peak("largest", u.g.abs(), hold=b2)
+        u.descend(m, u.lr / unbiased(b1, u.t), over=n + u["eps"])
+
+
+class Lamb(Optimizer):
+    """`r = m' / (sqrt(v') + eps) + weight_decay w;  w -= lr |w| / |r| r`, m' and v' Adam's moments corrected for bias.
+
+    The ratio of the norms is 1 where either is 0.
+
+    Args:  as `Adam`; eps is 1e-6 by default. Takes no `loss_scale`.
+    Against torch:  there is no namesake.
+    Source:  You et al. 2020, arXiv:1904.00962, algorithm 2 with phi(z) = z; MindSpore 2.7 nn.Lamb (its formula; the
+             kernel runs on no CPU). The composed version of MindSpore 1.x clipped the ratio to [0, 10]; this does not.
+    """
+
+    slots = {"moment1": 0.0, "moment2": 0.0}
+    decays_itself = True
+
+    def __init__(
+        self,
+        params: Params,
+        learning_rate: Rate,
+        beta1: Beta = 0.9,
+        beta2: Beta = 0.999,
+        eps: Positive = 1e-6,
+        weight_decay: Decay = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(locals())
+
+    def update(self, u: Update) -> None:
+        (b1, b2), (m, v) = u["betas"], moments(u)
+        spread = root(unbiased(b2, u.t))  # m' / (sqrt(v') + eps) = spread / (1 - b1^t) m / (sqrt(v) + eps spread)
+        r = m.over(v.sqrt().add_(u["eps"] * spread)).mul_(spread / unbiased(b1, u.t))
+        if where := u.decayed():
+            r = r.changed(where, r.part(where).plus(u.w.part(where), u.decay))
+        u.descend(r.mul_(_ratio(u.w.norms(), r.norms())), u.lr)
+
+
+def _ratio(a: Many, b: Many) -> Many:
+    """a / b, 1 where either is 0; 0-d tensors."""
+    x, y = torch.stack(list(a.xs)), torch.stack(list(b.xs))
+    return Many(torch.where((x > 0) & (y > 0), x / y, 1.0).unbind())

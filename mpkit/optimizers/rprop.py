@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_float
-from mpkit.optimizers.arguments import Decay, Options, Params, Rate
-from mpkit.optimizers.base import Optimizer
-from mpkit.optimizers.update import Number, Update
+from mpkit.optimizers.arguments import Decay, Float, Options, Pair, Params, Rate
+from mpkit.optimizers.base import Group, Optimizer
+from mpkit.optimizers.update import Update
 
 
 class Rprop(Optimizer):
@@ -24,61 +23,34 @@ class Rprop(Optimizer):
     Source:  Riedmiller and Braun 1993, ICNN (the variant without weight backtracking); MindSpore 2.7 nn.Rprop.
     """
 
-    elementwise = True
+    slots = {"before": 0.0, "step": 0.0}
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 0.1,
-        etas: tuple[float, float] = (0.5, 1.2),
-        step_sizes: tuple[float, float] = (1e-6, 50.0),
+        etas: Pair = (0.5, 1.2),
+        step_sizes: Pair = (1e-6, 50.0),
         weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        for name, pair in (("etas", etas), ("step_sizes", step_sizes)):
-            if not isinstance(pair, tuple):
-                raise TypeError(f"{name} must be a tuple of two floats, got {pair!r}")
-            if len(pair) != 2:
-                raise ValueError(f"{name} must have two entries, got {pair!r}")
-            for value in pair:
-                check_float(name, value, open_low=True)
+        super().__init__(locals())
         if not etas[0] < 1 < etas[1]:
             raise ValueError(f"need 0 < etas[0] < 1 < etas[1], got {etas}")
-        if not step_sizes[0] < step_sizes[1]:
-            raise ValueError(f"need step_sizes[0] < step_sizes[1], got {step_sizes}")
-        super().__init__(
-            params, learning_rate, weight_decay, hyper={"etas": etas, "step_sizes": step_sizes}, options=options
-        )
 
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        least, most = group["step_sizes"]
-        first = self._rate(group)
-        first = first.clamp(least, most) if isinstance(first, Tensor) else min(max(first, least), most)
-        return {"before": torch.zeros_like(weight), "step": torch.zeros_like(weight) + first}
+    def first(self, slot: str, weight: Tensor, group: Group) -> Tensor:
+        if slot == "before":
+            return torch.zeros_like(weight)
+        rate = torch.as_tensor(self._rate(group), dtype=torch.float64)
+        return torch.zeros_like(weight) + rate.clamp(*group["step_sizes"]).to(weight)
 
     def update(self, u: Update) -> None:
-        down, up = u.group["etas"]
-        least, most = u.group["step_sizes"]
-        before, step = u.state["before"], u.state["step"]
-        turned = torch._foreach_mul(u.grads, before)
-        torch._foreach_sign_(turned)
-        if u.keep is None:
-            torch._foreach_copy_(before, u.grads)
-        else:
-            torch._foreach_mul_(before, 1 - u.keep)
-            torch._foreach_add_(before, u.grads)
-        for sign, old in zip(turned, before):
-            old.masked_fill_(sign < 0, 0.0)  # nowhere in a skipped step, whose gradients are -0.0
-            sign.copy_(torch.where(sign > 0, up, torch.where(sign < 0, down, torch.ones_like(sign))))
-        torch._foreach_mul_(step, turned)
-        torch._foreach_clamp_min_(step, least)
-        torch._foreach_clamp_max_(step, most)
-        if u.keep is None:
-            torch._foreach_addcmul_(u.weights, torch._foreach_sign(before), step, value=-1.0)
-        else:
-            change = torch._foreach_sign(before)
-            torch._foreach_mul_(change, step)
-            u.move_(u.weights, change, 1.0)
+        (down, up), (least, most), step = u["etas"], u["step_sizes"], u.state["step"]
+        s = (u.g * u.state["before"]).sign()
+        g = u.put(u.state["before"], s.map(lambda s, g: g.masked_fill(s < 0, 0.0), u.g))
+        change = s.map(lambda s: torch.where(s > 0, up, torch.where(s < 0, down, torch.ones_like(s))))
+        u.put(step, change.mul_(step).at_least_(least).at_most_(most))
+        u.descend(g.sign().mul_(step), 1.0)
 
 
 class ASGD(Optimizer):
@@ -93,56 +65,22 @@ class ASGD(Optimizer):
     Source:  Polyak and Juditsky 1992; MindSpore 2.7 nn.ASGD.
     """
 
+    slots = {"average": 0.0}
+
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 0.1,
-        lambd: float = 1e-4,
-        alpha: float = 0.75,
-        t0: float = 1e6,
+        lambd: Float = 1e-4,
+        alpha: Float = 0.75,
+        t0: Float = 1e6,
         weight_decay: Decay = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        for name, value in (("lambd", lambd), ("alpha", alpha), ("t0", t0)):
-            check_float(name, value)
-        hyper = {"lambd": lambd, "alpha": alpha, "t0": t0}
-        super().__init__(params, learning_rate, weight_decay, hyper=hyper, options=options)
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"average": torch.zeros_like(weight)}
+        super().__init__(locals())
 
     def update(self, u: Update) -> None:
-        average = u.state["average"]
-        steps = torch._foreach_add(u.grads, u.weights, alpha=u.group["lambd"])
-        self._descend_(u, u.weights, steps, self._eta(u))
-        gaps = torch._foreach_sub(u.weights, average)
-        torch._foreach_neg_(gaps)
-        self._descend_(u, average, gaps, self._mu(u))
-
-    @staticmethod
-    def _descend_(u: Update, targets: list[Tensor], steps: tuple[Tensor, ...], rate: Tensor) -> None:
-        """targets -= rate * steps with the rate as a 0-d tensor, in the operation that torch uses."""
-        if u.keep is None:
-            torch._foreach_addcmul_(targets, steps, [rate] * len(targets), value=-1.0)
-        else:
-            u.move_(targets, steps, rate)
-
-    @staticmethod
-    def _eta(u: Update) -> Tensor:
-        weight, lambd = u.weights[0], u.group["lambd"]
-        done: Number = (
-            (u.count - 1).float() if isinstance(u.count, Tensor) else torch.tensor(u.count - 1, dtype=torch.float32)
-        )
-        return _as_rate(u.lr / ((1 + lambd * u.lr * done) ** u.group["alpha"]), weight)
-
-    @staticmethod
-    def _mu(u: Update) -> Tensor:
-        over = (u.count.double() if isinstance(u.count, Tensor) else u.count) - 1 - u.group["t0"]
-        return _as_rate(1 / over.clamp(min=1.0) if isinstance(over, Tensor) else 1 / max(1.0, over), u.weights[0])
-
-
-def _as_rate(value: Number, like: Tensor) -> Tensor:
-    """A 0-d tensor of the device and dtype of `like`, without a copy from the host."""
-    if isinstance(value, Tensor) and value.device == like.device:
-        return value.to(like.dtype)
-    return torch.full((), float(value), dtype=like.dtype, device=like.device)
+        lambd, average = u["lambd"], u.state["average"]
+        k = u.on_device(u.t) - 1.0  # as torch computes, in float32
+        u.descend(u.g.plus(u.w, lambd), u.lr / (1 + lambd * u.lr * k) ** u["alpha"])
+        u.descend(average - u.w, 1 / (k - u["t0"]).clamp(min=1.0), average)

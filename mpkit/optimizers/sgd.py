@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_float, check_number
-from mpkit.optimizers.arguments import Decay, Options, Params, Rate
+from mpkit.optimizers.arguments import Decay, Float, Options, Params, Positive, Rate, Real
 from mpkit.optimizers.base import Optimizer
 from mpkit.optimizers.update import Update
 
@@ -22,33 +21,23 @@ class Momentum(Optimizer):
     Source:  MindSpore 2.7 nn.Momentum. Its CPU kernel ignores `use_nesterov`; this does not.
     """
 
-    elementwise = True
-    intermediates = False
+    slots = {"velocity": 0.0}
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate,
-        momentum: float,
+        momentum: Float,
         weight_decay: Decay = 0.0,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         use_nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        check_float("momentum", momentum)
-        check_flags(use_nesterov=use_nesterov)
-        hyper = {"momentum": momentum, "use_nesterov": use_nesterov}
-        super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"velocity": torch.zeros_like(weight)}
+        super().__init__(locals())
 
     def update(self, u: Update) -> None:
-        velocity, momentum = u.state["velocity"], u.group["momentum"]
-        u.decay_average_(velocity, momentum)
-        torch._foreach_add_(velocity, u.grads)
-        steps = torch._foreach_add(u.grads, velocity, alpha=momentum) if u.group["use_nesterov"] else velocity
-        u.move_(u.weights, steps, u.lr)
+        v = u.add("velocity", u.g, hold=u["momentum"])
+        u.descend(u.g.plus(v, u["momentum"]) if u["use_nesterov"] else v, u.lr)
 
 
 class SGD(Optimizer):
@@ -64,54 +53,30 @@ class SGD(Optimizer):
     Source:  MindSpore 2.7 nn.SGD.
     """
 
-    elementwise = True
-    intermediates = False
-    switched = (("momentum", "velocity"),)
+    slots = {"velocity": 0.0}
+    switched = {"velocity": "momentum"}
+    decay_varies = False
 
     def __init__(
         self,
         params: Params,
         learning_rate: Rate = 0.1,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
+        momentum: Real = 0.0,
+        dampening: Real = 0.0,
+        weight_decay: Real = 0.0,
         nesterov: bool = False,
-        loss_scale: float = 1.0,
+        loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        check_number("momentum", momentum)
-        check_number("dampening", dampening)
-        check_flags(nesterov=nesterov)
+        super().__init__(locals())
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError(f"nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-        hyper = {"momentum": float(momentum), "dampening": float(dampening), "nesterov": nesterov}
-        super().__init__(params, learning_rate, weight_decay, loss_scale, hyper, options)
-        if any(callable(group["weight_decay"]) for group in [self.defaults, *self.param_groups]):
-            raise TypeError("SGD takes a fixed weight decay; use Momentum for one that changes")
-
-    def slots(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"velocity": torch.zeros_like(weight)} if group["momentum"] else {}
-
-    def _states(self, params: list[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        stateless = not group["momentum"] and params[0].dtype.itemsize >= 4
-        return [{}] * len(params) if stateless else super()._states(params, group)
 
     def update(self, u: Update) -> None:
-        momentum, steps = u.group["momentum"], u.grads
-        if momentum:
-            steps = u.state["velocity"]
-            u.decay_average_(steps, momentum)
-            self._collect_(steps, u)
-        if u.group["nesterov"]:
-            steps = list(torch._foreach_add(u.grads, steps, alpha=momentum))
-        u.move_(u.weights, steps, u.lr)
-
-    @staticmethod
-    def _collect_(velocity: list[Tensor], u: Update) -> None:
-        """velocity += g at the first step and (1 - dampening) g later; adds -0.0 when the step is skipped."""
-        dampening = u.group["dampening"]
-        if dampening and isinstance(u.count, Tensor):
-            part = velocity[0].new_full((), 1.0 - dampening).masked_fill(u.count == 1, 1.0)
-            torch._foreach_add_(velocity, torch._foreach_mul(u.grads, part))
-        else:
-            torch._foreach_add_(velocity, u.grads, alpha=1.0 if u.count == 1 else 1.0 - dampening)
+        v, momentum, share = u.g, u["momentum"], 1 - u["dampening"]
+        if momentum and share != 1 and isinstance(u.t, Tensor):  # only the device knows whether this is the first step
+            part = torch.full_like(u.t, share).masked_fill(u.t == 1, 1.0)
+            v = u.add("velocity", u.g.times(part), hold=momentum)
+        elif momentum:
+            v = u.add("velocity", u.g, hold=momentum, share=1.0 if isinstance(u.t, Tensor) or u.t == 1 else share)
+        u.descend(u.g.plus(v, momentum) if u["nesterov"] else v, u.lr)
