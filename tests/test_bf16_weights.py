@@ -133,7 +133,7 @@ def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
     train(net, optimizer, 8)
     if way == "kahan":
         assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
-    assert optimizer.inner.param_groups[0]["lr"] == 0
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0
 
 
 def test_an_optimizer_that_has_made_steps_goes_on_in_float32():

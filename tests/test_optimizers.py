@@ -898,7 +898,7 @@ def test_values_that_look_bad_but_are_legal():
 
 
 def test_the_ratio_of_norms_is_1_only_where_one_is_0():
-    from mpkit.optimizers.layerwise import _ratio
+    from mpkit.optimizers.adam import _ratio
 
     norms = [torch.tensor(v) for v in (0.0, 0.25, 0.5, 3.0, 0.0)], [torch.tensor(v) for v in (0.5, 0.5, 0.0, 0.25, 0.0)]
     assert [float(r) for r in _ratio(*norms)] == [1.0, 0.5, 1.0, 12.0, 1.0]

@@ -43,10 +43,10 @@ def test_an_optimizer_of_ours_counts_its_steps_on_bfloat16_weights(make):
     exact = p.detach().double() + low.state_dict()["lost"][0].double()
     # the wide run never rounds to bfloat16; Kahan's remainder keeps 16 bits, eight times
     assert (exact - wide.detach().double()).abs().max() < 8 * 2.0**-16 * 2
-    assert low.inner.param_groups[0]["updates"] == low.state_dict()["inner"]["param_groups"][0]["updates"] == 8
+    assert low.optimizer.param_groups[0]["updates"] == low.state_dict()["inner"]["param_groups"][0]["updates"] == 8
 
 
-@pytest.mark.parametrize("adds", [lambda o: o, lambda o: o.inner], ids=["outside", "inside"])
+@pytest.mark.parametrize("adds", [lambda o: o, lambda o: o.optimizer], ids=["outside", "inside"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_group_added_to_bfloat16_weights_is_trained_and_saved(way, adds):
     def made() -> opt.BFloat16Weights:

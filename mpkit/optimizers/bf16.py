@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from mpkit.arguments import check_alike, check_kind
-from mpkit.optimizers.arguments import need_plain_step, parameters_of
+from mpkit.arguments import check_alike, check_choice, check_kind
+from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_saved
+from mpkit.optimizers.wrapper import Wrapper
 
 Way = Literal["stochastic", "kahan"]
 
@@ -41,7 +42,7 @@ def stochastic_bf16(x: Tensor, bits: Tensor | None = None, *, generator: torch.G
     return torch.where(x.isfinite(), rounded, x.detach()).to(torch.bfloat16)
 
 
-class BFloat16Weights(TorchOptimizer):
+class BFloat16Weights(Wrapper):
     """Any optimizer on bfloat16 weights, as if it had a float32 copy of them, but without one between steps.
 
     Plain bfloat16 forgets an update below 2^-9 of the weight. "stochastic" rounds up or down by chance, so that small
@@ -50,6 +51,8 @@ class BFloat16Weights(TorchOptimizer):
 
     Args:    optimizer: built on the network's own bfloat16 parameters (float32 ones among them are left alone);
              way: "stochastic" or "kahan"; generator: source of the random bits.
+    Memory:  a step has float32 copies of as many weights at a time as the largest parameter holds. (mpkit's optimizers
+             alone keep a float32 master of every 16-bit weight, and need no wrapper to learn from small updates.)
     Raises:  TypeError if `optimizer` is none, needs a closure (LBFGS) or is a FreezeOpt, which goes around this;
              ValueError for another way, or if no parameter is bfloat16.
     Source:  arXiv:2010.06192 (both ways); torchao 0.18 for the rounding.
@@ -61,85 +64,87 @@ class BFloat16Weights(TorchOptimizer):
     0.984375
     """
 
+    _step_supports_amp_scaling = False  # a skipped step would draw random bits
+
     def __init__(
         self, optimizer: TorchOptimizer, way: Way = "stochastic", *, generator: torch.Generator | None = None
     ) -> None:
-        if not isinstance(optimizer, TorchOptimizer):
-            raise TypeError(f"need a torch.optim.Optimizer built on the bfloat16 parameters, got {optimizer!r}")
-        need_plain_step(optimizer)
+        super().__init__(optimizer)
         if getattr(optimizer, "knows_its_parameters", False):
             name = type(optimizer).__name__
             raise TypeError(
                 f"{name} tells parameters by their identity, and float32 ones take their place in each step; wrap the "
                 f"other way round: {name}(BFloat16Weights(optimizer), ...)"
             )
-        if way not in ("stochastic", "kahan"):
-            raise ValueError(f"way is 'stochastic' or 'kahan', got {way!r}")
+        check_choice("way", way, ("stochastic", "kahan"))
+        check_kind("generator", generator, torch.Generator, "a torch.Generator", optional=True)
         if not any(p.dtype is torch.bfloat16 for p in parameters_of(optimizer)):
             raise ValueError("no parameter is bfloat16, so nothing would be rounded; network.to(torch.bfloat16) first")
         self.way: Way = way
         self.generator = generator
-        self.inner = optimizer
-        self._wide: dict[Tensor, Tensor] = {}  # bfloat16 parameter -> its float32 stand-in
+        self._wide: dict[Tensor, Tensor] = {}  # bfloat16 parameter -> its float32 stand-in, empty between steps
         self._lost: dict[Tensor, Tensor] = {}  # what rounding lost, where way is "kahan"
-        super().__init__(optimizer.param_groups, {})
-        self._share()
         self._stand_ins()
 
-    def _share(self) -> None:
-        """One list of groups, with the network's own parameters: what one optimizer is given, the other has too."""
-        self.param_groups, self.defaults = self.inner.param_groups, self.inner.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside."""
-        if not any(group is param_group for group in self.inner.param_groups):  # else torch's constructor asks
-            self.inner.add_param_group(param_group)
-
-    def _stand_ins(self) -> list[tuple[Tensor, Tensor]]:
-        """(bfloat16 parameter, its stand-in) for all groups, those added later too."""
-        low = [p for p in parameters_of(self.inner) if p in self._wide or p.dtype is torch.bfloat16]
+    def _stand_ins(self) -> list[Tensor]:
+        """The bfloat16 parameters of all groups, those added later too; each has a stand-in afterwards."""
+        low = [p for p in parameters_of(self) if p in self._wide or p.dtype is torch.bfloat16]
         for p in low:
             if p in self._wide:
                 continue
             self._wide[p] = wide = nn.Parameter(torch.empty(0, device=p.device))
-            if p in self.inner.state:  # it has made steps already
-                held = {name: x for name, x in self.inner.state.pop(p).items() if name != "master"}
-                self.inner.state[wide] = {name: _widened(x) for name, x in held.items()}
+            if p in self.state:  # it has made steps already
+                held = {name: x for name, x in self.state.pop(p).items() if name != "master"}
+                self.state[wide] = {name: _widened(x) for name, x in held.items()}
             if self.way == "kahan":
                 self._lost[p] = torch.zeros_like(p)
-        return [(p, self._wide[p]) for p in low]
+        return low
 
     @contextmanager
-    def _float32(self, filled: bool = True) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """While the optimizer inside works, float32 stand-ins (with or without values) are where bfloat16 was."""
-        pairs = self._stand_ins()
-        for p, wide in pairs if filled else ():
-            wide.data = p.float() + _remainder(p, self._lost[p]) if p in self._lost else p.float()
-            wide.grad = None if p.grad is None else p.grad.float()
-        kept = [list(group["params"]) for group in self.inner.param_groups]
+    def _float32(self, filled: bool = False) -> Iterator[None]:
+        """While the optimizer inside works, float32 stand-ins, empty ones unless `filled`, are where bfloat16 was."""
+        low, kept = self._stand_ins(), [list(group["params"]) for group in self.param_groups]
         try:
-            for group in self.inner.param_groups:
+            for group in self.param_groups:
                 group["params"] = [self._wide.get(p, p) for p in group["params"]]
-            yield pairs
+            for p in low if filled else ():
+                self._wide[p].data = p.float()
+            yield
         finally:
-            for group, params in zip(self.inner.param_groups, kept):
+            for group, params in zip(self.param_groups, kept):
                 group["params"] = params
-            for _, wide in pairs:
-                wide.data, wide.grad = wide.data.new_empty(0), None
+            for p in low:
+                self._empty(p)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer in float32; then the weights are rounded."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with self._float32() as pairs:
-            self.inner.step()
-            for p, wide in pairs:
-                if wide.grad is not None:
-                    self._round_(p, wide.data)
-        return loss
+    def _empty(self, p: Tensor) -> None:
+        wide = self._wide[p]
+        wide.data, wide.grad = wide.data.new_empty(0), None
+
+    def apply(self) -> None:
+        """Some parameters after the other: the optimizer inside makes a step for each lot, and counts one for all."""
+        low = self._stand_ins()
+        lots, others = _lots([p for p in low if p.grad is not None]), set(parameters_of(self)) - set(low)
+        counters = [*self.param_groups, getattr(inner(self), "_counts", {})]
+        before = [{k: _own(x) for k, x in counter.items() if k != "params"} for counter in counters]
+        grads = {p: p.grad for p in others}
+        with self._float32():
+            try:
+                for i, lot in enumerate(lots):
+                    if i:
+                        for counter, values in zip(counters, before):
+                            counter.update({k: _own(x) for k, x in values.items()})
+                        for p in others:
+                            p.grad = None
+                    for p in lot:
+                        self._wide[p].data = p.float() + _remainder(p, self._lost[p]) if p in self._lost else p.float()
+                        self._wide[p].grad = cast(Tensor, p.grad).float()
+                    self.inside()
+                    for p in lot:
+                        self._round_(p, self._wide[p].data)
+                        self._empty(p)
+            finally:
+                for p, grad in grads.items():
+                    p.grad = grad
 
     def _round_(self, p: Tensor, wide: Tensor) -> None:
         if p in self._lost:
@@ -151,11 +156,11 @@ class BFloat16Weights(TorchOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, what Kahan keeps, and the generator's state."""
+        with self._float32():
+            inside = self.optimizer.state_dict()
+        lost = [self._lost[p].clone() for p in self._stand_ins() if p in self._lost]
         generator = None if self.generator is None else self.generator.get_state()
-        with self._float32(filled=False) as pairs:
-            inner = self.inner.state_dict()
-        lost = [self._lost[p].clone() for p, _ in pairs if p in self._lost]
-        return {"inner": inner, "way": self.way, "lost": lost, "generator": generator}
+        return {"inner": inside, "way": self.way, "lost": lost, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
@@ -164,23 +169,36 @@ class BFloat16Weights(TorchOptimizer):
         for value in state["lost"]:
             check_kind("each of lost", value, Tensor, "a tensor")
         check_kind("generator", state["generator"], Tensor, "a generator's state", optional=True)
-        check_saved(self.inner, state["inner"])
-        if state.get("way") != self.way:
-            raise ValueError(f"this state belongs to way={state.get('way')!r}, this optimizer has way={self.way!r}")
-        lost = [self._lost[p] for p, _ in self._stand_ins() if p in self._lost]
+        check_saved(self.optimizer, state["inner"])
+        if state["way"] != self.way:
+            raise ValueError(f"this state belongs to way={state['way']!r}, this optimizer has way={self.way!r}")
+        lost = [self._lost[p] for p in self._stand_ins() if p in self._lost]
         if [v.shape for v in state["lost"]] != [v.shape for v in lost]:
             raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
-        with self._float32():  # torch casts a state to the shape and dtype of its parameter
-            self.inner.load_state_dict(copy.deepcopy(state["inner"]))
-        self._share()
+        with self._float32(filled=True):  # torch casts a state to the shape and dtype of its parameter
+            self.optimizer.load_state_dict(copy.deepcopy(state["inner"]))
         for value, saved in zip(lost, state["lost"]):
             value.copy_(saved)
         if self.generator is not None and state["generator"] is not None:
             self.generator.set_state(state["generator"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("way", "generator", "inner", "_wide", "_lost")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
+
+def _lots(params: list[Tensor]) -> list[list[Tensor]]:
+    """The parameters in lots of at most as many values as the largest one has; one empty lot if there are none."""
+    lots: list[list[Tensor]] = [[]]
+    most, size = max((p.numel() for p in params), default=0), 0
+    for p in params:
+        if size and size + p.numel() > most:
+            lots.append([])
+            size = 0
+        lots[-1].append(p)
+        size += p.numel()
+    return lots
+
+
+def _own(x: object) -> object:
+    """A counter as it is now: a tensor is written to in place."""
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _nearest_bf16(x: Tensor) -> Tensor:
