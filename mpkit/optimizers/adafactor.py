@@ -58,12 +58,12 @@ class AdaFactor(Optimizer):
         loss_scale: Positive = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        if (learning_rate is not None) == relative_step:
-            raise ValueError(f"give a learning rate or relative_step=True, not {learning_rate!r} and {relative_step}")
+        given, learning_rate = learning_rate, 0.0 if learning_rate is None else learning_rate
+        super().__init__(locals())
+        if (given is not None) == relative_step:
+            raise ValueError(f"give a learning rate or relative_step=True, not {given!r} and {relative_step}")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init needs relative_step=True")
-        learning_rate = 0.0 if learning_rate is None else learning_rate
-        super().__init__(locals())
 
     def needed(self, p: Tensor, group: Group) -> list[str]:
         unused = {"square"} if p.ndim > 1 else {"row", "column"}

@@ -44,9 +44,9 @@ what it costs without the flag. Elsewhere the decision is taken on the device, b
 LARGE = 2**16
 """Values above which a tensor on a CPU is updated alone: its intermediate results leave their memory to the next."""
 
-NOT_HYPER = frozenset({"params", "learning_rate", "weight_decay", "loss_scale", "options", "beta1", "beta2"}) | {
-    *("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
-}
+NEEDED = ("params", "learning_rate", "weight_decay", "options")
+UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
+NOT_HYPER = frozenset({*NEEDED, *UNUSED, "loss_scale", "beta1", "beta2"})
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -57,6 +57,9 @@ class Optimizer(torch.optim.Optimizer):
         g <- g + (weight_decay * S) * w;   g <- transform(g);   g <- g * (1 / S)
 
     so that afterwards g is the plain gradient plus decay when the loss was multiplied by S.
+
+    To add one, write its `slots`, its `update`, and a constructor whose annotations carry the checks and which ends in
+    `super().__init__(locals())`; arguments that are none of those below become options of the groups.
 
     Args:
         params:         parameters, (name, parameter) pairs, or dicts with `params`, `lr`, `weight_decay`,
@@ -90,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
     by_axes = False  # True where matrices have another state than vectors
 
     def __init__(self, given: dict[str, Any]) -> None:
+        check_alike("given, the locals() of a constructor", given, dict.fromkeys(("__class__", *NEEDED)))
         given = {name: check(name, given[name]) for name, check in _checks(given["__class__"]).items()}
         options, hyper = given["options"], {name: x for name, x in given.items() if name not in NOT_HYPER}
         if unknown := set(options) - set(Options.__annotations__):
