@@ -297,8 +297,9 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             if (rows := grad.layout is not torch.strided) and not (lazy and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
-            alone = i if rows or (p.is_cpu and not together and p.numel() > LARGE) else self.by_axes and p.ndim > 1
-            found.setdefault((p.device, p.dtype, rows, alone), []).append(i)
+            alone = rows or (p.is_cpu and not together and p.numel() > LARGE)
+            key = p.device, p.dtype, ~i if alone else self.by_axes and p.ndim > 1  # ~i is negative: no True, no False
+            found.setdefault(key, []).append(i)
         return list(found.values())
 
     def _update(
