@@ -103,8 +103,8 @@ BUGS = [
     Bug(
         "Adam without one of its bias corrections",
         "optimizers/adam.py",
-        "u.lr * root(unbiased(beta2, u.count)) / unbiased(beta1, u.count)",
-        "u.lr * root(unbiased(beta2, u.count))",
+        "u.lr * root(unbiased(b2, u.t)) / unbiased(b1, u.t)",
+        "u.lr * root(unbiased(b2, u.t))",
         "07_optimizer",
     ),
     Bug(
