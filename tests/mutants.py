@@ -55,7 +55,7 @@ OWN = {  # module -> beginnings of the names of its own test files; EVERY: those
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
     "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
     "step": ("test_step", "test_golden_step", "test_distributed"),
-    "optimizers": ("test_optimizers", "test_golden_optimizers", "test_adam8bit", "test_bf16"),
+    "optimizers": ("test_optimizers", "test_golden_optimizers", "test_bf16"),
     "schedules": ("test_schedules", "test_golden_optimizers"),
     "model": ("test_model",),
     "boost": ("test_boost", "test_golden_boost"),

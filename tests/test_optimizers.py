@@ -898,13 +898,6 @@ def test_values_that_look_bad_but_are_legal():
     opt.LARS(opt.SGD([P[0]]), lars_filter=lambda x: "bias" not in x.name)
 
 
-def test_the_ratio_of_norms_is_1_only_where_one_is_0():
-    from mpkit.optimizers.adam import _ratio
-
-    norms = [torch.tensor(v) for v in (0.0, 0.25, 0.5, 3.0, 0.0)], [torch.tensor(v) for v in (0.5, 0.5, 0.0, 0.25, 0.0)]
-    assert [float(r) for r in _ratio(*norms)] == [1.0, 0.5, 1.0, 12.0, 1.0]
-
-
 @pytest.mark.parametrize(
     "rates",
     [[0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])],

@@ -13,7 +13,6 @@ from mpkit import optimizers as opt
 from mpkit.optimizers import base
 from mpkit.optimizers.arguments import coming_rate, listed
 from mpkit.optimizers.saved import check_saved
-from mpkit.optimizers.update import Update
 from mpkit.schedules import ListedLR
 
 
