@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any, TypeGuard, get_type_hints
+from typing import Any, TypeGuard, TypeVar, get_type_hints
 
 import numpy as np
+
+
+Value = TypeVar("Value")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -96,12 +99,12 @@ def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any],
     return {name: asked[name] for name in signature(function).parameters if name != "self"}
 
 
-def _flag(name: str, value: Any) -> Any:
+def _flag(name: str, value: Value) -> Value:
     check_flags(**{name: value})
     return value
 
 
-def _anything(name: str, value: Any) -> Any:
+def _anything(_: str, value: Value) -> Value:
     return value
 
 
