@@ -65,6 +65,7 @@ class Update:
         """A state times `hold`, or times 1 in a skipped step."""
         state, keep = self.state[slot], self.keep
         if hold != 1.0:
+            # exact at both ends: 1 - keep + keep * hold is hold, or 1
             state.mul_(hold if keep is None else torch.add(1 - keep, keep, alpha=hold))
         return state
 
@@ -81,10 +82,12 @@ class Update:
         """target (the weights) -= rate x / over."""
         w = self.w if target is None else target
         rate = rate if self.keep is None else self.keep * rate
-        if isinstance(rate, Tensor) and self.keep is over is None and rate.is_cpu:  # in one rounding, as torch has it
+        if isinstance(rate, Tensor) and self.keep is over is None and rate.is_cpu:
+            # a product that is rounded with the sum, as in torch's own foreach rules
             torch._foreach_addcmul_(w.xs, x.xs, [rate.to(w.xs[0].dtype)] * len(w.xs), value=-1.0)
             return
-        if isinstance(rate, Tensor):  # cannot be an `alpha`, which torch reads on the host
+        if isinstance(rate, Tensor):
+            # cannot be an `alpha`, which torch reads on the host
             x, rate = x.times(rate), 1.0
             if self.keep is not None:
                 x.add_(0.0)  # -0.0 -> +0.0, and w - (+0.0) is w for every w
