@@ -16,27 +16,33 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_choice, check_count, check_flags, check_kind
 
 __all__ = [
     "BF16",
     "E2M1",
     "E2M3",
     "E3M2",
+    "E3M4",
+    "E4M3B11FNUZ",
     "E4M3FN",
+    "E4M3FNUZ",
     "E5M2",
+    "E5M2FNUZ",
     "FORMATS",
     "FP16",
     "FP32",
     "FP64",
+    "OTHER_FORMATS",
     "TF32",
     "Fields",
     "FloatFormat",
     "dtype_name",
     "get_format",
+    "p3109",
 ]
 
-Specials = Literal["ieee", "nan", "none"]
+Specials = Literal["ieee", "nan", "none", "fnuz", "nuz"]
 Kind = Literal["zero", "subnormal", "normal", "inf", "nan"]
 
 
@@ -52,18 +58,22 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary floating-point format: one sign bit, then exponent, then fraction, with subnormals.
+    """A binary floating-point format: a sign bit unless it is unsigned, then exponent, then fraction, with subnormals.
 
     Args:
         name:          how the format is called; `get_format(name)` finds it again.
-        exponent_bits: width of the exponent field (bits, 2 to 8; 11 for FP64).
-        fraction_bits: width of the fraction field (bits, 1 to 23; 52 for FP64).
-        specials:      what the topmost exponent stands for: "ieee", inf (fraction 0) and NaN; "nan", ordinary numbers
-                       except that fraction all ones is NaN; "none", ordinary numbers only. Without inf, the -inf of an
-                       attention mask becomes NaN ("nan") or -max ("none"): mask with `-fmt.max`, which suits all.
+        exponent_bits: width of the exponent field (bits, 1 to 8; 11 for FP64).
+        fraction_bits: width of the fraction field (bits, 0 to 23; 52 for FP64).
+        specials:      what is no ordinary number: "ieee", the topmost exponent, inf (fraction 0) and NaN; "nan", the
+                       topmost pattern, NaN; "none", nothing; "fnuz", NaN alone, in the place of minus zero (finite,
+                       unsigned zero); "nuz", the same and inf in the topmost pattern. Without a sign there is no minus
+                       zero, and NaN is the topmost pattern. Without inf, the -inf of an attention mask becomes NaN, or
+                       -max ("none"): mask with `-fmt.max`, which suits all.
         torch_dtype:   torch's own dtype with the same values, if there is one.
         source:        the document that defines the format.
-    Raises:  TypeError if a width is no int; ValueError if it leaves its range.
+        bias:          what is subtracted from the exponent field; None: 2**(exponent_bits - 1) - 1, as IEEE 754 has it.
+        signed:        whether there are negative numbers. In an unsigned format they lie beyond the range.
+    Raises:  TypeError if a width or the bias is no int; ValueError if one leaves its range, or values leave float32's.
     Source:  IEEE 754-2019, 3.3 and 3.4 (sets of numbers, interchange encoding); each constant names its own document.
 
     >>> E5M2.max, E5M2.min_normal, E5M2.min_subnormal
@@ -76,36 +86,39 @@ class FloatFormat:
     specials: Specials = "ieee"
     torch_dtype: torch.dtype | None = None
     source: str = "the rules of IEEE 754-2019, 3.3 and 3.4, at widths of its own"
+    bias: int = None  # type: ignore[assignment]  # an int once it is built
+    signed: bool = True
 
     def __post_init__(self) -> None:
-        widths = (self.exponent_bits, self.fraction_bits)
+        exponent, fraction = widths = (self.exponent_bits, self.fraction_bits)
         if not all(type(width) is int for width in widths):
             raise TypeError(f"the widths of a format are ints, got {widths}")
-        if widths != (11, 52) and not (2 <= widths[0] <= 8 and 1 <= widths[1] <= 23):
+        check_choice("specials", self.specials, ("ieee", "nan", "none", "fnuz", "nuz"))
+        low = (2, 1) if self.specials == "ieee" else (1, 0)
+        if widths != (11, 52) and not (low[0] <= exponent <= 8 and low[1] <= fraction <= 23):
             raise ValueError(
-                f"need 2 to 8 exponent bits and 1 to 23 fraction bits (or FP64's 11 and 52), got {widths[0]} and "
-                f"{widths[1]}; nothing wider can be emulated inside float32"
+                f"need {low[0]} to 8 exponent bits and {low[1]} to 23 fraction bits (or FP64's 11 and 52), got "
+                f"{exponent} and {fraction}; nothing wider can be emulated inside float32"
             )
-        if self.specials not in ("ieee", "nan", "none"):
-            raise ValueError(f"specials must be 'ieee', 'nan' or 'none', got {self.specials!r}")
-        if self.exponent_bits >= 8 and self.specials != "ieee":
+        check_flags(signed=self.signed)
+        object.__setattr__(self, "bias", 2 ** (exponent - 1) - 1 if self.bias is None else self.bias)
+        if type(self.bias) is not int:
+            raise TypeError(f"the bias of a format is an int, got {self.bias!r}")
+        if self._last < 1:
+            raise ValueError(f"{self.bits} bits with specials {self.specials!r} leave no number but zero")
+        if self.bits < 64 and not -149 <= self.min_subnormal_exponent <= self.max_exponent <= 127:
             raise ValueError(
-                f"with {self.exponent_bits} exponent bits the topmost exponent is beyond float32, so specials must be "
-                f"'ieee', got {self.specials!r}"
+                f"the values of {self.name} reach from 2**{self.min_subnormal_exponent} to 2**{self.max_exponent}, "
+                "beyond float32 (2**-149 to 2**127); take another bias, or specials 'ieee' with 8 exponent bits"
             )
 
     def __repr__(self) -> str:
-        return f"FloatFormat({self.name}: 1+{self.exponent_bits}+{self.fraction_bits} bits)"
+        return f"FloatFormat({self.name}: {int(self.signed)}+{self.exponent_bits}+{self.fraction_bits} bits)"
 
     @property
     def bits(self) -> int:
         """Width of one pattern (bits)."""
-        return 1 + self.exponent_bits + self.fraction_bits
-
-    @property
-    def bias(self) -> int:
-        """What is subtracted from the exponent field to get the exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
+        return self.signed + self.exponent_bits + self.fraction_bits
 
     @property
     def min_exponent(self) -> int:
@@ -115,13 +128,12 @@ class FloatFormat:
     @property
     def max_exponent(self) -> int:
         """Exponent of the largest finite number."""
-        return 2**self.exponent_bits - 1 - self.bias - int(self.has_inf)
+        return max(self._last >> self.fraction_bits, 1) - self.bias
 
     @property
     def max(self) -> float:
         """The largest finite value."""
-        missing = 2 if self.specials == "nan" else 1
-        return (2.0 - missing * self.eps) * 2.0**self.max_exponent
+        return float(self._magnitude(self._last))
 
     @property
     def min_normal(self) -> float:
@@ -151,7 +163,7 @@ class FloatFormat:
     @property
     def edge_overflows(self) -> bool:
         """Whether `overflow_edge` itself, a tie, leaves the range: it does if the last bit of `max` is 1."""
-        return self.specials != "nan"
+        return self._last % 2 == 1
 
     def ulp(self, x: float) -> float:
         """Gap between the values of this format around a number; see `rounding.ulp` for tensors, whose edges these are.
@@ -172,7 +184,7 @@ class FloatFormat:
     @property
     def has_inf(self) -> bool:
         """Whether some pattern means infinity."""
-        return self.specials == "ieee"
+        return self.specials in ("ieee", "nuz")
 
     @property
     def has_nan(self) -> bool:
@@ -180,22 +192,39 @@ class FloatFormat:
         return self.specials != "none"
 
     @property
+    def has_minus_zero(self) -> bool:
+        """Whether zero has a sign."""
+        return self.signed and self.specials in ("ieee", "nan", "none")
+
+    @property
     def overflow(self) -> Literal["inf", "nan", "saturate"]:
         """What becomes of a value beyond `max` by the format's own rule."""
-        rules: dict[Specials, Literal["inf", "nan", "saturate"]] = {"ieee": "inf", "nan": "nan", "none": "saturate"}
-        return rules[self.specials]
+        return "inf" if self.has_inf else "nan" if self.has_nan else "saturate"
 
     @property
-    def _infinity(self) -> int:
-        """The pattern of the topmost exponent with fraction 0: +inf where the format has one."""
-        return (2**self.exponent_bits - 1) << self.fraction_bits
+    def _top(self) -> int:
+        """The topmost pattern without the sign."""
+        return 2 ** (self.exponent_bits + self.fraction_bits) - 1
 
     @property
-    def _first_nan(self) -> int:
-        """The smallest positive pattern that is a NaN, or one beyond all positive patterns."""
+    def _last(self) -> int:
+        """The pattern of `max`; those above it are inf, if there is one, and then NaN."""
         if self.specials == "ieee":
-            return self._infinity + 1
-        return 2 ** (self.bits - 1) - (self.specials == "nan")
+            return self._top - 2**self.fraction_bits
+        high_nan = self.specials == "nan" or (self.has_nan and not self.signed)
+        return self._top - high_nan - self.has_inf
+
+    @property
+    def _quiet_nan(self) -> int:
+        """The pattern that stands for any NaN."""
+        if self.specials == "ieee":
+            return self._last + 1 + (1 << (self.fraction_bits - 1))
+        return self._top + 1 if self.signed and not self.has_minus_zero else self._top
+
+    def _magnitude(self, pattern: int) -> Fraction:
+        exponent, fraction = divmod(pattern, 2**self.fraction_bits)
+        significand = fraction + (2**self.fraction_bits if exponent else 0)
+        return significand * Fraction(2) ** (max(exponent, 1) - self.bias - self.fraction_bits)
 
     def values(self) -> Tensor:
         """Every finite value once (one zero), ascending, float32, on the CPU.
@@ -208,9 +237,9 @@ class FloatFormat:
         """
         if self.bits > 24:
             raise ValueError(f"{self.name} has 2**{self.bits} patterns, too many to list; decode() those you need")
-        end = self._infinity if self.has_inf else self._first_nan
-        positive = self.decode(torch.arange(1, end, device="cpu"))
-        return torch.cat([-positive.flip(0), positive.new_zeros(1), positive])
+        positive = self.decode(torch.arange(1, self._last + 1, device="cpu"))
+        negative = -positive.flip(0) if self.signed else positive[:0]
+        return torch.cat([negative, positive.new_zeros(1), positive])
 
     def decode(self, patterns: Tensor) -> Tensor:
         """The value of each bit pattern.
@@ -233,21 +262,24 @@ class FloatFormat:
                 f"patterns of {self.name} are 0 to {2**self.bits - 1:#x}, got {int(wide.min())} to {int(wide.max())}; "
                 f"mask a signed view with & {2**self.bits - 1:#x}"
             )
-        magnitude = wide & (2 ** (self.bits - 1) - 1)
+        magnitude = wide & self._top
         field = magnitude >> self.fraction_bits
         significand = magnitude - ((field - 1).clamp(min=0) << self.fraction_bits)  # hidden bit left in for normals
         power = field.clamp(min=1) - self.bias - self.fraction_bits
         value = significand.double() * _power_of_two(power)
+        value = value.masked_fill(magnitude > self._last, torch.nan)
         if self.has_inf:
-            value = value.masked_fill(magnitude == self._infinity, torch.inf)
-        value = value.masked_fill(magnitude >= self._first_nan, torch.nan)
-        return torch.where(wide > magnitude, -value, value).float()
+            value = value.masked_fill(magnitude == self._last + 1, torch.inf)
+        value = torch.where(wide > magnitude, -value, value).float()
+        return (
+            value if self.has_minus_zero or not self.signed else value.masked_fill(wide == self._quiet_nan, torch.nan)
+        )
 
     def encode(self, x: Tensor | float) -> Tensor:
         """The bit pattern of each value; `x` must already be in the format, because encoding never rounds.
 
         Shapes:  x (*) float32 or float64 (or a Python float) -> (*) int64 patterns, same device.
-        Edges:   any NaN gives the quiet NaN with the sign of `x`.
+        Edges:   any NaN gives the quiet NaN, with the sign of `x` where there are two of them.
         Raises:  TypeError for another dtype; ValueError for a value the format does not have.
 
         >>> [hex(p) for p in FP16.encode(torch.tensor([1.0, -65504.0, 2.0**-24]))]
@@ -272,15 +304,18 @@ class FloatFormat:
         pattern = ((exponent - self.min_exponent) << self.fraction_bits) + significand.nan_to_num(0, 0).long()
         if self.has_inf:
             known |= magnitude.isinf()
-            pattern = pattern.masked_fill(magnitude.isinf(), self._infinity)
+            pattern = pattern.masked_fill(magnitude.isinf(), self._last + 1)
+        negative = x.signbit() & (x != 0) if not self.has_minus_zero else x.signbit()
+        if not self.signed:
+            known &= ~negative
         if self.has_nan:
             known |= x.isnan()
-            quiet = self._infinity + (1 << (self.fraction_bits - 1)) if self.has_inf else self._first_nan
-            pattern = pattern.masked_fill(x.isnan(), quiet)
+            pattern = pattern.masked_fill(x.isnan(), self._quiet_nan)
+            negative = negative if self.has_minus_zero else negative & ~x.isnan()
         if not known.all():
             first = x[~known].flatten()[0].item()
             raise ValueError(f"{first!r} is not a value of {self.name}; call round_to(x, fmt) first")
-        return pattern + (x.signbit().long() << (self.bits - 1))
+        return pattern + negative.long() * (self._top + 1)
 
     def fields(self, pattern: int) -> Fields:
         """One pattern taken apart, with its exact value.
@@ -295,16 +330,14 @@ class FloatFormat:
             pattern += 2**64
         if not 0 <= pattern < 2**self.bits:
             raise ValueError(f"patterns of {self.name} are 0 to {2**self.bits - 1:#x}, got {pattern:#x}")
-        sign, magnitude = divmod(pattern, 2 ** (self.bits - 1))
+        sign, magnitude = divmod(pattern, self._top + 1)
         exponent, fraction = divmod(magnitude, 2**self.fraction_bits)
-        if magnitude >= self._first_nan:
-            return Fields(sign, exponent, fraction, "nan", None)
-        if self.has_inf and magnitude == self._infinity:
+        if self.has_inf and magnitude == self._last + 1:
             return Fields(sign, exponent, fraction, "inf", None)
-        significand = fraction + (2**self.fraction_bits if exponent else 0)
-        value = (-1) ** sign * significand * Fraction(2) ** (max(exponent, 1) - self.bias - self.fraction_bits)
+        if magnitude > self._last or (self.has_nan and pattern == self._quiet_nan):
+            return Fields(sign, exponent, fraction, "nan", None)
         kind: Kind = "normal" if exponent else "subnormal" if fraction else "zero"
-        return Fields(sign, exponent, fraction, kind, value)
+        return Fields(sign, exponent, fraction, kind, (-1) ** sign * self._magnitude(magnitude))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -314,40 +347,59 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 _OFP8 = "OCP 8-bit Floating Point Specification (OFP8), revision 1.0, 2023; Micikevicius et al. 2022, arXiv:2209.05433"
 _MX = "OCP Microscaling Formats (MX) Specification, version 1.0, 2023: element data type"
+_A100 = "NVIDIA A100 Tensor Core GPU Architecture, 2020: the 19 bits of a float32 that the tensor cores read"
+_INTEL = "Intel, BFLOAT16 - Hardware Numerics Definition, 2018, but with subnormals kept, as torch.bfloat16 does"
+_NOT_IEEE = "which has no infinity and one NaN per sign (not the IEEE-like e4m3 that ends at 240)"
+_NOUNE = "Noune et al. 2022, arXiv:2206.02915 (Graphcore and AMD)"
+_P3109 = "IEEE P3109, Standard for Arithmetic Formats for Machine Learning, interim report of 2025"
 
 FP64 = FloatFormat("fp64", 11, 52, torch_dtype=torch.float64, source="IEEE 754-2019, 3.6: binary64")
 FP32 = FloatFormat("fp32", 8, 23, torch_dtype=torch.float32, source="IEEE 754-2019, 3.6: binary32")
-TF32 = FloatFormat(
-    "tf32",
-    8,
-    10,
-    source="NVIDIA A100 Tensor Core GPU Architecture, 2020: the 19 bits of a float32 that the tensor cores read",
-)
+TF32 = FloatFormat("tf32", 8, 10, source=_A100)
 FP16 = FloatFormat("fp16", 5, 10, torch_dtype=torch.float16, source="IEEE 754-2019, 3.6: binary16")
-BF16 = FloatFormat(
-    "bf16",
-    8,
-    7,
-    torch_dtype=torch.bfloat16,
-    source="Intel, BFLOAT16 - Hardware Numerics Definition, 2018, but with subnormals kept, as torch.bfloat16 does",
-)
+BF16 = FloatFormat("bf16", 8, 7, torch_dtype=torch.bfloat16, source=_INTEL)
 E5M2 = FloatFormat("e5m2", 5, 2, torch_dtype=torch.float8_e5m2, source=f"{_OFP8}: E5M2")
-E4M3FN = FloatFormat(
-    "e4m3fn",
-    4,
-    3,
-    specials="nan",
-    torch_dtype=torch.float8_e4m3fn,
-    source=f"{_OFP8}: E4M3, which has no infinity and one NaN per sign (not the IEEE-like e4m3 that ends at 240)",
-)
-E3M2 = FloatFormat("e3m2", 3, 2, specials="none", source=f"{_MX} FP6 (E3M2)")
-E2M3 = FloatFormat("e2m3", 2, 3, specials="none", source=f"{_MX} FP6 (E2M3)")
-E2M1 = FloatFormat("e2m1", 2, 1, specials="none", source=f"{_MX} FP4 (E2M1)")
+E4M3FN = FloatFormat("e4m3fn", 4, 3, "nan", torch.float8_e4m3fn, f"{_OFP8}: E4M3, {_NOT_IEEE}")
+E3M2 = FloatFormat("e3m2", 3, 2, "none", source=f"{_MX} FP6 (E3M2)")
+E2M3 = FloatFormat("e2m3", 2, 3, "none", source=f"{_MX} FP6 (E2M3)")
+E2M1 = FloatFormat("e2m1", 2, 1, "none", source=f"{_MX} FP4 (E2M1)")
+
+E5M2FNUZ = FloatFormat("e5m2fnuz", 5, 2, "fnuz", torch.float8_e5m2fnuz, _NOUNE, bias=16)
+E4M3FNUZ = FloatFormat("e4m3fnuz", 4, 3, "fnuz", torch.float8_e4m3fnuz, _NOUNE, bias=8)
+E4M3B11FNUZ = FloatFormat("e4m3b11fnuz", 4, 3, "fnuz", source="Google; ml_dtypes.float8_e4m3b11fnuz", bias=11)
+E3M4 = FloatFormat("e3m4", 3, 4, source="Amazon Trainium; the rules of IEEE 754-2019, as ml_dtypes.float8_e3m4")
 
 FORMATS: dict[str, FloatFormat] = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E5M2, E4M3FN, E3M2, E2M3, E2M1)}
-"""The named formats, widest first."""
+"""The usual formats by their names, widest first."""
 
-_NAMED_LAYOUTS = {(f.exponent_bits, f.fraction_bits): f for f in FORMATS.values() if f.specials == "ieee"}
+
+def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True) -> FloatFormat:
+    """The IEEE P3109 format binary<bits>p<precision>, followed by s or u (signed), and e or f (extended: with inf).
+
+    Args:    bits: 3 to 15; precision: bits of the significand, 1 to `bits` (to bits - 1 where it is signed).
+    Raises:  TypeError for kinds; ValueError for ranges, and for a format whose values float32 does not have.
+
+    >>> p3109(8, 3).max, p3109(8, 3, signed=False, extended=False)
+    (49152.0, FloatFormat(binary8p3uf: 0+6+2 bits))
+    """
+    check_flags(signed=signed, extended=extended)
+    if check_count("bits", bits, 3) > 15:
+        raise ValueError(f"P3109 defines formats of 3 to 15 bits, got {bits}")
+    if check_count("precision", precision) > bits - signed:
+        raise ValueError(f"precision must be at most {bits - signed} in {bits} bits, got {precision}")
+    exponent_bits = bits - signed - (precision - 1)
+    name = f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}"
+    specials: Specials = "nuz" if extended else "fnuz"
+    bias = 2 ** (exponent_bits - 1)
+    return FloatFormat(name, exponent_bits, precision - 1, specials, None, _P3109, bias, signed)
+
+
+OTHER_FORMATS: dict[str, FloatFormat] = {
+    f.name: f for f in (E5M2FNUZ, E4M3FNUZ, E4M3B11FNUZ, E3M4, *(p3109(8, precision) for precision in range(1, 8)))
+}
+"""Further 8-bit formats, of accelerators and of IEEE P3109; `p3109` makes those of other widths."""
+
+_NAMED_LAYOUTS = {(f.exponent_bits, f.fraction_bits): f for f in (*FORMATS.values(), E3M4) if f.specials == "ieee"}
 
 
 def dtype_name(dtype: torch.dtype | FloatFormat) -> str:
@@ -365,7 +417,8 @@ def get_format(name: str) -> FloatFormat:
 
     Letter case does not matter. "e3m2", "e2m3" and "e2m1" are names (the OCP MX types without inf and NaN);
     "e5m10" is FP16 itself, as for every layout that has a name; a bare "e4m3" is the IEEE-like one (largest value 240),
-    the OCP type is "e4m3fn".
+    the OCP type is "e4m3fn". "binary8p3" is the signed, extended format of IEEE P3109, "binary8p3uf" the unsigned,
+    finite one.
 
     Raises:  TypeError unless `name` is a str; ValueError if no format is called so, or its widths leave their range.
 
@@ -375,11 +428,14 @@ def get_format(name: str) -> FloatFormat:
     if not isinstance(name, str):
         raise TypeError(f"a format is asked for by its name, such as 'fp16' or 'e5m10', got {name!r}")
     key = name.lower()
-    if key in FORMATS:
-        return FORMATS[key]
+    if key in FORMATS or key in OTHER_FORMATS:
+        return FORMATS.get(key) or OTHER_FORMATS[key]
+    if standard := re.fullmatch(r"binary(\d+)p(\d+)([su]?)([ef]?)", key):
+        return p3109(int(standard[1]), int(standard[2]), standard[3] != "u", standard[4] != "f")
     widths = re.fullmatch(r"e(\d+)m(\d+)", key)
     if widths is None:
-        raise ValueError(f"no format is called {name!r}; there are {', '.join(FORMATS)}, or give widths as in 'e5m10'")
+        known = ", ".join([*FORMATS, *OTHER_FORMATS])
+        raise ValueError(f"no format is called {name!r}; there are {known}, or give widths as in 'e5m10'")
     exponent_bits, fraction_bits = int(widths[1]), int(widths[2])
     named = _NAMED_LAYOUTS.get((exponent_bits, fraction_bits))
     return named or FloatFormat(f"e{exponent_bits}m{fraction_bits}", exponent_bits, fraction_bits)

@@ -8,10 +8,8 @@ from contextvars import ContextVar, copy_context
 from functools import cache
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from mpkit.arguments import check_kind
 from mpkit.formats import FloatFormat
@@ -19,6 +17,7 @@ from mpkit.formats import FloatFormat
 __all__ = [
     "MODES",
     "OVERFLOWS",
+    "TOLD",
     "quantize",
     "round_to",
     "rounding_error",
@@ -33,12 +32,10 @@ OVERFLOWS: tuple[Overflow, ...] = ("inf", "nan", "saturate")
 ROUNDING: ContextVar[tuple[Tensor, FloatFormat] | None] = ContextVar("ROUNDING", default=None)
 """What is being rounded, and to which format: for whoever watches operations, since the steps of a rounding are no
 others'."""
+TOLD: ContextVar[Callable[[Tensor, FloatFormat, Tensor], object] | None] = ContextVar("TOLD", default=None)
+"""Who is told of each rounding, once, when it is done: called with the values, the format and what they became."""
 BLOCK = 2**18
 """Values per core in a block: few calls, and a block of x, one of out and the scratch fit 4 MiB of a level-3 cache."""
-WORDS = 2**16
-"""Random numbers of 64 bits in one draw: fewer are more calls, and more do not stay in the cache."""
-SEEDED = 2**13
-"""Values: from this many on, a generator of the CPU seeds a faster one; below, making that costs more."""
 
 
 def round_to(
@@ -64,9 +61,9 @@ def round_to(
         out:       where to write, of the shape, dtype and device of `x`; may be `x` itself or overlap it.
     Shapes:  x (*) float32 or float64 -> (*) same dtype and device; values fit `fmt`, storage does not shrink.
     Units:   one ulp is 2**(e - fmt.fraction_bits) for |x| in [2**e, 2**(e+1)); the nearest modes err <= ulp / 2.
-    Edges:   NaN stays NaN and -0.0 stays -0.0, whatever the format; inf counts as beyond max. A directed mode
-             turns a finite value beyond max into max when that lies in its direction. No gradient flows here; see
-             `quantize`.
+    Edges:   NaN stays NaN; -0.0 stays -0.0 unless `fmt` has no minus zero; inf counts as beyond max. A directed mode
+             turns a finite value beyond max into max when that lies in its direction. What is below 0 is beyond an
+             unsigned format: it becomes NaN, or 0 by "saturate". No gradient flows here; see `quantize`.
     Raises:  TypeError for another dtype or an `out` that does not match; ValueError for an unknown mode or overflow.
     Source:  IEEE 754-2019, 4.3 (rounding directions) and 7.4 (overflow).
 
@@ -86,8 +83,13 @@ def round_to(
         with torch._C.DisableTorchFunction():  # after a graph break a mode sees what its own handler does
             rounded = _exact(x, fmt, mode, overflow, generator)
         return rounded if out is None else out.copy_(rounded)
+    tell = TOLD.get()
+    given = x.clone() if tell is not None and out is not None else x  # which may be written over
     # in a context of its own: an interrupt at any moment leaves nothing behind
-    return copy_context().run(_in_memory, x, fmt, mode, overflow, generator, out)
+    rounded = copy_context().run(_in_memory, x, fmt, mode, overflow, generator, out)
+    if tell is not None:
+        tell(given, fmt, rounded)
+    return rounded
 
 
 def _in_memory(
@@ -105,13 +107,8 @@ def _in_memory(
         x = x.clone()  # a block written must not be one that is still to be read
     if x.numel():
         with torch.no_grad():
-            # a stochastic one keeps its place among the random numbers
-            kernel = (
-                _kernel(x.dtype, fmt, mode, overflow, generator)
-                if mode == "stochastic"
-                else _kept(x.dtype, fmt, mode, overflow)
-            )
-            _by_blocks(x, out.detach(), kernel)
+            kernel = _nearest_even(x.dtype, fmt, overflow) if mode == "nearest_even" else None
+            _by_blocks(x, out.detach(), kernel or _long_way(fmt, mode, overflow, generator))
     return out
 
 
@@ -175,23 +172,7 @@ def _by_blocks(x: Tensor, out: Tensor, kernel: Kernel) -> None:
         final.copy_(target)
 
 
-def _kernel(
-    dtype: torch.dtype, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None
-) -> Kernel:
-    """The fastest exact way for this combination."""
-    native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
-    special = fmt.specials == "ieee" or overflow != "inf"
-    # the first way that serves: all are exact, and those that pass over memory least often come first
-    if dtype == torch.float32 and mode not in ("nearest_even", "stochastic") and _serves_directions(fmt):
-        return _directed_kernel(fmt, mode, overflow)
-    if mode == "nearest_even" and fmt.torch_dtype in native:
-        return _native_kernel(fmt, fmt.torch_dtype, overflow)
-    if dtype == torch.float32 and mode in ("nearest_even", "stochastic") and special:
-        if fmt.exponent_bits == 8 and fmt.fraction_bits < 23:
-            return _integer_kernel(fmt, mode, overflow, generator)
-        if fmt.exponent_bits < 8 and fmt.fraction_bits <= 20:
-            return _shift_kernel(fmt, mode, overflow, generator)
-
+def _long_way(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
     def kernel(x: Tensor, out: Tensor, _b: Tensor, _c: Tensor) -> None:
         out.copy_(_exact(x, fmt, mode, overflow, generator))
 
@@ -199,8 +180,18 @@ def _kernel(
 
 
 @cache
-def _kept(dtype: torch.dtype, fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
-    return _kernel(dtype, fmt, mode, overflow, None)
+def _nearest_even(dtype: torch.dtype, fmt: FloatFormat, overflow: Overflow) -> Kernel | None:
+    """The fastest exact way to nearest even, what every cast of a training does; None: the long one."""
+    native = {torch.float32: (torch.float16, torch.bfloat16, torch.float32), torch.float64: (torch.float32,)}[dtype]
+    if fmt.torch_dtype in native:
+        return _native_kernel(fmt, fmt.torch_dtype, overflow)
+    if dtype != torch.float32 or not fmt.signed or not (fmt.specials == "ieee" or overflow != "inf"):
+        return None
+    if fmt.specials == "ieee" and (fmt.min_exponent, fmt.max_exponent) == (-126, 127) and fmt.fraction_bits < 23:
+        return _integer_kernel(fmt, overflow)
+    # the sum of the shift has to be a normal float32; without fraction bits even means another thing
+    room = fmt.min_exponent >= -126 and 0 <= fmt.max_exponent < 104 + fmt.fraction_bits
+    return _shift_kernel(fmt, overflow) if room and 1 <= fmt.fraction_bits <= 20 else None
 
 
 def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) -> Kernel:
@@ -218,77 +209,46 @@ def _native_kernel(fmt: FloatFormat, native: torch.dtype, overflow: Overflow) ->
     return kernel
 
 
-def _shift_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
-    """Up to 7 exponent bits in float32: (x + C) - C, with C so large that the sum keeps just the bits of `fmt`.
+def _shift_kernel(fmt: FloatFormat, overflow: Overflow) -> Kernel:
+    """Fewer exponents than float32 has: (x + C) - C, with C so large that the sum keeps just the bits of `fmt`.
 
     With e the exponent of x (at least that of the smallest normal, at most that of the largest) and
     C = 1.5 * 2**(e + 23 - m), x + C lies within [2**(e + 23 - m), 2**(e + 24 - m)), where float32 has gaps of
     2**(e - m): one ulp of `fmt`. So the addition itself rounds to nearest even, subnormals included, and the
     subtraction is exact. The 1.5 serves both signs. C is alpha times a power of two, so whether alpha is fused into
     the addition does not matter.
-
-    Stochastic: noise from [-ulp / 2, ulp / 2) is added before rounding. With few fraction bits it goes straight to x,
-    exact to 2**(m - 24) ulp. Else to x - h, where h = (x + C) - C: that difference is exact and at most ulp / 2, so the
-    sum with the noise is exact to 2**-24 ulp, and adding it to h + C rounds once more.
     """
     low, high = ((e + 127) << 23 for e in (fmt.min_exponent, fmt.max_exponent))  # the float32 patterns of 2**e
-    alpha, grain = 1.5 * 2.0 ** (23 - fmt.fraction_bits), 2.0 ** (-32 - fmt.fraction_bits)
-    finite, largest, overflow_ = torch.finfo(torch.float32).max, fmt.max, _overflow_rule(fmt, overflow, torch.float32)
-    draw, spare = _random_words(generator), torch.empty(0, device="cpu")
+    alpha, overflow_ = 1.5 * 2.0 ** (23 - fmt.fraction_bits), _overflow_rule(fmt, overflow, torch.float32)
 
-    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        nonlocal spare
+    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
         power = b.view(torch.int32)
         torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=power)
         # below the smallest normal the ulp is that of the subnormals, above the largest that of the largest
         power.clamp_(low, high)
-        within = mode == "stochastic" and _within(x, largest)  # saves three passes; nearest even would save one
-        if mode == "nearest_even":
-            torch.add(x, b, alpha=alpha, out=out)
-        else:
-            if fmt.fraction_bits <= 4:
-                torch.addcmul(x, draw(c, torch.int32), b, value=grain, out=out).add_(b, alpha=alpha)
-            else:
-                torch.add(x, b, alpha=alpha, out=out)
-                if not within:
-                    out.clamp_(-finite, finite)  # or inf - inf
-                # out is C + h, so c becomes h - x: what nearest even rounded off, with the sign turned
-                torch.sub(out, b, alpha=alpha, out=c).sub_(x)
-                if spare.numel() < x.numel():
-                    spare = torch.empty_like(x)
-                c.addcmul_(draw(spare[: x.numel()], torch.int32), b, value=grain)
-                out.sub_(c)
+        torch.add(x, b, alpha=alpha, out=out)
         out.sub_(b, alpha=alpha)
-        if not within:
-            overflow_(out, b)
-        # what was rounded to zero from below came out as +0
-        out.copysign_(x)
+        overflow_(out, b)
+        if fmt.has_minus_zero:
+            out.copysign_(x)  # what was rounded to zero from below came out as +0
 
     return kernel
 
 
-def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Kernel:
-    """8 exponent bits in float32: the same exponents, so rounding drops a fixed number of bits, subnormals included.
+def _integer_kernel(fmt: FloatFormat, overflow: Overflow) -> Kernel:
+    """The exponents of float32 itself: rounding drops a fixed number of bits, subnormals included.
 
     Adding to the pattern carries from fraction to exponent and at last to inf, as rounding must.
     """
     dropped = 23 - fmt.fraction_bits
     mask = 2**dropped - 1
-    finite, largest, overflow_ = torch.finfo(torch.float32).max, fmt.max, _overflow_rule(fmt, overflow, torch.float32)
-    draw = _random_words(generator)
+    finite, overflow_ = torch.finfo(torch.float32).max, _overflow_rule(fmt, overflow, torch.float32)
 
     def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
         bits, pattern = x.view(torch.int32), c.view(torch.int32)
-        if mode == "stochastic":
-            draw(pattern, torch.int16 if dropped <= 16 else torch.int32).bitwise_and_(mask)
-            if _within(x, largest):  # saves two passes
-                torch.add(bits, pattern, out=out.view(torch.int32)).bitwise_and_(~mask)
-                return
-        else:
-            # half an ulp less one unit, plus the lowest bit that is kept: a tie carries only out of an odd pattern
-            torch.bitwise_right_shift(bits, dropped, out=pattern)
-            pattern.bitwise_and_(1).add_(mask >> 1)
-        pattern.add_(bits).bitwise_and_(~mask)
+        # half an ulp less one unit, plus the lowest bit that is kept: a tie carries only out of an odd pattern
+        torch.bitwise_right_shift(bits, dropped, out=pattern)
+        pattern.bitwise_and_(1).add_(mask >> 1).add_(bits).bitwise_and_(~mask)
         torch.clamp(x, -finite, finite, out=b)
         # 0 * NaN: the patterns of NaNs have lost their meaning; everything else gains a zero of its own sign
         torch.add(c, b, alpha=0, out=out)
@@ -296,116 +256,6 @@ def _integer_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow, generator:
             overflow_(out, b)
 
     return kernel
-
-
-def _serves_directions(fmt: FloatFormat) -> bool:
-    """Whether `_directed_kernel` serves a format: its arithmetic neither overflows nor underflows in float32."""
-    if fmt.exponent_bits == 8:
-        return fmt.fraction_bits < 23
-    unit = fmt.min_subnormal
-    return fmt.exponent_bits < 8 and fmt.fraction_bits <= 20 and 2.0**-125 <= unit <= 1 and fmt.max / unit < 2.0**126
-
-
-def _directed_kernel(fmt: FloatFormat, mode: Mode, overflow: Overflow) -> Kernel:
-    """The modes that look at a direction, in float32, for a block on a CPU that holds numbers up to `fmt.max` only.
-
-    Clearing the lowest bits of a float32 pattern rounds its magnitude down; adding to the pattern first gives the
-    other directions, and a carry goes to the exponent as rounding must. With 8 exponent bits that is all. With fewer,
-    `fmt` has subnormals where float32 has none, so the numbers are first rounded in the same direction to multiples of
-    the smallest value of `fmt`: rounding twice in one direction is rounding once, since every value is such a multiple.
-    Nearest away does that in halves of it, toward zero, which moves nothing past a value or a tie. The bits that are
-    cleared then are those of normal numbers; a subnormal that still ends in a half is a tie. float16 has torch's own
-    cast to nearest even: with its lowest bit set a tie goes away from zero, and no value or tie has a one there.
-    Everything else, NaN and what overflows, goes the long way.
-    """
-    fewest = _cast_of_odd if mode == "nearest_away" and fmt.torch_dtype is torch.float16 else None
-    short, largest = fewest or _clearing(fmt, mode), fmt.max
-
-    def kernel(x: Tensor, out: Tensor, b: Tensor, c: Tensor) -> None:
-        if _within(x, largest):
-            short(x, out, b, c)
-        else:
-            out.copy_(_exact(x, fmt, mode, overflow, None))
-
-    return kernel
-
-
-def _cast_of_odd(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
-    torch.bitwise_or(x.view(torch.int32), 1, out=out.view(torch.int32))
-    out.copy_(b.view(torch.float16)[: x.numel()].copy_(out))
-
-
-def _clearing(fmt: FloatFormat, mode: Mode) -> Kernel:
-    mask, unit = 2 ** (23 - fmt.fraction_bits) - 1, fmt.min_subnormal
-
-    def in_units(x: Tensor, out: Tensor) -> Tensor:
-        if mode in ("toward_zero", "nearest_away"):
-            step = unit / 2 if mode == "nearest_away" else unit
-            return torch.div(x, step, rounding_mode="trunc", out=out)  # trunc_ alone is not vectorised
-        torch.mul(x, 1 / unit, out=out)
-        return out.ceil_() if mode == "up" else out.floor_()
-
-    def clear(bits: Tensor, out: Tensor, side: Tensor) -> None:
-        if mode == "toward_zero":
-            torch.bitwise_and(bits, ~mask, out=out)
-            return
-        if mode == "nearest_away":
-            torch.add(bits, (mask + 1) // 2, out=out)
-        elif mode == "up":
-            torch.add(bits, torch.clamp(bits, 0, 1, out=side), alpha=mask, out=out)  # 1 where positive
-        else:
-            torch.sub(bits, torch.clamp(bits, -1, 0, out=side), alpha=mask, out=out)  # -1 where negative
-        out.bitwise_and_(~mask)
-
-    def kernel(x: Tensor, out: Tensor, b: Tensor, _c: Tensor) -> None:
-        narrow, pattern = fmt.exponent_bits < 8, out.view(torch.int32)
-        clear((in_units(x, out) if narrow else x).view(torch.int32), pattern, b.view(torch.int32))
-        if narrow and mode == "nearest_away":
-            out.mul_(0.5)
-            pattern.bitwise_or_(1)  # a tie is now nearer to the side away from zero; the others go back
-            out.round_()
-            pattern.bitwise_and_(~mask)  # from 2**23 on nothing was rounded
-        if narrow:
-            out.mul_(unit)
-
-    return kernel
-
-
-def _within(x: Tensor, largest: float) -> bool:
-    """Whether a block lies on a CPU, where a look at numbers waits for nothing, and none is beyond `largest`."""
-    if not x.is_cpu:
-        return False
-    least, most = x.aminmax()
-    return bool(-largest <= least.numpy() and most.numpy() <= largest)  # not so with a NaN
-
-
-def _random_words(generator: torch.Generator | None) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """A function (target, int16 or int32) that fills a float32 or int32 tensor with random integers of that many bits.
-
-    On a GPU, and where the first target is small, the bits are the generator's own. Otherwise the generator seeds
-    NumPy's SFC64, four times as fast. One draw of 64 bits serves two elements or four, and the draws follow each other
-    whatever the size of the blocks, so a seed gives the same numbers with any number of threads.
-    """
-    fast: np.random.Generator | None = None
-    begun = False
-
-    def words(x: Tensor, count: int) -> Tensor:
-        if fast is not None:
-            return torch.from_numpy(fast.integers(-(2**63), 2**63 - 1, count, dtype=np.int64, endpoint=True))
-        return torch.empty(count, dtype=torch.int64, device=x.device).random_(-(2**63), None, generator=generator)
-
-    def fill(target: Tensor, bits: torch.dtype) -> Tensor:
-        nonlocal begun, fast
-        if not begun and target.is_cpu and type(target) is Tensor and target.numel() >= SEEDED:
-            seed = torch.empty((), dtype=torch.int64, device="cpu").random_(0, None, generator=generator)
-            fast = np.random.Generator(np.random.SFC64(int(seed.numpy())))
-        begun = True
-        per_word = 64 // bits.itemsize // 8
-        for part in target.split(per_word * WORDS if target.is_cpu else target.numel()):
-            part.copy_(words(target, -(-part.numel() // per_word)).view(bits)[: part.numel()])
-        return target
-
-    return fill
 
 
 def _overflow_rule(fmt: FloatFormat, overflow: Overflow, dtype: torch.dtype) -> Callable[[Tensor, Tensor], object]:
@@ -439,12 +289,20 @@ def _infinite_part(x: Tensor) -> Tensor:
 def _exact(x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None) -> Tensor:
     """Every mode and format in float64: divide by the gap, round to an integer, multiply; all but the second exact."""
     wide = x.double()
+    least = -fmt.max if fmt.signed else 0.0
     if fmt.bits == 64:
         rounded = wide.clone()
     else:
         gap = _gap(wide, fmt)
-        rounded = _to_integer(wide / gap, mode, generator) * gap
-    low = -fmt.max if mode in ("toward_zero", "up") else -torch.inf
+        y = wide / gap
+        whole = _to_integer(y, mode, generator)
+        if (
+            mode == "nearest_even" and fmt.fraction_bits == 0
+        ):  # the even one of two powers of two is that of the pattern
+            lower_is_odd = ((gap.view(torch.int64) >> 52) - 1023 + fmt.bias) & 1
+            whole = torch.where(y.abs() == 1.5, torch.copysign(1.0 + lower_is_odd, y), whole)
+        rounded = whole * gap
+    low = least if mode in ("toward_zero", "up") else -torch.inf
     high = fmt.max if mode in ("toward_zero", "down") else torch.inf
     rounded = rounded.clamp(low, high) + _infinite_part(wide)  # a directed mode stops at max, but inf is no rounding
     if fmt.bits < 64:
@@ -454,7 +312,10 @@ def _exact(x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generato
         rounded.clamp_(-largest, largest)
     elif overflow == "nan":
         rounded.add_(rounded, alpha=0)
-    return torch.copysign(rounded, wide).to(x.dtype)
+    if not fmt.signed:
+        rounded = rounded.clamp(min=0.0) if overflow == "saturate" else rounded.masked_fill(rounded < 0, torch.nan)
+    rounded = torch.copysign(rounded, wide) if fmt.has_minus_zero else rounded + 0.0  # -0 + 0 is +0
+    return rounded.to(x.dtype)
 
 
 def _to_integer(y: Tensor, mode: Mode, generator: torch.Generator | None) -> Tensor:
@@ -503,22 +364,7 @@ def rounding_error(x: Tensor, fmt: FloatFormat, mode: Mode = "nearest_even") -> 
 
 
 class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, fmt: FloatFormat, grad_fmt: FloatFormat | None, mode: Mode, overflow: Overflow | None
-    ) -> Tensor:
-        ctx.grad_rule = (grad_fmt, mode, overflow)
-        return round_to(x, fmt, mode, overflow=overflow)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_fmt, mode, overflow = ctx.grad_rule
-        grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)
-        return grad, None, None, None, None
-
-
-class _InTransforms(torch.autograd.Function):
-    """The same inside `torch.func` (vmap, grad, jvp), which wants another shape of Function that costs more."""
+    """In the shape that `torch.func` (vmap, grad, jvp) wants too."""
 
     @staticmethod
     def forward(
@@ -530,7 +376,9 @@ class _InTransforms(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         ctx.grad_rule = inputs[2:]
 
-    backward = _StraightThrough.backward
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _StraightThrough.jvp(ctx, *grads), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
@@ -539,7 +387,7 @@ class _InTransforms(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: tuple[int | None, ...], x: Tensor, *rule: object) -> tuple[Tensor, int | None]:
-        return _InTransforms.apply(x, *rule), in_dims[0]
+        return _StraightThrough.apply(x, *rule), in_dims[0]
 
 
 def quantize(
@@ -556,5 +404,4 @@ def quantize(
     """
     if grad_fmt is not None and not isinstance(grad_fmt, FloatFormat):
         raise TypeError(f"grad_fmt is a FloatFormat or None (gradients stay as they are), got {grad_fmt!r}")
-    transformed = not torch.compiler.is_compiling() and peek_interpreter_stack() is not None
-    return (_InTransforms if transformed else _StraightThrough).apply(x, fmt, grad_fmt, mode, overflow)
+    return _StraightThrough.apply(x, fmt, grad_fmt, mode, overflow)

@@ -33,8 +33,8 @@ BUGS = [
     Bug(
         "the NaN of E4M3 counted as its largest number",
         "formats.py",
-        'missing = 2 if self.specials == "nan" else 1',
-        "missing = 1",
+        'high_nan = self.specials == "nan" or (self.has_nan and not self.signed)',
+        "high_nan = self.has_nan and not self.signed",
         "01_number_formats",
     ),
     Bug(

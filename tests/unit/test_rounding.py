@@ -5,18 +5,37 @@ import math
 import os
 from fractions import Fraction
 
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given
+from gfloat.formats import Domain, Signedness, format_info_p3109
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import tries
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit import rounding
-from mpkit.formats import BF16, E2M1, E2M3, E3M2, E4M3FN, E5M2, FP16, FP32, FP64, TF32, FloatFormat, get_format
-from mpkit.rounding import BLOCK, MODES, OVERFLOWS, quantize, round_to, rounding_error, ulp
+from mpkit.formats import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E3M4,
+    E4M3B11FNUZ,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FP16,
+    FP32,
+    FP64,
+    TF32,
+    FloatFormat,
+    get_format,
+    p3109,
+)
+from mpkit.rounding import BLOCK, MODES, OVERFLOWS, TOLD, quantize, round_to, rounding_error, ulp
 
 ML_DTYPES = {
     FP16: np.float16,
@@ -27,7 +46,10 @@ ML_DTYPES = {
     E2M3: ml_dtypes.float6_e2m3fn,
     E2M1: ml_dtypes.float4_e2m1fn,
     get_format("e4m3"): ml_dtypes.float8_e4m3,
-    get_format("e3m4"): ml_dtypes.float8_e3m4,
+    E3M4: ml_dtypes.float8_e3m4,
+    E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+    E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+    E4M3B11FNUZ: ml_dtypes.float8_e4m3b11fnuz,
 }
 SMALL = list(ML_DTYPES)
 ALL = [*SMALL, TF32, FP32, FP64, get_format("e4m7"), get_format("e6m21"), get_format("e7m22"), get_format("e8m1")]
@@ -86,13 +108,6 @@ def test_every_value_tie_and_neighbour(fmt):
 def test_a_million_random_bit_patterns(fmt):
     x = random_patterns(1_000_000, seed=7)
     assert mismatches(round_to(x, fmt), cast(x, fmt)) == 0
-
-
-@pytest.mark.parametrize("fmt", [FP16, BF16, E5M2], ids=named)
-def test_the_generic_way_equals_the_native_cast_of_torch(fmt):
-    own = FloatFormat("own", fmt.exponent_bits, fmt.fraction_bits)  # has no torch dtype, so takes no native cast
-    x = torch.cat([beside_every_tie(fmt), random_patterns(300_000, seed=8)])
-    assert mismatches(round_to(x, own), x.to(fmt.torch_dtype).float()) == 0
 
 
 def test_every_fp16_and_bf16_pattern_stays_itself_and_rounds_to_fp8():
@@ -174,7 +189,7 @@ def exactly(x: float, fmt: FloatFormat, mode: str, overflow: str) -> float:
             result = Fraction(fmt.max)
         else:
             return math.copysign({"inf": math.inf, "nan": math.nan}[overflow], x)
-    return math.copysign(float(result), x)
+    return math.copysign(float(result), x) if result or fmt.has_minus_zero else 0.0
 
 
 def agree(got: float, want: float) -> bool:
@@ -255,16 +270,64 @@ def test_out_may_overlap_x(fmt):
         assert torch.equal(round_to(square, fmt, out=square.t()), want)
 
 
-@given(near_the_grid())
-@tries(1)
-def test_the_oracle_itself_agrees_with_the_format(case):
-    fmt, value = case
-    assume(abs(value) <= fmt.max)
-    low, high = (exactly(value, fmt, mode, "inf") for mode in ("down", "up"))
-    fmt.encode(low), fmt.encode(high)  # both are values of the format
-    assert low <= value <= high
-    between = (int(fmt.encode(v)) for v in (low, high))
-    assert value in (low, high) or abs(next(between) - next(between)) == 1 or low * high == 0
+GFLOAT_MODES = {
+    "nearest_even": gfloat.RoundMode.TiesToEven,
+    "nearest_away": gfloat.RoundMode.TiesToAway,
+    "toward_zero": gfloat.RoundMode.TowardZero,
+    "up": gfloat.RoundMode.TowardPositive,
+    "down": gfloat.RoundMode.TowardNegative,
+}
+LAYOUTS = [*((8, p) for p in range(1, 8)), (8, 8), (3, 1), (3, 2), (4, 2), (5, 5), (6, 3), (11, 4), (15, 9)]
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ieee_p3109_in_every_mode_and_overflow_rule(layout, signed, extended):
+    if layout[1] > layout[0] - signed:
+        return
+    fmt = p3109(*layout, signed=signed, extended=extended)
+    info = format_info_p3109(
+        *layout,
+        Signedness.Signed if signed else Signedness.Unsigned,
+        Domain.Extended if extended else Domain.Finite,
+    )
+    x = beside_every_tie(fmt) if fmt.bits < 15 else beside_every_tie(fmt)[::29]
+    x = x if signed else x[x >= 0]
+    for mode, theirs in GFLOAT_MODES.items():
+        own, most = (
+            torch.tensor([gfloat.round_float(info, v, theirs, sat) for v in x.tolist()]) for sat in (False, True)
+        )
+        beyond = (own != most) & ~x.isnan()
+        for overflow in OVERFLOWS:
+            instead = {"inf": torch.copysign(torch.full_like(x, torch.inf), x), "nan": torch.full_like(x, torch.nan)}
+            want = torch.where(beyond, instead.get(overflow, most), most)
+            for dtype in (torch.float32, torch.float64):
+                got = round_to(x.to(dtype), fmt, mode, overflow=overflow)
+                assert mismatches(got, want.to(dtype)) == 0, (mode, overflow)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_below_zero_is_beyond_an_unsigned_format(mode):
+    fmt, x = p3109(8, 4, signed=False), torch.tensor([-1.0, -torch.inf, -0.0])
+    assert round_to(x, fmt, mode, overflow="saturate").tolist() == [0.0, 0.0, 0.0]
+    minus_one, minus_inf, zero = round_to(x, fmt, mode).tolist()
+    assert math.isnan(minus_inf)
+    assert math.isnan(minus_one) or (mode in ("toward_zero", "up") and minus_one == 0.0)
+    assert math.copysign(1.0, zero) == 1.0
+
+
+def test_each_rounding_is_told_once():
+    told = []
+    token = TOLD.set(lambda x, fmt, rounded: told.append((x.tolist(), fmt, rounded.tolist())))
+    try:
+        x = torch.tensor([1.125, 70000.0])
+        round_to(x, E5M2, out=x)
+        quantize(x, E4M3FN)
+    finally:
+        TOLD.reset(token)
+    assert told[0] == ([1.125, 70000.0], E5M2, [1.0, math.inf])
+    assert [fmt for _, fmt, _ in told] == [E5M2, E4M3FN]
 
 
 # stochastic
@@ -304,57 +367,16 @@ def test_stochastic_rounding_keeps_values_signs_nan_and_overflow(fmt):
     want = torch.tensor([exactly(v, fmt, "toward_zero", fmt.overflow) for v in x.tolist()])
     assert mismatches(round_to(x, fmt, "stochastic"), want) == 0
     if fmt.bits <= 16:
-        grid = torch.cat([fmt.values(), torch.tensor([-0.0])])
+        grid = torch.cat([fmt.values(), torch.tensor([-0.0] * fmt.has_minus_zero)])
         assert mismatches(round_to(grid, fmt, "stochastic"), grid) == 0
         tiny = torch.full((1000,), -fmt.min_subnormal / 2)
-        assert round_to(tiny, fmt, "stochastic").signbit().all()
+        assert not fmt.has_minus_zero or round_to(tiny, fmt, "stochastic").signbit().all()
 
 
 def test_stochastic_overflow_is_as_likely_as_the_distance_says():
     halfway = torch.full((100_000,), 464.0)  # between 448 and where 480 would be
     share = round_to(halfway, E4M3FN, "stochastic", generator=torch.Generator().manual_seed(1)).isnan().double().mean()
     assert abs(share - 0.5) < 4 * 0.5 / math.sqrt(100_000)
-
-
-@pytest.mark.parametrize("count", [9, 2**13 - 1, 2**13, 2**13 + 1, 2**17 + 7])
-@pytest.mark.parametrize(("fmt", "kind"), [(BF16, torch.int16), (get_format("e8m3"), torch.int32)], ids=str)
-def test_stochastic_rounding_takes_the_words_that_its_generator_seeds(count, fmt, kind):
-    """Few elements: the generator's own words. Else it seeds SFC64, whose words follow each other through all parts.
-
-    A word serves four elements where 16 bits are dropped, else two; the pattern of x plus the bits is cut off.
-    """
-    x = 1 + torch.rand(count, generator=torch.Generator().manual_seed(3))
-    mine, theirs = (torch.Generator().manual_seed(4) for _ in range(2))
-    each = 4 if kind is torch.int16 else 2
-    parts = [min(each * rounding.WORDS, count - done) for done in range(0, count, each * rounding.WORDS)]
-    if count < 2**13:
-        raw = [torch.empty(-(-n // each), dtype=torch.int64).random_(-(2**63), None, generator=mine) for n in parts]
-    else:
-        seed = torch.empty((), dtype=torch.int64).random_(0, None, generator=mine)
-        source = np.random.SFC64(int(seed))
-        raw = [torch.from_numpy(source.random_raw(-(-n // each)).view(np.int64) ^ np.int64(-(2**63))) for n in parts]
-    noise = torch.cat([words.view(kind)[:n] for words, n in zip(raw, parts, strict=True)]).int()
-    mask = 2 ** (23 - fmt.fraction_bits) - 1
-    want = ((x.view(torch.int32) + (noise & mask)) & ~mask).view(torch.float32)
-    assert mismatches(round_to(x, fmt, "stochastic", generator=theirs), want) == 0
-    assert torch.equal(mine.get_state(), theirs.get_state())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_long_way_through_float64_is_left_to_what_needs_it(mode, monkeypatch):
-    """It costs ten times as much. Each of these formats has its exact way in float32, for numbers up to its max."""
-    calls = []
-    exact = rounding._exact
-    monkeypatch.setattr(rounding, "_exact", lambda *args: calls.append(args) or exact(*args))
-    quick = [*(f for f in SMALL if f.bits > 4), TF32, get_format("e4m7"), get_format("e5m20"), get_format("e8m22")]
-    for fmt in quick:
-        round_to(torch.linspace(-1, 1, 100), fmt, mode)
-        round_to(torch.tensor([fmt.max, -fmt.max]), fmt, mode)
-        assert not calls, fmt
-    for fmt in (get_format("e6m21"), get_format("e7m22")):
-        round_to(torch.linspace(-1, 1, 100), fmt, mode)
-        assert len(calls) == 1, fmt
-        calls.clear()
 
 
 @pytest.mark.parametrize(
@@ -368,10 +390,6 @@ def test_wide_fractions_in_exact_fractions(fmt, mode):
     x = torch.cat([x, x.view(torch.int32).bitwise_and(~0xFFF).bitwise_or(0x800).view(torch.float32)])  # ties
     want = torch.tensor([exactly(v, fmt, mode, fmt.overflow) for v in x.tolist()])
     assert mismatches(round_to(x, fmt, mode), want) == 0
-
-
-def test_a_block_elsewhere_is_not_looked_at():
-    assert not rounding._within(torch.ones(3, device="meta"), FP16)
 
 
 @pytest.mark.parametrize("fmt", [FP16, TF32, E4M3FN, FP64], ids=named)
@@ -565,7 +583,6 @@ def test_quantize_in_transforms_rounds_the_tangent_to_the_gradients_format():
         assert torch.equal(tangent, want)
     _, tangent = torch.func.jvp(lambda x: quantize(x, FP16, E5M2, "up", "saturate"), (x,), (t,))
     assert tangent.tolist() == [1.25, 57344.0]
-    assert type(quantize(x.requires_grad_(), FP16).grad_fn).__name__ == "_StraightThroughBackward"  # the cheap one
 
 
 def test_quantize_can_be_differentiated_twice():
@@ -638,15 +655,6 @@ def test_formats_that_drop_few_bits_of_float32_are_rounded_as_from_float64(fract
     assert torch.equal(round_to(x, fmt, mode), round_to(x.double(), fmt, mode).float())
 
 
-@pytest.mark.parametrize("fraction_bits", [4, 5, 6, 7, 8])
-def test_noise_is_as_wide_as_what_it_decides(fraction_bits):
-    """One word of 16 bits serves where no more than 16 are dropped."""
-    fmt = FloatFormat(f"e8m{fraction_bits}", 8, fraction_bits)
-    x = torch.full((40_000,), 1 + 0.375 * fmt.eps)
-    up = round_to(x, fmt, "stochastic", generator=torch.Generator().manual_seed(0)) > 1
-    assert float(up.float().mean()) == pytest.approx(0.375, abs=4 * (0.375 * 0.625 / 40_000) ** 0.5)
-
-
 @pytest.mark.parametrize("fmt", [E4M3FN, BF16, TF32, FP16, FP32], ids=named)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_view_that_stands_for_negated_memory_is_rounded_as_its_values(mode, fmt):
@@ -662,7 +670,7 @@ def test_a_view_that_stands_for_negated_memory_is_rounded_as_its_values(mode, fm
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_default_device_is_not_asked(mode):
-    x = torch.linspace(-500, 700, rounding.SEEDED)
+    x = torch.linspace(-500, 700, 2**13)
     with torch.device("meta"):
         got = round_to(x, E4M3FN, mode)
     assert got.device == x.device

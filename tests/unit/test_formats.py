@@ -4,10 +4,12 @@ import math
 import pickle
 from fractions import Fraction
 
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gfloat.formats import Domain, Signedness, format_info_p3109
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,15 +18,21 @@ from mpkit.formats import (
     E2M1,
     E2M3,
     E3M2,
+    E3M4,
+    E4M3B11FNUZ,
     E4M3FN,
+    E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     FORMATS,
     FP16,
     FP32,
     FP64,
+    OTHER_FORMATS,
     TF32,
     FloatFormat,
     get_format,
+    p3109,
 )
 from mpkit.rounding import round_to, ulp
 
@@ -37,7 +45,10 @@ NUMPY = {
     E2M3: ml_dtypes.float6_e2m3fn,
     E2M1: ml_dtypes.float4_e2m1fn,
     get_format("e4m3"): ml_dtypes.float8_e4m3,
-    get_format("e3m4"): ml_dtypes.float8_e3m4,
+    E3M4: ml_dtypes.float8_e3m4,
+    E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
+    E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
+    E4M3B11FNUZ: ml_dtypes.float8_e4m3b11fnuz,
 }
 SMALL = sorted(NUMPY, key=lambda fmt: fmt.name)
 NAMED = list(FORMATS.values())
@@ -81,7 +92,40 @@ def test_every_value_encodes_to_the_pattern_it_came_from(fmt):
     if fmt.has_nan:
         nans = fmt.encode(x[~number])
         assert fmt.decode(nans).isnan().all()
-        assert torch.equal(nans >> (fmt.bits - 1), x[~number].signbit().long())
+        assert not fmt.has_minus_zero or torch.equal(nans >> (fmt.bits - 1), x[~number].signbit().long())
+
+
+P3109 = [
+    (bits, precision, signed, extended)
+    for bits in (*range(3, 11), 15)
+    for signed in (True, False)
+    for extended in (True, False)
+    for precision in range(1, bits + (not signed))
+    if bits - signed - precision < 8
+]
+
+
+@pytest.mark.parametrize("layout", P3109, ids=str)
+def test_every_pattern_of_ieee_p3109(layout):
+    bits, precision, signed, extended = layout
+    fmt = p3109(*layout)
+    info = format_info_p3109(
+        bits,
+        precision,
+        Signedness.Signed if signed else Signedness.Unsigned,
+        Domain.Extended if extended else Domain.Finite,
+    )
+    every = range(0, 2**bits, 1 if bits < 15 else 61)
+    want = np.array([gfloat.decode_float(info, code).fval for code in every], np.float32)
+    patterns = torch.tensor(every)
+    assert same(fmt.decode(patterns), want)
+    assert (fmt.max, fmt.min_subnormal, fmt.bias) == (info.max, info.smallest_subnormal, info.bias)
+    assert torch.equal(fmt.encode(torch.from_numpy(want)), patterns)  # there is one NaN, so also its pattern
+    kinds = [fmt.fields(code) for code in every]
+    assert [f.kind if f.value is None else float(f.value) for f in kinds] == [
+        str(abs(v)) if not math.isfinite(v) else v for v in want.tolist()
+    ]
+    assert get_format(fmt.name) == fmt
 
 
 @pytest.mark.parametrize(("fmt", "ints", "floats"), [(FP32, np.uint32, np.float32), (FP64, np.int64, np.float64)])
@@ -102,12 +146,6 @@ def test_tf32_is_the_upper_19_bits_of_a_float32():
     assert same(TF32.decode(patterns), want)
     number = ~np.isnan(want)
     assert torch.equal(TF32.encode(torch.from_numpy(want[number])), patterns[torch.from_numpy(number)])
-
-
-@pytest.mark.parametrize("fmt", [f for f in SMALL if f.torch_dtype], ids=named)
-def test_extremes_are_those_of_torch(fmt):
-    info = torch.finfo(fmt.torch_dtype)
-    assert (fmt.bits, fmt.max, fmt.min_normal, fmt.eps) == (info.bits, info.max, info.smallest_normal, info.eps)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +239,7 @@ def test_thresholds_are_where_rounding_changes(fmt):
 
 
 def test_names():
-    for fmt in NAMED:
+    for fmt in (*NAMED, *OTHER_FORMATS.values()):
         assert get_format(fmt.name) is get_format(fmt.name.upper()) is fmt
         assert len(fmt.source) > 20
     assert get_format("e5m10") is FP16
@@ -209,6 +247,7 @@ def test_names():
     assert get_format("e8m23") is FP32
     assert get_format("e3m2") is E3M2
     assert get_format("e4m3") != E4M3FN
+    assert get_format("binary8p3") == p3109(8, 3)
     assert pickle.loads(pickle.dumps(E4M3FN)) == E4M3FN
     assert repr(FP16) == "FloatFormat(fp16: 1+5+10 bits)"
 
@@ -234,6 +273,11 @@ def test_unknown_names_and_widths_are_refused(name):
         (lambda: FloatFormat("x", 5.0, 2), TypeError, "widths of a format are ints"),
         (lambda: FloatFormat("x", 11, 51), ValueError, "FP64's 11 and 52"),
         (lambda: FloatFormat("x", 5, 2, "fn"), ValueError, "specials must be"),
+        (lambda: FloatFormat("x", 5, 2, bias=1.0), TypeError, "the bias of a format is an int"),
+        (lambda: FloatFormat("x", 5, 2, bias=200), ValueError, "beyond float32"),
+        (lambda: FloatFormat("x", 1, 0, "nuz"), ValueError, "no number but zero"),
+        (lambda: p3109(16, 3), ValueError, "3 to 15 bits"),
+        (lambda: p3109(8, 8), ValueError, "precision must be at most 7"),
         (lambda: FloatFormat("x", 8, 2, "none"), ValueError, "beyond float32"),
         (lambda: FP32.values(), ValueError, "too many to list"),
         (
