@@ -27,7 +27,7 @@ STORED = ROOT / "data" / "benchmarks"
 def marked() -> list[str]:
     """The test files with a test that is marked `gpu`; others may import what a GPU server does not have."""
     here = Path(__file__).parent
-    return [str(path) for path in sorted(here.glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [str(path) for path in sorted(here.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
 
 
 def outcomes(report: Path) -> dict[str, Any]:

@@ -347,7 +347,7 @@ TESTED = {  # lines that ask, by file
     "optimizers/update.py": 1,
     "record/columns.py": 1,
     "record/counts.py": 2,
-    "rounding.py": 4,
+    "rounding.py": 1,
     "scalers/finite.py": 2,  # one for any accelerator, see `test_scalers.py`
 }
 

@@ -356,6 +356,7 @@ RIGHT_FOR = {  # one callable's own
     "replay.flushed": {"scales": lambda: np.ones((len(trace().gradients.step), 1))},
     "replay.simulate": {"ceilings": lambda: [1.0, 2.0]},
     "replay.swept": {"factor": lambda: 2.0},
+    "formats.p3109": {"bits": lambda: 8, "precision": lambda: 3},
     "blocks.round_with_bits": {"bits": lambda: torch.zeros(2, 16, dtype=torch.uint8), "element": lambda: E2M1},
     "scalers.check_and_unscale_": {"scale": lambda: torch.tensor(2.0)},
     "diagnose.diagnose": {"batch": lambda: (torch.ones(4, 3), torch.ones(4, 2))},
