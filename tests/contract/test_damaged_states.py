@@ -18,7 +18,7 @@ from oracles import MEMBERS
 from support import assert_same, tries
 from test_lives_training import OPTIMIZERS, Lines
 
-from mpkit.boost import FreezeOpt, GradientAccumulation
+from mpkit.boost import FreezeOpt
 from mpkit.model import LossMonitor
 from mpkit.optimizers import BFloat16Weights
 from mpkit.policies import ScalePolicy, TensorScalePolicy
@@ -63,13 +63,6 @@ def frozen(params: list[torch.Tensor]) -> FreezeOpt:
     return FreezeOpt(torch.optim.SGD(params, 0.1, momentum=0.5), [params, params[1:]], [0, 1, 1])
 
 
-def gathered() -> GradientAccumulation:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    gathered = GradientAccumulation(3, torch.optim.SGD([weight], 0.1))
-    gathered(torch.tensor(0.0), [torch.ones(2)])
-    return gathered
-
-
 def cell(optimizer: str = "Momentum", plain: bool = False) -> Any:
     net = Lines()
     made = OPTIMIZERS[optimizer](net.parameters())
@@ -100,7 +93,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "LossMonitor": LossMonitor,
     "FreezeOpt of torch's": lambda: stepped(frozen),
     "BFloat16Weights": lambda: stepped(bf16),
-    "GradientAccumulation": gathered,
     "ScaledStep": by_hand,
     "plain cell": lambda: cell(plain=True),
     "scaled cell": cell,

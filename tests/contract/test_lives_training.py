@@ -142,6 +142,7 @@ def live(cell, exact: Exact, events, fresh, check) -> None:
         elif event in AGAIN:
             weights = copy.deepcopy(cell.state_dict()) if event == "file" else None
             cell = again(cell, event, fresh)
+            exact.rows = []  # what a begun accumulation has summed is in no copy and in no file
             assert weights is None or cell.state_dict().keys() == weights.keys()
         else:
             with pytest.raises(BoomError):
@@ -186,6 +187,7 @@ def test_a_plain_cell_leaves_the_gradients_multiplied(optimizer, parts, sens, ev
             exact.step(tuple(v * sens for v in event))
         elif event in AGAIN:
             cell = again(cell, event, fresh)
+            exact.rows = []
         else:
             with pytest.raises(BoomError):
                 cell(torch.ones(1, 2), event)
@@ -306,6 +308,7 @@ def test_a_boosted_cell_lives_as_fractions(freeze, parts, optimizer, events):
             assert float(outcome.scale) == exact.scale
         elif event in AGAIN:
             cell = again(cell, event, fresh)
+            exact.rows = []
         else:
             with pytest.raises(BoomError):
                 cell(torch.ones(1, 2), event)
@@ -340,6 +343,7 @@ def test_gradient_accumulation_lives_as_fractions(parts, events):
             old, gathered = gathered, fresh()
             gathered.load_state_dict(copy.deepcopy(old.state_dict()))
             gathered.weights[0].data.copy_(old.weights[0])
+            rows = []
         if len(rows) == parts or (event == "flush" and rows):
             rounds |= len(rows) == 3
             weight = [w - sum(map(Fraction, column)) / len(rows) for w, column in zip(weight, zip(*rows))]
