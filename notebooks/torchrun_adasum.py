@@ -27,7 +27,7 @@ def main(steps: int = 40, batch: int = 32) -> None:
     images, labels = digits("train", size=8)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
-    merger = AdaSum(rank, 1, world, list(network.parameters()), timeout=limit.total_seconds())
+    merger = AdaSum(rank, 1, world, list(network.parameters()))
 
     if rank == 0:
         print(f"{world} ranks, AdaSum after every step")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.arguments import check_choice
-from mpkit.step.distributed import average_, wait
+from mpkit.optimizers.arguments import parameters_of
+from mpkit.step import StepContext
+from mpkit.step.distributed import average_, rank_and_size
+from mpkit.step.update import Update, Wrapped
 
 __all__ = [
     "AdaSum",
@@ -101,10 +103,9 @@ class AdaSum(nn.Module):
         exchange:        "halving" sends n values per rank however many nodes there are; "full" sends n per level and
                          gives bit for bit what `adasum` gives. Both apply the same formula.
         eps:             times the ranks below a level, added to the three inner products.
-        timeout:         seconds to wait for a peer over gloo; None, and always over nccl: the process group's timeout.
     Raises:  ValueError for a world that is not device_number x 2**m or for parameters that differ between ranks
              (construction is collective: all ranks must make the object); RuntimeError without a process group and
-             when a peer is gone or silent.
+             when a peer is gone, or silent for longer than the process group waits.
     Edges:   buffers such as batch norm statistics stay local to each rank.
     Source:  MindSpore boost.AdaSum, where part of the code takes 8 for the device number; arXiv:2006.02924.
     """
@@ -119,7 +120,6 @@ class AdaSum(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         exchange: Literal["halving", "full"] = "halving",
         eps: float = EPS_PER_RANK,
-        timeout: float | None = None,
     ) -> None:
         super().__init__()
         if not dist.is_available() or not dist.is_initialized():
@@ -139,9 +139,7 @@ class AdaSum(nn.Module):
             raise ValueError(f"rank must be this process's rank {here}, got {rank}")
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
         self.exchange, self.eps = exchange, eps
-        self.timeout = _seconds(self._group) if timeout is None else timeout
         self.weights = tuple(parameter_tuple)
-        self._limit = timedelta(seconds=self.timeout) if dist.get_backend(self._group) == "gloo" else None
         self._check_agreement()
         self._node_group = self._own_node_group()
 
@@ -245,7 +243,8 @@ class AdaSum(nn.Module):
         ends = ((dist.isend, outgoing), (dist.irecv, incoming))
         try:
             todo = [dist.P2POp(end, t, peer, self._group) for end, t in ends if len(t)]
-            self._wait(dist.batch_isend_irecv(todo) if todo else [])
+            for work in dist.batch_isend_irecv(todo) if todo else ():
+                work.wait()
         except RuntimeError as error:
             raise self._broken(f"rank {other}", error) from error
         return list(incoming.split(sizes))
@@ -253,13 +252,9 @@ class AdaSum(nn.Module):
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
-    def _wait(self, works: Sequence[dist.Work | None]) -> None:
-        for work in works:
-            wait(work, self._limit)
-
     def _broken(self, who: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(
-            f"AdaSum on rank {self.rank} got no answer from {who} within {self.timeout:g} s, or it has ended; "
+            f"AdaSum on rank {self.rank} got no answer from {who} before the process group's timeout, or it has ended; "
             f"look at that process, then start all of them again ({error})"
         )
 
@@ -270,7 +265,7 @@ class AdaSum(nn.Module):
         own = torch.tensor([len(self.weights), zlib.crc32(text.encode())], device=device)
         every = [torch.empty_like(own) for _ in range(self.device_number * self.group_number)]
         try:
-            self._wait([dist.all_gather(every, own, self._group, async_op=True)])
+            dist.all_gather(every, own, self._group)
         except RuntimeError as error:
             raise self._broken("the other ranks", error) from error
         different = [r for r, theirs in enumerate(every) if not torch.equal(theirs, own)]
@@ -285,12 +280,12 @@ class AdaSum(nn.Module):
             return None
         first = self.node * self.device_number
         ranks = [self._global(first + i) for i in range(self.device_number)]
-        return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+        return dist.new_group(ranks, use_local_synchronization=True)
 
     def _average_gradients_(self) -> None:
         """Mean of each gradient over the ranks of the node; one that some of them lack counts as zero there."""
         if self._node_group is not None:
-            average_(self.weights, self._node_group, self._limit)
+            average_(self.weights, self._node_group)
 
     def _hand_round_(self, weights: list[Tensor]) -> None:
         """Every rank of the node receives the slices that the others merged."""
@@ -299,14 +294,34 @@ class AdaSum(nn.Module):
         for index in range(self.device_number):
             source = self._global(self.node * self.device_number + index)
             for weight in weights[self.slot(index)]:
-                self._wait([dist.broadcast(weight, source, self._node_group, async_op=True)])
+                dist.broadcast(weight, source, self._node_group)
 
 
-def _seconds(group: dist.ProcessGroup | None) -> float:
-    """The timeout that a process group was made with; torch has no public way to ask for it."""
-    group = dist.group.WORLD if group is None else group
-    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    return group._get_backend(torch.device(kind)).options._timeout.total_seconds()  # type: ignore[union-attr]
+class AdaSumUpdate(Wrapped):
+    """The updates of all nodes are merged, so the gradients are not averaged before."""
+
+    what = "AdaSum"
+    refuses: ClassVar[Mapping[str, str]] = {
+        "accumulation": "it would merge after each micro-batch; put the accumulation around AdaSum",
+        "AdaSum": "the updates are merged already",
+        "dimension reduction": "its steps have one size for all processes already",
+    }
+
+    def __init__(self, inner: Update, device_number: int) -> None:
+        super().__init__(inner)
+        rank, world = rank_and_size()
+        trained: Any = tuple(parameters_of(inner.optimizer))
+        self.adasum = AdaSum(rank, device_number, world // device_number, trained)
+
+    def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Nothing: AdaSum averages in the node and merges between nodes."""
+
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
+        """One update, merged. It talks to peers, so the flag is read on the host."""
+        if found_inf is not None and found_inf.item():
+            self.inner.apply(ctx, found_inf)
+        else:
+            self.adasum.update_(lambda: self.inner.apply(ctx, None))
 
 
 def halves(shape: Shape) -> tuple[Shape, Shape]:

@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_flags, is_number, is_whole
+from mpkit.arguments import check_flags, check_kind, is_number, is_whole
 from mpkit.boost.adasum import adasum_enabled
 from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
+from mpkit.boost.grad_freeze.update import need_unused
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
 from mpkit.files import read_json
@@ -202,6 +203,14 @@ class AutoBoost:
         lines += [f"  inactive: {item.what} ({item.reason})" for item in self.inactive]
         return "\n".join(lines)
 
+    def need_groups(self, scale_sense: object) -> None:
+        """Raise TypeError unless the scale of a step is of groups, where the configuration asks for that."""
+        if self.flags["loss_scale_group"] and not getattr(scale_sense, "for_boost", False):
+            raise TypeError(
+                "loss_scale_group is on, so scale_sense must be a GroupLossScaleManager, got "
+                f"{type(scale_sense).__name__}"
+            )
+
     def network_auto_process_train(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Rewrite a network and its optimizer for training.
 
@@ -214,10 +223,8 @@ class AutoBoost:
         MindSpore marks the optimizer by an attribute of that name; so does `faithful`, and train cells heed one that
         is set by hand.
         """
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        check_kind("network", network, nn.Module, "an nn.Module")
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         network, optimizer = self._processed(network, optimizer)
         MADE[optimizer] = self
         return network, optimizer
@@ -227,11 +234,14 @@ class AutoBoost:
             return network, self._dim_reduced(network, optimizer)
         if self.flags["less_bn"] or self.flags["grad_freeze"]:
             need_plain_step(optimizer)  # before the network is changed
-        if self.flags["less_bn"] and averaging_wrapper(network) is not None:
+        replica = averaging_wrapper(network)
+        if self.flags["less_bn"] and replica is not None:
             raise ValueError(
                 "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the network "
                 "first and wrap what network_auto_process_train returns"
             )
+        if self.flags["grad_freeze"]:
+            need_unused(replica)
         if self.flags["less_bn"]:
             network = self._less_bn(network, optimizer)
         if self.flags["grad_freeze"]:

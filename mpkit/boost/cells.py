@@ -1,4 +1,4 @@
-"""Train cells that know boost: the step's skeleton with the update that an optimizer and an `AutoBoost` ask for."""
+"""Train cells that know boost: the engine with the update that an optimizer and an `AutoBoost` ask for."""
 
 from __future__ import annotations
 
@@ -11,28 +11,82 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_kind
-from mpkit.boost.adasum import AdaSum
-from mpkit.boost.auto import AutoBoost
+from mpkit.boost.adasum import AdaSum, AdaSumUpdate, adasum_enabled
+from mpkit.boost.auto import MADE, AutoBoost
 from mpkit.boost.dim_reduce import DimReduce
-from mpkit.boost.grad_accumulation import GradientAccumulation
+from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.grad_accumulation import Accumulate, GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
-from mpkit.boost.updates import BoostedUpdate, merges, reduces_dimension
 from mpkit.optimizers.arguments import inner, parameters_of
-from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
+from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
+from mpkit.step.update import Update
+
+
+def boosted(network: nn.Module, optimizer: Optimizer, boost: AutoBoost | None) -> Update:
+    """The update that an optimizer and an `AutoBoost` ask for; each algorithm stands around those before it.
+
+    Raises:  ValueError for an optimizer marked for DimReduce that does not come from an AutoBoost, and for algorithms
+             that do not go together.
+    """
+    update = Update(optimizer)
+    if merges(optimizer, boost):
+        update = AdaSumUpdate(update, device_number(optimizer, boost))
+    if reduces_dimension(optimizer):
+        update = DimReduceUpdate(update, network, (_maker(optimizer, boost) or AutoBoost()).hyper)
+    update = getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
+    if boost is not None and "grad_accumulation" in boost.active:
+        update = Accumulate(update, boost.hyper["grad_accumulation_step"])
+    return update
+
+
+def merges(optimizer: Optimizer, boost: AutoBoost | None) -> bool:
+    """Whether AdaSum runs: `boost`, or a mark set by hand, asks for it, and 2, 4, 8, ... groups of processes train."""
+    boost = _maker(optimizer, boost)
+    if boost is not None and boost.flags["adasum"]:
+        return "adasum" in boost.active
+    marked = getattr(optimizer, "adasum", False)
+    return bool(marked) and adasum_enabled(distributed.rank_and_size()[1], device_number(optimizer, boost))
+
+
+def device_number(optimizer: Optimizer, boost: AutoBoost | None) -> int:
+    """Processes per node of AdaSum."""
+    boost = _maker(optimizer, boost)
+    return 1 if boost is None else boost.hyper["device_number"]
+
+
+def reduces_dimension(optimizer: Optimizer) -> bool:
+    """Whether the update is DimReduce's: the optimizer is marked."""
+    return bool(getattr(optimizer, "dim_reduce", False))
+
+
+def _maker(optimizer: Optimizer, boost: AutoBoost | None) -> AutoBoost | None:
+    """None stands for the AutoBoost that returned this very optimizer."""
+    return MADE.get(optimizer) if boost is None else boost
 
 
 class _Boosted(TrainOneStepCell):
     """MindSpore's names for what the update of a boosted step does."""
 
-    updating: BoostedUpdate
     accumulation: GradientAccumulation | None
     dim_reduce: DimReduce | None
     adasum: AdaSum | None
 
     def _keep(self, boost: AutoBoost | None) -> None:
         """Have the algorithms as parts of the cell, so that `state_dict()` holds theirs."""
-        self.boost, update = boost, self.updating
-        self.accumulation, self.dim_reduce, self.adasum = update.accumulation, update.dim_reduce, update.adasum
+        self.boost = boost
+        for name in ("accumulation", "dim_reduce", "adasum"):
+            held = (getattr(update, name, None) for update in self.step.updates[0].chain())
+            setattr(self, name, next((part for part in held if part is not None), None))
+
+    @property
+    def pending(self) -> int:
+        """As of any cell, and micro-steps whose mean no update has used."""
+        return self.step.pending + (0 if self.accumulation is None else self.accumulation.counter)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        super().set_extra_state(state)
+        if self.accumulation is not None:
+            self.accumulation.drop()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -48,7 +102,7 @@ class _Boosted(TrainOneStepCell):
 
     def gradient_freeze_process(self, *inputs: object) -> Tensor:
         """One step with freezing; -> the loss. Raises TypeError unless the optimizer is a FreezeOpt."""
-        if self.updating.freezing is None:
+        if not hasattr(self.optimizer, "around"):
             raise TypeError(
                 f"gradient_freeze_process needs a FreezeOpt, got {type(self.optimizer).__name__}; "
                 "GradientFreeze(...).freeze_generate(network, optimizer) makes one"
@@ -62,11 +116,12 @@ class _Boosted(TrainOneStepCell):
 
         Raises:  RuntimeError when the configuration does not accumulate.
         """
-        if self.updating.accumulated is None:
+        if self.accumulation is None:
             raise RuntimeError("accumulation is off: pass boost=AutoBoost(...) with grad_accumulation_step above 1")
-        self._clip()  # put off to the mean, as in a step
-        ctx = StepContext(self.network, self.optimizer, inputs, self.index, sens, loss)
-        self.updating.accumulated.add(ctx, list(grads), None)
+        update: Any = self.step.updates[0]
+        if self.step.clip_norm is not None:
+            update.clip(self.step.clip_norm)  # put off to the mean, as in a step
+        update.add(StepContext(self.network, self.optimizer, inputs, self.index, sens, loss), list(grads), None)
         return loss
 
     def adasum_process(self, loss: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
@@ -105,7 +160,7 @@ class BoostTrainOneStepCell(_Boosted):
         **options: Any,
     ) -> None:
         check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
-        super().__init__(network, optimizer, sens, update=partial(BoostedUpdate, boost=boost), **options)
+        super().__init__(network, optimizer, sens, update=partial(boosted, boost=boost), **options)
         self._keep(boost)
         if boost is not None and boost.flags["loss_scale_group"]:
             warnings.warn(
@@ -115,7 +170,7 @@ class BoostTrainOneStepCell(_Boosted):
             )
 
     def forward(self, *inputs: object) -> StepOutcome:
-        return self._step(inputs, self.sens)
+        return self._run(inputs)
 
 
 class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted):
@@ -142,16 +197,13 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         **options: Any,
     ) -> None:
         check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
-        if boost is not None and boost.flags["loss_scale_group"] and not getattr(scale_sense, "for_boost", False):
-            raise TypeError(
-                "loss_scale_group is on, so scale_sense must be a GroupLossScaleManager, got "
-                f"{type(scale_sense).__name__}"
-            )
-        super().__init__(network, optimizer, scale_sense, update=partial(BoostedUpdate, boost=boost), **options)
-        self.groups = self.scaling.groups
+        if boost is not None:
+            boost.need_groups(scale_sense)
+        super().__init__(network, optimizer, scale_sense, update=partial(boosted, boost=boost), **options)
+        self.groups = self.step.scaling.groups
         self._keep(boost)
 
     @property
     def group_overflow(self) -> Tensor | None:
         """(N,) bool: the groups that overflowed in the last step; None before it, and without groups."""
-        return self.scaling.group_overflow
+        return self.step.scaling.group_overflow

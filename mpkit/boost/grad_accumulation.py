@@ -1,18 +1,21 @@
-"""Gradient accumulation: one update from the mean gradient of several micro-batches."""
+"""Gradient accumulation in MindSpore's order: each micro-gradient is checked by itself, one update gets their mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_count
-from mpkit.compiling import runs_as_python
+from mpkit.arguments import check_count, check_function, check_kind
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
-from mpkit.step.restore import saved_count, saved_sum
+from mpkit.step import StepContext
+from mpkit.step.engine import uncompiled
+from mpkit.step.update import Update, Wrapped
+
+__all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(nn.Module):
@@ -29,7 +32,8 @@ class GradientAccumulation(nn.Module):
         update:                what runs on the N-th call with the mean in `p.grad`; None: `optimizer.step`.
         reduce:                called once per update with the list of mean gradients, to average them in place over
                                ranks (so micro-steps need no communication: run them under `network.no_sync()`).
-    Units:   sums are kept in float32 for float16 and bfloat16 gradients, so small micro-gradients are not lost.
+    Units:   sums are kept in float32 for float16 and bfloat16 gradients, so small micro-gradients are not lost. They
+             are in no state: a checkpoint falls between two updates.
     Raises:  TypeError if N is no int, or for an optimizer whose step needs a closure (LBFGS); ValueError if N < 1 or a
              call brings another number of gradients.
     Source:  MindSpore boost.GradientAccumulation; `flush`, `update`, `reduce` and `overflow` are mpkit's.
@@ -51,16 +55,15 @@ class GradientAccumulation(nn.Module):
         reduce: Callable[[list[Tensor]], Any] | None = None,
     ) -> None:
         super().__init__()
+        uncompiled(GradientAccumulation, "forward", "flush", "_add", "drop")
         check_count("max_accumulation_step", max_accumulation_step)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        check_function("update", update, "a function without arguments", optional=True)
         if update is None:
             need_plain_step(optimizer)
         self.max_accumulation_step = max_accumulation_step
         self.optimizer = optimizer
         self.counter = 0
-        if update is not None and not callable(update):
-            raise TypeError(f"update must be a function without arguments or None, got {type(update).__name__}")
         self._update = optimizer.step if update is None else update
         self._reduce = reduce
         self._sums: dict[int, Tensor] = {}  # position of the parameter -> sum of gradient / N
@@ -75,7 +78,6 @@ class GradientAccumulation(nn.Module):
         """The running sums of gradient / N, one per parameter; zeros right after an update."""
         return [self._sums.get(i, torch.zeros_like(p)) for i, p in enumerate(self.weights)]
 
-    @runs_as_python
     def forward(
         self, loss: Tensor, grads: Sequence[Tensor | None] | None = None, overflow: Tensor | bool = False
     ) -> Tensor:
@@ -84,32 +86,22 @@ class GradientAccumulation(nn.Module):
         A micro-step with `overflow` is neither added nor counted. A tensor there costs one read on the host: the
         counter decides in Python whether the optimizer runs.
         """
+        taken = grads is None
         if grads is None:
-            grads = self._taken()
+            grads = [p.grad for p in self.weights]
+            for p in self.weights:
+                p.grad = None  # the next backward starts from nothing instead of adding to what was counted
         if bool(overflow):
             return loss
-        self._add(grads)
+        with torch.no_grad():
+            self._add(grads, taken)
         self.counter += 1
         if self.counter >= self.max_accumulation_step:
             self.flush()
         return loss
 
-    @runs_as_python
-    def flush(self) -> bool:
-        """Update now with the mean of the micro-steps counted so far; -> whether there were any."""
-        if self.counter == 0:
-            return False
-        self._step(scale=self.max_accumulation_step / self.counter)
-        return True
-
-    def _taken(self) -> list[Tensor | None]:
-        grads = [p.grad for p in self.weights]
-        for p in self.weights:
-            p.grad = None  # the next backward starts from nothing instead of adding to what was counted
-        return grads
-
-    @torch.no_grad()
-    def _add(self, grads: Sequence[Tensor | None]) -> None:
+    def _add(self, grads: Sequence[Tensor | None], taken: bool) -> None:
+        """Sum gradient / N; what was `taken` is nobody else's any more, and is divided where it stands."""
         parameters = self.weights
         if len(grads) != len(parameters):
             raise ValueError(f"need one gradient (or None) for each of {len(parameters)} parameters, got {len(grads)}")
@@ -122,17 +114,19 @@ class GradientAccumulation(nn.Module):
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
-            share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.max_accumulation_step
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            mine = taken or wide is not grad
+            share = wide.div_(self.max_accumulation_step) if mine else wide / self.max_accumulation_step
             held = self._sums.get(i)
             if held is not None and held.is_sparse and not share.is_sparse:
                 held, share = share, held  # torch adds a sparse tensor to a dense one, and not the other way round
             self._sums[i] = share if held is None else held.add_(share)
 
-    @torch.no_grad()
-    @runs_as_python
-    def _step(self, scale: float) -> None:
-        """Hand the sums over as gradients and run the update; once it has run, they are gone from here."""
-        parameters = self.weights
+    def flush(self) -> bool:
+        """Update now with the mean of the micro-steps counted so far; -> whether there were any."""
+        if self.counter == 0:
+            return False
+        parameters, scale = self.weights, self.max_accumulation_step / self.counter
         # copies, because the mean may be reduced and clipped in place before the update fails
         means = {i: held * scale for i, held in self._sums.items()}
         try:
@@ -140,26 +134,59 @@ class GradientAccumulation(nn.Module):
                 self._reduce(list(means.values()))
             for i, p in enumerate(parameters):
                 p.grad = means[i].to(p.dtype) if i in means else None
-            with torch.enable_grad():
-                self._update()
+            self._update()
         finally:
             for p in parameters:
                 p.grad = None  # or the next backward would add to the mean just used
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """Give up what was added since the last update."""
         self._sums, self.counter = {}, 0
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Counter and sums, so that a run can stop between two micro-steps."""
-        return {"counter": self.counter, "sums": dict(self._sums), "steps": self.max_accumulation_step}
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins its own sums."""
+        return {**vars(self), "_sums": {}, "counter": 0}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take over what `get_extra_state` gave."""
-        check_alike("the state of an accumulation", state, {"counter": 0, "sums": {}})
-        own, parameters = self.max_accumulation_step, self.weights
-        # where an update has raised all of them are there
-        steps, whole = state.get("steps", own), "steps" in state
-        counter = saved_count("max_accumulation_step", own, state["counter"], steps, whole=whole)
-        for i in state["sums"]:
-            if check_count("a position", i, low=0) >= len(parameters):
-                raise ValueError(f"this state has a sum of parameter {i}, and there are {len(parameters)}")
-        self._sums = {i: saved_sum(parameters[i], held) for i, held in state["sums"].items()}
-        self.counter = counter
+
+class Accumulate(Wrapped):
+    """Adds the gradients of several steps; the update inside gets their mean. A step that overflowed is not counted.
+
+    The gradients of a step are whole here, divided by its scale and checked. (`accumulation_steps` of a train cell sums
+    before that, and checks the sum: nothing is kept apart, and one micro-batch that overflows costs the whole update.)
+    """
+
+    what = "accumulation"
+
+    def __init__(self, inner: Update, steps: int) -> None:
+        super().__init__(inner)
+        uncompiled(Accumulate, "add", "_update")
+        self.accumulation = GradientAccumulation(steps, inner.optimizer, update=self._update)
+        self._max_norm: float | None = None
+        self._ctx: StepContext | None = None
+
+    def reduce(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Nothing: only the mean is sent."""
+
+    def clip(self, max_norm: float) -> None:
+        """Put off: it is the mean that is clipped, and not each micro-gradient."""
+        self._max_norm = max_norm
+
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
+        """Add the gradients in `p.grad`; update when enough are there."""
+        self.add(ctx, None, found_inf)
+
+    def add(self, ctx: StepContext | None, grads: Sequence[Tensor | None] | None, found_inf: Tensor | None) -> None:
+        """As `apply`, with the gradients given one by one."""
+        self._ctx = ctx
+        try:
+            self.accumulation(torch.zeros(()), grads, False if found_inf is None else found_inf)
+        finally:
+            self._ctx = None
+
+    def _update(self) -> None:
+        self.inner.reduce()
+        if self._max_norm is not None:
+            self.inner.clip(self._max_norm)
+        self.inner.apply(self._ctx, None)

@@ -110,7 +110,6 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.blame, self.faithful = blame, faithful
         self._init = init_loss_scale
         self._groups: list[list[nn.Parameter]] = []
-        self._live: Scale
         self.register_buffer("table", torch.ones(2, dtype=torch.float32))
         self.register_buffer("passed", torch.ones(2, 2, dtype=torch.bool), persistent=False)
         if len(loss_scale_groups):
@@ -149,18 +148,20 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         inner = self._checked(loss_scale_number, init_loss_scale)
         self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=self._device())
         self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
-        self._live = Scale(
-            ScalePolicy(
-                init_scale=torch.tensor(inner, dtype=torch.float64),
-                growth_factor=in_float32(self.growth),
-                backoff_factor=in_float32(self.shrink),
-                growth_interval=1,
-                min_scale=self.min_scale,
-                max_scale=self.max_scale,
-                clamp_both_ways=True,
-                hold_at_overflow=False,
-            )
+
+    def _live(self) -> Scale:
+        """The scales at work, by the factors and bounds of now; they move the buffer."""
+        policy = ScalePolicy(
+            init_scale=torch.ones(len(self.scales), dtype=torch.float64, device=self.table.device),
+            growth_factor=in_float32(self.growth),
+            backoff_factor=in_float32(self.shrink),
+            growth_interval=1,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            clamp_both_ways=True,
+            hold_at_overflow=False,
         )
+        return Scale(policy, value=self.scales)
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> Tensor:
         """Multiply the scale of group `layer` (from 0) by `update_ratio`; -> () its new value, within the bounds."""
@@ -224,8 +225,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         found |= ~left
         came[-1] = True  # behind the last group there is only the loss
         guilty = found & came if self.blame == "first" else found
-        self._live.value = self.scales  # a view of the buffer, which a move to another device replaces
-        self._live.advance_(guilty.float(), part=guilty | ~found)
+        self._live().advance_(guilty.float(), part=guilty | ~found)
         self.passed.fill_(True)
         if self.faithful:
             for g, ratio in zip(grads, used / self.scales):
@@ -268,7 +268,7 @@ class GroupScaling(Scaling):
         """Raise ValueError unless every parameter stands in a group."""
         self.groups.covers(p for p in parameters if isinstance(p, nn.Parameter))
 
-    def unscale_(self, gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide each group's gradients by its scale and move the scales of all."""
         manager = self.groups
         known = {id(p.grad) for group in manager.loss_scale_groups for p in group if p.grad is not None}
@@ -281,6 +281,9 @@ class GroupScaling(Scaling):
             manager.passed.copy_(distributed.agree_((~manager.passed).float()) == 0)
         self.group_overflow = found = manager.unscale_and_update_()
         return found.any().float()
+
+    def advance_(self, found_inf: Tensor | None) -> None:
+        """Nothing: the scales have moved when the gradients were divided by them."""
 
     def shown(self) -> Tensor:
         """The scale of the first group."""

@@ -103,7 +103,7 @@ def _as_if_alone(task: Task) -> Iterator[None]:
             after.callback(_restore, torch_, [(put, take()) for take, put in _settings(torch_)])
             from mpkit.model.randomness import generator_states, set_generator_states
 
-            after.callback(set_generator_states, generator_states((task.run, task.arguments)))
+            after.callback(set_generator_states, generator_states([task.run, *task.arguments.values()]))
             torch_.manual_seed(seed)
             torch_.set_num_threads(task.threads)
         yield

@@ -22,6 +22,10 @@ class Trained(Protocol):
     train_network: nn.Module
     optimizer: Optimizer | None
 
+    @property
+    def pending(self) -> int:
+        """Micro-batches that are summed and that no update has used."""
+
     def request_stop(self) -> None:
         """End the run after the step that is running."""
 
@@ -172,6 +176,9 @@ def _text(value: Tensor) -> str:
 class Checkpoint(Callback):
     """Save everything that a resumed training needs, so that a killed process loses at most `every` steps.
 
+    A checkpoint falls between two updates: one that is due in an accumulation waits for its end. What is summed and not
+    used when the whole run ends is not saved.
+
     Args:
         path:   the file; it is replaced as a whole, so a kill while writing leaves the previous one.
         every:  steps between two saves; the end of the run is saved too, unless an error ended it.
@@ -181,10 +188,13 @@ class Checkpoint(Callback):
     def __init__(self, path: str | os.PathLike[str], every: int = 100) -> None:
         self.path = Path(path)
         self.every = check_count("every", every)
+        self._due = False
 
     def on_train_step_end(self, run: RunContext) -> None:
-        if run.cur_step_num % self.every == 0:
+        self._due = self._due or run.cur_step_num % self.every == 0
+        if self._due and not run.model.pending:
             run.model.save(self.path)
+            self._due = False
 
     def on_train_end(self, run: RunContext) -> None:
         if not run.failed:

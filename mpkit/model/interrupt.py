@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,9 +21,7 @@ class InterruptBetweenSteps:
     """
 
     def __init__(self) -> None:
-        self._inside = False
-        self._kept = False
-        self.between_steps = False
+        self._inside = self._kept = self.between_steps = False
         self._previous: Any = None
 
     def __enter__(self) -> InterruptBetweenSteps:
@@ -33,26 +33,23 @@ class InterruptBetweenSteps:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
 
-    def step(self) -> _Step:
-        """The stretch that Ctrl-C may not cut; it is raised as KeyboardInterrupt where the stretch ends."""
-        return _Step(self)
+    @contextmanager
+    def step(self, unfinished: Callable[[], object] = bool) -> Iterator[None]:
+        """The stretch that Ctrl-C may not cut; it is raised after the first that leaves nothing `unfinished`."""
+        self._inside = True
+        try:
+            yield
+        except BaseException:  # cut short by an error or a second Ctrl-C, and that goes on
+            self._kept = False
+            raise
+        finally:
+            self._inside = False
+        if self._kept and not unfinished():
+            self._kept, self.between_steps = False, True
+            raise KeyboardInterrupt
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._inside and not self._kept:
             self._kept = True
             return
         raise KeyboardInterrupt
-
-
-class _Step:
-    def __init__(self, guard: InterruptBetweenSteps) -> None:
-        self.guard = guard
-
-    def __enter__(self) -> None:
-        self.guard._inside = True
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        kept, self.guard._inside, self.guard._kept = self.guard._kept, False, False
-        if kept and kind is None:  # else the step was cut short, by an error or a second Ctrl-C, and that goes on
-            self.guard.between_steps = True
-            raise KeyboardInterrupt

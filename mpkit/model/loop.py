@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.model.callbacks import Callback, Checkpoint, RunContext
-from mpkit.model.counters import Counters
 from mpkit.model.interrupt import InterruptBetweenSteps
-from mpkit.model.randomness import random_state, ready_workers, set_random_state
+from mpkit.model.randomness import random_state, saves_itself, set_random_state, unseen
 from mpkit.scalers import LossScaleManager
-from mpkit.step import StepOutcome
+from mpkit.step import StepOutcome, TrainOneStepCell
 from mpkit.step.health import nonfinite_parameters, why_skipped
 
 _ENDS = ("on_train_epoch_end", "on_eval_end")
@@ -65,7 +64,6 @@ class TrainingLoop:
         self.skipped_in_a_row = 0
         self._flags: list[Tensor] = []
         self._epoch_random: dict[str, Any] = {}
-        self._counters = Counters(dataset)
         self._told: tuple[str, int] = ("", 0)  # the phase that callbacks are told of, and how many were
 
     def restore(self, resumed: dict[str, Any]) -> None:
@@ -81,7 +79,7 @@ class TrainingLoop:
         with InterruptBetweenSteps() as guard:
             try:
                 self.tell("on_train_begin")
-                while self.epochs_done < self.run.epoch_num and not self.stop.is_set():
+                while self.epochs_done < self.run.epoch_num and not self.stopped:
                     self._epoch(guard, skip, resumed)
                     skip, resumed = 0, None
             except BaseException as error:
@@ -90,6 +88,16 @@ class TrainingLoop:
                 raise
             finally:
                 self.tell("on_train_end")
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches that no update has used: a run stops, and is saved, between two updates."""
+        return getattr(self.cell, "pending", 0)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is to end here."""
+        return self.stop.is_set() and not self.pending
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint needs to go on in the middle of an epoch with the same batches and random numbers."""
@@ -101,7 +109,8 @@ class TrainingLoop:
             "skipped_in_a_row": self.skipped_in_a_row,
             "random_at_epoch_start": self._epoch_random,
             "random": random_state(self.dataset),
-            "counters": self._counters.state_dict(),
+            "loader": self.dataset.state_dict() if saves_itself(self.dataset) else None,  # type: ignore[attr-defined]
+            "unseen": unseen(self.dataset),
             "callbacks": [[type(c).__name__, c.state_dict()] for c in self._stateful()],
             "ended": list(self._told) if self._told[0] in _ENDS else None,
             "metrics": {k: v for k, v in self.run.metrics.items() if isinstance(v, Number | Tensor)},
@@ -125,20 +134,17 @@ class TrainingLoop:
         run.cur_epoch_num, run.cur_step_in_epoch = self.epochs_done + 1, skip
         self.cell.train()
         if resumed is not None:  # before a callback tells a sampler which epoch begins
-            start = resumed["random_at_epoch_start" if skip else "random"]
-            ready_workers(self.dataset, start)
-            self._counters.restore(resumed.get("counters"), epoch_start=skip > 0)
-            set_random_state(start, self.dataset)
+            set_random_state(resumed["random_at_epoch_start" if skip else "random"], self.dataset)
         if not skip:
             self.tell("on_train_epoch_begin")
         for batch in self._batches(skip, resumed):
-            with guard.step():
+            with guard.step(lambda: self.pending):
                 run.net_outputs = self.cell(*self.inputs(batch))
                 run.cur_step_in_epoch += 1
                 run.cur_step_num += 1
                 self._note(run.net_outputs)
                 self.tell("on_train_step_end")
-            if self.stop.is_set():
+            if self.stopped:
                 return
         if run.cur_step_in_epoch == 0:
             raise ValueError(
@@ -161,12 +167,16 @@ class TrainingLoop:
             self.run.metrics = dict(resumed["metrics"])
             self.tell("on_eval_end", told)
 
-    def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        """The batches of an epoch after the first `skip`, which are drawn again but not used."""
-        self._epoch_random = random_state(self.dataset)
-        self._counters.begin_epoch()
+    def _batches(self, skip: int, resumed: dict[str, Any] | None) -> Iterable[Any]:
+        """The batches of an epoch after the first `skip`: the loader goes on there, or those are drawn and left."""
+        self._epoch_random = random_state(self.dataset) if not skip else (resumed or {})["random_at_epoch_start"]
+        own = (resumed or {}).get("loader")
+        if own is not None:
+            self.dataset.load_state_dict(own)  # type: ignore[attr-defined]
+            if (resumed or {})["ended"]:
+                return ()  # a loader that has come to its end would begin anew
         batches = iter(self.dataset)
-        for drawn in range(skip):
+        for drawn in range(skip if own is None else 0):
             if next(batches, self) is self:
                 raise ValueError(
                     f"the data set ended after {drawn} batches, and the checkpoint was saved after {skip} of this "
@@ -189,9 +199,8 @@ class TrainingLoop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if overflow else 0
             if self.manager is not None:
                 self.manager.update_loss_scale(overflow)
-        check = getattr(getattr(self.cell, "adjust", None), "check", None)
-        if flags and check is not None:
-            check()  # a scaler raises here what its policy could not raise on the device
+        if flags and isinstance(self.cell, TrainOneStepCell):
+            self.cell.step.scaling.check()  # raises here what the policy could not raise on the device
 
     def _check_health(self) -> None:
         if not self.skipped_in_a_row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,11 +125,8 @@ class Model:
         Raises:  TypeError, ValueError for arguments and batches; RuntimeError when weights have become inf or NaN.
                  RuntimeWarning at the end of an epoch whose last 20 steps were all skipped at the scale's floor.
         Ctrl-C ends the run after the step that is running, with KeyboardInterrupt; `request_stop` ends it silently.
-        Either way weights, optimizer and scale belong to the same step. After `load`, the run goes on where it was
-        saved, with the same numbers as if it had not stopped: the generators of torch, NumPy and Python, and those that
-        the data set, its samplers, transforms and functions hold, are restored, and so is what data sets and samplers
-        count in numbers of their own (an epoch, a place in a stream). What persistent workers of a DataLoader draw for
-        themselves cannot be, and a warning says so.
+        Either way weights, optimizer and scale belong to the same step, and an accumulation is finished first. After
+        `load`, the run goes on where it was saved; see there.
         """
         self._train(epoch, train_dataset, callbacks, initial_epoch)
 
@@ -209,6 +207,11 @@ class Model:
         """A copy is a model between two runs, whatever the original is doing."""
         return {**self.__dict__, "_loop": None, "_running": False}
 
+    @property
+    def pending(self) -> int:
+        """Micro-batches that are summed and that no update has used; 0 between two updates."""
+        return getattr(self.train_network, "pending", 0)
+
     def request_stop(self) -> None:
         """End a running `train` or `fit` after its current step; may be called from a callback or another thread."""
         if self._loop is not None:
@@ -217,7 +220,8 @@ class Model:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights, optimizer, scale, counters, random states and the position in the data set to one file.
 
-        The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback.
+        The file is replaced as a whole. Inside a run `Checkpoint` calls this; a hand-made call belongs in a callback,
+        where `pending` is 0: what a begun accumulation has summed is not saved.
 
         Raises:  TypeError when the state of a hook or callback holds what could not be read again, a NumPy array, say.
         """
@@ -232,11 +236,24 @@ class Model:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote; the next `train` or `fit` goes on from there.
 
+        Its numbers are those of a run that was not stopped where torch, NumPy, Python, the loader and its samplers hold
+        all that is random, or where the loader has `state_dict` and `load_state_dict` (it is asked for its own then,
+        and no batch is drawn again). A generator inside a data set or a transform, the place in a stream, and what the
+        kept workers of a DataLoader draw are not in the file: a RuntimeWarning names what could be seen of that.
+
         Raises:  FileNotFoundError; ValueError if the file is no such checkpoint, or the network, the hooks or the
                  optimizer differ; nothing is changed then.
         """
         state = load_whole(Path(path), device_of(self.train_network.parameters()))
         need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
+        progress = state["progress"] or {}
+        if left_out := progress.get("unseen"):
+            warnings.warn(
+                f"{path} does not hold the random state of {', '.join(left_out)}: a resumed run draws other numbers; "
+                "draw from torch's own generator, or give the loader state_dict() and load_state_dict()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         parts = [(self.train_network, state["train_network"])]
         if self._manager is not None and "manager" in state:
             parts.insert(0, (self._manager, state["manager"]))

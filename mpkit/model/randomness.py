@@ -1,40 +1,42 @@
-"""The random states that a training run draws from: saved with a checkpoint, they make a resumed run the same run."""
+"""What a training run draws from: saved with a checkpoint, it makes a resumed run the same run.
+
+Seen are the generators of torch, CUDA, NumPy and Python, and those that a loader and its samplers hold as attributes.
+Nobody hunts for others: a loader with `state_dict` is asked for its own, and what is left out is said in words.
+"""
 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from mpkit.model.holdings import Generator, generators
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
-def random_state(dataset: object) -> dict[str, Any]:
-    """The states of all generators of a run: torch, CUDA, NumPy, Python, and those that the data set holds."""
+def random_state(loader: object = None) -> dict[str, Any]:
+    """The states of all generators that are seen, and the epochs that samplers were told."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the state that data sets of others may draw from
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].copy()), *map(_plain, numpy_state[2:])],
         "python": random.getstate(),
-        "dataset": [state for _, state in generator_states(dataset)],
-        "workers": _keeps_workers(dataset) and dataset._iterator is not None,
+        "loader": [_state(generator) for generator in _generators(loader)],
+        "epochs": [part.epoch for part in _told(loader)],
     }
 
 
-def set_random_state(state: dict[str, Any], dataset: object) -> None:
-    """The reverse of `random_state`. Raises ValueError when the data set holds other generators than the saved one."""
-    own = generators(dataset)
-    if len(own) != len(state["dataset"]):
+def set_random_state(state: dict[str, Any], loader: object = None) -> None:
+    """The reverse of `random_state`. Raises ValueError where the loader holds another number of generators."""
+    own, saved = _generators(loader), state["loader"]
+    if len(own) != len(saved):
         raise ValueError(
-            f"the data set of the checkpoint held {len(state['dataset'])} random generators, this one holds "
-            f"{len(own)}; resume with the data set that the run was started with"
+            f"the data set of the checkpoint held {len(saved)} random generators, this one holds {len(own)}; resume "
+            "with the data set that the run was started with"
         )
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
@@ -42,12 +44,16 @@ def set_random_state(state: dict[str, Any], dataset: object) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002
     random.setstate(state["python"])
-    set_generator_states(zip(own, state["dataset"]))
+    set_generator_states(zip(own, saved))
+    for part, epoch in zip(_told(loader), state["epochs"]):
+        part.set_epoch(epoch)
 
 
-def generator_states(holder: object) -> list[tuple[Generator, object]]:
-    """Every generator that an object holds, as `holdings.generators` finds them, with its state."""
-    return [(generator, _state(generator)) for generator in generators(holder)]
+def generator_states(things: Iterable[object]) -> list[tuple[Generator, object]]:
+    """The generators among some objects and their attributes, each with its state."""
+    held = [value for thing in things for _, value in [("", thing), *_attributes(thing)]]
+    known = {id(value): value for value in held if isinstance(value, Generator)}
+    return [(generator, _state(generator)) for generator in known.values()]
 
 
 def set_generator_states(states: Iterable[tuple[Generator, object]]) -> None:
@@ -56,31 +62,52 @@ def set_generator_states(states: Iterable[tuple[Generator, object]]) -> None:
         _set_state(generator, saved)
 
 
-def ready_workers(dataset: object, state: dict[str, Any]) -> None:
-    """Let a DataLoader that keeps its workers stand as it did: a first pass makes them, and draws a number for it.
+def unseen(loader: object) -> list[str]:
+    """What a run draws from and no checkpoint holds, as far as a look at the loader and its data set shows it."""
+    if saves_itself(loader):
+        return []
+    dataset = getattr(loader, "dataset", loader)
+    own = [f"{type(dataset).__name__}.{name}" for name, value in _attributes(dataset) if isinstance(value, Generator)]
+    kept = getattr(loader, "persistent_workers", False)
+    return [*own, *(["the workers that the DataLoader keeps (persistent_workers=True)"] if kept else [])]
 
-    What the workers themselves draw, in the transforms of a data set, say, is in no checkpoint: a warning says so.
-    """
-    if not _keeps_workers(dataset):
-        return
-    if not state.get("workers"):
-        dataset._iterator = None
-        return
-    if dataset._iterator is None:
-        iter(dataset)
-    warnings.warn(
-        "the workers of this DataLoader live through all epochs (persistent_workers=True) and keep random states of "
-        "their own, which no checkpoint holds: the batches come in the same order, but what the data set draws inside "
-        "the workers is not repeated; train with persistent_workers=False for a resumed run with the same numbers",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+
+def saves_itself(loader: object) -> bool:
+    """Whether a loader has a state of its own: where it stands, and what it draws from (torchdata's protocol)."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _parts(loader: object) -> list[Any]:
+    """A loader, its samplers and its data set, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    named = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    held = [*named, getattr(loader, "dataset", None)]
+    return list({id(part): part for part in held if part is not None}.values())
+
+
+def _generators(loader: object) -> list[Generator]:
+    """Those of a loader and its samplers, each once."""
+    parts = [part for part in _parts(loader) if part is not getattr(loader, "dataset", None)]
+    return [generator for generator, _ in generator_states(parts)]
+
+
+def _told(loader: object) -> list[Any]:
+    """What is told the epoch, as `torch.utils.data.DistributedSampler`."""
+    return [part for part in _parts(loader) if hasattr(part, "set_epoch") and type(getattr(part, "epoch", "")) is int]
+
+
+def _attributes(thing: object) -> list[tuple[str, object]]:
+    return list(getattr(thing, "__dict__", {}).items())
 
 
 def _state(generator: Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else _on_host(generator.state)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _on_host(generator.get_state(legacy=False))
+    return _on_host(generator.bit_generator.state)
 
 
 def _set_state(generator: Generator, saved: Any) -> None:
@@ -88,8 +115,10 @@ def _set_state(generator: Generator, saved: Any) -> None:
         generator.set_state(saved)
     elif isinstance(generator, random.Random):
         generator.setstate(saved)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_as_numpy(saved))
     else:
-        generator.state = _as_numpy(saved)
+        generator.bit_generator.state = _as_numpy(saved)
 
 
 def _on_host(value: object) -> object:
@@ -103,10 +132,6 @@ def _as_numpy(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _as_numpy(item) for key, item in value.items()}
     return value.numpy().astype(np.uint64) if isinstance(value, Tensor) else value
-
-
-def _keeps_workers(dataset: object) -> TypeGuard[DataLoader[Any]]:
-    return isinstance(dataset, DataLoader) and dataset.persistent_workers
 
 
 def _plain(number: object) -> object:

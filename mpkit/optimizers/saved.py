@@ -65,6 +65,8 @@ def check_kinds(optimizer: torch.optim.Optimizer, saved: list[list[str]] | None)
     check_kind("kinds", saved, (list, tuple), "a list of lists of names, as it was saved")
     for kind in saved:
         check_kind("each of kinds", kind, (list, tuple), "a list of names, as it was saved")
+        for name in kind:
+            check_kind("each of kinds' names", name, str, "the name of a class")
         if not kind:
             raise ValueError("each of kinds needs the name of a class, got an empty list")
     names = [" of ".join(str(kind[0]) for kind in kinds) for kinds in (saved, own)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_fl
 from mpkit.casting.marking import protect_children
 from mpkit.casting.table import MINDSPORE, Level
 from mpkit.casting.targets import map_tensors
+from mpkit.optimizers.arguments import parameters_of
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
-from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_parts
+from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_clipped, check_parts
 from mpkit.step.hooks import Hook
-from mpkit.step.restore import unchanged_on_error
 
 OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager", "boost_config_dict")
 STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
@@ -46,7 +47,7 @@ def build_train_network(
     hooks: Sequence[Hook] = (),
     clip_norm: float | None = None,
     accumulation_steps: int = 1,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> TrainOneStepCell:
     """Cast a network at a level, add the loss, and wrap both with the optimizer into a train cell in training mode.
 
@@ -68,43 +69,22 @@ def build_train_network(
     """
     _check(network, optimizer, loss_fn, level, kwargs)
     check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
-    with unchanged_on_error(network, optimizer):
-        return _built(
-            network,
-            optimizer,
-            loss_fn,
-            level,
-            boost_level,
-            kwargs,
-            hooks=hooks,
-            clip_norm=clip_norm,
-            accumulation_steps=accumulation_steps,
-        )
-
-
-def _built(
-    network: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: nn.Module | None,
-    level: str,
-    boost_level: str,
-    kwargs: dict[str, Any],
-    **options: object,
-) -> TrainOneStepCell:
     row = MINDSPORE[level]
     keep = kwargs.get("keep_batchnorm_fp32", bool(row.protected))
-    cast = kwargs.get("cast_model_type", row.dtype if row.overrides else torch.float32)
+    dtype = kwargs.get("cast_model_type", row.dtype if row.overrides else torch.float32)
     manager = kwargs["loss_scale_manager"] if "loss_scale_manager" in kwargs else _default_manager(row)
-
     boosted = _boost(boost_level, kwargs.get("boost_config_dict"))
-    if boosted is not None:
+    make = _train_cell(manager, boosted, clip_norm, parameters_of(optimizer))
+
+    if boosted is not None:  # all that can be refused has been, unless the boost refuses the network
         network, optimizer = boosted.network_auto_process_train(network, optimizer)
-    _cast(network, row, cast, keep)
+    _cast(network, row, dtype, keep)
     if loss_fn is not None:
         before = MINDSPORE.get(amp_level(network))  # the level that the network had already
         wide = row.wide_loss or (before is not None and before.wide_loss)
         network = (Float32Loss if wide else WithLossCell)(network, loss_fn)
-    return _train_cell(network, optimizer, manager, boosted, **options).train()
+    cell = make(network, optimizer, hooks=hooks, clip_norm=clip_norm, accumulation_steps=accumulation_steps)
+    return cell.train()
 
 
 def _cast(network: nn.Module, level: Level, cast: torch.dtype, keep: bool) -> None:
@@ -125,19 +105,27 @@ def _default_manager(level: Level) -> LossScaleManager | None:
 
 
 def _train_cell(
-    network: nn.Module, optimizer: Optimizer, manager: LossScaleManager | None, boosted: object, **options: object
-) -> TrainOneStepCell:
-    plain: Any = TrainOneStepCell
-    scaled: Any = TrainOneStepWithLossScaleCell
-    if boosted is not None or getattr(manager, "for_boost", False):
-        options["boost"] = boosted
-        plain, scaled = mpkit.BoostTrainOneStepCell, mpkit.BoostTrainOneStepWithLossScaleCell
+    manager: LossScaleManager | None, boosted: Any, clip_norm: float | None, parameters: Sequence[Tensor]
+) -> Callable[..., TrainOneStepCell]:
+    """What makes the cell of a network and its optimizer. Raises TypeError, ValueError if the manager does not fit."""
+    kinds: tuple[Any, Any] = TrainOneStepCell, TrainOneStepWithLossScaleCell
+    options: dict[str, Any] = {}
+    grouped = getattr(manager, "for_boost", False)
+    if boosted is not None or grouped:
+        kinds = mpkit.BoostTrainOneStepCell, mpkit.BoostTrainOneStepWithLossScaleCell
+        options = {"boost": boosted}
     if manager is None:
-        return plain(network, optimizer, **options)
-    update_cell = manager.get_update_cell()
+        return partial(kinds[0], **options)
+    update_cell: Any = manager.get_update_cell()
     if update_cell is None:
-        return plain(network, optimizer, float(manager.get_loss_scale()), **options)
-    return scaled(network, optimizer, update_cell, **options)
+        sens = float(manager.get_loss_scale())
+        check_clipped(clip_norm, sens)
+        return partial(kinds[0], sens=sens, **options)
+    if boosted is not None:
+        boosted.need_groups(update_cell)
+    if grouped:
+        update_cell.covers(parameters)
+    return partial(kinds[1], scale_sense=update_cell, **options)
 
 
 def _boost(level: str, config: dict[str, Any] | None) -> Any:

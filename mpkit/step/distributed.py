@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +43,8 @@ def averaged_by(replica: DistributedDataParallel | None) -> frozenset[int]:
 NONE, SPARSE, DENSE = 0, 1, 2  # what kind of gradient a parameter has; of two kinds the larger is the common one
 
 
-def average_(
-    parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None, limit: timedelta | None = None
-) -> None:
-    """Replace every gradient by its mean over the processes (of `group`); `limit` is as in `mean_`.
+def average_(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace every gradient by its mean over the processes (of `group`).
 
     One that some processes lack counts as zero there; one that all lack stays missing, so that the optimizer leaves
     its parameter alone. Sparse gradients stay sparse, with the entries of all. One message tells what kinds there are
@@ -61,7 +58,7 @@ def average_(
         return
     kinds = [NONE if p.grad is None else SPARSE if p.grad.is_sparse else DENSE for p in trained]
     common = torch.tensor(kinds, dtype=torch.uint8, device=trained[0].device)
-    wait(dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group, async_op=True), limit)
+    dist.all_reduce(common, op=dist.ReduceOp.MAX, group=group)
     if min(kinds) < DENSE:  # with a dense gradient for every parameter there is nothing to learn from the others
         kinds = common.tolist()
     grads: dict[torch.dtype, list[Tensor]] = {}
@@ -74,31 +71,20 @@ def average_(
             grads.setdefault(p.grad.dtype, []).append(p.grad)
     for alike in grads.values():
         flat = torch.cat([g.reshape(-1) for g in alike])
-        mean_([flat], group=group, limit=limit)
+        mean_([flat], group=group)
         for g, part in zip(alike, flat.split([g.numel() for g in alike])):
             g.copy_(part.view_as(g))
 
 
-def mean_(
-    tensors: Iterable[Tensor],
-    degree: float | None = None,
-    group: dist.ProcessGroup | None = None,
-    limit: timedelta | None = None,
-) -> None:
+def mean_(tensors: Iterable[Tensor], degree: float | None = None, group: dist.ProcessGroup | None = None) -> None:
     """Replace each tensor by its mean over the processes (their sum over `degree`), in place.
 
     It is divided before it is summed, as DistributedDataParallel does: the sum of float16 gradients may overflow where
-    their mean does not. `limit` is how long to wait for the others, None for as long as the group does.
+    their mean does not.
     """
     for tensor in tensors:
         tensor /= dist.get_world_size(group) if degree is None else degree
-        wait(dist.all_reduce(tensor, group=group, async_op=True), limit)
-
-
-def wait(work: dist.Work | None, limit: timedelta | None = None) -> None:
-    """Until `work` is done; RuntimeError when that takes longer than `limit`."""
-    if work is not None:
-        work.wait(limit) if limit else work.wait()
+        dist.all_reduce(tensor, group=group)
 
 
 def _sparse_mean(p: Tensor, group: dist.ProcessGroup | None) -> Tensor:

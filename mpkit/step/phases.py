@@ -1,4 +1,4 @@
-"""The phases of a training step as functions, for the cells and for loops written by hand."""
+"""What a training step does with gradients, as functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mpkit.optimizers.arguments import parameters_of
+
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of the parameters that the loss reached.
+    """The gradients of the parameters that the loss reached; none where a whole optimizer rests."""
+    return [p.grad for p in parameters if p.grad is not None]
 
-    Raises:  RuntimeError if it reached none of them.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        raise RuntimeError(
-            "no parameter of the optimizer received a gradient, so nothing would be trained; build the optimizer from "
-            "the parameters of the network that this step runs, not of an earlier one"
-        )
-    return grads
+
+def need_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Raise RuntimeError, with their names, if the loss reached no parameter of these optimizers."""
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    raise RuntimeError(
+        f"no parameter of the optimizer received a gradient ({names}), so nothing would be trained; build the "
+        "optimizer from the parameters of the network that this step runs, not of an earlier one"
+    )
 
 
 def checked_loss(loss: object) -> Tensor:
@@ -28,13 +30,13 @@ def checked_loss(loss: object) -> Tensor:
 
     Raises:  TypeError if it is no tensor of real numbers; ValueError if it is not a scalar or depends on no parameter.
     """
-    if isinstance(loss, Tensor) and loss.is_complex():
-        raise TypeError(f"a training step needs a real loss, got {loss.dtype}; take loss.abs() or loss.real")
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"a training step needs the loss as one tensor, got {type(loss).__name__}; "
             "wrap the network with WithLossCell(network, loss_fn) or return the loss alone"
         )
+    if loss.is_complex():
+        raise TypeError(f"a training step needs a real loss, got {loss.dtype}; take loss.abs() or loss.real")
     if loss.dim() != 0:
         raise ValueError(
             f"a training step needs a scalar loss, got shape {tuple(loss.shape)}; reduce it with loss.mean()"
@@ -58,6 +60,22 @@ def backward(loss: Tensor, seed: Tensor, **options: object) -> None:
     loss.backward(seed, **options)
 
 
+def widen_(parameters: Iterable[Tensor]) -> None:
+    """Let autograd sum the gradients of 16-bit parameters in float32; they must have none yet."""
+    for p in parameters:
+        if p.dtype.itemsize < 4:
+            p.grad_dtype = torch.float32
+
+
+def narrow_(parameters: Iterable[Tensor]) -> None:
+    """The reverse of `widen_`: each sum is rounded once, to what its parameter is."""
+    for p in parameters:
+        if p.dtype.itemsize < 4 and p.grad_dtype != p.dtype:
+            grad, p.grad = p.grad, None
+            p.grad_dtype = p.dtype
+            p.grad = None if grad is None else grad.to(p.dtype)
+
+
 def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the unscaled gradients so that their joint L2 norm is at most `max_norm`; returns the norm before.
 
@@ -66,10 +84,10 @@ def clip_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     with the values of their rows.
     """
     held = [_strided(p) for p in parameters if p.grad is not None]
-    narrow = any(p.grad.dtype.itemsize < 4 for p in held)  # type: ignore[union-attr]
-    if not narrow:
+    grads = gradients_of(held)
+    if not any(g.dtype.itemsize < 4 for g in grads):
         return nn.utils.clip_grad_norm_(held, max_norm)
-    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients_of(held)]
+    wide = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
     total = torch.linalg.vector_norm(torch.stack([norm.to(wide[0].device) for norm in wide]))
     nn.utils.clip_grads_with_norm_(held, max_norm, total)
     return total
@@ -98,9 +116,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
         return True
     ready = True
     for group in optimizer.param_groups:
-        if group["momentum"] == 0:
-            continue
-        for p in group["params"]:
+        for p in group["params"] if group["momentum"] else ():
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                 if group["dampening"] == 0:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -109,13 +125,16 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     return ready
 
 
-def apply_(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Run `optimizer.step()` unless `found_inf` says that a gradient was not finite.
+def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
+    """Run `optimizer.step()` unless `found_inf` says that a gradient was not finite; None: nobody looked.
 
     No host read when the optimizer can skip on the device; else `found_inf` is read once.
+    Raises:  RuntimeError if there is no gradient at all.
     """
-    if not skips_on_device(optimizer):
-        if not found_inf.item():
+    if all(p.grad is None for p in parameters_of(optimizer)):
+        need_gradients([optimizer])
+    if found_inf is None or not skips_on_device(optimizer):
+        if found_inf is None or not found_inf.item():
             optimizer.step()
         return
     optimizer.grad_scale = None  # type: ignore[attr-defined]  # the gradients are unscaled already

@@ -1,4 +1,4 @@
-"""What a step does with its loss scale: divide the gradients by it, and let it move."""
+"""What a step does with its loss scale: start from it, divide the gradients by it, let it move."""
 
 from __future__ import annotations
 
@@ -15,27 +15,75 @@ from mpkit.scalers.sense import scale_of
 class Scaling:
     """One scale for the whole loss.
 
-    scale:           what the backward pass starts from, and what moves it.
+    seed:            what the backward pass starts from, () or (1,) float32.
     groups:          the manager of a scaling that has a scale for each group of layers.
     group_overflow:  (N,) bool, its groups whose gradients were not finite in the last step; None before the first.
     """
 
     groups: Any = None
     group_overflow: Tensor | None = None
+    checks = True
 
     def __init__(self, scale: Scale) -> None:
         self.scale = scale
 
+    @property
+    def seed(self) -> Tensor:
+        return self.scale.seed
+
+    def to_(self, device: torch.device) -> Tensor:
+        """Move to a device; -> the seed there."""
+        return self.scale.to_(device).seed
+
     def covers(self, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError unless all these parameters get a scale; one scale for the loss is one for all."""
 
-    def unscale_(self, gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
-        """Divide the gradients by the scale that was used; -> () float32, 1 where one was not finite."""
-        return check_and_unscale_(gradients, scale)
+    def unscale_(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Divide the gradients by the scale; -> () float32, 1 where one was not finite, or None if nobody looks."""
+        return check_and_unscale_(gradients, self.seed)
+
+    def none_found(self) -> Tensor:
+        """What `unscale_` gives where there is nothing to look at."""
+        return torch.zeros((), dtype=torch.float32, device=self.seed.device)
+
+    def advance_(self, found_inf: Tensor | None) -> None:
+        """Let the scale move."""
+        assert found_inf is not None
+        self.scale.advance_(found_inf)
 
     def shown(self) -> Tensor:
         """What the step reports as its scale, a tensor of its own."""
-        return self.scale.seed.clone()
+        return self.seed.clone()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the policy met one of its errors since the last call; one host read."""
+        self.scale.check()
+
+
+class Unscaled(Scaling):
+    """The gradients stay multiplied by the seed, and nobody looks at them."""
+
+    checks = False
+    seed: Tensor = None  # type: ignore[assignment]  # set at once
+
+    def __init__(self, seed: Tensor) -> None:
+        self.seed = seed
+
+    def to_(self, device: torch.device) -> Tensor:
+        self.seed = self.seed.to(device)
+        return self.seed
+
+    def unscale_(self, gradients: Sequence[Tensor]) -> None:
+        return None
+
+    def advance_(self, found_inf: Tensor | None) -> None:
+        pass
+
+    def shown(self) -> Tensor:
+        return self.seed
+
+    def check(self) -> None:
+        pass
 
 
 def scaling_of(scale_sense: object, device: torch.device) -> Scaling:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from mpkit.arguments import check_count, check_kind, check_number
 from mpkit.boost.dim_reduce.pca import row_block
 from mpkit.optimizers.arguments import parameters_of
-from mpkit.step.distributed import mean_
+from mpkit.step import StepContext
+from mpkit.step.distributed import mean_, rank_and_size
+from mpkit.step.update import Update, Wrapped
 
 CURVATURE_FLOOR = 1e-20
 
@@ -244,6 +246,42 @@ class DimReduce(nn.Module):
             loss = loss.clone()
             mean_([loss], self.rank_size, self._group)
         return loss
+
+
+class DimReduceUpdate(Wrapped):
+    """The move of `DimReduce`, which drives the optimizer."""
+
+    what = "dimension reduction"
+    refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("accumulation", "freezing", "AdaSum", "dimension reduction"),
+        "it computes the whole move itself, and drives plain SGD",
+    )
+
+    def __init__(self, inner: Update, network: nn.Module, hyper: Mapping[str, Any]) -> None:
+        super().__init__(inner)
+        optimizer: Any = inner.optimizer
+        if not hasattr(optimizer, "pca_mat_local"):  # marked by hand
+            raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
+        rank, size = rank_and_size()
+        self.dim_reduce = DimReduce(
+            network,
+            optimizer,
+            parameters_of(optimizer),  # type: ignore[arg-type]
+            optimizer.pca_mat_local,
+            alpha=float(optimizer.dim_reduce_alpha),
+            rank=rank,
+            rank_size=size,
+            **{name: hyper[name] for name in ("n_components", "rho", "gamma", "sigma")},
+        )
+
+    def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
+        """One move from the loss and the batch of `ctx`. It measures losses, so the flag is read on the host."""
+        if found_inf is not None and found_inf.item():
+            return
+        if ctx is None or ctx.loss is None:
+            raise RuntimeError("DimReduce measures losses on the batch of a step: run it through a train cell")
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.dim_reduce.weights]
+        self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
 
 
 class _RandomState:

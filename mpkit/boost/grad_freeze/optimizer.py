@@ -1,4 +1,4 @@
-"""An optimizer that updates only the trained layers of a step, and the hook that ends the backward pass there."""
+"""An optimizer that updates only the trained layers of a step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_count, check_flags, check_kind, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
+from mpkit.boost.grad_freeze.update import Freeze, FreezeHook, thaw_
 from mpkit.boost.process import regroup, subset
-from mpkit.optimizers.arguments import inner, need_plain_step, parameters_of
-from mpkit.optimizers.base import plain_closure
-from mpkit.step import Hook, StepContext
+from mpkit.optimizers.arguments import inner, parameters_of
+from mpkit.optimizers.wrapper import PATCHES, Wrapper
+from mpkit.step import Hook
 from mpkit.step.phases import skips_on_device
 from mpkit.step.restore import load_all
+from mpkit.step.update import Update
 
-PATCHES = frozenset({"step", "_opt_called"})
-"""What a torch scheduler sets on the optimizer object that it drives."""
 OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
 """Options of a group that schedulers and callbacks change."""
 PLACES = 8
 """torch.compile gives up after eight graphs of one function: a strategy of so many places is read outside of them."""
 
 
-class FreezeOpt(Optimizer):
+class FreezeOpt(Wrapper):
     """An optimizer that, on each step, updates only the parameters of that step's group.
 
     Step s uses index `strategy[s]`, starting again at the end; without a strategy the groups take turns. Run the
@@ -64,18 +64,15 @@ class FreezeOpt(Optimizer):
         *,
         faithful: bool = False,
     ) -> None:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
-        need_plain_step(opt)
+        check_kind("opt", opt, Optimizer, "a torch.optim.Optimizer")
+        super().__init__(opt)
         check_flags(faithful=faithful)
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
-        self.optimizer = opt
         self.groups = _checked_groups(train_parameter_groups, opt)
         self.strategy = _checked_strategy(train_strategy, len(self.groups))
         # a dict, because torch.compile drops what a compiled step writes to attributes of an optimizer
         self._counts = {"step_index": 0, "steps": 0}
-        self._plain_closure = False
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
         self.optimizers = self._copies(train_strategy) if faithful else [opt]
         self._know()
@@ -84,42 +81,18 @@ class FreezeOpt(Optimizer):
         self._members = [{id(p) for p in group} for group in self.groups]
         self._known = {id(p) for p in self._held}
 
-    # what a torch.optim.Optimizer is asked for
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the optimizer that was wrapped."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer that was wrapped."""
-        return self.optimizer.state
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return not self._plain_closure and all(skips_on_device(opt) for opt in self.optimizers)
 
-    def __getattr__(self, name: str) -> Any:  # only for names that this class does not have
-        if name in ("optimizer", "found_inf", "grad_scale") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a torch scheduler puts a `step` here that is bound to this object: a copy would train the original
-        return {name: value for name, value in self.__dict__.items() if name not in PATCHES}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._know()  # a copy has other parameters
         for opt in self.optimizers:
             centralize_where_marked(inner(opt))
 
     def __repr__(self) -> str:
         return f"FreezeOpt({len(self.groups)} groups, step {self.step_index}, {type(self.optimizer).__name__})"
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer that was wrapped (and to its copies); it is trained on every step."""
@@ -160,6 +133,11 @@ class FreezeOpt(Optimizer):
         members = self._members[self.index if index is None else index]
         return [p for p in self.parameters if id(p) in members or id(p) not in self._known]
 
+    def still(self, index: int | None = None) -> list[Tensor]:
+        """Those that it does not update."""
+        trained = {id(p) for p in self.trained(index)}
+        return [p for p in self.parameters if id(p) not in trained]
+
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
         """Parameters outside the group of `index` (None: the coming step's) need no gradient inside this block."""
@@ -171,22 +149,33 @@ class FreezeOpt(Optimizer):
 
     def freeze_(self, index: int | None = None) -> list[Tensor]:
         """Switch off the gradients of everything outside the group; -> what was switched off, for `thaw_`."""
-        trained = {id(p) for p in self.trained(index)}
-        still = [p for p in self.parameters if p.requires_grad and id(p) not in trained]
+        still = [p for p in self.still(index) if p.requires_grad]
         for p in still:
             p.requires_grad_(False)
         return still
 
     def hook(self) -> Hook:
         """A hook that freezes for the forward and backward pass of any train cell."""
-        return _FreezeHook(self)
+        return FreezeHook(self)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def around(self, update: Update) -> Update:
+        """The update of a step that freezes."""
+        return Freeze(update, self)
+
+    def evaluated(self, closure: Callable[[], Any] | None) -> Any:
+        """What the closure of a step returns; what stands still needs no gradient there."""
+        if closure is None:
+            return None
+        with self.frozen(self._index()):
+            return super().evaluated(closure)
+
+    def apply(self) -> None:
         """Update the parameters of this step's group and go on to the next index; others keep weight and state."""
-        short = len(self.strategy) < PLACES
-        loss = self.step_group(self.index if short else self._coming(), closure)
-        self._count() if short else self._count_apart()
-        return loss
+        self.step_group(self._index())
+        self._count() if len(self.strategy) < PLACES else self._count_apart()
+
+    def _index(self) -> int:
+        return self.index if len(self.strategy) < PLACES else self._coming()
 
     def _count(self) -> None:
         self.advance()
@@ -196,26 +185,14 @@ class FreezeOpt(Optimizer):
     _coming = torch.compiler.disable(lambda self: self.index)
     _count_apart = torch.compiler.disable(_count)
 
-    def step_group(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
+    @torch.no_grad()
+    def step_group(self, index: int) -> None:
         """Update the parameters of one group; the strategy stays where it is. Drops the other gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad(), self.frozen(index), plain_closure(self):
-                loss = closure()
-        trained = {id(p) for p in self.trained(index)}
-        for p in self.parameters:
-            if id(p) not in trained:
-                p.grad = None
+        for p in self.still(index):
+            p.grad = None
         opt = self.optimizers[index % len(self.optimizers)]
         self._hand_on(opt)
-        for name in ("found_inf", "grad_scale"):
-            setattr(opt, name, getattr(self, name, None))
-        try:
-            opt.step()
-        finally:
-            for name in ("found_inf", "grad_scale"):
-                delattr(opt, name)
-        return loss
+        self.inside(opt)
 
     def advance(self) -> None:
         """Go on to the next index without an update (a skipped step)."""
@@ -232,6 +209,8 @@ class FreezeOpt(Optimizer):
             have, get = (group, source) if back else (source, group)
             # a schedule, or a function, belongs to the copy, which may have its own part of it
             get.update({key: have[key] for key in OPTIONS & have.keys() if not callable(source[key])})
+
+    # saving
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
@@ -268,6 +247,8 @@ class FreezeOpt(Optimizer):
             self._hand_on(opt, back=True)
         self.strategy, self._counts = strategy, {"step_index": place, "steps": steps}
 
+    # what is faithful to MindSpore: an optimizer for each group
+
     def _copies(self, strategy: object) -> list[Optimizer]:
         """One optimizer per group, without state, its listed learning rates split as MindSpore does."""
         split = isinstance(strategy, Tensor)
@@ -282,27 +263,17 @@ class FreezeOpt(Optimizer):
         return copies
 
 
-class _FreezeHook(Hook):
-    def __init__(self, optimizer: FreezeOpt) -> None:
-        self._optimizer = optimizer
-        self._still: list[Tensor] = []
-
-    def before_forward(self, ctx: StepContext) -> None:
-        thaw_(self._still)  # left over when the last pass ended in an exception
-        self._still = self._optimizer.freeze_()
-
-    def after_backward(self, ctx: StepContext) -> None:
-        thaw_(self._still)
-        self._still = []
-
-    def after_failure(self, ctx: StepContext) -> None:
-        self.after_backward(ctx)
-
-
-def thaw_(still: Sequence[Tensor]) -> None:
-    """Switch the gradients of frozen parameters on again."""
-    for p in still:
-        p.requires_grad_(True)
+def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
+    """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
+    own = inner(optimizer)
+    memo: dict[int, Any] = {id(p): p for p in parameters_of(own)}
+    memo[id(own.state)] = defaultdict(dict)
+    result = object.__new__(type(optimizer))
+    memo[id(optimizer)] = result
+    own_names = (name for name in optimizer.__dict__ if name not in PATCHES)
+    result.__dict__.update({name: copy.deepcopy(optimizer.__dict__[name], memo) for name in own_names})
+    regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
+    return result
 
 
 def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups: int) -> list[list[float]]:
@@ -324,14 +295,16 @@ def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups
     return [split[i] or list(rates) for i in range(groups)]
 
 
+# checks
+
+
 def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
     if groups is None:
         return [parameters_of(opt)]
     if not isinstance(groups, list | tuple) or not groups:
         raise TypeError(f"train_parameter_groups must be a list of lists of parameters, got {groups!r:.60}")
     for group in groups:
-        if not isinstance(group, list | tuple):
-            raise TypeError(f"each of train_parameter_groups must be a list of parameters, got {type(group).__name__}")
+        check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
     parts = [
         [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
         for group in groups
@@ -357,24 +330,11 @@ def _checked_strategy(strategy: object, groups: int) -> list[int]:
                 f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {tuple(strategy.shape)}"
             )
         strategy = strategy.tolist()
-    if not isinstance(strategy, list | tuple):
-        raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
+    check_kind("train_strategy", strategy, (list, tuple), "a list, a tuple or a tensor")
+    assert isinstance(strategy, list | tuple)
     for index in strategy:
         if not is_whole(index) or not 0 <= index < groups:
             raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {index!r}")
     if not strategy:
         raise ValueError("train_strategy is empty; leave it out to visit the groups in turn")
     return list(strategy)
-
-
-def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
-    """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
-    own = inner(optimizer)
-    memo: dict[int, Any] = {id(p): p for p in parameters_of(own)}
-    memo[id(own.state)] = defaultdict(dict)
-    result = object.__new__(type(optimizer))
-    memo[id(optimizer)] = result
-    own_names = (name for name in optimizer.__dict__ if name not in PATCHES)
-    result.__dict__.update({name: copy.deepcopy(optimizer.__dict__[name], memo) for name in own_names})
-    regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
-    return result

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit import networks
-from mpkit.boost import LessBN
+from mpkit.boost import (
+    LessBN,
+)
 from mpkit.boost.bn_rules import removable
 from mpkit.boost.less_bn import EPSILON, NormalizedLinear
+from mpkit.casting import auto_mixed_precision, ledger, to_float
 
 COUNTS = {"resnet18": (11, 9), "resnet34": (19, 17), "resnet50": (36, 17)}
 
@@ -167,24 +170,11 @@ def test_logits_of_the_normalised_layer_are_cosines_and_its_gradient_is_the_form
     assert torch.autograd.gradcheck(layer, x.requires_grad_())
 
 
-def test_inputs_of_any_shape_are_normalised_along_their_last_dimension() -> None:
-    layer, x = NormalizedLinear(4, 3), torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
-    want = layer(x.view(10, 4))
-    assert torch.equal(layer(x), want.view(2, 5, 3))
-    torch.testing.assert_close(layer(x[0, 0]), want[0])
-
-
 def test_half_precision_norms_do_not_overflow() -> None:
     layer = NormalizedLinear(4, 3).half()
     y = layer(torch.full((1, 4), 1e4, dtype=torch.float16))
     assert y.dtype == torch.float16
     assert y.isfinite().all()
-
-
-def test_attention_keeps_its_output_layer() -> None:
-    """nn.MultiheadAttention reads out_proj.weight itself and would not call a replaced layer."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 1))
-    assert LessBN(net, True).report.normalized == ("0",)
 
 
 # the structural rule at its edges
@@ -294,3 +284,61 @@ EDGES = {
 def test_the_structural_rule_at_its_edges(name: str) -> None:
     network, removed = EDGES[name]
     assert removable(network).keys() == removed
+
+
+# --- LessBN's last layer
+
+
+def test_a_layer_that_a_transformer_reads_itself_is_not_normalised():
+    net = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8, batch_first=True))
+    report = LessBN(net, True, keep_bias=True).report
+    assert report.normalized == ("0",)
+    assert type(net[1].linear2) is nn.Linear
+    net.eval()(torch.zeros(1, 2, 4))
+
+
+def louder(linear):
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
+    return linear
+
+
+def watched(linear):
+    linear.register_full_backward_hook(lambda *_: None)
+    return linear
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "to_float"])
+def test_a_last_layer_that_was_cast_is_cast_as_before(level):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if level == "to_float":
+        to_float(net[1], torch.float16)
+    else:
+        auto_mixed_precision(net, level)
+    LessBN(net, True)
+    assert type(net[1]) is NormalizedLinear
+    with ledger(net) as made:
+        net(torch.ones(1, 4))
+    products = [row for row in made.rows if row.module == "1" and "linear" in row.operation]
+    assert [row.compute for row in products] == ["float16"]
+
+
+class Louder(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), "weight_norm"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 2)), "weight_norm"),
+        (lambda: nn.LazyLinear(2), "one batch"),
+        (lambda: Louder(4, 2), "Louder"),
+        (lambda: louder(nn.Linear(4, 2)), "a forward or hooks of its own"),
+        (lambda: to_float(louder(nn.Linear(4, 2)), torch.float16), "a forward or hooks of its own"),
+        (lambda: watched(nn.Linear(4, 2)), "a forward or hooks of its own"),
+    ],
+)
+def test_a_last_layer_that_cannot_be_normalised_is_named(last, words):
+    with pytest.raises(ValueError, match=rf"'1' .*{words}"):
+        LessBN(nn.Sequential(nn.Linear(4, 4), last()), True)

@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import assert_same
 from torch import Tensor, nn
 
 from mpkit import networks, optimizers
-from mpkit.boost import FreezeOpt, GradientFreeze, freeze_cell
+from mpkit import optimizers as opt
+from mpkit.boost import (
+    FreezeOpt,
+    GradientFreeze,
+    freeze_cell,
+)
 from mpkit.boost.grad_freeze import expected_saving, index_probabilities, stage_costs, stages_by_module
 from mpkit.schedules import ExponentialDecayLR
-from mpkit.step import TrainOneStepCell
+from mpkit.step import (
+    TrainOneStepCell,
+)
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -70,12 +78,6 @@ def test_a_stage_is_a_weight_layer_and_the_normalisation_after_it() -> None:
     assert len(stages_by_module(networks.LeNet5())) == 5
 
 
-def test_a_norm_before_the_first_weight_belongs_to_it_and_frozen_parameters_to_nothing() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    net[2].requires_grad_(False)
-    assert [len(stage) for stage in stages_by_module(net)] == [4, 2]
-
-
 def test_group_i_is_everything_from_stage_i_times_stride() -> None:
     net = networks.LeNet5()
     groups = GradientFreeze(2, 0, 0.5, 10).split_parameters_groups(net, 2)
@@ -121,52 +123,6 @@ def test_interleaved_indices_follow_their_probabilities() -> None:
         assert counts[index] == pytest.approx(p * steps, abs=4 * (p * (1 - p) * steps) ** 0.5)
 
 
-def test_there_is_an_end_to_the_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="at most 1048576"):
-        index_probabilities(2**20 + 1, 0)
-    assert index_probabilities(50, 0) == pytest.approx([1 / 49] * 49)
-    monkeypatch.setattr("mpkit.boost.grad_freeze.stages.MOST_GROUPS", 4)
-    assert index_probabilities(4, 1) == pytest.approx([3 / 6, 2 / 6, 1 / 6])
-    with pytest.raises(ValueError, match="at most 4"):
-        index_probabilities(5, 1)
-
-
-def test_the_draws_are_this_objects_own() -> None:
-    args = 10, 1, 0.5, 50
-    freeze = GradientFreeze(*args, seed=3)
-    np.random.seed(0)  # noqa: NPY002  (the global generator is what must not matter)
-    before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]  # noqa: NPY002
-    first = freeze.generate_freeze_index_sequence(*args)
-    assert np.random.get_state()[1].tolist() == before  # type: ignore[index, union-attr]  # noqa: NPY002
-    assert first == freeze.generate_freeze_index_sequence(*args)
-    assert first != GradientFreeze(*args, seed=4).generate_freeze_index_sequence(*args)
-
-
-def test_the_clear_name_and_the_old_one_are_the_same_number() -> None:
-    named = GradientFreeze(10, 1, total_steps=50, full_step_fraction=0.3)
-    assert named.freeze_p == GradientFreeze(10, 1, 0.3, 50).freeze_p == 0.3
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    [
-        ((10, 1), {"total_steps": 5}, TypeError, "freeze_p or full_step_fraction"),
-        ((10, 1, 0.5, 5), {"full_step_fraction": 0.5}, TypeError, "one of them"),
-        ((10, 1, 0.5), {}, TypeError, "total_steps"),
-        (([1], 1, 0.5, 5), {}, TypeError, "param_groups must be the number of groups"),
-        ((10, 2, 0.5, 5), {}, ValueError, "freeze_type must be 0"),
-        ((10, 1, 1.5, 5), {}, ValueError, r"in \[0, 1\], got 1.5"),
-        ((0, 1, 0.5, 5), {}, ValueError, "param_groups must be at least 1"),
-        ((10, 1, 0.5, 5), {"faithful": "names"}, TypeError, "faithful must be True or False"),
-        ((10, 1, 0.5, 5.0), {}, TypeError, "total_steps must be an int"),
-        ((10, 1, "0.5", 5), {}, TypeError, "freeze_p must be a number"),
-    ],
-)
-def test_bad_strategies_are_refused(args: Any, options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        GradientFreeze(*args, **options)
-
-
 def test_what_cannot_be_frozen_is_refused_by_name() -> None:
     freeze, sgd = GradientFreeze(2, 1, 0.5, 5), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="ReLU has no trainable parameter"):
@@ -200,23 +156,6 @@ def test_frozen_parameters_stand_still_and_the_backward_pass_ends_before_them(na
         assert moved == [i >= 2 * index for i in range(6)]
         optimizer.zero_grad()
     assert all(p.requires_grad for p in net.parameters())
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_without_the_frozen_block_the_result_is_the_same(name: str) -> None:
-    ways = []
-    for use_block in (True, False):
-        net = Loss()
-        optimizer = FreezeOpt(MAKERS[name](net.parameters()), groups_of(net), [0, 2, 1])
-        for step in range(5):
-            optimizer.zero_grad()
-            with optimizer.frozen() if use_block else torch.enable_grad():
-                loss = net(*batch(step))
-            loss.backward()
-            optimizer.step()
-        ways.append(list(net.parameters()))
-    for a, b in zip(*ways):
-        torch.testing.assert_close(a, b)
 
 
 def test_one_shared_state_is_plain_training_with_some_gradients_left_out() -> None:
@@ -268,17 +207,6 @@ def test_the_hook_freezes_inside_any_train_cell_and_thaws_after_an_error() -> No
     assert all(p.requires_grad for p in net.parameters())
 
 
-def test_batch_statistics_of_frozen_layers_keep_moving() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    _, optimizer = GradientFreeze(2, 0, 0.0, 1).freeze_generate(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    before = net[1].running_mean.clone()  # type: ignore[union-attr, operator]
-    with optimizer.frozen():
-        net(batch()[0]).sum().backward()
-    assert optimizer.index == 1
-    assert net[0].weight.grad is None
-    assert not torch.equal(net[1].running_mean, before)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize("faithful", [False, True])
 def test_copies_and_state_dicts_go_on_where_the_original_is(copied: Callable[[Any], Any], faithful: bool) -> None:
@@ -324,15 +252,6 @@ def test_a_torch_scheduler_drives_the_wrapped_optimizer() -> None:
     assert optimizer.optimizer.param_groups[0]["lr"] == 0.05
 
 
-@pytest.mark.parametrize(
-    ("strategy", "message"), [([3], "indices 0..2 as ints, got 3"), ([], "is empty"), ([True], "as ints, got True")]
-)
-def test_indices_of_no_group_are_refused(strategy: list[int], message: str) -> None:
-    net = Loss()
-    with pytest.raises(ValueError, match=message):
-        FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups_of(net), strategy)
-
-
 # cells
 
 
@@ -349,17 +268,6 @@ def test_each_cell_trains_its_group_with_sens_not_divided_out(accumulate: int) -
     assert not loss.requires_grad
     for i, (p, b, g) in enumerate(zip(net.parameters(), before, grads)):
         torch.testing.assert_close(p.detach(), b - (0.1 * 4 * g if i >= 2 else 0))
-
-
-def test_freeze_cells_refuse_what_they_cannot_use() -> None:
-    net = Loss()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"wrap it: FreezeOpt\(optimizer\)"):
-        freeze_cell(False, net, sgd, 1.0, None, False)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="sens must be a number"):
-        freeze_cell(False, net, FreezeOpt(sgd), "1", None, False)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        freeze_cell(True, net, FreezeOpt(sgd), 1.0, None, False, True, 1)[0](*batch())
 
 
 # the formula
@@ -399,3 +307,87 @@ def test_a_group_that_would_train_nothing_is_refused_when_it_is_given(faithful: 
             FreezeOpt(sgd, [[net.weight], nothing], [0, 1], faithful=faithful)
     with pytest.raises(TypeError, match="must be a parameter, or a dict with 'params', got str"):
         FreezeOpt(sgd, [["weight"]], [0], faithful=faithful)
+
+
+def weights(*values: float) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([value])) for value in values]
+
+
+def pulled(parameters: list[nn.Parameter], gradient: float = 1.0) -> None:
+    for p in parameters:
+        p.grad = torch.full_like(p, gradient)
+
+
+# --- freezing
+
+
+@pytest.mark.parametrize("faithful", [False, True])
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, 1.0), lambda p: opt.SGD(p, 1.0)], ids=["torch", "mpkit"])
+def test_a_group_added_to_a_freezing_optimizer_is_trained_on_every_step(make, faithful):
+    first, last, added = weights(0.0, 0.0, 0.0)
+    freezing = FreezeOpt(make([first, last]), [[first, last], [last]], [0, 1], faithful=faithful)
+    freezing.add_param_group({"params": added})
+    for twin in (freezing, copy.deepcopy(freezing)):
+        ps = twin.parameters
+        for want in ([-1.0, -1.0, -1.0], [-1.0, -2.0, -2.0]):
+            with twin.frozen():
+                assert [p.requires_grad for p in ps] == [want[0] > -2 and twin.index == 0, True, True]
+            pulled(ps)
+            twin.step()
+            assert [p.item() for p in ps] == want
+
+
+def test_a_group_added_to_the_optimizer_inside_is_trained_too_and_one_left_out_is_not():
+    first, left_out, added = weights(0.0, 0.0, 0.0)
+    inner = torch.optim.SGD([first, left_out], 1.0)
+    freezing = FreezeOpt(inner, [[first]])
+    inner.add_param_group({"params": [added]})
+    assert freezing.trained() == [first, added]
+    pulled([first, left_out, added])
+    freezing.step()
+    assert [p.item() for p in (first, left_out, added)] == [-1.0, 0.0, -1.0]
+
+
+def test_a_rate_that_somebody_sets_reaches_the_copies_of_a_freezing_optimizer():
+    def made() -> FreezeOpt:
+        first, last = weights(0.0, 0.0)
+        optimizer = torch.optim.SGD([{"params": [first]}, {"params": [last], "lr": 0.5}], 1.0)
+        return FreezeOpt(optimizer, [[first, last], [last]], [0, 1], faithful=True)
+
+    freezing, other = made(), made()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(freezing, lambda step: 0.5**step)
+    for want in ([-1.0, -0.5], [-1.0, -0.75], [-1.25, -0.875]):
+        pulled(freezing.parameters)
+        freezing.step()
+        scheduler.step()
+        assert [p.item() for p in freezing.parameters] == want
+    other.load_state_dict(freezing.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [0.125, 0.0625]
+    pulled(other.parameters)
+    other.step()
+    assert [p.item() for p in other.parameters] == [0.0, -0.0625]
+
+
+# --- copies, sparse gradients, precision
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("faithful", [False, True])
+def test_a_copy_of_a_scheduled_freezeopt_trains_the_copy(copier, faithful):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    _, optimizer = GradientFreeze(2, 0, 0.5, 4, faithful=faithful).freeze_generate(
+        net, torch.optim.SGD(net.parameters(), 0.5)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    theirs, other = copier((net, optimizer))
+    before = copy.deepcopy(net.state_dict())
+    for _ in range(2):
+        other.zero_grad()
+        theirs(torch.ones(1, 2)).sum().backward()
+        other.step()
+    assert_same(net.state_dict(), before)
+    assert not torch.equal(theirs[1].weight, net[1].weight)
+    assert (optimizer.steps, other.steps) == (0, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 import time
 from pathlib import Path
@@ -11,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_boost_distributed as processes
 import torch
-from test_boost_adasum import Wires
 from torch import Tensor, nn
 
 from mpkit.boost.dim_reduce import (
     DimReduce,
     WeightSnapshots,
-    descent,
     pca_matrix,
     prepare_pca,
     read_pca_rows,
@@ -27,7 +23,7 @@ from mpkit.boost.dim_reduce import (
     row_block,
     write_pca_files,
 )
-from mpkit.step import TrainOneStepCell, WithLossCell, distributed
+from mpkit.step import TrainOneStepCell, WithLossCell
 
 
 def walk(samples: int, weights: int, seed: int = 0) -> np.ndarray:
@@ -48,17 +44,6 @@ def test_components_are_the_eigenvectors_of_the_covariance(samples: int, weights
     got = pca_matrix(data, k, method=method)
     np.testing.assert_allclose(np.abs(np.sum(got * eigenvectors, axis=1)), 1, atol=1e-6)
     np.testing.assert_allclose(got @ got.T, np.eye(k), atol=1e-12)
-
-
-def test_components_repeat_and_follow_the_generator_only_in_rounding() -> None:
-    data = walk(20, 50)
-    assert np.array_equal(pca_matrix(data, 3), pca_matrix(data, 3))
-    np.testing.assert_allclose(pca_matrix(data, 3), pca_matrix(data, 3, generator=np.random.default_rng(5)), atol=1e-8)
-
-
-def test_as_many_components_as_samples_warn_that_the_last_is_noise() -> None:
-    with pytest.warns(UserWarning, match="the last one is noise"):
-        pca_matrix(walk(4, 9), 4)
 
 
 @pytest.mark.parametrize(
@@ -100,19 +85,6 @@ def test_a_reader_waits_for_the_marker_and_gives_up_after_the_timeout(tmp_path: 
     with pytest.raises(RuntimeError, match=r"rank 1 waited 0.2 s for save_pca_end.txt"):
         read_pca_rows(full, 1, 0.2)
     assert time.monotonic() - start < 5
-
-
-def test_a_marker_of_an_earlier_run_is_removed_before_anything_is_computed(tmp_path: Path) -> None:
-    (tmp_path / "save_pca_end.txt").touch()
-    with pytest.raises(ValueError, match="no snapshot"):
-        prepare_pca(nn.Linear(2, 1), 1, weight_load_dir=tmp_path)
-    assert not (tmp_path / "save_pca_end.txt").exists()
-
-
-def test_files_with_pickled_objects_are_not_loaded(tmp_path: Path) -> None:
-    np.save(tmp_path / "full.npy", np.array([{"code": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="nothing here unpickles"):
-        prepare_pca(nn.Linear(2, 1), 1, pca_mat_path=tmp_path / "full.npy")
 
 
 def test_a_matrix_on_disk_is_cut_to_the_components_asked_for_and_checked(tmp_path: Path) -> None:
@@ -227,13 +199,6 @@ def test_the_first_step_is_descent_in_the_plane_and_slow_descent_outside() -> No
     assert net.w[1:].tolist() == pytest.approx([0.03125 + 0.125 * m1, 0.125 + 0.125 * m2])
 
 
-@pytest.mark.parametrize(("change", "hessian"), [(0.9e-20, 1.0), (1.5e-20, 1 / 1.5e-20), (-1.0, 1.0), (4.0, 0.25)])
-def test_the_inverse_hessian_learns_from_curvature_above_the_floor(change: float, hessian: float) -> None:
-    reduce = build(Bowl([1.0]), np.eye(1))
-    reduce.last_move.fill_(1.0)
-    assert float(reduce._updated(torch.tensor([change], dtype=torch.float64))) == pytest.approx(hessian)
-
-
 def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_out() -> None:
     for curvature, rho in ((1.5, 0.55), (9.0, 0.0)):  # w 0 -> 1.5 overshoots a little, 0 -> 9 far too much
         net = Bowl([curvature])
@@ -273,17 +238,6 @@ def test_trials_repeat_the_dropout_and_leave_statistics_and_random_numbers_alone
     assert net.training
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_some_rows_each_take_the_steps_of_one(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in place of processes; five components, which neither 2 nor 4 ranks divide."""
-    alone, wires = processes._descend(0, 1, slice(None)), Wires(ranks)
-    for user in (descent, distributed, processes):
-        monkeypatch.setattr(user, "dist", wires)
-    for seen in wires.run(processes.reduce_dimensions):
-        for got, want in zip(seen, alone, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 def test_an_error_in_a_trial_leaves_the_weights_as_they_were() -> None:
     net = Bowl([1.0])
     reduce = build(net, np.eye(1))
@@ -313,21 +267,6 @@ def test_true_gradients_stay_in_place_and_the_state_resumes() -> None:
     grad = straight.w.grad.clone()
     one(loss.detach(), [straight.w.grad], None, None)
     assert torch.equal(straight.w.grad, grad)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rho": 1.0}, r"rho must be in \(0, 1\), got 1.0"),
-        ({"gamma": 1.0}, "gamma must be in"),
-        ({"alpha": -1.0}, r"alpha must be in \[0, inf\)"),
-        ({"sigma": 0.0}, "sigma must be in"),
-        ({"rank": 1}, "0 <= rank < rank_size"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(Bowl([1.0]), np.eye(1), **options)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
@@ -368,27 +307,3 @@ def test_the_gpu_takes_the_steps_of_the_cpu_and_repeats_its_dropout_too() -> Non
     loss.backward()
     reduce(loss.detach(), [p.grad for p in net.parameters()], None, None, *batch)
     assert reduce.search.losses == pytest.approx((loss.item(), loss.item()), rel=1e-5)
-
-
-def test_defaults_are_those_of_mindspore() -> None:
-    """MindSpore boost 2.x, DimReduce."""
-    held = inspect.signature(DimReduce).parameters
-    want = {"n_components": 32, "rho": 0.55, "gamma": 0.9, "alpha": 0.001, "sigma": 0.4}
-    assert {name: held[name].default for name in want} == want
-
-
-@pytest.mark.parametrize("name", ["there.txt", "missing.npy", "folder.npy"])
-def test_a_matrix_comes_from_a_npy_file_that_exists(name: str, tmp_path: Path) -> None:
-    (tmp_path / "there.txt").touch()
-    (tmp_path / "folder.npy").mkdir()
-    with pytest.raises(ValueError, match=rf"an existing \.npy file, got .*{name}"):
-        prepare_pca(nn.Linear(2, 1), 1, pca_mat_path=tmp_path / name)
-
-
-def test_a_node_has_eight_devices_unless_said_otherwise(tmp_path: Path) -> None:
-    """MindSpore's device_number: of ranks 7 and 8, 8 is the first of a node, so only it computes."""
-    np.save(tmp_path / "full.npy", walk(16, 3))
-    with pytest.raises(RuntimeError, match="rank 7 waited"):
-        prepare_pca(nn.Linear(2, 1), 16, pca_mat_path=tmp_path / "full.npy", rank=7, rank_size=16, timeout=0.01)
-    rows = prepare_pca(nn.Linear(2, 1), 16, pca_mat_path=tmp_path / "full.npy", rank=8, rank_size=16)
-    assert np.array_equal(rows, walk(16, 3)[8:9])

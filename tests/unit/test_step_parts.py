@@ -9,13 +9,6 @@ from torch import Tensor, nn
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.step import TrainOneStepWithLossScaleCell, build_train_network, distributed
 
-# --- several processes
-
-
-def test_a_process_by_itself_is_number_0_of_1() -> None:
-    assert distributed.rank_and_size() == (0, 1)
-    assert not distributed.several_processes()
-
 
 class Work:
     """What an asynchronous reduction gives: something to wait for."""
@@ -127,18 +120,3 @@ def test_a_level_that_casts_results_computes_the_loss_in_float32(level: str, dty
     cell = build_train_network(net, torch.optim.SGD(net.parameters(), 0.1), SquaredError(), level)
     out = cell(torch.ones(4, 3), torch.ones(4, 2, dtype=torch.float64))
     assert (out if isinstance(out, Tensor) else out.loss).dtype is dtype
-
-
-@pytest.mark.parametrize(("pending", "fits"), [(0, True), (2, True), (3, False)])
-def test_no_saved_step_has_summed_as_many_micro_batches_as_an_update_takes(pending: int, fits: bool) -> None:
-    net = nn.Linear(1, 1)
-    cell = build_train_network(net, torch.optim.SGD(net.parameters(), 0.1), nn.MSELoss(), accumulation_steps=3)
-    for _ in range(pending % 3):
-        cell(torch.ones(1, 1), torch.ones(1, 1))
-    saved = {**cell.get_extra_state(), "pending": pending}
-    if fits:
-        cell.set_extra_state(saved)
-        assert cell.pending == pending
-        return
-    with pytest.raises(ValueError, match="had 3 of 3 micro-batches, and this one updates after 3"):
-        cell.set_extra_state(saved)

@@ -11,26 +11,38 @@ import sys
 import threading
 import time
 import warnings
-from pathlib import Path
+from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT, assert_same
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+)
 
 from mpkit import optimizers
 from mpkit.bench.step import HostReads
-from mpkit.model import Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
-from mpkit.model.checkpoint import save_whole
-from mpkit.model.interrupt import InterruptBetweenSteps
+from mpkit.model import METRICS, Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
 from mpkit.model.loop import TrainingLoop
-from mpkit.model.metrics import METRICS
-from mpkit.model.model import _three_indexes
-from mpkit.model.randomness import generators, random_state, ready_workers
 from mpkit.policies import preset
-from mpkit.scalers import DynamicLossScaleManager, FixedLossScaleManager, PolicyLossScaler
-from mpkit.step import Hook, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
+from mpkit.scalers import (
+    DynamicLossScaleManager,
+    FixedLossScaleManager,
+    PolicyLossScaler,
+)
+from mpkit.step import (
+    Hook,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+    build_train_network,
+)
 
 
 def network(seed=0):
@@ -121,26 +133,6 @@ def test_callbacks_are_told_in_order_with_counters_from_1():
     assert log.lines[4:6] == [("train_epoch_end", 1, 2, 2), ("eval_end", 1, 2, 2)]
     assert log.lines[-1][0] == "train_end"
     assert [line[0] for line in log.lines].count("train_step_end") == 4
-
-
-def test_the_monitors_phase_carries_over_epochs_as_in_the_tutorial(capsys):
-    """938 batches and a line every 100: epoch 1 steps 100..900, epoch 2 steps 62, 162, ..., epoch 3 24, ..."""
-
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor(1.740437))
-
-        def forward(self, x):
-            return self.weight * x
-
-    net = Constant()
-    cell = TrainOneStepWithLossScaleCell(net, torch.optim.SGD(net.parameters(), 0.0), torch.tensor(1.0))
-    Model(cell).train(3, [torch.tensor(1.0)] * 938, callbacks=[LossMonitor(100)])
-    lines = capsys.readouterr().out.splitlines()
-    steps = [(1, s) for s in range(100, 901, 100)]
-    steps += [(2, s) for s in range(62, 938, 100)] + [(3, s) for s in range(24, 938, 100)]
-    assert lines == [f"epoch: {epoch} step: {step}, loss is 1.740437" for epoch, step in steps]
 
 
 def test_fit_evaluates_every_second_epoch_and_the_monitor_says_so(capsys):
@@ -249,19 +241,6 @@ def test_a_policy_that_stops_is_heard():
     )
     with pytest.raises(RuntimeError, match="deepspeed stops here"):
         Model(cell).train(1, [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 10)
-
-
-def test_a_scale_at_its_floor_and_weights_with_nan_get_a_sentence():
-    net = nn.Linear(1, 1)
-    made = {"loss_fn": nn.MSELoss(), "loss_scale_manager": FixedLossScaleManager(1.0)}
-    ours = Model(net, optimizer=torch.optim.SGD(net.parameters(), 0.1, fused=True), **made)
-    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 25
-    with pytest.warns(RuntimeWarning, match="last 25 steps were skipped: gradients overflow although the"):
-        ours.train(1, bad)
-    with torch.no_grad():
-        net.weight.fill_(torch.nan)
-    with pytest.raises(RuntimeError, match="no loss scale can repair weights"):
-        ours.train(1, [(torch.ones(1, 1), torch.zeros(1, 1))])
 
 
 def test_a_run_reads_the_host_once_in_100_steps(monkeypatch):
@@ -437,7 +416,7 @@ def test_what_a_killed_process_left_half_written_is_removed_after_an_hour(tmp_pa
 
 KILLED = """
 import os, signal, sys, time, torch
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/unit"]
 import test_model as t
 from pathlib import Path
 from mpkit.model import Checkpoint
@@ -610,14 +589,6 @@ def test_a_trained_model_can_be_copied_and_pickled():
     assert_same(everything(ours), everything(twin))
 
 
-def test_a_train_cell_alone_is_a_model():
-    net = network()
-    cell = TrainOneStepCell(WithLossCell(net, nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))
-    before = net[0].weight.detach().clone()
-    Model(cell).train(1, loader())
-    assert not torch.equal(before, net[0].weight)
-
-
 def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tqdm.auto warns where a notebook's widgets are missing
@@ -626,46 +597,6 @@ def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
     assert "12/12" in last
     assert "scale=" in last
     assert 0 < float(last.split("loss=")[1].split(",")[0]) < 10
-
-
-def test_a_boost_level_reaches_the_boost_cells():
-    boost = pytest.importorskip("mpkit.boost")
-    if not hasattr(boost, "BoostTrainOneStepCell"):
-        pytest.skip("the boost cells are not there yet")
-    ours = model(manager=None, boost_level="O1", boost_config_dict={"boost": {"mode": "disable_all"}})
-    assert isinstance(ours.train_network, boost.BoostTrainOneStepCell)
-    ours.train(1, loader())
-
-
-def test_paths_may_be_strings(tmp_path):
-    ours = model()
-    ours.save(str(tmp_path / "a.pt"))
-    assert Path(tmp_path / "a.pt").exists()
-    ours.load(str(tmp_path / "a.pt"))
-    ours.train(1, loader())
-
-
-def test_an_evaluation_network_is_asked_by_the_places_of_loss_output_and_label():
-    assert _three_indexes(None) == (0, 1, 2)
-    assert _three_indexes([2, 0, 1]) == (2, 0, 1)
-
-
-def test_a_fit_without_an_evaluation_needs_no_metrics():
-    ours = model(metrics=None)
-    ours.fit(1, loader(2))
-    with pytest.raises(ValueError, match="needs something to measure"):
-        ours.fit(2, loader(2), loader(2), initial_epoch=1)
-
-
-def test_a_half_written_file_is_left_for_an_hour(tmp_path, monkeypatch):
-    now = time.time()
-    monkeypatch.setattr("mpkit.model.checkpoint.time.time", lambda: now)
-    for age in (3599, 3600, 3601):
-        part = tmp_path / f".run.pt.{age}.part"
-        part.touch()
-        os.utime(part, (now - age, now - age))
-    save_whole({}, tmp_path / "run.pt")
-    assert sorted(p.name for p in tmp_path.glob(".run*")) == [".run.pt.3599.part", ".run.pt.3600.part"]
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -677,55 +608,6 @@ def test_a_checkpoint_with_and_without_a_manager(saved, tmp_path):
     first.save(tmp_path / "c")
     second.load(tmp_path / "c")
     assert_same(second.train_network.state_dict(), first.train_network.state_dict())
-
-
-class Holds:
-    def __init__(self, inner):
-        self.inner = inner
-
-
-def test_generators_are_found_at_any_depth_and_in_long_lists_that_begin_with_one(monkeypatch):
-    own, other = torch.Generator(), torch.Generator()
-    held = own
-    for _ in range(100):
-        held = Holds(held)
-    assert generators(held) == [own]
-    samples = [0] * 100
-    assert generators([*samples[:63], own]) == generators([samples[:62], {1: own}]) == [own]
-    assert generators([*samples[:64], own]) == []  # the beginning of a list of samples says that it is one
-    assert generators([own, *samples, other]) == [own, other]
-    assert generators([[Holds(own), *samples, other], *samples, Holds(other)]) == [own, other]
-    endless = [own, *samples]
-    endless[1:1] = [endless]
-    assert generators(endless) == [own]
-    monkeypatch.setattr("mpkit.model.holdings.LOOKED_AT", 100)
-    assert generators([[[]] * 40, [[] for _ in range(60)], Holds(own)]) == [own]
-    assert generators([[Holds([]) for _ in range(60)], [[] for _ in range(60)], Holds(Holds(own))]) == []
-
-
-def test_workers_that_a_loader_keeps_stand_as_they_did():
-    kept = DataLoader(data(), num_workers=1, persistent_workers=True)
-    assert random_state(kept)["workers"] is False
-    kept._iterator = workers = object()
-    assert random_state(kept)["workers"] is True
-    with pytest.warns(RuntimeWarning, match="live through all epochs"):
-        ready_workers(kept, {"workers": True})
-    assert kept._iterator is workers
-    ready_workers(kept, {"workers": False})
-    assert kept._iterator is None
-    assert random_state(loader())["workers"] is False
-
-
-def test_an_interrupt_that_was_kept_is_told_once():
-    guard = InterruptBetweenSteps()
-    with pytest.raises(KeyboardInterrupt):
-        guard._receive(2, None)  # outside of a step: not kept
-    assert not guard.between_steps
-    with pytest.raises(KeyboardInterrupt), guard.step():
-        guard._receive(2, None)  # in the step: kept until its end
-    with guard.step():
-        pass  # and not again
-    assert guard.between_steps
 
 
 @pytest.mark.parametrize(
@@ -750,7 +632,546 @@ def test_labels_may_be_one_hot():
         assert metric.eval() == 0.75
 
 
-def test_a_checkpoint_makes_its_folder(tmp_path):
-    ours = model()
-    ours.save(tmp_path / "new" / "folder" / "run.pt")
-    ours.load(tmp_path / "new" / "folder" / "run.pt")
+BATCHES = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+Pair = namedtuple("Pair", "first second")
+
+
+def linear_model(**options):
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), **options)
+
+
+# --- outputs and batches that are nests
+
+
+class Nested(nn.Module):
+    """A network that returns its output inside something."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(2, 1), wrap
+
+    def forward(self, x):
+        return self.wrap(self.linear(x))
+
+
+class FirstLoss(nn.Module):
+    def __init__(self, pick):
+        super().__init__()
+        self.pick, self.seen = pick, None
+
+    def forward(self, output, label):
+        self.seen = self.pick(output).dtype
+        return (self.pick(output) - label).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "pick"),
+    [
+        (lambda y: Pair(y, y), lambda out: out.second),
+        (lambda y: {"logits": y}, lambda out: out["logits"]),
+        (lambda y: [{"logits": (y,)}], lambda out: out[0]["logits"][0]),
+    ],
+    ids=["named tuple", "dict", "nest"],
+)
+def test_the_loss_of_o2_gets_float32_in_any_nest(wrap, pick):
+    net, loss = Nested(wrap), FirstLoss(pick)
+    cell = build_train_network(net, torch.optim.SGD(net.parameters(), 0.1), loss, "O2")
+    assert cell(*BATCHES[0]).loss.dtype == loss.seen == torch.float32
+
+
+def test_every_tensor_of_a_nested_batch_goes_to_the_network_s_device():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1, device="meta")
+
+        def forward(self, batch):
+            return self.linear(batch["x"][0]) + self.linear(batch["pair"].second)
+
+    x = torch.ones(4, 2)
+    assert Model(Sum()).predict({"x": [x], "pair": Pair(x, x)}).device.type == "meta"
+
+
+class LengthUnknown:
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return iter(BATCHES)
+
+
+def test_a_data_set_that_does_not_know_its_length_is_trained_on():
+    lengths = []
+
+    class Told(Callback):
+        def on_train_begin(self, run):
+            lengths.append(run.batch_num)
+
+        def on_train_end(self, run):
+            lengths.append(run.cur_step_num)
+
+    linear_model().train(2, LengthUnknown(), Told())
+    assert lengths == [None, 6]
+
+
+# --- metrics
+
+
+def measured(name, *batches):
+    metric = Metric(METRICS[name])
+    for output, label in batches:
+        metric.update(output, label)
+    return metric.eval()
+
+
+def test_mse_and_mae_compare_each_output_with_its_own_label():
+    column, row = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1.0, 2.0, 2.0])
+    assert measured("mse", (column, row)) == 4 / 3
+    assert measured("mae", (column, row)) == 2 / 3
+    for name in ("mse", "mae"):
+        with pytest.raises(ValueError, match="a label for each output"):
+            measured(name, (torch.ones(3, 2), torch.ones(3)))
+
+
+def test_accuracy_counts_places_and_refuses_labels_that_it_cannot_compare():
+    scores = torch.eye(3)
+    assert measured("accuracy", (scores, torch.tensor([0, 1, 1]))) == 2 / 3
+    assert measured("accuracy", (scores, torch.eye(3)), (scores, scores.flip(0))) == 4 / 6  # one-hot
+    tokens = scores.expand(2, 3, 3)  # two samples of three tokens
+    assert measured("accuracy", (tokens, torch.tensor([[0, 1, 2], [0, 0, 0]]))) == 4 / 6
+    for output, label in ((scores, torch.tensor([[0], [1], [2]])), (torch.ones(3), torch.ones(3))):
+        with pytest.raises(ValueError, match="labels of shape"):
+            measured("accuracy", (output, label))
+    for label in (torch.tensor([0, 1, 1]), torch.tensor([[0], [1], [1]])):  # all would count as class 0, or as right
+        with pytest.raises(ValueError, match="two classes or more, got one column"):
+            measured("accuracy", (torch.ones(3, 1), label))
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy"}, {"mse"}, {"loss"}])
+def test_an_evaluation_without_a_batch_is_a_value_error(metrics):
+    with pytest.raises(ValueError, match="gave no batch"):
+        linear_model(metrics=metrics).eval(iter(()))
+
+
+class OwnLoss(nn.Module):
+    """A network that returns its loss, from a batch of two or three."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, y, weight=1.0):
+        return ((self.linear(x) - y) * weight).square().mean()
+
+
+@pytest.mark.parametrize("batches", [BATCHES, [(*batch, torch.ones(4, 1)) for batch in BATCHES]], ids=["two", "three"])
+def test_a_network_that_returns_its_loss_is_evaluated_by_it(batches):
+    net = OwnLoss()
+    model = Model(net, None, torch.optim.SGD(net.parameters(), 0.1), metrics={"loss"})
+    model.train(1, batches)
+    assert model.eval(batches)["loss"] == pytest.approx(net(*batches[0]).item())
+
+
+@pytest.mark.parametrize(("listed", "error"), [([1, "2"], TypeError), ([0], ValueError), ((1.5,), TypeError)])
+def test_the_epochs_of_evaluations_are_whole_numbers(listed, error):
+    with pytest.raises(error, match="each of valid_frequency"):
+        linear_model(metrics={"mse"}).fit(2, BATCHES, BATCHES, valid_frequency=listed)
+
+
+# --- interrupts, errors, and what a callback is told
+
+
+class Pressed(nn.Module):
+    """A network in whose forward pass Ctrl-C is pressed; then it goes on, or fails."""
+
+    def __init__(self, presses, fails):
+        super().__init__()
+        self.linear, self.presses, self.fails = nn.Linear(2, 1), presses, fails
+
+    def forward(self, x):
+        for _ in range(self.presses):
+            signal.raise_signal(signal.SIGINT)
+        if self.fails:
+            raise MemoryError
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("presses", "fails", "error", "failed"),
+    [(1, False, KeyboardInterrupt, False), (2, False, KeyboardInterrupt, True), (1, True, MemoryError, True)],
+)
+def test_only_a_whole_step_is_worth_saving_after_ctrl_c(presses, fails, error, failed):
+    told = []
+
+    class Told(Callback):
+        def on_train_end(self, run):
+            told.append(run.failed)
+
+    net = Pressed(presses, fails)
+    with pytest.raises(error):
+        Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1)).train(1, BATCHES, Told())
+    assert told == [failed]
+
+
+def test_the_error_of_a_callback_reaches_the_caller_past_a_progress_bar():
+    class Bad(Callback):
+        def on_train_begin(self, run):
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        linear_model().train(1, BATCHES, [Bad(), ProgressBar()])
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        ProgressBar(every=0)
+
+
+# --- checkpoints
+
+
+class StopAt(Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_step_end(self, run):
+        if run.cur_step_num == self.step:
+            run.model.save(self.path)
+            run.request_stop()
+
+
+class Steps(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_step_end(self, run):
+        self.seen.append(run.cur_step_num)
+
+
+def test_a_resume_that_was_refused_can_be_tried_again(tmp_path):
+    path = tmp_path / "run.ckpt"
+    linear_model().train(2, BATCHES, StopAt(2, path))
+    model, steps = linear_model(), Steps()
+    model.load(path)
+    with pytest.raises(ValueError, match="resume with the data set"):
+        model.train(2, BATCHES[:1], steps)
+    model.train(2, BATCHES, steps)
+    assert steps.seen == [3, 4, 5, 6]
+
+
+def test_an_error_after_a_step_does_not_bring_the_checkpoint_back(tmp_path):
+    path = tmp_path / "run.ckpt"
+    linear_model().train(2, BATCHES, StopAt(2, path))
+    model, steps = linear_model(), Steps()
+    model.load(path)
+
+    class Bad(Callback):
+        def on_train_step_end(self, run):
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        model.train(2, BATCHES, [steps, Bad()])
+    model.train(1, BATCHES, steps)
+    assert steps.seen == [3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ask", [lambda model: model.eval(BATCHES), lambda model: model.predict(torch.ones(1, 2))])
+@pytest.mark.parametrize("phase", ["on_train_step_end", "on_train_epoch_begin"])
+def test_an_evaluation_in_the_middle_of_a_run_leaves_the_modes_as_they_were(ask, phase):
+    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    seen = []
+
+    class Freezes(Callback):
+        def on_train_epoch_begin(self, run):
+            network[2].eval()  # its statistics are kept in this run
+
+        def on_train_step_end(self, run):
+            seen.append([part.training for part in network])
+
+    class Asks(Callback):
+        pass
+
+    setattr(Asks, phase, lambda self, run: ask(run.model))
+    model = Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), 0.1), metrics={"mse"})
+    model.train(2, BATCHES, [Freezes(), Asks()])
+    assert seen == [[True, True, False, True]] * (2 * len(BATCHES))
+    ask(model)
+    assert not any(part.training for part in network)  # between two runs it stays in evaluation mode
+
+
+class Keeps(Callback):
+    """Counts what it is told, and draws a number; its state goes into checkpoints."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_train_epoch_end(self, run):
+        self.told.append(f"epoch {run.cur_epoch_num}")
+
+    def on_eval_end(self, run):
+        self.told.append(f"loss {run.metrics['loss']:.9f} {torch.rand(()):.9f}")
+
+    def state_dict(self):
+        return {"told": self.told}
+
+    def load_state_dict(self, state):
+        self.told = list(state["told"])
+
+
+@pytest.mark.parametrize("phase", ["on_train_epoch_end", "on_eval_end"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_run_that_was_saved_while_an_epoch_ended_goes_on_from_there(phase, place, tmp_path):
+    """The best weights are saved when an evaluation has ended, say: nothing is evaluated or told twice."""
+    rows = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+    loader = torch.utils.data.DataLoader(rows, 4, shuffle=True)  # the one of evaluation draws a number, too
+
+    class Saves(Callback):
+        pass
+
+    def save(self, run):
+        if run.cur_epoch_num == 2 and not (tmp_path / "c").exists():
+            run.model.save(tmp_path / "c")
+
+    setattr(Saves, phase, save)
+
+    def trained(saved=None):
+        made, kept = linear_model(metrics={"loss"}), [Keeps(), Keeps()]
+        if saved is not None:
+            made.load(saved)
+        made.fit(4, loader, loader, callbacks=[*kept[:place], Saves(), *kept[place:]])
+        return made.network.weight.tolist(), [k.told for k in kept]
+
+    torch.manual_seed(3)
+    whole = trained()
+    torch.manual_seed(4)
+    assert trained(tmp_path / "c") == whole
+
+
+# --- any loader
+
+
+class Draws(Dataset):
+    """A data set that draws from a generator of its own."""
+
+    def __init__(self):
+        self.own = torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.randn(2, generator=self.own) + index, torch.zeros(1)
+
+
+class ByEpoch(Draws):
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return torch.full((2,), index * (1.0 + self.epoch)), torch.zeros(1)
+
+
+class Stateful:
+    """A loader of torchdata's kind: it knows where it stands, and what its data set draws from."""
+
+    def __init__(self):
+        self.data, self.place = Draws(), 0
+
+    def __iter__(self):
+        for _ in range(self.place, 3):
+            batch = [self.data[0] for _ in range(4)]
+            self.place = self.place + 1
+            yield tuple(map(torch.stack, zip(*batch)))
+        self.place = 0
+
+    def __len__(self):
+        return 3
+
+    def state_dict(self):
+        return {"place": self.place, "own": self.data.own.get_state()}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        self.data.own.set_state(state["own"])
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+def points():
+    return TensorDataset(torch.arange(24.0).view(12, 2), torch.zeros(12, 1))
+
+
+LOADERS = {
+    "a list": lambda: [tuple(batch) for batch in DataLoader(points(), batch_size=4)],
+    "shuffled": lambda: DataLoader(points(), batch_size=4, shuffle=True),
+    "own generator": lambda: DataLoader(points(), batch_size=4, shuffle=True, generator=seeded()),
+    "batch sampler": lambda: DataLoader(
+        points(), batch_sampler=BatchSampler(RandomSampler(points(), generator=seeded()), 4, False)
+    ),
+    "a sampler that is told the epoch": lambda: DataLoader(
+        points(), batch_size=4, sampler=DistributedSampler(points(), 1, 0)
+    ),
+    "a data set that is told the epoch": lambda: DataLoader(ByEpoch(), batch_size=4),
+    "a loader with a state": Stateful,
+}
+
+
+class TellsTheEpoch(Callback):
+    """As loops by hand do for a `DistributedSampler`."""
+
+    def __init__(self, loader):
+        parts = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
+        self.told = [x for x in parts if hasattr(x, "set_epoch")]
+
+    def on_train_epoch_begin(self, run):
+        for told in self.told:
+            told.set_epoch(run.cur_epoch_num)
+
+
+class Batches(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_step_end(self, run):
+        self.seen.append(run.model.network.last.clone())
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x):
+        self.last = x.detach()
+        return self.linear(x)
+
+
+def small_model():
+    torch.manual_seed(0)
+    net = Remembers()
+    return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 1e-4))
+
+
+class StopsAfter(Callback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_step_end(self, run):
+        if run.cur_step_num == self.steps:
+            run.request_stop()
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5], ids=["first epoch", "its end", "second epoch"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_draws_the_same_batches(name, steps, tmp_path):
+    whole, batches, loader = small_model(), Batches(), LOADERS[name]()
+    whole.train(3, loader, [batches, TellsTheEpoch(loader)])
+    first, loader = small_model(), LOADERS[name]()
+    first.train(3, loader, [StopsAfter(steps), TellsTheEpoch(loader), Checkpoint(tmp_path / "c")])
+    resumed, rest, loader = small_model(), Batches(), LOADERS[name]()
+    resumed.load(tmp_path / "c")
+    torch.manual_seed(99)
+    resumed.train(3, loader, [rest, TellsTheEpoch(loader)])
+    assert len(rest.seen) == 9 - steps
+    assert_same(rest.seen, batches.seen[steps:])
+    assert_same(resumed.network.state_dict(), whole.network.state_dict())
+
+
+def test_a_checkpoint_of_a_data_set_with_other_generators_is_refused(tmp_path):
+    first = small_model()
+    first.train(2, LOADERS["batch sampler"](), [StopsAfter(2), Checkpoint(tmp_path / "c")])
+    resumed = small_model()
+    resumed.load(tmp_path / "c")
+    with pytest.raises(ValueError, match="held 1 random generators, this one holds 0"):
+        resumed.train(2, LOADERS["shuffled"]())
+
+
+@pytest.mark.parametrize(
+    ("loader", "named"),
+    [
+        (lambda: DataLoader(Draws(), batch_size=4), r"Draws\.own"),
+        (lambda: DataLoader(points(), batch_size=4, num_workers=1, persistent_workers=True), "persistent_workers"),
+    ],
+)
+def test_a_load_says_what_it_cannot_restore(loader, named, tmp_path):
+    model, loader = small_model(), loader()
+    model.train(1, loader, [StopsAfter(2), Checkpoint(tmp_path / "c")])
+    del loader
+    before = copy.deepcopy(model.network.state_dict())
+    with pytest.warns(RuntimeWarning, match=f"random state of .*{named}"):
+        model.load(tmp_path / "c")
+    assert_same(model.network.state_dict(), before)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 7])
+def test_a_run_stops_and_is_saved_between_two_updates(stop, tmp_path):
+    """Three micro-batches for an update: 5 steps are asked for, 6 are done, and nothing that was summed is lost."""
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(2, 1)
+        return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.01), accumulation_steps=3)
+
+    whole, first, resumed = made(), made(), made()
+    batches = LOADERS["a list"]()
+    whole.train(4, batches)
+    first.train(4, batches, [StopsAfter(stop), Checkpoint(tmp_path / "c", every=2)])
+    assert (first.pending, first.train_network.index) == (0, 9 if stop == 7 else 6)
+    resumed.load(tmp_path / "c")
+    resumed.train(4, batches, Checkpoint(tmp_path / "c", every=2))
+    assert_same(resumed.network.state_dict(), whole.network.state_dict())
+    assert resumed.train_network.index == 12
+
+
+def test_the_listed_epochs_are_the_ones_evaluated():
+    class Evaluated(Callback):
+        def __init__(self):
+            self.epochs = []
+
+        def on_eval_end(self, run):
+            self.epochs.append(run.cur_epoch_num)
+
+    batches = [(torch.ones(1, 2), torch.zeros(1, 1))]
+    for due, want in ((2, [2, 4]), ([1, 4], [1, 4]), (range(3, 5), [3, 4]), ({2}, [2])):
+        told, model = Evaluated(), small_model()
+        model._metrics = {"loss": None}
+        model.fit(4, batches, batches, due, callbacks=told)
+        assert told.epochs == want
+
+
+class Best(Callback):
+    def __init__(self, best):
+        self.best = best
+
+    def state_dict(self):
+        return {"best": {"of all": [self.best]}}
+
+    def load_state_dict(self, state):
+        (self.best,) = state["best"]["of all"]
+
+
+def trained(callback, path):
+    net = nn.Linear(1, 1)
+    model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1))
+    model.train(1, [(torch.ones(1, 1), torch.ones(1, 1))], [callback, Checkpoint(path)])
+    return model
+
+
+@pytest.mark.parametrize("best", [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a"), {1, 2}])
+def test_a_numpy_number_in_the_state_of_a_callback_comes_back_from_a_checkpoint(best, tmp_path):
+    model = trained(Best(best), tmp_path / "c")
+    model.load(tmp_path / "c")
+    again = Best(None)
+    model.train(2, [(torch.ones(1, 1), torch.ones(1, 1))], again)
+    assert again.best == best
+
+
+@pytest.mark.parametrize("best", [np.ones(2), nn.Linear, nn.Linear(1, 1), range(3)], ids=lambda x: type(x).__name__)
+def test_a_state_that_could_not_be_read_again_is_not_written(best, tmp_path):
+    with pytest.raises(TypeError, match=r"\['best'\]\['of all'\]\[0\] is a .* in no checkpoint"):
+        trained(Best(best), tmp_path / "c")
+    assert not (tmp_path / "c").exists()

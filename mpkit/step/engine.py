@@ -1,0 +1,199 @@
+"""The one engine of a training step: `backward` for each part of the loss, then `finish`.
+
+finish = reduce, unscale and agree, clip, apply, advance. MindSpore's cells, `ScaledStep` and `Model` all run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.optimizers.arguments import parameters_of
+from mpkit.step import distributed
+from mpkit.step.hooks import Hook, StepContext
+from mpkit.step.phases import backward, checked_loss, gradients_of, narrow_, need_gradients, widen_
+from mpkit.step.scaling import Scaling
+from mpkit.step.update import Update
+
+
+class Step:
+    """Gradients of one or several backward passes, and what is done with their sum.
+
+    The sum stands in `p.grad`, where autograd adds; for 16-bit parameters in float32, rounded once when it is whole.
+
+    Args:
+        updates:    one for each optimizer, without a parameter in common.
+        scaling:    what the backward passes start from, and what the gradients are divided by.
+        parts:      backward passes of a step; each starts from the seed / parts. 0: any number, each from the seed.
+        network:    may hold a DistributedDataParallel, and parameters that no optimizer updates.
+        hooks:      see each phase from the end of the last backward pass on.
+        clip_norm:  largest joint L2 norm of an update's gradients.
+        skip:       "all": an overflow anywhere skips every update; "each": only the one whose gradients overflowed, and
+                    one without gradients rests.
+        average:    average the gradients over the processes.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[Update],
+        scaling: Scaling,
+        *,
+        parts: int = 1,
+        network: nn.Module | None = None,
+        hooks: Iterable[Hook] = (),
+        clip_norm: float | None = None,
+        skip: Literal["all", "each"] = "all",
+        average: bool = True,
+    ) -> None:
+        uncompiled(Step, "due", "begin", "quiet", "backward", "finish", "unscale", "apply", "drop")
+        self.updates, self.scaling, self.parts = list(updates), scaling, parts
+        self.clip_norm, self.skip, self.average = clip_norm, skip, average
+        self.hooks = [*hooks, *(hook for update in self.updates for hook in update.hooks)]
+        self.replica = None if network is None else distributed.averaging_wrapper(network)
+        self.averaged = distributed.averaged_by(self.replica)
+        for update in self.updates:
+            update.attach(self.replica)
+        # Parameters that no optimizer updates receive gradients too, and would go on summing them.
+        known = {id(p) for p in self.parameters()}
+        self.others = [] if network is None else [p for p in network.parameters() if id(p) not in known]
+        self.pending, self.applied = 0, 0  # backward passes that no update has used; updates that have run
+        self.found: list[Any] = []
+        self.alone = False  # whether the sums are averaged here, though there is a replica
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizers update."""
+        return [p for update in self.updates for p in parameters_of(update.optimizer)]
+
+    def tell(self, phase: str, ctx: StepContext | None) -> None:
+        """Call one method of every hook; nothing in a loop by hand."""
+        for hook in self.hooks if ctx is not None else ():
+            getattr(hook, phase)(ctx)
+
+    def due(self) -> bool:
+        """Whether all parts of the step are there."""
+        return self.pending >= max(1, self.parts)
+
+    def begin(self) -> None:
+        """Clear the gradients if a new step begins."""
+        if self.pending:
+            return
+        parameters = self.parameters()
+        for p in (*parameters, *self.others):
+            p.grad = None
+        if self.parts != 1:
+            widen_(parameters)
+            # DistributedDataParallel sends gradients in the dtype of the parameter alone
+            self.alone = self.replica is not None and any(p.dtype.itemsize < 4 for p in parameters)
+            for update in self.updates if self.replica is not None else ():
+                update.attach(None if self.alone else self.replica)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass: DistributedDataParallel sends gradients only in the last of a step."""
+        last = self.pending + 1 == self.parts and not self.alone
+        return nullcontext() if self.replica is None or last else self.replica.no_sync()
+
+    def backward(self, loss: Tensor, **options: object) -> None:
+        """Add the gradients of loss * seed / parts. An error gives the step up: a part of them is in the sums."""
+        self.begin()
+        seed = self.scaling.seed
+        try:
+            backward(checked_loss(loss), seed if self.parts < 2 else seed / self.parts, **options)
+        except BaseException:
+            self.drop()
+            raise
+        self.pending += 1
+
+    def finish(self, ctx: StepContext | None = None) -> Tensor | None:
+        """Reduce, unscale and agree, clip, apply, advance; -> () float32, 1 where a gradient is not finite, or None.
+
+        Raises:  RuntimeError where no optimizer, or with skip="all" one of them, received a gradient.
+        """
+        try:
+            found = self.unscale(ctx)
+            for update in self.updates if self.clip_norm is not None else ():
+                update.clip(self.clip_norm)  # type: ignore[arg-type]
+            self.tell("before_update", ctx)
+            self.apply(ctx)
+            self.scaling.advance_(found)  # last: an error in the optimizer leaves the scale as it was
+        finally:
+            self.drop()
+        return found
+
+    def unscale(self, ctx: StepContext | None = None) -> Tensor | None:
+        """The first half of `finish`: true gradients, the same in all processes."""
+        narrow_(self.parameters() if self.parts != 1 else ())
+        watched = ctx if self.scaling.checks else None
+        self.tell("before_unscale", watched)
+        for update in self.updates if self.average else ():
+            update.reduce()
+        if not self.scaling.checks:
+            self.found = [None] * len(self.updates)
+            return None
+        gradients = [gradients_of(parameters_of(update.optimizer)) for update in self.updates]
+        self._need(gradients)
+        found: list[Any] = [self.scaling.unscale_(grads) if grads else self.scaling.none_found() for grads in gradients]
+        # what DistributedDataParallel has averaged is the same everywhere; inside its Join some processes are gone
+        if distributed.several_processes() and not self._alike():
+            for flag in found:
+                distributed.agree_(flag)
+        self.found = found
+        anywhere = self.anywhere()
+        if ctx is not None:
+            ctx.found_inf, ctx.overflow = anywhere, anywhere.bool()
+        self.tell("after_unscale", watched)
+        return anywhere
+
+    def anywhere(self) -> Any:
+        """() float32, 1 if a gradient of any optimizer was not finite; None if nobody looked."""
+        first, *rest = self.found
+        for found in rest:
+            first = torch.maximum(first, found.to(first.device))
+        return first
+
+    def apply(self, ctx: StepContext | None = None) -> None:
+        """The second half: run the updates that have not run, or skip."""
+        anywhere = self.anywhere()
+        for update, found in list(zip(self.updates, self.found))[self.applied :]:
+            if len(self.updates) == 1 or gradients_of(parameters_of(update.optimizer)):
+                update.apply(ctx, anywhere if self.skip == "all" else found)
+            self.applied += 1
+
+    def drop(self) -> None:
+        """Give the running step up; the next `backward` begins a new one."""
+        narrow_(self.parameters() if self.pending and self.parts != 1 else ())
+        self.pending, self.applied, self.found = 0, 0, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins a step of its own: it has other parameters, and torch leaves gradients behind."""
+        return {**vars(self), "pending": 0, "applied": 0, "found": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.averaged = distributed.averaged_by(self.replica)
+
+    def _need(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        resting = [update.optimizer for update, grads in zip(self.updates, gradients) if not grads]
+        if resting and (self.skip == "all" or len(resting) == len(self.updates)):
+            need_gradients(resting)
+
+    def _alike(self) -> bool:
+        return not self.alone and all(id(p) in self.averaged for p in self.parameters())
+
+
+def uncompiled(kind: type, *names: str) -> None:
+    """Leave methods of a class to Python under torch.compile too, and what they call to the compiler.
+
+    For what counts: the compiler takes an int for a constant, and would compile anew at each count. Told when the first
+    object is made, since telling imports the compiler, which takes more than a second.
+    """
+    if kind not in _LEFT_TO_PYTHON:
+        _LEFT_TO_PYTHON.add(kind)
+        for name in names:
+            setattr(kind, name, torch.compiler.disable(vars(kind)[name], recursive=False))
+
+
+_LEFT_TO_PYTHON: set[type] = set()
