@@ -83,21 +83,6 @@ def test_small_half_precision_gradients_are_summed_in_float32() -> None:
     assert weight.item() < -1.02
 
 
-def test_the_reduction_runs_once_per_update_and_before_it() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    seen: list[float] = []
-
-    def halve(means: list[Tensor]) -> None:
-        seen.append(means[0].item())
-        means[0].mul_(0.5)
-
-    accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0), reduce=halve)
-    for g in (2.0, 6.0):
-        accumulate(torch.tensor(0.0), [torch.tensor([g])])
-    assert seen == [4.0]
-    assert weight.tolist() == [-2.0]
-
-
 def test_a_wrong_optimizer_and_a_wrong_number_of_gradients_are_refused() -> None:
     with pytest.raises(TypeError, match="Optimizer, got Linear"):
         GradientAccumulation(2, linear())  # type: ignore[arg-type]

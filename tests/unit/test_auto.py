@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,8 +14,6 @@ from mpkit import networks
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN
 from mpkit.boost.auto import FLAGS, KEYS, MODES, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
-from mpkit.optimizers import Momentum
-from mpkit.schedules import CosineDecayLR
 from mpkit.step import WithLossCell
 
 DEFAULTS = {
@@ -176,18 +173,6 @@ def test_o1_removes_norms_normalises_centralizes_and_freezes() -> None:
     assert {g["weight_decay"] for g in inner.param_groups} == {0.01}
 
 
-def test_evaluation_is_processed_like_training() -> None:
-    """A separate eval network takes the trained weights and gives the same outputs."""
-    boost = AutoBoost("O1")
-    net = networks.resnet18(width=4)
-    trained, _ = boost.network_auto_process_train(net, sgd(net))
-    separate = boost.network_auto_process_eval(networks.resnet18(width=4))
-    separate.load_state_dict(trained.state_dict())
-    x = torch.randn(2, 3, 8, 8)
-    assert torch.equal(separate.eval()(x), trained.eval()(x))
-    assert boost.network_auto_process_eval(trained).network is net
-
-
 def test_the_default_number_of_groups_fits_small_networks_and_a_given_one_is_not_changed_silently() -> None:
     net = networks.LeNet5()
     _, optimizer = AutoBoost("O1").network_auto_process_train(net, sgd(net))
@@ -195,31 +180,6 @@ def test_the_default_number_of_groups_fits_small_networks_and_a_given_one_is_not
     net = networks.LeNet5()
     with pytest.warns(UserWarning, match="9 freeze groups"):
         AutoBoost("O1", {"grad_freeze": {"param_groups": 9}}).network_auto_process_train(net, sgd(net))
-
-
-def test_user_groups_with_their_own_options_survive_freezing() -> None:
-    net = networks.resnet18(width=4)
-    decayed = [p for p in net.parameters() if p.ndim > 1]
-    rest = [p for p in net.parameters() if p.ndim == 1]
-    optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.5}], lr=0.1)
-    AutoBoost("O1").network_auto_process_train(net, optimizer)
-    by_options = {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups}
-    assert by_options == {(0.1, 0.1), (0.5, 0)}
-    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(net.parameters()))
-
-
-def test_adasum_and_the_wrong_kinds() -> None:
-    net = networks.LeNet5()
-    manual = {"boost": {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": True}}
-    optimizer = sgd(net)
-    assert AutoBoost("O0", manual).network_auto_process_train(net, optimizer) == (net, optimizer)
-    assert not hasattr(optimizer, "adasum")  # a train cell learns it from the AutoBoost
-    AutoBoost("O0", manual, faithful=True).network_auto_process_train(net, optimizer)
-    assert optimizer.adasum is True  # type: ignore[attr-defined]  # MindSpore's mark
-    with pytest.raises(TypeError, match="network must be"):
-        AutoBoost("O1").network_auto_process_train(optimizer, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizer must be"):
-        AutoBoost("O1").network_auto_process_train(net, net)  # type: ignore[arg-type]
 
 
 class ScaledLoss(nn.Module):
@@ -254,16 +214,6 @@ def test_what_was_left_out_of_the_optimizer_stays_out() -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in held} == {id(p) for p in net.fc.parameters()}
     assert len(held) == 2  # the weight and the new factor
-
-
-def test_the_rate_for_the_residual_may_come_from_a_schedule(tmp_path: Path) -> None:
-    net = nn.Linear(2, 2)
-    np.save(tmp_path / "pca.npy", np.eye(2, 6))
-    settings = {"alpha": "lr", "n_components": 2, "pca_mat_path": tmp_path / "pca.npy"}
-    boost = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": settings})
-    momentum = Momentum(net.parameters(), CosineDecayLR(0.01, 0.25, 10), 0.9)
-    _, optimizer = boost.network_auto_process_train(net, momentum)
-    assert optimizer.dim_reduce_alpha == 0.25  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("flag", ["less_bn", "grad_freeze"])

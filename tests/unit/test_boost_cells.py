@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,15 @@ from mpkit.boost import (
     GroupLossScaleManager,
     LessBN,
 )
+from mpkit.boost.adasum import AdaSumUpdate
 from mpkit.boost.dim_reduce import WeightSnapshots
+from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.grad_accumulation import Accumulate
+from mpkit.boost.grad_freeze.update import Freeze
 from mpkit.model import Model
 from mpkit.scalers import DynamicLossScaleManager, DynamicLossScaleUpdateCell
 from mpkit.step import StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, build_train_network
+from mpkit.step.update import Update, Wrapped
 
 MANUAL_OFF = {"mode": "manual", "less_bn": False, "grad_freeze": False, "adasum": False}
 
@@ -55,33 +61,6 @@ def assert_same(a: list[Tensor], b: list[Tensor], **tolerance: float) -> None:
         torch.testing.assert_close(p, q, **tolerance)
 
 
-@pytest.mark.parametrize("sens", [None, 1.0, 4.0])
-def test_without_boost_the_cell_is_the_plain_one_and_returns_three_values(sens: float | None) -> None:
-    net, plain = loss_net(), loss_net()
-    cell = BoostTrainOneStepCell(net, momentum(net), sens)
-    reference = TrainOneStepCell(plain, momentum(plain), sens)
-    for step in range(3):
-        outcome = cell(*batch(step))
-        assert isinstance(outcome, StepOutcome)
-        assert torch.equal(outcome.loss, reference(*batch(step)))
-        assert outcome.overflow.dtype == torch.bool
-        assert not outcome.overflow
-        assert outcome.scale == (sens or 1.0)
-    assert_same(weights(net), weights(plain), rtol=0, atol=0)
-
-
-def test_bad_arguments_are_refused_at_construction() -> None:
-    net = loss_net()
-    with pytest.raises(TypeError, match="sens must be a number"):
-        BoostTrainOneStepCell(net, momentum(net), "1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="boost must be an AutoBoost or None, got str"):
-        BoostTrainOneStepCell(net, momentum(net), boost="O1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="scale_sense must be"):
-        BoostTrainOneStepWithLossScaleCell(net, momentum(net), 8.0)
-    with pytest.raises(ValueError, match="shape"):
-        BoostTrainOneStepWithLossScaleCell(net, momentum(net), torch.ones(2))
-
-
 def test_the_named_methods_say_when_they_do_not_apply() -> None:
     net = loss_net()
     cell = BoostTrainOneStepCell(net, momentum(net))
@@ -103,20 +82,6 @@ def accumulating(steps: int, freezing: bool = False) -> AutoBoost:
         "grad_freeze": {"param_groups": 3, "freeze_type": 0, "freeze_p": 0.5, "total_steps": 8},
     }
     return AutoBoost("O0", config)
-
-
-def test_accumulated_micro_batches_are_one_batch() -> None:
-    net, whole = loss_net(), loss_net()
-    cell = BoostTrainOneStepCell(net, momentum(net), boost=accumulating(3))
-    reference = TrainOneStepCell(whole, momentum(whole))
-    x, y = batch()
-    for _ in range(2):
-        before = weights(net)
-        for i in range(3):
-            assert_same(weights(net), before, rtol=0, atol=0)
-            cell(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2])
-        reference(x, y)
-    assert_same(weights(net), weights(whole))
 
 
 def test_the_accumulation_method_takes_gradients_from_outside() -> None:
@@ -173,29 +138,6 @@ def test_an_overflow_skips_the_update_lowers_the_scale_and_uses_up_the_freeze_in
     outcome = cell(x, y)
     assert not outcome.overflow
     assert any(not torch.equal(a, b) for a, b in zip(weights(net), before))
-
-
-def test_a_stopped_run_goes_on_where_it_was() -> None:
-    runs = []
-    for stop in (False, True):
-        net = loss_net()
-        boost = accumulating(2, freezing=True)
-        network, optimizer = boost.network_auto_process_train(net, momentum(net))
-        cell = BoostTrainOneStepCell(network, optimizer, boost=boost)
-        for step in range(9):
-            if stop and step == 6:  # between two updates, in the middle of the strategy
-                saved = cell.state_dict()
-                net = loss_net(nn.Sequential(*(type(m)(*args) for m, args in _parts())))
-                network, optimizer = boost.network_auto_process_train(net, momentum(net))
-                cell = BoostTrainOneStepCell(network, optimizer, boost=boost)
-                cell.load_state_dict(saved)
-            cell(*batch(step))
-        runs.append(weights(net))
-    assert_same(*runs, rtol=0, atol=0)
-
-
-def _parts() -> list[tuple[nn.Module, tuple[int, ...]]]:
-    return [(m, (m.in_features, m.out_features) if isinstance(m, nn.Linear) else ()) for m in mlp()]  # type: ignore[attr-defined]
 
 
 # group loss scale
@@ -280,17 +222,6 @@ def test_adasum_runs_where_the_autoboost_says_that_it_is_active(
     for module in ("mpkit.boost.auto", "mpkit.step.distributed"):
         monkeypatch.setattr(f"{module}.rank_and_size", lambda: (0, 4))
     assert cell.check_adasum_enable() == ("adasum" in boost.active) == runs
-
-
-def test_an_optimizer_that_was_boosted_before_brings_no_adasum_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = mlp()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    AutoBoost("O0", ADASUM).network_auto_process_train(net, optimizer)
-    cell = BoostTrainOneStepCell(loss_net(net), optimizer, boost=AutoBoost("O0"))
-    monkeypatch.setattr("mpkit.step.distributed.rank_and_size", lambda: (0, 16))
-    assert not cell.check_adasum_enable()
-    optimizer.adasum = True  # type: ignore[attr-defined]  # by hand, as in MindSpore
-    assert cell.check_adasum_enable()
 
 
 # dim_reduce
@@ -468,3 +399,31 @@ def test_a_failed_pass_leaves_nothing_frozen() -> None:
         cell(x[:, :2], y)
     assert all(p.requires_grad for p in cell.network.parameters())
     assert cell.optimizer.step_index == place
+
+
+# what goes together
+
+
+class Sums(Wrapped):
+    """An update of somebody's own."""
+
+    what = "sums"
+
+
+ORDERS = [("accumulation", "freezing", "AdaSum"), ("accumulation", "dimension reduction"), ("freezing", "AdaSum")]
+
+
+def test_updates_wrap_each_other_in_an_order_that_makes_sense_and_in_no_other() -> None:
+    kinds = {kind.what: kind for kind in (Accumulate, Freeze, AdaSumUpdate, DimReduceUpdate)}
+    sensible = {(outer, inner) for order in ORDERS for i, outer in enumerate(order) for inner in order[i + 1 :]}
+    for outer, inner in itertools.product(kinds, kinds):
+        refused = inner in getattr(kinds[outer], "refuses", {})
+        assert refused or (outer, inner) in sensible | {("accumulation", "accumulation"), ("AdaSum", "freezing")}
+        assert not (refused and (outer, inner) in sensible)
+    weight = nn.Parameter(torch.zeros(1))
+    freezing = FreezeOpt(torch.optim.SGD([weight], 1.0))
+    with pytest.raises(
+        ValueError, match=r"freezing cannot stand around accumulation: .*put the accumulation around it"
+    ):
+        Freeze(Sums(Accumulate(Update(freezing), 2)), freezing)
+    Accumulate(Sums(Freeze(Update(freezing), freezing)), 2).accumulation.flush()

@@ -46,21 +46,6 @@ def test_components_are_the_eigenvectors_of_the_covariance(samples: int, weights
     np.testing.assert_allclose(got @ got.T, np.eye(k), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("shape", "k", "options", "message"),
-    [
-        ((3, 9), 4, {}, "record more snapshots"),
-        ((9, 3), 4, {}, "9 samples of 3 weights"),
-        ((9, 3), 0, {}, "0 components"),
-        ((9,), 1, {}, "row per sample"),
-        ((9, 3), 1, {"method": "svd"}, "'randomized' or 'full', got 'svd'"),
-    ],
-)
-def test_bad_data_for_components_are_refused(shape: tuple[int, ...], k: int, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pca_matrix(np.zeros(shape), k, **options)
-
-
 # files
 
 
@@ -85,17 +70,6 @@ def test_a_reader_waits_for_the_marker_and_gives_up_after_the_timeout(tmp_path: 
     with pytest.raises(RuntimeError, match=r"rank 1 waited 0.2 s for save_pca_end.txt"):
         read_pca_rows(full, 1, 0.2)
     assert time.monotonic() - start < 5
-
-
-def test_a_matrix_on_disk_is_cut_to_the_components_asked_for_and_checked(tmp_path: Path) -> None:
-    net = nn.Linear(2, 1)
-    np.save(tmp_path / "full.npy", walk(4, 3))
-    rows = prepare_pca(net, 2, pca_mat_path=tmp_path / "full.npy")
-    assert np.array_equal(rows, walk(4, 3)[:2])
-    with pytest.raises(ValueError, match=r"need 5 components of 3 weights, got a matrix \(4, 3\)"):
-        prepare_pca(net, 5, pca_mat_path=tmp_path / "full.npy")
-    with pytest.raises(ValueError, match=r"need 2 components of 6 weights, got a matrix \(4, 3\)"):
-        prepare_pca(nn.Linear(2, 2), 2, pca_mat_path=tmp_path / "full.npy")
 
 
 def test_rows_of_an_earlier_run_with_another_size_are_refused(tmp_path: Path) -> None:
@@ -129,24 +103,6 @@ def test_a_hook_records_snapshots_that_come_back_in_network_order(tmp_path: Path
     assert files == ["step_00000003.ckpt", "step_00000006.ckpt"]
     got = read_snapshots(tmp_path / "new", net)
     assert np.array_equal(got, torch.stack(rows).numpy())
-
-
-def test_ordinary_state_dicts_serve_too_and_wrong_ones_are_named(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    torch.save(dict(reversed(net.state_dict().items())), tmp_path / "a.pt")  # other order, and buffers
-    want = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
-    assert np.array_equal(read_snapshots(tmp_path, net)[0], want.double().numpy())
-    torch.save(nn.Linear(4, 2).state_dict(), tmp_path / "b.pt")
-    with pytest.raises(ValueError, match=r"b.pt has no parameter '0.weight'"):
-        read_snapshots(tmp_path, net)
-    torch.save(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)).state_dict(), tmp_path / "b.pt")
-    with pytest.raises(ValueError, match=r"'0.weight' has shape \(2, 4\) in b.pt and \(2, 3\) in the network"):
-        read_snapshots(tmp_path, net)
-    torch.save(torch.zeros(2), tmp_path / "b.pt")
-    with pytest.raises(ValueError, match=r"b.pt must hold a state dict, got Tensor"):
-        read_snapshots(tmp_path, net)
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        WeightSnapshots(net, tmp_path, every=0)
 
 
 # the step
@@ -267,31 +223,6 @@ def test_true_gradients_stay_in_place_and_the_state_resumes() -> None:
     grad = straight.w.grad.clone()
     one(loss.detach(), [straight.w.grad], None, None)
     assert torch.equal(straight.w.grad, grad)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    net = Bowl([1.0, 2.0])
-    weights = list(net.parameters())
-    plain = torch.optim.SGD(weights, lr=1.0)
-    with pytest.raises(ValueError, match=r"1 rows .* of 2 weights, got \(1, 3\)"):
-        DimReduce(net, plain, weights, np.eye(3)[:1], 1)
-    with pytest.raises(ValueError, match=r"must have 2 rows"):
-        DimReduce(net, plain, weights, np.eye(2)[:1], 2)
-    with pytest.raises(ValueError, match=r"plain SGD with lr 1 .* got SGD"):
-        DimReduce(net, torch.optim.SGD(weights, lr=0.1), weights, np.eye(2), 2)
-    with pytest.raises(ValueError, match=r"plain SGD with lr 1 .* got Adam"):
-        DimReduce(net, torch.optim.Adam(weights, lr=1.0), weights, np.eye(2), 2)
-    with pytest.raises(TypeError, match="Optimizer, got Bowl"):
-        DimReduce(net, net, weights, np.eye(2), 2)  # type: ignore[arg-type]
-    more = torch.optim.SGD([*weights, nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(ValueError, match="exactly the 1 weights"):
-        DimReduce(net, more, weights, np.eye(2), 2)
-    with pytest.raises(ValueError, match="n_components must be at least 1"):
-        DimReduce(net, plain, weights, np.eye(2)[:0], 0)
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        DimReduce(net, plain, weights, np.eye(2)[:1], 2, rank_size=2)
-    with pytest.raises(ValueError, match="one gradient for each of 1 weights, got 0"):
-        DimReduce(net, plain, weights, np.eye(2), 2)(torch.tensor(0.0), [], None, None)
 
 
 @pytest.mark.gpu

@@ -142,19 +142,6 @@ def test_the_scales_travel_in_the_state_and_stay_float32_when_the_network_is_cas
     assert torch.equal(other.manager.table, net.manager.table)
 
 
-def test_bad_markers_groups_and_layers_are_refused() -> None:
-    net, x = chain(2)
-    with pytest.raises(ValueError, match=r"names groups 0..3 .* got 2 and 4; assign loss_scale_groups"):
-        net.manager(x, 2, 4)
-    with pytest.raises(ValueError, match=r"layer must be in 0..1 .* got 2"):
-        net.manager.update_loss_scale_status(2, 2.0)
-    weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"shape \(3,\) stands twice, last in group 1"):
-        net.manager.loss_scale_groups = [[weight], [weight]]
-    with pytest.raises(TypeError, match="loss_scale_number must be an int"):
-        net.manager.set_loss_scale_status(2.0, 8.0)  # type: ignore[arg-type]
-
-
 @pytest.mark.gpu
 def test_the_gpu_scales_like_the_cpu_and_follows_the_network_there() -> None:
     net, x = chain(3, init=[16.0, 256.0, 4.0])

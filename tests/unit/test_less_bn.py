@@ -13,7 +13,6 @@ from mpkit import networks
 from mpkit.boost import (
     LessBN,
 )
-from mpkit.boost.bn_rules import removable
 from mpkit.boost.less_bn import EPSILON, NormalizedLinear
 from mpkit.casting import auto_mixed_precision, ledger, to_float
 
@@ -190,100 +189,8 @@ def chained(*convolutions: nn.Conv2d) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-class Sum(nn.Module):
-    def __init__(self, branch: nn.Module, shortcut: nn.Module | None = None) -> None:
-        super().__init__()
-        self.branch, self.shortcut = branch, shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.branch(x) + (x if self.shortcut is None else self.shortcut(x))
-
-
-class Joined(nn.Module):
-    """A layer that reads `count` tensors joined and is joined to what it read."""
-
-    def __init__(self, count: int, by_name: bool = False) -> None:
-        super().__init__()
-        norms = nn.BatchNorm2d(2 * count), nn.BatchNorm2d(2)
-        self.layer = nn.Sequential(norms[0], nn.ReLU(), conv(2 * count, 2), norms[1], nn.ReLU(), conv(2, 2))
-        self.count, self.by_name = count, by_name
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([x] * self.count, 1)
-        parts = [x, self.layer(x)]
-        return torch.cat(tensors=parts, dim=1) if self.by_name else torch.cat(parts, 1)
-
-
-def inverted(inputs: int, inner: int, outputs: int, up: object = 1, middle: int | None = None) -> nn.Sequential:
-    kernel, groups = up if isinstance(up, tuple) else (up, 1)
-    depthwise = conv(inner, inner, 3, inner if middle is None else middle)
-    return chained(conv(inputs, inner, kernel, groups), depthwise, conv(inner, outputs))
-
-
-def headed(*parts: nn.Module) -> nn.Sequential:
-    """Then a last convolution and a classifier."""
-    last = conv(3, 8), nn.BatchNorm2d(8), nn.ReLU()
-    return nn.Sequential(*parts, *last, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
-
-
-def untraced(name: str, **members: nn.Module | None) -> nn.Module:
-    """A block of this class name that branches on its data."""
-    block = type(name, (nn.Module,), {"forward": lambda self, x: x if x.sum() > 0 else -x})()
-    for key, member in members.items():
-        setattr(block, key, member)
-    return block
-
-
-def parts(count: int = 2, norms: int = 2) -> dict[str, nn.Module]:
-    return {f"c{i}": conv(3, 3) for i in range(count)} | {f"b{i}": nn.BatchNorm2d(3) for i in range(norms)}
-
-
 def two() -> nn.Sequential:
     return chained(conv(3, 3), conv(3, 3))
-
-
-EDGES = {
-    "one channel is not depthwise": (Sum(chained(conv(1, 1, 3), conv(1, 1, 3))), {"branch.1"}),
-    "groups that are not channels": (Sum(chained(conv(4, 4, 3, 2), conv(4, 4))), {"branch.1"}),
-    "two deep branches": (Sum(two(), two()), set()),
-    "one convolution and two norms": (
-        Sum(nn.Sequential(*chained(conv(3, 3)), nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU())),
-        set(),
-    ),
-    "a pooled shortcut": (
-        Sum(two(), nn.Sequential(nn.AvgPool2d(1), nn.ReLU(), nn.BatchNorm2d(3))),
-        {"branch.1", "shortcut.2"},
-    ),
-    "a depthwise branch": (Sum(chained(conv(4, 4), conv(4, 4, 3, 4))), set()),
-    "a sum in the branch": (Sum(nn.Sequential(Sum(chained(conv(3, 3))), *two())), set()),
-    "inverted": (inverted(2, 4, 3), {"1"}),
-    "inverted, two channels": (inverted(1, 2, 1), {"1"}),
-    "not wider": (inverted(4, 4, 3), set()),
-    "not narrower": (inverted(2, 4, 4), set()),
-    "not depthwise": (inverted(2, 4, 3, middle=2), set()),
-    "not pointwise": (inverted(2, 4, 3, up=3), set()),
-    "pointwise along one axis": (inverted(2, 4, 3, up=((1, 3), 1)), set()),
-    "pointwise in groups": (inverted(2, 4, 3, up=(1, 2)), set()),
-    "a head": (headed(inverted(2, 4, 3)), {"0.1", "2"}),
-    "a head after a sum": (headed(Sum(inverted(3, 4, 3))), {"0.branch.1", "2"}),
-    "a head after more": (headed(inverted(2, 4, 3), conv(3, 3), nn.ReLU()), {"0.1"}),
-    "a head without inverted residuals": (headed(Sum(chained(conv(3, 3)))), set()),
-    "joined": (Joined(2), {"layer.0"}),
-    "joined by name": (Joined(2, by_name=True), {"layer.0"}),
-    "a join of one": (Joined(1), set()),
-    "named block": (untraced("MyBlock", **parts()), {"b0"}),
-    "named shortcut": (untraced("Thing", **parts(), skip=None), {"b0"}),
-    "no name": (untraced("Thing", **parts()), set()),
-    "one convolution": (untraced("MyBlock", **parts(count=1)), set()),
-    "one norm": (untraced("MyBlock", **parts(norms=1), shortcut=chained(conv(3, 3))), set()),
-    "shortcut with a norm": (untraced("MyBlock", **parts(), shortcut=chained(conv(3, 3))), {"b0", "shortcut.1"}),
-}
-
-
-@pytest.mark.parametrize("name", EDGES)
-def test_the_structural_rule_at_its_edges(name: str) -> None:
-    network, removed = EDGES[name]
-    assert removable(network).keys() == removed
 
 
 # --- LessBN's last layer

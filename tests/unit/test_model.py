@@ -28,9 +28,7 @@ from torch.utils.data import (
 )
 
 from mpkit import optimizers
-from mpkit.bench.step import HostReads
 from mpkit.model import METRICS, Callback, Checkpoint, LossMonitor, Metric, Model, ProgressBar
-from mpkit.model.loop import TrainingLoop
 from mpkit.policies import preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
@@ -41,7 +39,6 @@ from mpkit.step import (
     Hook,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
-    build_train_network,
 )
 
 
@@ -104,25 +101,6 @@ class At(Callback):
     def on_train_step_end(self, run):
         if run.cur_step_num == self.step:
             self.act(run)
-
-
-def test_train_is_the_loop_written_out():
-    ours = model()
-    net = network()
-    cell = TrainOneStepWithLossScaleCell(
-        WithLossCell(net, nn.CrossEntropyLoss()),
-        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True),
-        DynamicLossScaleManager(1024, 2, 4).get_update_cell(),
-    )
-    torch.manual_seed(5)
-    ours.train(2, loader(bad=(2,)))
-    torch.manual_seed(5)
-    cell.train()
-    for _ in range(2):
-        for x, y in loader(bad=(2,)):
-            cell(x, y)
-    assert torch.equal(weights(ours), torch.cat([p.detach().flatten() for p in net.parameters()]))
-    assert ours.train_network.scale_sense.item() == cell.scale_sense.item()
 
 
 def test_callbacks_are_told_in_order_with_counters_from_1():
@@ -203,18 +181,6 @@ def test_an_evaluation_network_of_ones_own():
     assert Model(net, **settings).eval(loader()) == other.eval(loader())
 
 
-def test_hooks_clipping_and_accumulation_reach_the_step():
-    class Count(Hook):
-        updates = 0
-
-        def after_update(self, ctx):
-            self.updates += 1
-
-    hook = Count()
-    model(hooks=[hook], clip_norm=1.0, accumulation_steps=3).train(1, loader(6))
-    assert hook.updates == 2
-
-
 def test_the_users_manager_hears_of_every_overflow():
     manager = DynamicLossScaleManager(2**20, 2, 4)
     ours = model(manager=None, loss_scale_manager=manager)
@@ -241,17 +207,6 @@ def test_a_policy_that_stops_is_heard():
     )
     with pytest.raises(RuntimeError, match="deepspeed stops here"):
         Model(cell).train(1, [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 10)
-
-
-def test_a_run_reads_the_host_once_in_100_steps(monkeypatch):
-    ours, read = model(), []
-    inner = TrainingLoop._read_flags
-    monkeypatch.setattr(TrainingLoop, "_read_flags", lambda loop: (read.append(len(loop._flags)), inner(loop)))
-    batches = [tuple(batch) for batch in loader(10)] * 25  # the DataLoader itself reads its seed
-    with HostReads() as reads:
-        ours.train(1, batches)
-    assert reads.count == 0  # no single value; the flags come as one list
-    assert read == [100, 100, 50]
 
 
 # --- stopping
@@ -324,56 +279,6 @@ def test_an_error_leaves_the_last_step_whole_and_the_last_checkpoint_in_place(tm
     assert torch.equal(weights(ours), weights(whole))
     saved = torch.load(path, weights_only=True)
     assert saved["progress"]["step"] == 2
-
-
-# --- checkpoints
-
-
-class Noisy(Dataset):
-    """A data set that draws random numbers itself."""
-
-    def __init__(self):
-        self.inner = data()
-
-    def __len__(self):
-        return len(self.inner)
-
-    def __getitem__(self, index):
-        x, y = self.inner[index]
-        return x + 0.1 * torch.randn(5), y
-
-
-SETS = {
-    "list": lambda: [tuple(batch) for batch in loader()],
-    "shuffled": lambda: DataLoader(data(), batch_size=8, shuffle=True),
-    "own generator": lambda: loader(seed=3),
-    "noisy": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
-}
-
-
-RESUMED = [
-    *((kind, stop, "sgd") for kind in SETS for stop in (1, 6, 7, 15)),
-    ("noisy", 7, "adam"),
-    ("list", 12, "adam"),
-]
-
-
-@pytest.mark.parametrize(("kind", "stop", "optimizer"), RESUMED)
-def test_a_resumed_run_is_the_run_without_interruption(kind, stop, optimizer, tmp_path, capsys):
-    path = tmp_path / "run.pt"
-    whole, first, second = (model(optimizer=optimizer, seed=seed) for seed in (0, 0, 9))
-    torch.manual_seed(11)
-    whole.train(3, SETS[kind](), callbacks=LossMonitor(4))
-    lines = capsys.readouterr().out
-    torch.manual_seed(11)
-    halt = At(stop, lambda run: run.request_stop())
-    first.train(3, SETS[kind](), callbacks=[Checkpoint(path, every=100), LossMonitor(4), halt])
-    torch.manual_seed(77)  # a new process starts from elsewhere
-    second.load(path)
-    second.train(3, SETS[kind](), callbacks=[Checkpoint(path, every=100), LossMonitor(4), At(0, None)])
-    assert_same(everything(second), everything(whole))
-    assert capsys.readouterr().out == lines
-    assert second.train_network.index == 18
 
 
 def test_a_finished_run_has_nothing_left_and_a_longer_one_goes_on(tmp_path):
@@ -467,57 +372,6 @@ def test_a_process_killed_at_random_moments_resumes_to_the_same_weights(tmp_path
     assert whole._manager.cur_iter == 241
 
 
-# --- what it says when it cannot
-
-
-def bare(**kwargs):
-    net = network()
-    given = {"network": net, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(net.parameters(), 0.1)}
-    return Model(**(given | kwargs))
-
-
-WRONG = [
-    (lambda: bare(network=len), TypeError, "network must be an nn.Module"),
-    (lambda: bare(loss_scale=128), ValueError, "unknown keyword 'loss_scale'"),
-    (lambda: bare(optimizer=None, amp_level="O2"), ValueError, "needs an optimizer"),
-    (lambda: bare(optimizer=None, boost_level="O1"), ValueError, "needs an optimizer"),
-    (lambda: bare(optimizer=None, loss_scale_manager=FixedLossScaleManager()), ValueError, "needs an optimizer"),
-    (lambda: bare(amp_level="O5"), ValueError, "level is one of"),
-    (lambda: bare(metrics={"f2"}), ValueError, "unknown metrics"),
-    (lambda: bare(metrics="accuracy"), TypeError, "got the string 'accuracy'"),
-    (lambda: bare(metrics={"mine": len}), TypeError, "metric 'mine' needs"),
-    (lambda: bare(eval_indexes=[0, 1]), ValueError, "three ints"),
-    (lambda: bare().train(0, loader()), ValueError, "epoch must be at least 1"),
-    (lambda: bare().train(1.0, loader()), TypeError, "epoch must be an int"),
-    (lambda: bare().train(2, loader(), initial_epoch=2), ValueError, "need initial_epoch < epoch"),
-    (lambda: bare().train(2, loader(), initial_epoch=-1), ValueError, "initial_epoch must be at least 0"),
-    (lambda: bare(optimizer=None).train(1, loader()), ValueError, "training needs an optimizer"),
-    (lambda: bare().train(1, [(torch.ones(2, 5),)]), ValueError, "exactly two elements, data and label, got 1"),
-    (lambda: bare().train(1, []), ValueError, "gave no batch in epoch 1"),
-    (lambda: bare().train(2, iter(loader())), ValueError, "gave no batch in epoch 2.*not a generator"),
-    (lambda: bare().eval(loader()), ValueError, "metrics={'accuracy'}"),
-    (lambda: bare(metrics={"accuracy"}).eval([]), ValueError, "gave no batch"),
-    (lambda: bare(metrics={"loss"}).eval([]), ValueError, "gave no batch"),
-    (lambda: bare().fit(1, loader(), loader()), ValueError, "something to measure"),
-    (lambda: bare().fit(1, loader(), valid_frequency=0), ValueError, "valid_frequency must be at least 1"),
-    (lambda: bare().fit(1, loader(), valid_frequency="2"), TypeError, "valid_frequency must be"),
-    (lambda: LossMonitor(-1), ValueError, "at least 0"),
-    (lambda: LossMonitor(2.0), TypeError, "must be an int"),
-    (lambda: Checkpoint("x", 0), ValueError, "every must be at least 1"),
-    (lambda: Checkpoint("x", 1.5), TypeError, "must be an int"),
-    (lambda: bare().train(1, None), TypeError, "a list or a DataLoader, got NoneType"),
-    (lambda: bare().train(1, loader(), callbacks=[print]), TypeError, "callbacks must be Callback objects"),
-    (lambda: bare().load("nowhere.pt"), FileNotFoundError, "nowhere.pt"),
-    (lambda: bare().load(__file__), ValueError, "no checkpoint that can be read"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), WRONG)
-def test_wrong_arguments(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-
-
 def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
     path, ours, other = tmp_path / "run.pt", model(), model(seed=3)
     other.network[3] = nn.Linear(8, 4)
@@ -558,25 +412,6 @@ def test_a_resumed_run_wants_its_callbacks_back(tmp_path):
         assert_same(everything(resumed), everything(whole))
 
 
-def test_a_resumed_run_remembers_how_many_steps_were_skipped(tmp_path):
-    def stuck():
-        net = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1, fused=True)
-        return Model(net, nn.MSELoss(), optimizer, loss_scale_manager=FixedLossScaleManager(1.0))
-
-    path, first, second = tmp_path / "run.pt", stuck(), stuck()
-    bad = [(torch.full((1, 1), torch.inf), torch.zeros(1, 1))] * 30
-    first.train(1, bad, callbacks=[Checkpoint(path), At(15, lambda run: run.request_stop())])
-    second.load(path)
-    with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
-        second.train(1, bad)
-    third = stuck()
-    first.train(1, bad, callbacks=[Checkpoint(path), At(30, lambda run: run.request_stop())])  # all steps, no epoch end
-    third.load(path)
-    with pytest.warns(RuntimeWarning, match="last 30 steps were skipped"):
-        third.train(1, bad)
-
-
 def test_a_trained_model_can_be_copied_and_pickled():
     ours = model()
     ours.train(1, loader(seed=3))
@@ -597,17 +432,6 @@ def test_a_progress_bar_counts_the_steps_and_shows_loss_and_scale(capfd):
     assert "12/12" in last
     assert "scale=" in last
     assert 0 < float(last.split("loss=")[1].split(",")[0]) < 10
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_checkpoint_with_and_without_a_manager(saved, tmp_path):
-    """The same train cell, in a model whose manager hears of overflows and in one of the cell alone."""
-    with_manager = model(seed=0)
-    alone = Model(model(seed=1).train_network)
-    first, second = (with_manager, alone) if saved else (alone, with_manager)
-    first.save(tmp_path / "c")
-    second.load(tmp_path / "c")
-    assert_same(second.train_network.state_dict(), first.train_network.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -640,45 +464,6 @@ def linear_model(**options):
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
     return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), **options)
-
-
-# --- outputs and batches that are nests
-
-
-class Nested(nn.Module):
-    """A network that returns its output inside something."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        self.linear, self.wrap = nn.Linear(2, 1), wrap
-
-    def forward(self, x):
-        return self.wrap(self.linear(x))
-
-
-class FirstLoss(nn.Module):
-    def __init__(self, pick):
-        super().__init__()
-        self.pick, self.seen = pick, None
-
-    def forward(self, output, label):
-        self.seen = self.pick(output).dtype
-        return (self.pick(output) - label).square().mean()
-
-
-@pytest.mark.parametrize(
-    ("wrap", "pick"),
-    [
-        (lambda y: Pair(y, y), lambda out: out.second),
-        (lambda y: {"logits": y}, lambda out: out["logits"]),
-        (lambda y: [{"logits": (y,)}], lambda out: out[0]["logits"][0]),
-    ],
-    ids=["named tuple", "dict", "nest"],
-)
-def test_the_loss_of_o2_gets_float32_in_any_nest(wrap, pick):
-    net, loss = Nested(wrap), FirstLoss(pick)
-    cell = build_train_network(net, torch.optim.SGD(net.parameters(), 0.1), loss, "O2")
-    assert cell(*BATCHES[0]).loss.dtype == loss.seen == torch.float32
 
 
 def test_every_tensor_of_a_nested_batch_goes_to_the_network_s_device():
@@ -780,52 +565,6 @@ def test_the_epochs_of_evaluations_are_whole_numbers(listed, error):
         linear_model(metrics={"mse"}).fit(2, BATCHES, BATCHES, valid_frequency=listed)
 
 
-# --- interrupts, errors, and what a callback is told
-
-
-class Pressed(nn.Module):
-    """A network in whose forward pass Ctrl-C is pressed; then it goes on, or fails."""
-
-    def __init__(self, presses, fails):
-        super().__init__()
-        self.linear, self.presses, self.fails = nn.Linear(2, 1), presses, fails
-
-    def forward(self, x):
-        for _ in range(self.presses):
-            signal.raise_signal(signal.SIGINT)
-        if self.fails:
-            raise MemoryError
-        return self.linear(x)
-
-
-@pytest.mark.parametrize(
-    ("presses", "fails", "error", "failed"),
-    [(1, False, KeyboardInterrupt, False), (2, False, KeyboardInterrupt, True), (1, True, MemoryError, True)],
-)
-def test_only_a_whole_step_is_worth_saving_after_ctrl_c(presses, fails, error, failed):
-    told = []
-
-    class Told(Callback):
-        def on_train_end(self, run):
-            told.append(run.failed)
-
-    net = Pressed(presses, fails)
-    with pytest.raises(error):
-        Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1)).train(1, BATCHES, Told())
-    assert told == [failed]
-
-
-def test_the_error_of_a_callback_reaches_the_caller_past_a_progress_bar():
-    class Bad(Callback):
-        def on_train_begin(self, run):
-            raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk"):
-        linear_model().train(1, BATCHES, [Bad(), ProgressBar()])
-    with pytest.raises(ValueError, match="every must be at least 1"):
-        ProgressBar(every=0)
-
-
 # --- checkpoints
 
 
@@ -856,22 +595,6 @@ def test_a_resume_that_was_refused_can_be_tried_again(tmp_path):
         model.train(2, BATCHES[:1], steps)
     model.train(2, BATCHES, steps)
     assert steps.seen == [3, 4, 5, 6]
-
-
-def test_an_error_after_a_step_does_not_bring_the_checkpoint_back(tmp_path):
-    path = tmp_path / "run.ckpt"
-    linear_model().train(2, BATCHES, StopAt(2, path))
-    model, steps = linear_model(), Steps()
-    model.load(path)
-
-    class Bad(Callback):
-        def on_train_step_end(self, run):
-            raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk"):
-        model.train(2, BATCHES, [steps, Bad()])
-    model.train(1, BATCHES, steps)
-    assert steps.seen == [3, 1, 2, 3]
 
 
 @pytest.mark.parametrize("ask", [lambda model: model.eval(BATCHES), lambda model: model.predict(torch.ones(1, 2))])
@@ -1125,22 +848,6 @@ def test_a_run_stops_and_is_saved_between_two_updates(stop, tmp_path):
     resumed.train(4, batches, Checkpoint(tmp_path / "c", every=2))
     assert_same(resumed.network.state_dict(), whole.network.state_dict())
     assert resumed.train_network.index == 12
-
-
-def test_the_listed_epochs_are_the_ones_evaluated():
-    class Evaluated(Callback):
-        def __init__(self):
-            self.epochs = []
-
-        def on_eval_end(self, run):
-            self.epochs.append(run.cur_epoch_num)
-
-    batches = [(torch.ones(1, 2), torch.zeros(1, 1))]
-    for due, want in ((2, [2, 4]), ([1, 4], [1, 4]), (range(3, 5), [3, 4]), ({2}, [2])):
-        told, model = Evaluated(), small_model()
-        model._metrics = {"loss": None}
-        model.fit(4, batches, batches, due, callbacks=told)
-        assert told.epochs == want
 
 
 class Best(Callback):

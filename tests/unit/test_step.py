@@ -17,10 +17,8 @@ from mpkit import optimizers
 from mpkit.bench.step import HostReads
 from mpkit.policies import FRAMEWORKS, preset
 from mpkit.scalers import (
-    DynamicLossScaleManager,
     DynamicLossScaler,
     DynamicLossScaleUpdateCell,
-    FixedLossScaleManager,
     FixedLossScaleUpdateCell,
     PolicyLossScaler,
     StaticLossScaler,
@@ -32,7 +30,6 @@ from mpkit.step import (
     TrainOneStepCell,
     TrainOneStepWithLossScaleCell,
     WithLossCell,
-    build_train_network,
 )
 
 OPTIMIZERS = {
@@ -237,17 +234,6 @@ def test_no_host_read_with_accumulation_and_with_several_optimizers():
     assert reads.count == 0
 
 
-def test_only_a_dampened_fused_sgd_waits_and_only_until_its_first_applied_step():
-    cell = cell_for("torch SGD dampened")
-    data = batches(6, bad=(0, 1))
-    counts = []
-    for x, y in data:
-        with HostReads() as reads:
-            cell(x, y)
-        counts.append(reads.count)
-    assert counts == [1, 1, 1, 0, 0, 0]
-
-
 # --- hooks
 
 
@@ -336,28 +322,6 @@ def test_clipping_acts_on_true_gradients_and_gives_what_float64_gives():
     clipped(x, y)
     for got, want in zip(weights(clipped), expected):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_micro_batches_give_the_update_of_the_whole_batch(parts):
-    whole, split = cell_for("torch SGD", "tensor"), cell_for("torch SGD", "tensor", accumulation_steps=parts)
-    for x, y in batches(6):
-        whole(x, y)
-        for micro_x, micro_y in zip(x.chunk(parts), y.chunk(parts)):
-            split(micro_x, micro_y)
-    for a, b in zip(weights(whole), weights(split)):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
-
-
-def test_accumulation_unscales_checks_and_adjusts_once_per_update():
-    notes = Notes()
-    cell = cell_for(sense="dynamic cell", accumulation_steps=2, hooks=[notes])
-    outcomes = [cell(x, y) for x, y in batches(8, bad=(2,))]
-    assert [bool(o.overflow) for o in outcomes] == [False, False, False, True, False, False, False, False]
-    assert [o.scale.item() for o in outcomes] == [1024, 1024, 1024, 512, 512, 512, 512, 512]
-    phases = [phase for phase, *_ in notes.seen]
-    assert phases.count("after_backward") == 8
-    assert phases.count("after_unscale") == phases.count("after_update") == 4
 
 
 def test_the_scale_may_not_change_within_an_accumulation():
@@ -479,83 +443,6 @@ def test_a_step_saved_anywhere_and_resumed_equals_one_that_went_on(sense, optimi
     assert second.index == 12
 
 
-@pytest.mark.parametrize("sense", SENSES)
-def test_a_scaled_step_by_hand_resumes_too(sense):
-    def made(seed):
-        net = network(seed)
-        return net, ScaledStep(torch.optim.SGD(net.parameters(), 0.1), SENSES[sense]())
-
-    def train(net, step, data):
-        for x, y in data:
-            step.backward(nn.functional.mse_loss(net(x), y))
-            step.update()
-
-    data = batches(10, bad=(1, 6))
-    net, step = made(0)
-    train(net, step, data[:5])
-    other, resumed = made(5)
-    other.load_state_dict(net.state_dict())
-    resumed.load_state_dict(through_a_file(step.state_dict()))
-    train(net, step, data[5:])
-    train(other, resumed, data[5:])
-    assert step.scale.item() == resumed.scale.item()
-    assert same(weights(net), weights(other))
-
-
-@pytest.mark.parametrize("sense", ["dynamic scaler", "static scaler", "torch policy"])
-def test_the_scale_of_a_cell_is_the_tensor_of_its_scaler(sense):
-    cell = cell_for(sense=sense)
-    scaler = cell.adjust
-    assert cell.scale_sense is scaler.scale_value
-    outcome = cell(*batches(1)[0])
-    cell.half()
-    other = cell_for(sense=sense)
-    other.adjust.scale_value.fill_(64.0)
-    scaler.load_state_dict(other.adjust.state_dict())
-    assert cell.scale_sense is scaler.scale_value
-    assert cell.scale_sense.item() == 64.0
-    assert outcome.scale.item() == 1024.0
-
-
-@pytest.mark.parametrize(
-    "sense",
-    [
-        DynamicLossScaler(1000.0, 3, 2),
-        PolicyLossScaler(preset("deepspeed", init_scale=1000.0, scale_window=2)),
-        PolicyLossScaler(preset("keras3", initial_scale=1000.0, dynamic_growth_steps=2)),
-        DynamicLossScaleUpdateCell(1000.0, 3, 2),
-    ],
-    ids=lambda sense: type(sense).__name__,
-)
-def test_a_rule_that_somebody_has_changed_is_called_the_public_way(sense):
-    """The step hands its float32 flag to our own rules; a subclass, or a cell with a hook, gets the documented bool."""
-    heard = []
-
-    class Listening(type(sense)):
-        def adjust(self, grads_finite):
-            heard.append(not grads_finite)
-            return super().adjust(grads_finite)
-
-        def forward(self, loss_scale, overflow):
-            heard.append(bool(overflow))
-            return super().forward(loss_scale, overflow)
-
-    data, bad = batches(12, (1, 2, 7)), [i in (1, 2, 7) for i in range(12)]
-    changed = copy.deepcopy(sense)
-    changed.__class__ = Listening
-    cells = [cell_for(sense="tensor") for _ in range(2)]
-    net = [TrainOneStepWithLossScaleCell(c.network, c.optimizer, s) for c, s in zip(cells, (sense, changed))]
-    scales = [[cell(x, y).scale.item() for x, y in data] for cell in net]
-    assert scales[0] == scales[1]
-    assert len(set(scales[0])) > 2
-    assert heard == bad
-    if isinstance(sense, nn.Module):
-        heard.clear()
-        sense.register_forward_hook(lambda module, args, out: heard.append(bool(args[1])))
-        assert net[0](*data[7]).overflow
-        assert heard == [True]
-
-
 @pytest.mark.parametrize("change", ["half", "double", "bfloat16"])
 def test_the_scale_stays_float32_when_the_cell_changes_its_dtype(change):
     cell = cell_for()
@@ -575,23 +462,6 @@ def test_an_optimizer_that_needs_a_closure_and_a_complex_loss_are_refused():
         ScaledStep(torch.optim.SGD([weight], 0.1), torch.tensor(8.0)).backward(weight.sum())
 
 
-@pytest.mark.parametrize("sense", ["dynamic cell", "dynamic scaler", "torch policy", "deepspeed policy"])
-def test_a_copy_goes_its_own_way(sense):
-    cell = cell_for(sense=sense)
-    data = batches(6, bad=(3,))
-    cell(*data[0])
-    twin = copy.deepcopy(cell)
-    before, scale = weights(cell), cell.scale_sense.item()
-    for x, y in data[1:]:
-        twin(x, y)
-    assert same(before, weights(cell))
-    assert cell.scale_sense.item() == scale
-    for x, y in data[1:]:
-        cell(x, y)
-    assert same(weights(cell), weights(twin))
-    assert cell.scale_sense.item() == twin.scale_sense.item()
-
-
 # --- what a step says when it cannot
 
 
@@ -599,94 +469,6 @@ def parts(**changes):
     net = network()
     given_ = {"network": WithLossCell(net, nn.MSELoss()), "optimizer": torch.optim.SGD(net.parameters(), 0.1)}
     return given_ | changes
-
-
-BAD_CELLS = [
-    (lambda: TrainOneStepCell(**parts(), sens=0), ValueError, "must be finite and not 0, got 0"),
-    (lambda: TrainOneStepCell(**parts(), sens="big"), TypeError, "sens must be a number"),
-    (lambda: TrainOneStepCell(**parts(), sens=float("nan")), ValueError, "must be finite and not 0, got nan"),
-    (lambda: TrainOneStepCell(**parts(network=len)), TypeError, "network must be an nn.Module"),
-    (lambda: TrainOneStepCell(**parts(optimizer=0.1)), TypeError, "optimizer must be a torch.optim.Optimizer"),
-    (lambda: TrainOneStepCell(**parts(), sens=4.0, clip_norm=1.0), ValueError, "clip_norm / sens"),
-    (lambda: TrainOneStepCell(**parts(), clip_norm=0), ValueError, "use None for no clipping"),
-    (lambda: TrainOneStepCell(**parts(), clip_norm="1"), TypeError, "clip_norm must be a number"),
-    (lambda: TrainOneStepCell(**parts(), accumulation_steps=0), ValueError, "at least 1"),
-    (lambda: TrainOneStepCell(**parts(), accumulation_steps=2.0), TypeError, "must be an int"),
-    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=1024.0), TypeError, r"torch.tensor\(...\)"),
-    (
-        lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=DynamicLossScaleManager()),
-        TypeError,
-        r"manager.get_update_cell\(\)",
-    ),
-    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.ones(2)), ValueError, r"\(\) or \(1,\)"),
-    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.ones(1, 1)), ValueError, r"got \(1, 1\)"),
-    (
-        lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=PolicyLossScaler(short("fairscale_layerwise"))),
-        ValueError,
-        r"one loss has one scale, and this scaler has 2: .* policy\[i\]",
-    ),
-    (lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(8)), TypeError, "floating tensor"),
-    (
-        lambda: TrainOneStepWithLossScaleCell(**parts(), scale_sense=torch.tensor(0.0)),
-        ValueError,
-        "finite and not 0",
-    ),
-    (lambda: cell_for().set_sense_scale(8.0), TypeError, r"use torch.tensor\(8.0\)"),
-    (lambda: cell_for().set_sense_scale(torch.ones(1)), ValueError, r"shape \(\), got torch.float32 of shape \(1,\)"),
-    (lambda: cell_for().set_sense_scale(torch.tensor(8)), ValueError, "needs a floating tensor"),
-]
-
-
-@pytest.mark.parametrize(("build", "error", "words"), BAD_CELLS)
-def test_wrong_arguments_of_the_cells(build, error, words):
-    with pytest.raises(error, match=words):
-        build()
-
-
-def building(**kwargs):
-    net = network()
-    return build_train_network(
-        **({"network": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1), "loss_fn": nn.MSELoss()} | kwargs)
-    )
-
-
-BAD_BUILDS = [
-    ({"network": len}, TypeError, "network must be an nn.Module"),
-    ({"optimizer": "sgd"}, TypeError, "optimizer must be"),
-    ({"loss_fn": nn.functional.mse_loss}, TypeError, "loss_fn must be an nn.Module"),
-    ({"level": 2}, TypeError, "level must be a string"),
-    ({"level": None}, TypeError, "level must be a string"),
-    ({"level": "O4"}, ValueError, "level is one of O0, O1, O2, O3, auto"),
-    ({"level": "o2"}, ValueError, "case matters"),
-    ({"boost_level": "O3"}, ValueError, "boost_level is one of"),
-    ({"boost_level": None}, ValueError, "boost_level is one of"),
-    ({"cast_model_type": torch.bfloat16}, TypeError, "torch.float16 or torch.float32"),
-    ({"cast_model_type": "float16"}, TypeError, "torch.float16 or torch.float32"),
-    ({"keep_batchnorm_fp32": 1}, TypeError, "must be True or False"),
-    ({"loss_scale_manager": 1024}, TypeError, "LossScaleManager"),
-    ({"loss_scale_manager": 0}, TypeError, "LossScaleManager"),  # MindSpore lets falsy values slip past
-    ({"keep_batchnorm": True}, ValueError, "unknown keyword 'keep_batchnorm'"),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "error", "words"), BAD_BUILDS)
-def test_wrong_arguments_of_build_train_network(kwargs, error, words):
-    with pytest.raises(error, match=words):
-        building(**kwargs)
-
-
-def test_the_manager_decides_the_train_cell():
-    assert type(building()) is TrainOneStepCell
-    assert type(building(level="O2")) is TrainOneStepWithLossScaleCell
-    assert building(level="O2").scale_sense.item() == 2.0**24
-    assert type(building(level="O2", loss_scale_manager=None)) is TrainOneStepCell
-    assert type(building(loss_scale_manager=FixedLossScaleManager())) is TrainOneStepWithLossScaleCell
-    fixed = building(loss_scale_manager=FixedLossScaleManager(64.0, False))
-    assert type(fixed) is TrainOneStepCell
-    assert fixed.sens.item() == 64.0
-    live = DynamicLossScaleManager(1024, 2, 10)
-    live.update_loss_scale(True)
-    assert building(loss_scale_manager=live).scale_sense.item() == 512.0
 
 
 class Loss(nn.Module):
@@ -795,16 +577,6 @@ def test_a_captured_step_equals_the_eager_one_bit_for_bit(on_gpu):
         assert torch.equal(outcome.overflow, expected.overflow)
     assert same(weights(eager), weights(captured))
     assert eager.scale_sense.item() == captured.scale_sense.item()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sense", SENSES)
-def test_a_gpu_gives_the_cpus_scales_and_nearly_its_weights(on_gpu, sense):
-    here, there = cell_for("torch SGD", sense), on_gpu("torch SGD", sense)
-    for x, y in batches(10, bad=(2, 6)):
-        assert here(x, y).scale.item() == there(x.cuda(), y.cuda()).scale.item()
-    for a, b in zip(weights(here), weights(there)):
-        torch.testing.assert_close(a, b.cpu(), rtol=0, atol=1e-5)
 
 
 def test_a_hook_and_an_earlier_outcome_keep_the_scale_that_a_step_used():

@@ -11,8 +11,6 @@ from torch import nn
 
 from mpkit import optimizers as opt
 from mpkit.boost import (
-    AutoBoost,
-    BoostTrainOneStepCell,
     FreezeOpt,
 )
 from mpkit.model import Model
@@ -21,37 +19,11 @@ from mpkit.scalers import (
     DynamicLossScaler,
     FixedLossScaleManager,
 )
-from mpkit.step import ScaledStep, TrainOneStepCell, WithLossCell, build_train_network
+from mpkit.step import ScaledStep, TrainOneStepCell, build_train_network
 
 
 def one_weight(dtype=torch.float32, value=0.0):
     return nn.Parameter(torch.full((1,), value, dtype=dtype))
-
-
-# --- accumulation
-
-
-def test_boosts_accumulation_clips_the_mean_and_not_its_parts():
-    net = nn.Linear(1, 1, bias=False)
-    net.weight.data.zero_()
-    boost = AutoBoost(
-        "O1",
-        {
-            "boost": {"mode": "manual", "less_bn": False, "grad_freeze": False, "grad_accumulation": True},
-            "grad_accumulation": {"grad_accumulation_step": 2},
-        },
-    )
-    cell = BoostTrainOneStepCell(
-        WithLossCell(net, Output()), torch.optim.SGD(net.parameters(), 1.0), boost=boost, clip_norm=2.0
-    )
-    for x in (8.0, -6.0):  # the gradients; their mean is 1, their parts clipped to 2 have the mean 0
-        cell(torch.tensor([[x]]), None)
-    assert net.weight.item() == -1.0
-
-
-class Output(nn.Module):
-    def forward(self, output, _label):
-        return output.sum()
 
 
 class Fails(torch.autograd.Function):
@@ -126,20 +98,6 @@ def test_a_step_by_hand_goes_on_where_an_optimizer_failed():
     assert (a.item(), b.item()) == (0.0, 0.0)
 
 
-def test_a_failed_step_by_hand_can_be_given_up():
-    a, b, step = two_optimizers()
-    step.backward((a + b).sum())
-    with pytest.raises(RuntimeError, match="no disk"):
-        step.update()
-    with pytest.raises(RuntimeError, match="drop"):
-        step.backward((a + b).sum())
-    step.drop()
-    step.optimizers[1].broken = False
-    step.backward((a + b).sum())
-    step.update()
-    assert (a.item(), b.item()) == (0.0, 0.5)
-
-
 def test_a_refused_state_changes_nothing_of_a_step_by_hand():
     def made():
         a, b = one_weight(), one_weight()
@@ -212,43 +170,6 @@ def test_an_optimizer_that_cannot_step_is_refused_before_the_network_is_touched(
     assert shape_of(net, optimizer) == before
 
 
-# --- checkpoints of others
-
-KINDS = {
-    "Momentum": lambda p: opt.Momentum(p, 0.1, 0.9),
-    "Adam": lambda p: opt.Adam(p, 0.1),
-    "AdamWeightDecay": lambda p: opt.AdamWeightDecay(p, 0.1),
-    "torch SGD": lambda p: torch.optim.SGD(p, 0.1, 0.9),
-    "torch Adam": lambda p: torch.optim.Adam(p, 0.1),
-    "LARS": lambda p: opt.LARS(opt.SGD(p, 0.1)),
-    "FreezeOpt": lambda p: FreezeOpt(opt.RMSProp(p, 0.1)),
-}
-
-
-@pytest.mark.parametrize("saved", KINDS)
-@pytest.mark.parametrize("here", KINDS)
-def test_a_checkpoint_of_another_optimizer_is_a_value_error_and_changes_nothing(saved, here, tmp_path):
-    def made(kind, seed):
-        torch.manual_seed(seed)
-        net = nn.Linear(2, 1)
-        return Model(net, nn.MSELoss(), KINDS[kind](net.parameters()))
-
-    batches = [(torch.ones(4, 2), torch.zeros(4, 1))]
-    first = made(saved, 0)
-    first.train(1, batches)
-    first.save(tmp_path / "c")
-    second = made(here, 1)
-    if here == saved:
-        second.load(tmp_path / "c")
-        assert_same(second.train_network.state_dict(), first.train_network.state_dict())
-        return
-    before = copy.deepcopy(second.train_network.state_dict())
-    with pytest.raises(ValueError, match="optimizer"):
-        second.load(tmp_path / "c")
-    assert_same(second.train_network.state_dict(), before)
-    second.train(1, batches)
-
-
 # --- checkpoints
 
 
@@ -290,3 +211,35 @@ def test_the_state_of_a_subclass_is_one_of_its_kind():
     for wrong, error in ((5, TypeError), ([5], TypeError), ([[5]], TypeError), ([[[]]], ValueError), ([], ValueError)):
         with pytest.raises(error, match="kinds"):
             steps[1].load_state_dict({**state, "kinds": wrong})
+
+
+# --- what rests, what is foreign, what does not go together
+
+
+def test_an_optimizer_without_gradients_rests_and_all_of_them_are_an_error():
+    a, b = one_weight(value=1.0), one_weight(value=1.0)
+    optimizers = [torch.optim.SGD([a], 0.5, momentum=0.5), opt.Momentum([b], 0.5, 0.5)]
+    step = ScaledStep(optimizers, DynamicLossScaler(8.0, 2, 1), skip="each")
+    before = copy.deepcopy(optimizers[1].state_dict())
+    step.backward(a.sum())
+    assert not step.update()
+    assert (a.item(), b.item(), step.scale.item()) == (0.5, 1.0, 16.0)
+    assert_same(optimizers[1].state_dict(), before)
+    elsewhere = one_weight(value=1.0)
+    step.backward(elsewhere.sum())
+    with pytest.raises(RuntimeError, match="SGD, Momentum"):
+        step.update()
+    whole = ScaledStep(optimizers, torch.tensor(8.0))
+    whole.backward(a.sum())
+    with pytest.raises(RuntimeError, match="Momentum"):
+        whole.update()
+    assert a.grad.item() == 8.0  # nothing was divided
+
+
+def test_gradients_of_a_plain_backward_pass_are_told_to_be_unscaled():
+    a = one_weight(value=1.0)
+    step = ScaledStep(torch.optim.SGD([a], 0.5), torch.tensor(8.0))
+    a.sum().backward()
+    with pytest.raises(RuntimeError, match="are unscaled"):
+        step.update()
+    assert (a.item(), a.grad.item()) == (1.0, 1.0)
