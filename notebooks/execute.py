@@ -64,6 +64,9 @@ def tidy(notebook: Any) -> None:
     for number, cell in enumerate(notebook.cells):
         cell.metadata.pop("execution", None)
         cell.setdefault("id", f"cell-{number:02d}")
+        if cell.get("outputs"):  # a living view stands beside its stored picture, in an output of its own
+            living = {"application/vnd.jupyter.widget-view+json"}
+            cell.outputs = [o for o in cell.outputs if o.get("data", {}).keys() - living or not o.get("data")]
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
             if output.output_type == "error":  # a traceback names the folders of the machine

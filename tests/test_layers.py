@@ -15,8 +15,8 @@ LAYERS = (
     ("schedules", "optimizers", "step", "model"),
     ("boost",),
     ("record", "replay", "diagnose", "experiment", "bench"),
-    ("plots",),
-    ("explorers", "widgets", "check"),
+    ("view", "plots"),
+    ("lessons", "explorers", "widgets", "check"),
     ("command", "info", "lab", "__main__"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

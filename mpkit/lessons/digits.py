@@ -1,0 +1,139 @@
+"""The training that the lessons share: the 784-512-512-10 network on the digits, at any level, with any scaler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.data import data_dir, digits
+from mpkit.device import default_device
+from mpkit.formats import FP16, FloatFormat
+from mpkit.networks import Network
+from mpkit.record import Trace
+from mpkit.scalers import LossScaler, all_finite
+
+BATCH, RATE, STEPS = 64, 0.1, 240
+
+
+def train_step(
+    network: nn.Module, optimizer: torch.optim.Optimizer, scaler: LossScaler, images: Tensor, labels: Tensor
+) -> tuple[Tensor, bool]:
+    """One step of mixed-precision training, in eight phases: the loss, and whether all gradients were finite."""
+    optimizer.zero_grad()
+    parameters = list(network.parameters())  # 1 keep weights in float32
+    output = network(images)  # 2 forward in float16
+    loss = F.cross_entropy(output, labels)  # 3 loss in float32
+    scaler.scale(loss).backward()  # 4 scaled backward pass
+    scaled = [parameter.grad for parameter in parameters]  # 5 gradients in float32
+    true = scaler.unscale(scaled)  # 6 divide by the scale
+    finite = all_finite(true)  # 7 update if all are finite
+    if finite:
+        for parameter, grad in zip(parameters, true):
+            parameter.grad = grad
+        optimizer.step()
+    scaler.adjust(finite)  # 8 adjust the scale
+    return loss.detach(), bool(finite)
+
+
+@dataclass
+class Run:
+    """What happened in one training.
+
+    Args:
+        level, dtype:  casting level and 16-bit format.
+        losses:        loss of each step (nats).
+        scales:        loss scale used in each step (dimensionless).
+        skipped:       numbers of the steps without an update, from 0.
+        accuracy:      share of the test digits that are right at the end; None while training.
+    """
+
+    level: str
+    dtype: str
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    accuracy: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The run as a line of a table, rounded for reading; the digits differ from machine to machine."""
+        return {
+            "level": self.level,
+            "first loss": round(self.losses[0], 1),
+            "last loss": round(sum(self.losses[-24:]) / len(self.losses[-24:]), 1),
+            "accuracy": None if self.accuracy is None else round(self.accuracy, 2),
+            "last scale": f"2^{math.log2(self.scales[-1]):.4g}",
+            "skipped": len(self.skipped),
+        }
+
+
+def computed_in(dtype: str, device: torch.device) -> torch.dtype | FloatFormat:
+    """What a training here computes in. On a CPU float16 is emulated inside float32.
+
+    Most processors have no products in float16, and torch is then about five times as slow as an emulation with the
+    same range and the same rounding.
+    """
+    if dtype == "float16":
+        return FP16 if device.type == "cpu" else torch.float16
+    return torch.bfloat16
+
+
+def training(
+    level: str, scaler: LossScaler, *, dtype: str = "float16", steps: int = STEPS, seed: int = 0
+) -> Iterator[Run]:
+    """Train on the digits and yield the `Run` so far after every step, a new one: whoever holds it may read it while
+    the training goes on. The accuracy is there after the last.
+
+    Source:  the network, the scaler and the order of the step are those of the MindSpore tutorial
+             "automatic mixed precision"; the images are the 1,797 digits in `data/`.
+    """
+    device = default_device()
+    torch.manual_seed(seed)
+    network = auto_mixed_precision(Network().to(device), level, computed_in(dtype, device))
+    optimizer = torch.optim.SGD(network.parameters(), RATE)
+    images, labels = (t.to(device) for t in digits("train"))
+    order = torch.Generator().manual_seed(seed)
+    run = Run(level, dtype)
+    batches: Iterator[Tensor] = iter(())
+    for number in range(steps):
+        batch = next(batches, None)
+        if batch is None:  # a new epoch, shuffled anew
+            batches = iter(torch.randperm(len(images), generator=order).split(BATCH))
+            batch = next(batches)
+        scale = float(scaler.scale_value)
+        loss, finite = train_step(network, optimizer, scaler, images[batch], labels[batch])
+        losses, scales = [*run.losses, float(loss)], [*run.scales, scale]
+        right = accuracy(network) if number == steps - 1 else None
+        run = Run(level, dtype, losses, scales, run.skipped if finite else [*run.skipped, number], right)
+        yield run
+
+
+def trained(level: str, scaler: LossScaler, **options: Any) -> Run:
+    """`training` to its end."""
+    *_, run = training(level, scaler, **options)
+    return run
+
+
+def accuracy(network: nn.Module) -> float:
+    """Share of the 297 test digits that the network names rightly."""
+    images, labels = (t.to(default_device()) for t in digits("test"))
+    with torch.no_grad():
+        return float((network(images).argmax(1) == labels).float().mean())
+
+
+@cache
+def recorded_run(steps: int = STEPS) -> Run:
+    """The first steps of the training recorded in `data/traces/mlp_digits.npz`, for a view that has none of its own.
+
+    It was trained with momentum, which `training` has not.
+    """
+    trace = Trace.load(data_dir() / "traces" / "mlp_digits.npz").before(steps)
+    skipped = [i for i, bad in enumerate(trace.overflow) if bad]
+    return Run("recorded", "float16", trace.loss.tolist(), trace.scale.tolist(), skipped)

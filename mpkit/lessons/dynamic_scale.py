@@ -1,0 +1,438 @@
+"""Lesson 05: how a dynamic loss scale moves, over a recorded run, over factors and windows, in a live training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpkit.data import data_dir
+from mpkit.formats import get_format
+from mpkit.lessons.digits import Run, recorded_run, training
+from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, stack
+from mpkit.record import Trace
+from mpkit.replay import ceilings, flushed, simulate
+from mpkit.replay.percent import percent
+from mpkit.scalers import LossScaler
+from mpkit.view import Choice, Range, Sheet, Stroke, view
+from mpkit.view.parts import edges, framed, guessed, heat_map, histogram, loss_and_scale, prediction, regions, tenths
+from mpkit.view.parts import typed_line as typed_in
+from mpkit.view.sheet import exponents, linear, log2, power_of_two
+from mpkit.view.words import capital, counted, exponent
+
+RUNS = {
+    "mlp_digits": "perceptron on digits, healthy",
+    "gpt_sums": "small GPT on sums, healthy",
+    "rare_outliers": "one huge batch in 16",
+    "growing_activations": "broken from step 129 on",
+}
+FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
+SHOWN = 400  # steps of each recorded run
+POWERS = (-60, 120)  # what a hand may set: far beyond any axis, and within float32
+
+
+# ---- numbers
+@cache
+def recorded(run: str, fmt: str = "fp16") -> tuple[Trace, np.ndarray]:
+    """A trace from `data/traces` and the largest scale that each of its steps can bear in `fmt` (negative: none).
+
+    The runs were trained in float32, so that no recorded scale hides what another one would have kept, and the ceiling
+    of float16 was measured in each step; that of bfloat16 follows from the largest gradient of a weight.
+    """
+    trace = Trace.load(data_dir() / "traces" / f"{run}_float32.npz").before(SHOWN)
+    return trace, ceilings(trace, fmt)
+
+
+def zero_share(trace: Trace, scales: np.ndarray, fmt: str = "fp16") -> np.ndarray:
+    """Share of gradient values that are zero in float32 already, or become zero in `fmt` at these scales.
+
+    Shapes:  scales (N, P), one row per step -> (N, P); NaN in steps whose loss is not finite: they have no gradients.
+    """
+    part = trace.gradients
+    lost = flushed(trace, scales, fmt)
+    nonzero = part.total().sum(axis=1)[:, None]
+    share = (part.zeros.sum(axis=1)[:, None] + lost * nonzero) / part.size.sum()
+    return np.where((ceilings(trace, fmt) < 0)[:, None], math.nan, share)
+
+
+def stepped(
+    policy: ScalePolicy, tops: np.ndarray, puts: Mapping[int, float] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(scale used in each step, was it finite, what was decided after it) when step i overflows above `tops[i]`.
+
+    `puts` are scales set by hand, by step; the count of finite steps starts again there.
+    """
+    starts = {0: policy.init_scale} | {k: v for k, v in (puts or {}).items() if k < len(tops)}
+    ends, parts = [*sorted(starts)[1:], len(tops)], []
+    for first, end in zip(sorted(starts), ends):
+        own = replace(policy, init_scale=starts[first])
+        done = simulate(tops[first:end], own)
+        used = done.sampled[:, 0]
+        finite = used <= tops[first:end]
+        parts.append((used, finite, explain(own, used, np.append(used[1:], done.final[0]), finite)))
+    scale, finite, reasons = (np.concatenate(column) for column in zip(*parts))
+    return scale, finite, reasons
+
+
+def since_change(scale: np.ndarray, finite: np.ndarray, window: int, puts: list[int]) -> np.ndarray:
+    """Finite steps since the scale last moved, this one included: how full the window is; 0 in a skipped step."""
+    steps = np.arange(len(scale))
+    moved = finite & np.append(True, (scale[1:] != scale[:-1]) | ~finite[:-1])
+    moved[puts] = True
+    return np.where(finite, (steps - np.maximum.accumulate(np.where(moved, steps, 0))) % window + 1, 0)
+
+
+# ---- a recorded run under your scaler
+@view(
+    run=RUNS,
+    fmt=FORMATS,
+    start=Range(0, 32, label="start 2^"),
+    hold="hold the scale",
+    factor=Range(1.01, 16, 0.25, "scale_factor", log=2),
+    apart="own factor down",
+    down=Range(1.01, 16, 0.25, "factor down", log=2),
+    window=Range(1, SHOWN, label="scale_window, steps"),
+    floor=Range(-24, 10, label="floor 2^"),
+    step=(0, SHOWN - 1),
+    drawn=Stroke(SHOWN, *POWERS),
+    puts=Stroke(SHOWN, *POWERS),
+)
+def dynamics(
+    see: Sheet, run="gpt_sums", fmt="fp16", start=24, hold=False, factor=2.0, apart=False, down=2.0, window=50,
+    floor=0, step=SHOWN - 1, drawn={}, puts={},
+) -> None:  # fmt: skip
+    """A recorded run under any dynamic scale: a ball on the scale below its ceiling, and the gradients beside it.
+
+    Numbers over all 400 steps: `scale finite reasons ceiling headroom zeros` (share of the gradient values that are
+    zero, NaN where there are none). `drawn` are ceilings drawn by hand, `puts` scales set by hand, as exponents.
+    """
+    if floor > start:
+        raise ValueError(f"the floor 2^{floor} must not lie above the start 2^{start}")
+    trace, ceiling = recorded(run, fmt)
+    ceiling = ceiling.copy()
+    ceiling[[*drawn]] = np.exp2([*drawn.values()])
+    divisor, span = (1.0, 2**30) if hold else (down if apart else factor, window)
+    policy = ScalePolicy.by_factor(2.0**start, factor, span, 2.0**floor, name="dynamic", backoff_divisor=divisor)
+    scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
+    zeros = zero_share(trace, scale[:, None], fmt)[:, 0]
+    see.idle = {*(("factor", "apart", "down", "window", "floor") if hold else ()), *(() if apart else ("down",))}
+    if drawn or puts:
+        see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
+
+    real = np.log2(ceiling[ceiling > 0]), np.log2(scale)
+    low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real)))
+    high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
+    see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
+    see.play("step", "step", SHOWN, every=100)
+    used, top = exponents(scale, low, high), see.keep("ceiling", exponents(ceiling, low, high))
+    good = since_change(scale, finite, span, [*puts])
+    main = _main(see, used, top, (low, high), good / max(1, min(span, SHOWN)), finite, reasons, zeros)
+    if ceiling[-1] < 0:
+        first = np.flatnonzero(ceiling > 0)[-1] + 1
+        main.given["title"] = f"from step {first} on no scale helps: the loss is not finite"
+    main.handle("y", "puts", used, low, high, "the scale of this step, 2 to the", cross=0, gesture=True, look="plain")
+    if not hold:
+        look: dict[str, Any] = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {window}"}
+        main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **look)
+        side: dict[str, Any] = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25}
+        main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", note=f"× {factor:.4g}", **side)
+        if apart:
+            side |= {"slope": -1, "note": f"÷ {down:.4g}"}
+            main.handle("y", "down", math.log2(down), 0.25, 4, "factor down", **side)
+        below = ", below this picture" if floor < low else ""
+        main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
+    _gradients(see, trace, fmt, scale, zeros)
+    _whole(see, used, top, finite, (low, high), step, start)
+
+    broken = np.flatnonzero(recorded(run, fmt)[1] < 0)
+    name = f"broken from step {broken[0]} on" if len(broken) else RUNS[run]
+    inside = "" if fmt == "fp16" else f", with gradients in {FORMATS[fmt]}"
+    headroom = np.log2(np.maximum(ceiling, 2.0**-60) / scale)
+    after = np.where(finite, "", ", and the optimizer sees nothing of this step")
+    told: dict[str, Any] = {"decided": np.char.add(reasons.astype(str), after), "power": np.log2(scale)}
+    if ceiling.min() > 0:
+        bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
+        told["empty"], share = tenths(zeros), "{empty} % of this step's gradient values are zero"
+    else:
+        bound, share = "{top}", "{empty} of this step's gradient values are zero"
+        told["top"] = np.where(ceiling > 0, "below the ceiling", "and no scale helps: the loss is not finite")
+        told["empty"] = ["an unknown share" if math.isnan(z) else percent(z) for z in zeros]
+    see.say(
+        f"{capital(name)}{inside}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
+        f"far: {{so_far}} of {{count}}. At this scale {share}.",
+        at=np.arange(SHOWN), count=np.arange(SHOWN) + 1, so_far=np.cumsum(~finite), scale=scale, finite=finite,
+        reasons=reasons, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
+    )  # fmt: skip
+    see.rows = [
+        {"step": i, "scale": exponent(scale[i]), "ceiling": exponent(ceiling[i]) if ceiling[i] > 0 else "none",
+         "skipped": "" if finite[i] else "yes", "decision": str(reasons[i])}
+        for i in range(SHOWN)
+        if not finite[i] or reasons[i] not in ("held", "at cap")
+    ]  # fmt: skip
+
+
+def _main(
+    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, zeros: Any
+) -> Any:
+    """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
+    low, high = ends
+    x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, SHOWN, 20)]}
+    main = see.panel(title="the loss scale and its ceiling", x=x, y=log2("loss scale", low, high))
+    skips = np.flatnonzero(~finite)
+    main.band(top, high, label="here it would overflow")
+    main.add("pen", y=top, color="overflow", name="drawn", lo=low, hi=high, label="ceiling", width=1.6)
+    main.line(used, step="mid", width=2.6, show="upto", label="loss scale", ghost=True)
+    main.crosses(used, skips, "skipped step", since=skips, size=4.5, show="upto")
+    ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
+    main.points(used, ring=ring, show="at", **ball)
+    codes = sorted(set(map(str, reasons)))
+    main.add("notes", label="decision", told=codes, codes=np.searchsorted(codes, reasons.astype(str)).astype(np.uint8))
+    totals, words = [np.cumsum(~finite), np.arange(1, SHOWN + 1)], "skipped {} of {} steps"
+    if not np.isnan(zeros).any():  # a step whose loss is not finite has no gradients to count
+        totals, words = [*totals, tenths(zeros)], words + ";  {} % of this step's gradients are zero"
+    main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
+    return main
+
+
+def _gradients(see: Sheet, trace: Trace, fmt: str, scale: np.ndarray, zeros: np.ndarray) -> None:
+    """Each step's recorded gradients times its scale, over the regions of the format."""
+    part, form, low = trace.gradients, get_format(fmt), -32.0
+    share = 100 * part.total() / part.size.sum()
+    rows = np.searchsorted(trace.rows, np.arange(SHOWN), "right") - 1
+    ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
+    top = min(max(40, form.max_exponent + 1), max(20, math.ceil((ends[rows] + np.log2(scale)).max())))
+    x = linear("share, %", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
+    panel = see.panel(0, 1, title="gradients × scale", x=x, y=log2(f"gradient × scale, {FORMATS[fmt]}", low, top))
+    regions(panel, "y", *edges(form), zero="become zero")
+    look = {"axis": "y", "rows": see.keep("rows", rows), "shift": np.log2(scale)}
+    histogram(see, panel, share, part.lowest, form, label="share of the gradients, %", **look)
+    if np.isnan(zeros[-1]):
+        first = int(np.flatnonzero(np.isfinite(zeros))[-1]) + 1
+        words = "no gradients:\nthe loss is\nnot finite"
+        panel.text(words, 0.5, 0.5, frame=True, halo=True, only=(first, SHOWN - 1))
+
+
+def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any, step: int, start: int) -> None:
+    """All steps in small, with the handles of the step and of the start."""
+    low, high = ends
+    every = next(k for k in (8, 16, 32, 64) if high - low < 3.5 * k)  # four names find room
+    whole = see.panel(1, 0, colspan=2, x=linear("step of the whole run", 0, SHOWN, 8), y=log2("", low, high, every))
+    whole.band(top, high, quiet=True)
+    whole.line(top, color="overflow", width=1)
+    whole.line(used, step="mid", width=1.6)
+    whole.crosses(used, np.flatnonzero(~finite), size=2.5, width=1.4)
+    whole.handle("x", "step", step, 0, SHOWN - 1, "step")
+    whole.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.015 * SHOWN, note="start")
+
+
+# ---- factor x window
+FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
+WINDOWS = (2, 5, 10, 20, 50, 100, 200)
+FIGURES = {
+    "lost": "training signal lost, %",
+    "skipped": "skipped steps of 400",
+    "headroom": "mean headroom, bits",
+    "zeros": "gradient values that are zero, %",
+}
+
+
+@cache
+def swept(run: str, start: int) -> dict[str, np.ndarray]:
+    """Figure -> (factors, windows) on one recorded run, whose scale starts at 2^start; shares in percent."""
+    trace, tops = recorded(run)
+    policies = [ScalePolicy.by_factor(2.0**start, f, w, floor=1.0) for f in FACTORS for w in WINDOWS]
+    done = simulate(tops, stack(policies))
+    good = done.sampled <= tops[:, None]
+    applied = np.maximum(good.sum(0), 1)
+    bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
+    lost = np.where(good, flushed(trace, done.sampled, "fp16"), 0.0).sum(0) / applied
+    columns = {
+        "lost": 100 * (1 - good.mean(0) * (1 - lost)),
+        "skipped": done.skipped.astype(float),
+        "headroom": bits.sum(0) / applied,
+        "zeros": 100 * zero_share(trace, done.sampled).mean(0),
+    }
+    return {name: c.reshape(len(FACTORS), len(WINDOWS)) for name, c in columns.items()}
+
+
+@view(
+    run=dict([*RUNS.items()][:3]),
+    start=Range(0, 32, label="initial scale, 2 to the", costly=True),
+    figure=Choice(FIGURES, "what the cells show"),
+)
+def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
+    """Every pair of factor and window on one recorded run; the pairs that lose least training signal are framed.
+
+    Numbers: `lost skipped headroom zeros`, each (factors, windows).
+    """
+    grids = swept(run, start)
+    grid = grids[figure]
+    texts = [format(v, ".0f" if figure == "skipped" else ".1f") if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
+    see.grid(400)
+    panel = heat_map(see, grid, texts, FACTORS, WINDOWS, FIGURES[figure])
+    least = f"{grids['lost'].min():.1f}"
+    best = [(i, j) for i, j in np.ndindex(*grid.shape) if f"{grids['lost'][i, j]:.1f}" == least]  # as the cells tell it
+    if figure == "lost" and len(best) < grid.size:
+        framed(panel, best, "normal", "least training signal lost")
+    told = {
+        "lost": "% of the training signal is lost",
+        "skipped": "of 400 steps are skipped",
+        "headroom": "bits is the mean headroom",
+        "zeros": "% of the gradient values are zero",
+    }[figure]
+    pairs = "each of them" if len(best) == grid.size else f"the {counted(len(best), 'pair')} with the frame"
+    see.say(
+        f"{capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by factor and window. The least "
+        f"training signal is lost with {pairs if figure == 'lost' else counted(len(best), 'pair')}: {least} %.",
+        low=float(f"{grid.min():.4g}"), high=float(f"{grid.max():.4g}"), **dict[str, Any](grids),
+    )  # fmt: skip
+
+
+# ---- a training that is steered while it runs
+LIVE, WIDE = 2000, 240  # steps at most, steps in the picture
+FLOOR = (-14, 10)
+
+
+class SteeredScaler(LossScaler):
+    """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""
+
+    def __init__(self, policy: Callable[[], ScalePolicy], kicked: Callable[[], int] = lambda: 0) -> None:
+        self._policy, self._kicked, self._done = policy, kicked, kicked()
+        self._state: ScaleState = initial(policy())
+        self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the policy as it is now; then what was asked for by hand, powers of two: `kicked` in all."""
+        self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
+        kick, self._done = self._kicked() - self._done, self._kicked()
+        if kick:  # the running step is over: its gradients were divided by what multiplied its loss
+            scale = min(2.0**100, max(2.0**-40, self._state.scale * 2.0**kick))
+            self._state = self._state._replace(scale=scale, decided=scale, good=0)
+        self.scale_value.fill_(self._state.scale)
+        return True
+
+
+def live_policy(factor: int, window: int, floor: int, **_: Any) -> ScalePolicy:
+    """The policy of the sliders; it starts at 2^16."""
+    return ScalePolicy.by_factor(2.0**16, float(factor), window, 2.0**floor)
+
+
+def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Train until stopped, with the policy and the kicks of the moment."""
+    scaler = SteeredScaler(lambda: live_policy(**now()), lambda: now()["kicks"])
+    for run in training("O2", scaler, steps=(steps := now()["steps"])):
+        yield {"run": run, "progress": len(run.losses) / steps}
+
+
+@view(
+    factor=Range(2, 16, label="scale_factor"),
+    window=Range(1, WIDE, label="scale_window, steps"),
+    floor=Range(*FLOOR, label="floor, 2 to the"),
+)
+def live(see: Sheet, factor=2, window=20, floor=0, kicks=0, steps=LIVE, run: Run | None = None) -> None:
+    """A real training on the digits at O2 in float16 whose scale can be steered while it runs. Numbers: `run`."""
+    see.grid(360, 900, cols=(1, 1.2))
+    see.buttons = {"Train": steered, "Scale × 2^10": {"kicks": kicks + 10}, "Scale / 2^10": {"kicks": kicks - 10}}
+    own = run is not None and bool(run.losses)
+    runs = [("this run", run, "own", None)] if own else [("a recorded run", recorded_run(WIDE), "reference", "--")]
+    last = max(WIDE, len(run.losses) if run else 0)
+    _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(floor,))
+    panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
+    settings = f"factor {factor}, window {window}, floor 2^{floor}"
+    if run is None or not own:
+        words = (
+            "press Train, and move the sliders while it trains. Grey: another training of this network, with momentum"
+        )
+        return see.say(f"Set to {settings}: {words}.", run=run)
+    right = "" if run.accuracy is None else f", {percent(run.accuracy)} of the test digits right"
+    see.say(
+        f"Set to {settings}; after {counted(len(run.losses), 'step')}: loss {run.losses[-1]:.2f}, scale "
+        f"{exponent(run.scales[-1])}, {counted(len(run.skipped), 'step')} skipped{right}.",
+        run=run,
+    )
+    see.rows = [run.row()]
+
+
+# ---- predict: draw the next steps
+FIRST, STEPS, EVERY, ENDS = 40, 100, 10, (14.0, 22.0)
+
+
+@cache
+def hidden() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(exponents of the scale, exponents of its ceiling, was the step finite), each (100,): factor 2, window 20."""
+    ceiling = recorded("gpt_sums")[1][:STEPS]
+    scale, finite, _ = stepped(ScalePolicy.by_factor(2.0**16, 2.0, 20, 1.0), ceiling)
+    return np.log2(scale), np.log2(ceiling), finite
+
+
+@view(typed="or type it: 2 to the ..., from step 40, 50, 60, 70, 80, 90 on", drawn=Stroke(STEPS, *ENDS))
+def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
+    """A prediction that is drawn: the scale of steps 40 to 99, before it is shown. Numbers: `guess truth near`."""
+    truth, top, finite = hidden()
+    values = typed_in(typed, 6, *ENDS, "six exponents such as 17 18 18 17 16 17") if typed else None
+    guess = guessed(np.full(STEPS - FIRST, 17.0), np.repeat(values, EVERY) if values else None, drawn, FIRST)
+    see.grid(380, 900)
+    title = "your line and what happened" if shown else "draw the scale into the right part"
+    panel = see.panel(title=title, x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
+    panel.band(np.clip(top, *ENDS), ENDS[1], label="here it would overflow")
+    panel.rule("x", FIRST - 0.5, "muted", dash=":")
+    prediction(see, panel, guess, FIRST, shown, bool(typed or drawn), ENDS)
+    end = STEPS if shown else FIRST
+    panel.line(truth[:end], color="reference", step="mid", width=2.6, label="loss scale")
+    panel.crosses(truth, np.flatnonzero(~finite[:end]), "skipped step")
+    near = int((np.abs(guess - truth[FIRST:]) <= 0.5).sum())
+    numbers: dict[str, Any] = {"guess": guess, "truth": truth[FIRST:], "near": near}
+    if not shown:
+        start = (
+            f"Factor 2, window 20: the scale starts at 2^{truth[0]:g} and doubles at step 20. How does it go on from"
+        )
+        return see.say(
+            f"{start} step {FIRST} to {STEPS - 1}? Draw it, or type it. Then press Show what happened.", **numbers
+        )
+    jumps = np.diff(truth)
+    ups, downs = ([i + 1 for i in range(FIRST - 1, STEPS - 1) if sign * jumps[i] > 0] for sign in (1, -1))
+    happened = f"the scale doubled at the steps {_listed(ups)} and halved at the steps {_listed(downs)}"
+    head = f"At {near} of {len(guess)} points your line is within half a power of two of the scale."
+    see.say(f"{head} {picture_of(guess, truth[FIRST:], top[FIRST:])} What happened: {happened}.", **numbers)
+
+
+def picture_of(guess: np.ndarray, truth: np.ndarray, top: np.ndarray) -> str:
+    """Which wrong picture of a dynamic scale a drawing shows, if one of the usual ones."""
+    changes, above = int(np.count_nonzero(np.diff(guess))), int((guess > top).sum())
+    if (np.abs(guess - truth) <= 0.5).mean() >= 0.9:
+        return "This is the right picture: rests of 20 steps, single doublings, a fall at the ceiling."
+    if np.ptp(guess) < 0.5:
+        return (
+            "You drew a scale that rests. It cannot rest so long: 20 finite steps in a row always double it, until it "
+            "meets the ceiling again."
+        )
+    if np.abs(guess - top).mean() < 0.6:
+        return (
+            "You followed the ceiling. The scaler does not see it: it counts finite steps, and learns of the ceiling "
+            "only when a step overflows."
+        )
+    if changes > 12:
+        real = int(np.count_nonzero(np.diff(truth)))
+        return (
+            f"You drew a scale that changes {changes} times. It doubles, halves, or rests, and it changes only {real} "
+            "times here."
+        )
+    if above > 6:
+        return (
+            f"Your line lies above the ceiling in {above} steps. It cannot stay there: each of these steps would be "
+            "skipped and would halve the scale."
+        )
+    return (
+        "Look where the lines part. The scale doubles 20 finite steps after its last change, and every overflow halves "
+        "it at once."
+    )
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps[:-1])) + f" and {steps[-1]}"

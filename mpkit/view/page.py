@@ -1,0 +1,211 @@
+"""A view in the page: a widget that `scene.js` draws, over the picture and the sentence that a page stores."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from traitlets import Dict, HasTraits, Int, List, Unicode
+
+from mpkit.view import ahead
+from mpkit.view.controls import Choice, Inner, Range, Stroke
+from mpkit.view.sheet import ROLES
+from mpkit.view.still import static_bundle
+from mpkit.view.views import View, inner
+
+try:
+    from anywidget import AnyWidget as _Widget
+except ImportError:  # what is stored still shows, with a word on what is missing
+    _Widget = HasTraits  # type: ignore[assignment,misc]
+
+HERE = Path(__file__).parent
+MISSING = "This picture moves where anywidget is installed: pip install anywidget, then start the kernel again."
+DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
+DARK_ELSEWHERE = (
+    'html[theme="dark"]',  # Colab
+    "body.vscode-dark",
+    "body.vscode-high-contrast:not(.vscode-high-contrast-light)",
+)
+
+
+def stylesheet() -> str:
+    """scene.css after the colours of the roles, on a light and on a dark page.
+
+    In Jupyter ink and paper are the page's. On other dark pages they are our own: what those have of Jupyter's
+    variables are the light ones, and VS Code lays every widget on white.
+    """
+    light, dark = ("".join(f"--mk-{role}:{pair[i]};" for role, pair in ROLES.items()) for i in (0, 1))
+    page = "--mk-ink:var(--jp-content-font-color1, {});--mk-paper:var(--jp-layout-color0, {});"
+    page = page.format(ROLES["ink"][0], ROLES["paper"][0])
+    themes = f".mpk {{{light}{page}}}\n{DARK_JUPYTER} .mpk {{{dark}{page}}}\n"
+    themes += f":is({', '.join(DARK_ELSEWHERE)}) .mpk {{{dark}}}\n"
+    return themes + (HERE / "scene.css").read_text(encoding="utf-8")
+
+
+def show(view: View) -> None:
+    """Display a view: first what a page stores, then the widget, which hides it while it lives.
+
+    Two outputs, because a page that has no model for a widget shows an error in its place, and not what stands beside
+    it in the same output.
+    """
+    from IPython.display import display
+
+    page = Page(view) if _Widget is not HasTraits else None
+    bundle = static_bundle(view.png(), repr(view) if page else f"{view!r} {MISSING}")
+    cast(Any, display)(bundle, raw=True)
+    if page:
+        data, metadata = cast(Any, page)._repr_mimebundle_()
+        kind = "application/vnd.jupyter.widget-view+json"
+        cast(Any, display)({kind: data[kind]}, metadata=metadata, raw=True)
+
+
+class Page(_Widget):
+    """Shows a view; what the reader does arrives as messages, and sets parameters.
+
+    A change sends the whole trajectory once; the page plays, scrubs and reads values by itself. The page has one
+    question under way at a time and knows by its number when it was answered, so that none gets lost: of a trait
+    ipywidgets sends the latest value alone. When the reader comes near a control (`wish`), the pictures of its other
+    values are sent `ahead`, so that dragging it asks nothing.
+    """
+
+    _esm = HERE / "scene.js"
+    _css = stylesheet()
+    spec = Dict().tag(sync=True)
+    kept = Dict().tag(sync=True)
+    controls: Any = List().tag(sync=True)
+    tries: Any = List().tag(sync=True)
+    state = Dict().tag(sync=True)
+    index = Int(0).tag(sync=True)
+    wish = Dict().tag(sync=True)
+    ahead = Dict().tag(sync=True)
+    message = Unicode().tag(sync=True)
+    rows: Any = List().tag(sync=True)
+
+    def __init__(self, view: View) -> None:
+        self.view, self._seen, self._table = view, -1, False
+        play = view.sheet.step or {}
+        rows = [
+            {"name": n, "label": getattr(c, "label", "") or n.replace("_", " "), **c.row(view.maker.defaults[n])}
+            for n, c in view.maker.controls.items()
+            if not isinstance(c, Inner | Stroke) and n != play.get("name")
+        ]
+        super().__init__(
+            controls=[r for r in rows if r["kind"] != "hidden"],
+            tries=[t["say"] for t in view.tries],
+        )
+        if hasattr(self, "on_msg"):
+            self.on_msg(self._heard)
+        self.observe(lambda change: self._send_ahead(change["new"]), "wish")
+        self.redraw()
+        view.listeners.append(self.redraw)
+
+    def close(self) -> None:
+        """Take the widget off the page; its view goes on without it."""
+        with contextlib.suppress(ValueError):  # it was closed before
+            self.view.listeners.remove(self.redraw)
+        if _Widget is not HasTraits:
+            cast(Any, super()).close()
+
+    def redraw(self) -> None:
+        """Send what has changed, in one message."""
+        view = self.view
+        with view.lock, self.hold_sync() if hasattr(self, "hold_sync") else self.hold_trait_notifications():
+            if view.drawings != self._seen:
+                spec = dict(view.sheet.spec())
+                self.kept, self.spec = spec.pop("kept"), spec
+                self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
+            self.index, self.message = view.index, view.message
+            form = {n: v for n, v in view.params.items() if n not in inner(view.maker)}
+            words = {n: str(v) if isinstance(view.maker.controls[n], Choice) else v for n, v in form.items()}
+            self.state = {
+                "values": words,
+                "idle": sorted(view.sheet.idle),
+                "buttons": [*view.sheet.buttons, *(["Stop"] if view.busy else []), "Reset"],
+                "busy": view.busy,
+                "progress": view.progress,
+                "tokens": {name: self._token(name) for name in ("", *self._moved())},
+            }
+            self.rows = view.table() if self._table else []
+
+    def _moved(self) -> dict[str, set[str]]:
+        """What can be sent ahead -> the parameters that it moves."""
+        table = self.view.maker.controls
+        found = {n: {n} for n, c in table.items() if isinstance(c, Stroke) or (isinstance(c, Range) and not c.costly)}
+        for mark in (m for panel in self.view.sheet.panels for m in panel.marks):
+            if mark.get("sets"):
+                found[mark["name"]] = set().union(*mark["sets"])
+        return found
+
+    def _token(self, name: str = "") -> str:
+        """A name for all that the picture depends on, or for all but what `name` moves."""
+        view, play = self.view, self.view.sheet.step
+        hidden = {play["name"]} if play else set()
+        hidden |= self._moved()[name] if name else set()
+        plain = set(view.maker.controls) - hidden
+        given = [
+            (n, view.params[n] if not callable(getattr(view.params[n], "row", None)) else 0) for n in sorted(plain)
+        ]
+        was = view.drawings if view.sheet.looks_back else 0
+        return f"{hash(repr((given, was))) & 0xFFFFFFFF:x}"
+
+    def _send_ahead(self, wish: dict[str, Any]) -> None:
+        """Send pictures of other values of a parameter, or of what a gesture can ask for now; not those it `have`s.
+
+        They hold while the page's state has the same `token`, and at step `index` if that matters.
+        """
+        view, name, have = self.view, wish["name"], wish.get("have", [])
+        with view.lock:
+            if name not in self._moved():
+                return
+            shown = {"kept": self.kept, "spec": self.spec}
+            mark, places = ahead.positions(self.spec, self.controls, name)
+            told: dict[str, Any] = {"name": name, "token": self._token(name), "full": self._token()}
+            index, params, was = self.index, dict(view.params), view.numbers
+        if mark and mark.get("gesture"):
+            told["index"] = index
+        now = (mark or {}).get("at", params.get(name, 0.0))
+        now = now if isinstance(now, float | int) else 0.0
+        left = [] if view.busy else [place for place in ahead.nearest(places, now) if place not in have]
+        values, trees = list[float](), list[Any]()
+        end = time.monotonic() + ahead.PATIENCE
+        while left and time.monotonic() < end:
+            place = left.pop(0)
+            changed, strokes = ahead.change(mark, name, place, index)
+            try:
+                tree = dict(view.drawn(view.asked(changed, strokes), was).spec())
+            except ValueError:
+                continue  # the kernel says why when the reader asks for it
+            trees.append({"kept": tree.pop("kept"), "spec": tree})
+            values.append(place)
+        self.ahead = {**told, "values": values, "whole": not left, "data": ahead.packed(shown, trees)}
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""
+        cast(Any, super()).set_state({name: value for name, value in sync_data.items() if name != "index"})
+
+    def _heard(self, _: object, question: dict[str, Any], __: object) -> None:
+        """One question of the page, with the step that it shows; whatever comes of it, the page may ask the next."""
+        try:
+            if "index" in question:
+                self.view.go(question["index"])
+            self.ask(question["ask"])
+        finally:
+            cast(Any, self).send({"done": question["n"]})
+
+    def ask(self, what: dict[str, Any]) -> None:
+        """What the reader did: `set` and `add` parameters, `press` a button, `try` something, open the `table`."""
+        view = self.view
+        with contextlib.suppress(ValueError):  # the view kept its parameters and says why in its message
+            if "set" in what:
+                view.set(**what["set"])
+            if "add" in what:
+                view.add(**what["add"])
+            if "press" in what:
+                view.press(what["press"])
+            if "try" in what:
+                view.attempt(what["try"])
+            if "table" in what:
+                self._table = bool(what["table"])
+                self.redraw()

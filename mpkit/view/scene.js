@@ -1,0 +1,665 @@
+// Draws any sheet of mpkit/view/sheet.py as SVG: one plain ES module that knows nothing of mixed precision. It reads
+// spec (the sheet), index (the step), controls, tries and state (the form), message, rows; `ask` says what the reader did.
+
+const { abs, max, min, round } = Math;
+const set = (node, given) => { for (const [k, v] of Object.entries(given)) if (v != null) node.setAttribute(k, v); return node; };
+const element = (space) => (parent, tag, given = {}, text = "") => {
+	const node = set(space ? document.createElementNS(space, tag) : document.createElement(tag), given);
+	// without this JupyterLab takes the arrow keys of the focused element
+	if (given.tabindex != null || /^(input|select|button|summary)$/.test(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
+	if (text !== "") node.textContent = text;
+	parent?.append(node);
+	return node;
+};
+const on = (node, kinds, does, early) => { for (const kind of kinds.split(" ")) node.addEventListener(kind, does, early); return node; };
+const press = (parent, text, does) => on(html(parent, "button", { type: "button" }, text), "click", does);
+const html = element(null), svg = element("http://www.w3.org/2000/svg");
+
+// ---- numbers: a scalar stands for all items, nothing for their position, bytes for many (perhaps unaligned: copied)
+const bytes = (v) => v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength);
+const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? new Float32Array(bytes(v.f4)) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
+const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
+const at = (a, i) => (a == null ? i : many(a) ? a[min(i, a.length - 1)] : a);
+const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));
+const clamp = (v, a, b) => min(max(a, b), max(min(a, b), v));
+const within = (v, [a, b]) => a <= v && v <= b;
+const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
+const px = (v) => round(v * 10) / 10;
+const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
+const plain = (v) => String(+(+v).toPrecision(4));
+const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
+	: plain(axis.format === "log10" ? 10 ** v : v));
+
+// One item of a column of a sentence in words, exactly as `filled` in sheet.py writes it.
+const filled = (v, form, i, kept) => {
+	if (v?.words) return v.words[at(numbers(v.codes, kept), i)];
+	v = at(numbers(v, kept), i);
+	if (typeof v === "string") return v;
+	if (Number.isNaN(v)) return "NaN";
+	if (!Number.isFinite(v)) return v > 0 ? "inf" : "-inf";
+	return form?.startsWith(".") ? v.toFixed(+form.slice(1, -1)) : (form === "2^" ? "2^" : "") + plain(v);
+};
+const sentence = ([template, columns], i, kept) => template.replace(/\{(\w+)(?::([^}]*))?\}/g, (_, name, form) => filled(columns[name], form, i, kept));
+
+// What mpkit/view/ahead.py packed: [path, values] of all that differs.
+async function unpacked(data) {
+	const raw = await new Response(new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer(), end = 4 + new DataView(raw).getUint32(0, true);
+	return JSON.parse(new TextDecoder().decode(raw.slice(4, end)), (_, v) => (v?.b ? new Uint8Array(raw, end + v.b[0], v.b[1]) : v));
+}
+const replaced = (tree, [key, ...rest], v) => Object.assign(many(tree) ? [...tree] : { ...tree }, { [key]: rest.length ? replaced(tree[key], rest, v) : v });
+
+// ---- looks: colours are roles, variables of the page's theme; "zero/0.3" is a tint towards the page
+const paint = (c) => {
+	const [role, share] = String(c ?? "none").split("/");
+	const base = role === "none" ? role : `var(--mk-${role})`;
+	return share ? `color-mix(in srgb, ${base} ${100 * share}%, var(--mk-paper))` : base;
+};
+const DASH = { "--": "7 4", ":": "1.5 3", "-.": "7 3 1.5 3" };
+const GLYPH = {
+	o: (r) => `m${-r} 0a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0`,
+	x: (r) => `m${-r} ${-r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
+	s: (r) => `m${-r} ${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
+	D: (r) => `m0 ${-1.3 * r}l${1.3 * r} ${1.3 * r}l${-1.3 * r} ${1.3 * r}l${-1.3 * r} ${-1.3 * r}z`,
+	"^": (r) => `m0 ${-1.2 * r}l${1.2 * r} ${2.2 * r}h${-2.4 * r}z`,
+	v: (r) => GLYPH["^"](-r),
+	"|": (r) => `m0 ${-r}v${2 * r}`,
+};
+// How many items are there at step `i`: item k appears at step since[k], or k.
+const reached = (m, i) => (m.show !== "upto" ? length(m) : m.since ? m.since.filter((from) => from <= i).length : min(length(m), i + 1));
+
+const shownRow = (m, i) => m.count * min(round(at(m.rows ?? null, i)), m.values.length / m.count - 1);
+
+// The outline of a line, with a gap where a value is not finite.
+function trace(p, m, n, ys = m.y) {
+	let d = "", before = null;
+	for (let i = 0; i < n; i++) {
+		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(ys, i)));
+		if (!Number.isFinite(x + y)) { before = null; continue; }
+		if (before === null) d += `M${x} ${y}`;
+		else if (m.step === "mid") d += `H${px((before + x) / 2)}V${y}H${x}`;
+		else if (m.step === "post") d += `H${x}V${y}`;
+		else d += `L${x} ${y}`;
+		before = x;
+	}
+	return d;
+}
+
+function rectangle(p, x0, y0, x1, y1) {
+	const [a, b, c, d] = [p.X(x0), p.Y(y0), p.X(x1), p.Y(y1)].map(px);
+	return `M${a} ${b}H${c}V${d}H${a}z`;
+}
+
+function glyphs(p, m, to, every = 1) {
+	const shape = GLYPH[m.glyph ?? "o"](m.size ?? 4);
+	let d = "";
+	for (let i = 0; i < to; i += every) {
+		const x = px(p.X(at(m.x, i))), y = px(p.Y(at(m.y, i)));
+		if (Number.isFinite(x + y)) d += `M${x} ${y}${shape}`;
+	}
+	return d;
+}
+
+const path = (g, m, kind, given = {}) => {
+	const node = svg(g, "path", { class: kind, "stroke-width": m.width ?? (kind === "box" ? 0 : 2), "stroke-dasharray": DASH[m.dash] ?? m.dash, ...given });
+	if (kind !== "line") node.style.fill = paint(at(m.fill ?? m.color, 0));
+	if (kind !== "band") node.style.stroke = paint(at(m.color ?? "none", 0));
+	return node;
+};
+
+// ---- marks: each draws into group `g` and returns what to do at step i, or between two steps
+const DRAW = {
+	line(g, p, m) {
+		if (m.ghost && m.was) svg(g, "path", { class: "line ghost", "stroke-width": 1.5, d: trace(p, m, length(m), m.was) });
+		const line = path(g, m, "line", { "data-mark": m.type }), spots = m.glyph && path(g, m, "glyph", { "stroke-dasharray": null });
+		return (i) => {
+			const n = reached(m, i);
+			set(line, { d: trace(p, m, n) });
+			if (spots) set(spots, { d: glyphs(p, m, n, m.every) });
+		};
+	},
+	band(g, p, m) {
+		const n = length(m), pick = (y) => Array.from({ length: n }, (_, i) => at(y, i)).reverse();
+		path(g, m, "band", { d: trace(p, m, n) + "L" + trace(p, { x: pick(m.x), y: pick(m.y2) }, n).slice(1) + "z" });
+	},
+	points(g, p, m) {
+		const ring = m.ring && ["ring back", "ring"].map((kind) => svg(g, "circle", { class: kind, pathLength: 1, r: (m.size ?? 4) + 6 })), spots = path(g, m, "glyph", { "data-mark": m.type });
+		if (m.show !== "at") return (i) => set(spots, { d: glyphs(p, m, reached(m, i)) });
+		return (i, pos) => {
+			const t = clamp((pos - i - 0.6) / 0.4, 0, 1), next = min(i + 1, m.y.length - 1), ease = m.glide ? t * t * (3 - 2 * t) : 0;
+			const own = (v) => v[i] + (ease && ease * (v[next] - v[i])), x = px(p.X(m.x == null ? (m.glide ? pos : i) : many(m.x) ? own(m.x) : m.x)), y = px(p.Y(own(m.y)));
+			set(spots, { d: Number.isFinite(x + y) ? `M${x} ${y}` + GLYPH[m.glyph ?? "o"](m.size ?? 4) : "" });
+			const color = at(m.color, m.hue ? m.hue[i] : i);
+			spots.style.stroke = paint(color);
+			spots.style.fill = paint(m.fill ?? color);
+			ring?.forEach((node, k) => set(node, { cx: x, cy: y, "stroke-dasharray": k ? `${m.ring[i]} 1` : null, transform: `rotate(-90 ${x} ${y})` }));
+		};
+	},
+	boxes(g, p, m, act) {
+		const n = length(m), groups = new Map(), alone = m.radius || m.sets;
+		if (m.leaves && act.left !== (act.left = m.leaves)) g.ownerSVGElement.classList.add("fresh"); // what they held slides out, once
+		const outline = (k) => rectangle(p, at(m.x0, k), at(m.y0, k), at(m.x1, k), at(m.y1, k));
+		for (let k = 0; k < n; k++) {
+			const key = alone ? k : [at(m.fill, k), at(m.edge, k), at(m.hatch, k)].join();
+			if (!groups.has(key)) {
+				const look = { fill: at(m.fill ?? "none", k), color: at(m.edge ?? "none", k), dash: at(m.dash ?? "", k), width: m.width ?? (m.edge ? 1 : 0) };
+				groups.set(key, { box: path(g, look, m.leaves ? "box leaves" : "box"), hatch: at(m.hatch ?? false, k) && svg(g, "path", { class: "box", fill: `url(#${p.ids}h)` }), items: [] });
+			}
+			groups.get(key).items.push(k);
+			if (m.sets && p.real) act.pick(m, k, outline(k));
+			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size });
+		}
+		const draw = (i) => {
+			const last = reached(m, i);
+			for (const { box, hatch, items } of groups.values()) {
+				const d = items.filter((k) => k < last).map(outline).join("");
+				set(box, { d });
+				if (hatch) set(hatch, { d });
+			}
+		};
+		return m.show ? draw : void draw(0);
+	},
+	bars(g, p, m) {
+		const paths = new Map(), half = (m.width ?? 0.8) / 2;
+		return (i) => {
+			const row = shownRow(m, i), shift = at(m.shift ?? 0, i), d = new Map();
+			for (let k = 0; k < m.count; k++) {
+				const v = m.values[row + k] * (m.unit ?? 1), a = m.at[k] + shift;
+				if (!v) continue;
+				const role = m.zones ? m.zones.find(([upto]) => upto == null || a < upto)[1] : at(m.fill, k);
+				d.set(role, (d.get(role) ?? "") + (m.axis === "y" ? rectangle(p, 0, a - half, v, a + half) : rectangle(p, a - half, 0, a + half, v)));
+			}
+			for (const role of new Set([...d.keys(), ...paths.keys()])) {
+				if (!paths.has(role)) paths.set(role, [path(g, { fill: role, color: m.edge ?? "muted", width: 1 }, "box"), ...(m.hatch ? [svg(g, "path", { fill: `url(#${p.ids}h)` })] : [])]);
+				for (const node of paths.get(role)) set(node, { d: d.get(role) ?? "" });
+			}
+		};
+	},
+	rule(g, p, m) {
+		const node = path(g, { width: 1.2, ...m }, "line");
+		const place = (v) => set(node, { d: m.axis === "x" ? `M${px(p.X(v))} ${p.top}V${p.bottom}` : `M${p.left} ${px(p.Y(v))}H${p.right}` });
+		return m.at === "index" ? (i, v) => place(v + p.first) : void place(m.at);
+	},
+	text(g, p, m) {
+		const nodes = [], fields = m.fields?.map((v) => numbers(v, p.kept));
+		for (let k = 0; k < length(m); k++) {
+			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
+			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
+		}
+		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = m.text[0].replace(/\{\}/g, () => plain(at(fields[k++], i))); };
+		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
+	},
+	arrows(g, p, m) {
+		for (let k = 0; k < length(m); k++) path(g, { width: 1.5, ...m }, "line",
+			{ "marker-end": `url(#${p.ids}t)`, d: trace(p, { x: [at(m.x0, k), at(m.x1, k)] }, 2, [at(m.y0, k), at(m.y1, k)]) });
+	},
+	notes() {}, handle() {}, pen: (...given) => DRAW.line(...given),
+};
+
+function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
+	const lines = String(text ?? "").split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
+	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
+	node.style.color = paint(color);
+	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
+	return node;
+}
+
+// Below 600 pixels panels stand on top of each other, each as high as it was; small multiples keep three in a row.
+const NARROW = 600;
+function stacked(panels, height) {
+	const order = panels.map((p, k) => k).sort((a, b) => panels[a].place[2] - panels[b].place[2] || panels[a].place[0] - panels[b].place[0]), places = [];
+	let y = 0, line = 0, tall = 0;
+	for (const k of order) {
+		const [x0, x1, y0, y1] = panels[k].place, share = x1 - x0 > 0.26 ? 1 : 1 / 3;
+		if (line + share > 1.01) { y += tall; line = tall = 0; }
+		places[k] = [line, min(line + share, 1), y, y + height * (y1 - y0)];
+		[line, tall] = [line + share, max(tall, height * (y1 - y0))];
+	}
+	return { height: y + tall, places: places.map(([a, b, c, d]) => [a, b, c / (y + tall), d / (y + tall)]) };
+}
+
+// Where every panel lies; X and Y take data to pixels, backX and backY the way back.
+function arrange(spec, kept, width, ids, before) {
+	const { places, height } = width < NARROW ? stacked(spec.panels, spec.height) : { places: spec.panels.map((p) => p.place), height: spec.height };
+	return spec.panels.map((given, k) => {
+		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
+		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
+		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
+		const p = { ...given, marks, ids, kept, height, first: spec.index?.first, real: true, off: 0 };
+		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: height * y0 + up, bottom: height * y1 - down });
+		if (given.equal) { // one unit is as long on both axes
+			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
+			Object.assign(p, { right: p.left + unit * wide, bottom: p.top + unit * high });
+		}
+		const map = (a, b, c, d) => (v) => c + (v - a) / (b - a) * (d - c), { x, y } = p, back = map(p.left, p.right, x.lo, x.hi);
+		return Object.assign(p, { X: map(x.lo, x.hi, p.left, p.right), Y: map(y.lo, y.hi, p.bottom, p.top), backX: (v) => back(v) + p.off, backY: map(p.bottom, p.top, y.lo, y.hi) });
+	});
+}
+
+function axes(g, moved, names, p) {
+	const { left, right, top, bottom } = p;
+	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: p.title_size ?? 13, weight: 600 });
+	if (p.bare) return;
+	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
+		if (axis.hidden) continue;
+		for (const [value, name] of axis.ticks) {
+			const v = across ? p.X(value) : p.Y(value);
+			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
+			if (axis.blank) continue;
+			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
+			else if (across) words(names, v, bottom + 6, name, { valign: "top" }).at = value;
+			else words(g, left - 7, v, name, { anchor: "end" });
+		}
+		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
+		if (axis.label && across) words(g, (left + right) / 2, bottom + p.pad[2] - 6, axis.label, { valign: "bottom" });
+		else if (axis.label) words(g, left - p.pad[3] + 12, (top + bottom) / 2, axis.label, { rotate: 90 });
+	}
+}
+
+// As the axis tells it: a tick has a name; what is cut at an end of an axis of powers lies there or beyond.
+const told = (v, a) => (!a.format ? "" : v < a.lo + 1e-6 ? "≤ " : v > a.hi - 1e-6 ? "≥ " : "") + (a.ticks.find(([t]) => t === v)?.[1] ?? said(v, a));
+
+// What lies at `x` (data) in a panel: [name, value] of every labelled mark; `told` where the value is not the place of an item.
+function readout(p, x, y, i) {
+	const found = [], inside = (a, b, v) => min(a, b) <= v && v < max(a, b);
+	for (const m of p.marks) {
+		if (m.only && !within(i, m.only)) continue;
+		if (m.type === "boxes" && (m.text || m.told)) {
+			for (let k = 0; k < reached(m, i); k++) if (inside(at(m.x0, k), at(m.x1, k), x) && inside(at(m.y0, k), at(m.y1, k), y))
+				found.push([at(m.names ?? m.label, k), at(m.told ?? m.text, k)]);
+		} else if (m.type === "bars" && m.label) {
+			const row = shownRow(m, i), [own, axis] = m.axis === "y" ? [y, p.x] : [x, p.y], off = own - at(m.shift ?? 0, i), value = (v) => said(m.unit ? px(v * m.unit) : v, axis);
+			for (let k = 0; k < m.count; k++) if (abs(m.at[k] - off) <= (m.width ?? 0.8) / 2) found.push([m.label, m.told ? at(m.told, i) : value(m.values[row + k])]);
+		} else if ((m.codes || (m.label && m.y && !m.y2)) && m.show !== "at") {
+			let best = -1, gap = Infinity;
+			for (let k = 0; k < (m.codes?.length ?? reached(m, i)); k++) {
+				const off = abs(at(m.y, k) - y), g = abs(at(m.x, k) - x) + 1e-9 * off;
+				if (g < gap && !(p.y.names && off > 0.5)) [best, gap] = [k, g]; // in its row, if there are rows
+			}
+			if (best < 0 || gap * abs(p.X(1) - p.X(0)) >= (m.type === "points" ? 4 : 30)) continue;
+			found.push([m.label, m.told ? at(m.told, m.codes?.[best] ?? best) : told(at(m.y, best), p.y)]);
+		}
+	}
+	return found;
+}
+
+const GONE = "The kernel of this picture has gone, so nothing here can be changed. Run its cell again to go on. What needs no kernel still works: Play, the steps, reading values.";
+const LATE = "The kernel has not answered for 5 seconds. It may be busy; if it was started again, run this cell once more.";
+
+function render({ model, el }) {
+	const get = (name) => model.get(name), root = html(el, "div", { class: "mpk" }), ids = "mk" + Math.random().toString(36).slice(2);
+	const part = (kind, given, parent = root) => html(parent, "div", { class: "mpk-" + kind.replace(" ", " mpk-"), ...given });
+	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
+	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
+	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
+	const player = part("player"), form = part("form"), presses = part("form"), tries = part("form tries", { role: "group", "aria-label": "Try" });
+	const status = part("status", { role: "status" }), phrase = html(status, "span"), word = html(status, "b"), more = html(root, "details");
+	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
+	let spec, panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
+	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
+	const handles = new Map(), picks = new Map(), sent = new Map(), used = new Set(), calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+	// One question is under way (ipywidgets loses what overtakes), others wait; a newer one takes the place of the last if it
+	// has the same `id`: a parameter, a stroke; NaN, a press, equals nothing.
+	const ask = (what, id = Object.keys(what)[0]) => { settle(); queue({ what, id }); };
+	const mark = () => { root.ariaBusy = !!(away || waiting.length || rest || timer); }; // the picture may be older
+	function queue(question) {
+		if (gone) return say(GONE), back();
+		if (waiting.at(-1)?.id === question.id) waiting.pop();
+		waiting.push(question);
+		if (!away) next();
+		mark();
+	}
+	function next() {
+		away = waiting.shift();
+		late = clearTimeout(late);
+		if (away) {
+			late = setTimeout(() => say(LATE), 5000);
+			if (spec.index) model.set("index", index); // or a Reset would not know of it
+			return model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) });
+		}
+		if (!gone && [GONE, LATE].includes(word.textContent)) say(get("message"));
+		back();
+	}
+	function back() { // what was put is where the kernel has it
+		for (const h of handles.values()) h.sent = false;
+		if (local) answered(); else show(pos);
+		showState();
+		mark();
+	}
+	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
+
+	function say(text) { word.textContent = text ?? ""; }
+	function lost() {
+		gone = true;
+		[away, waiting, late] = [null, [], clearTimeout(late)];
+		for (const part of [form, presses, tries]) part.inert = true;
+		say(GONE);
+		mark();
+	}
+
+	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
+	const ready = (name) => { const { tokens } = get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
+	function want(name) {
+		const { tokens, busy } = get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
+		if (!root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
+		model.set("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
+		model.save_changes();
+	}
+	async function arrived() {
+		const given = get("ahead"), base = { spec: get("spec"), kept: get("kept") };
+		if (given.full !== get("state").tokens[""]) return; // of one that has gone
+		const columns = await unpacked(bytes(given.data)); // others may arrive
+		sent.set(given.name, [...ready(given.name), { ...given, base, columns }]);
+		if (given.name === near) want(near);
+	}
+	function choose(name, place, what, id = name) { // the kernel hears where it rests
+		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // else the pictures are of another
+		const key = +(+place).toPrecision(9), found = alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
+		if (!found) return ask(what, id);
+		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
+		local = found.columns.reduce((tree, [path, values]) => replaced(tree, path, values[k]), found.base);
+		if (box && what.set?.[name] != null) box.value = what.set[name];
+		if (h) h.sent = false;
+		draw();
+		owed = { what, id };
+		clearTimeout(rest);
+		rest = setTimeout(settle, 60);
+		mark();
+	}
+	on(root, "input", (e) => (typing = e.target)); // nobody overwrites what is typed
+	on(root, "change focusout", () => (typing = null), true);
+	on(root, "keydown", (e) => { if (typing && e.key === "Enter") { e.target.blur(); e.target.focus(); } }); // JupyterLab stops what ends typing
+	on(root, "pointerover focusin", (e) => { const at = e.target.closest("[data-for], [data-name]")?.dataset; if (!drag && at) want(at.for ?? handles.get(at.name).m.name); });
+
+	// ---- the picture
+	const act = { // what can be clicked is a button above the picture: it stays, and its focus
+		pick(m, k, d) {
+			const name = `${m.name} ${k}`;
+			if (!picks.has(name)) {
+				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), pick = () => choose(m.name, k, { set: node.sets }, NaN);
+				on(node, "click", pick);
+				on(node, "keydown", (e) => {
+					const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];
+					if (e.key === "Enter" || e.key === " ") pick(); else if (to?.classList.contains("pick")) to.focus(); else return;
+					e.preventDefault(); e.stopPropagation();
+				});
+				picks.set(name, node);
+			}
+			set(picks.get(name), { d, "aria-label": [at(m.names ?? m.label, k), m.text?.[k]].filter(Boolean).join(": ") }).sets = m.sets[k];
+			used.add(name);
+		},
+	};
+	function draw() {
+		if (!get("spec")?.panels) return;
+		spec = local?.spec ?? get("spec");
+		const width = round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width));
+		picture.replaceChildren();
+		picture.classList.remove("fresh");
+		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
+		svg(hatch, "path", { d: "M0 0V6", class: "hatching" });
+		svg(svg(defs, "marker", { id: ids + "t", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }), "path", { d: "M0 0L8 4L0 8z", class: "tip" });
+		panels = arrange(spec, { ...(local?.kept ?? get("kept")), ...spec.data }, width, ids, drag?.panels);
+		const height = panels[0]?.height ?? spec.height;
+		for (const node of [picture, over]) set(node, { width, height, viewBox: `0 0 ${width} ${height}` });
+		moving = [];
+		used.clear();
+		for (const [k, p] of panels.entries()) {
+			svg(svg(defs, "clipPath", { id: ids + k }), "rect", { x: p.left - 6, y: p.top - 6, width: p.right - p.left + 12, height: p.bottom - p.top + 12 });
+			const g = svg(picture, "g", p.bare ? {} : { "clip-path": `url(#${ids + k})` }), inner = svg(g, "g"), { follow, lo, hi } = p.x, names = follow ? svg(picture, "g") : picture;
+			axes(picture, inner, names, p);
+			picture.append(g); // the grid lies below
+			if (follow) moving.push((i, pos) => {
+				p.off = pos;
+				for (const part of [inner, names]) set(part, { transform: `translate(${px(p.X(0) - p.X(pos))})` });
+				for (const name of names.children) reveal(name, within(name.at - pos, [lo, hi]));
+			});
+			for (const m of p.marks) {
+				const own = svg(m.free || m.frame || (m.type === "text" && !p.x.follow) ? picture : inner, "g"), step = DRAW[m.type](own, p, m, act);
+				if (step) moving.push(step);
+				if (m.only) moving.push((i) => reveal(own, within(i, m.only)));
+			}
+		}
+		for (const [name, node] of picks) if (!used.has(name)) { node.remove(); picks.delete(name); }
+		keepHandles();
+		drawLegend();
+		keepPlayer();
+		show(frame ? pos : clamp(index, 0, (spec.index?.count ?? 1) - 1));
+	}
+	function show(to) {
+		[pos, index] = [to, Math.floor(to + 1e-6)];
+		for (const step of moving) step(index, pos);
+		if (telling !== spec.says || telling.at !== index) { // the sentence walks, too; read out where it rests
+			(telling = spec.says).at = index;
+			phrase.textContent = sentence(spec.says, index, { ...(local?.kept ?? get("kept")), ...spec.data }) + " ";
+			status.ariaLive = frame ? "off" : "polite";
+			if (!frame) picture.ariaLabel = phrase.textContent;
+		}
+		const shown = index + spec.index?.first;
+		if (slider && spec.index) { slider.value = index; slider.ariaValueText = shown; if (typing !== typed) typed.value = shown; }
+		for (const [id, h] of handles) if (drag?.name !== id && !h.sent) place(h, h.m.name === spec.index?.name ? shown : h.m.axis === "xy" ? h.m.at : at(h.m.at, index));
+		if (tip.dataset.x) hover(panels[tip.dataset.panel], +tip.dataset.x, +tip.dataset.y);
+	}
+	function drawLegend() {
+		legend.replaceChildren();
+		for (const m of spec.legend) {
+			const item = html(legend, "span"), small = svg(item, "svg", { width: 26, height: 12 });
+			DRAW[m.type](small, { left: 0, right: 26, top: 0, bottom: 12, X: (v) => v, Y: (v) => v, ids }, m, act)?.(0, 0);
+			item.append(m.label);
+		}
+	}
+
+	// ---- play: the kernel hears of the step where it stops
+	function go(to) { pause(); show(clamp(to, 0, spec.index.count - 1)); tell(); }
+	function keepPlayer() {
+		if (!spec.index) return void (player.replaceChildren(), (slider = null));
+		if (!slider) {
+			button = press(player, "Play", () => (frame ? pause() : play()));
+			fast = press(player, "10×", () => { fast.ariaPressed = fast.ariaPressed !== "true"; if (frame) { cancelAnimationFrame(frame); play(); } });
+			set(fast, { "aria-label": "10× as fast", "aria-pressed": "false" });
+			slider = html(player, "input", { type: "range", "aria-label": spec.index.label });
+			on(slider, "input", () => go(+slider.value));
+			output = html(player, "label");
+			typed = html(output, "input", { type: "number" });
+			on(typed, "change", () => go(round(typed.value) - spec.index.first));
+		}
+		slider.max = spec.index.count - 1;
+		output.replaceChildren(spec.index.label, typed);
+		set(typed, { min: spec.index.first, max: spec.index.first + spec.index.count - 1 });
+	}
+	function tell(wait = 120) {
+		clearTimeout(timer);
+		timer = setTimeout(() => { timer = 0; if (get("index") !== index) queue({ what: {}, id: "index" }); mark(); }, wait);
+		mark();
+	}
+	function pause() { if (!frame) return; frame = cancelAnimationFrame(frame); button.textContent = "Play"; telling = null; show(index); tell(0); }
+	function play() {
+		const last = spec.index.count - 1, first = index >= last ? 0 : pos, start = performance.now();
+		const every = max(spec.index.every / (fast.ariaPressed === "true" ? 10 : 1), calm() ? 250 : 0);
+		const tick = (now) => {
+			const to = min(last, first + max(0, now - start) / every);
+			frame = requestAnimationFrame(tick);
+			show(calm() ? Math.floor(to) : to);
+			if (to >= last) pause();
+		};
+		button.textContent = "Pause";
+		frame = requestAnimationFrame(tick);
+	}
+
+	// ---- handles: their nodes stay, so that focus and drag survive
+	function keepHandles() {
+		const wanted = new Set();
+		let last = null; // the order of the Tab key
+		for (const p of panels) for (const m of p.marks) {
+			if (m.type !== "handle") continue;
+			const id = m.id ?? m.name;
+			wanted.add(id);
+			if (!handles.has(id)) {
+				const g = svg(layer, "g", { class: "handle", role: "slider", tabindex: 0, "data-name": id, "aria-orientation": m.axis === "x" ? "horizontal" : "vertical" });
+				svg(g, "line", { class: "reach" }); svg(g, "line", { class: "bar" }); svg(g, "text", { class: "halo" }); svg(g, "circle", { r: 7, class: m.look });
+				on(g, "keydown", (e) => key(e, handles.get(id)));
+				handles.set(id, { g });
+				if (last) last.after(g); else layer.prepend(g);
+			}
+			last = Object.assign(handles.get(id), { m, p }).g;
+			set(last, { "aria-label": m.label });
+		}
+		for (const [name, { g }] of handles) if (!wanted.has(name)) { g.remove(); handles.delete(name); }
+	}
+	function place(h, v) {
+		const { m, p, g } = h, [reach, bar, note, grip] = g.children, across = m.axis === "x", free = m.cross != null || m.axis === "xy";
+		const own = (u) => at(m.base ?? 0, index) + (m.slope ?? 1) * u, other = at(m.cross ?? 0, index);
+		const x = clamp(m.axis === "xy" ? p.X(v[0]) : across ? p.X(own(v)) : free ? p.X(other) : p.right, p.left, p.right);
+		const y = clamp(m.axis === "xy" ? p.Y(v[1]) : !across ? p.Y(own(v)) : free ? p.Y(other) : p.top + 4, p.top, p.bottom);
+		h.value = v;
+		const ends = free ? m.stem && (across ? { x1: p.X(own(0)) } : { y1: p.Y(own(0)) }) : across ? { y1: p.top, y2: p.bottom } : { x1: p.left, x2: p.right };
+		for (const line of [reach, bar]) set(line, { x1: x, x2: x, y1: y, y2: y, ...ends });
+		set(grip, { cx: px(x), cy: px(y) });
+		note.textContent = m.note ?? "";
+		set(note, m.stem && across ? { x, y: y - 11 } : free || across ? { x: x + 12, y: y + 4 } : { x: x - 12, y: y - 6, "text-anchor": "end" });
+		const read = m.axis === "xy" ? v.map(plain).join(", ") : m.log2 ? plain(2 ** v) : m.slope || m.base != null ? plain(v) : said(v, across ? p.x : p.y);
+		set(g, { "aria-valuemin": m.lo, "aria-valuemax": m.hi, "aria-valuenow": m.axis === "xy" ? v[0] : v, "aria-valuetext": read });
+	}
+	function move(h, v) {
+		const { lo, hi, step, name } = drag?.m ?? h.m, snap = (u) => clamp(+(lo + round((u - lo) / step) * step).toPrecision(9), lo, hi), to = many(v) ? v.map(snap) : snap(v);
+		if (String(to) === String(h.value)) return;
+		place(h, to);
+		if (name === spec.index?.name) return go(to - spec.index.first);
+		pause();
+		h.sent = true; // stays where it is put until drawn there
+		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.gesture ? { add: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
+		choose(name, to, what, m.gesture ? name + index : name);
+	}
+	function key(e, h) {
+		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
+		if (by == null && end == null) return;
+		e.preventDefault(); e.stopPropagation();
+		if (m.axis !== "xy") return move(h, end ?? v + by * m.step);
+		move(h, /Up|Down/.test(e.key) ? [v[0], v[1] + by * m.step] : [end ?? v[0] + by * m.step, v[1]]);
+	}
+	const spot = (e) => { const box = over.getBoundingClientRect(); return [e.clientX - box.left, e.clientY - box.top]; };
+	const panelAt = (x, y) => panels.find((p) => x >= p.left - 8 && x <= p.right + 8 && y >= p.top - 8 && y <= p.bottom + 8);
+	function draws(e) { // the pen: every step since the last position gets the value under the pointer
+		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
+		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
+		drag.last = to;
+		for (const step of moving) step(index, pos);
+		ask({ add: { [m.name]: stroke } }, stroke);
+	}
+	on(over, "pointerdown", (e) => {
+		const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
+		if (!name && !m) return;
+		pause();
+		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { p, m, stroke: {}, panels };
+		if (name) handles.get(name).g.focus(); else draws(e);
+		unhover();
+		over.setPointerCapture(e.pointerId);
+		e.preventDefault();
+	});
+	on(over, "pointermove", (e) => {
+		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
+		if (drag?.name) { // the axes when the drag began
+			const off = q.off, own = (v) => (v - at(m.base ?? 0, index)) / (m.slope ?? 1);
+			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : own(m.axis === "x" ? q.backX(x) - off : q.backY(y)));
+		} else if (drag) draws(e);
+		else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
+		else unhover();
+		over.style.cursor = p?.marks.some((m) => m.type === "pen") ? "crosshair" : "";
+	});
+	on(over, "pointerup pointercancel", () => { if (drag) { drag = null; settle(); draw(); } });
+
+	// ---- reading values: by pointer or arrow keys
+	function hover(p, x, y) {
+		const found = readout(p, x, y, index), place = clamp(p.X(x - p.off), p.left, p.right);
+		set(cross, { x1: px(place), x2: px(place), y1: p.top, y2: p.bottom });
+		Object.assign(tip.dataset, { x, y, panel: panels.indexOf(p) });
+		cross.style.opacity = found.length ? 1 : 0;
+		tip.hidden = !found.length;
+		tip.replaceChildren();
+		if (!p.x.hidden) html(tip, "b", {}, `${p.x.label || spec.index?.label || ""} ${said(p.x.format || abs(p.x.hi - p.x.lo) < 20 ? x : round(x), p.x)}`);
+		for (const [name, value] of found) html(tip, "div", {}, `${name}: ${value}`);
+		tip.style.cssText = `top:${p.top + 4}px;` + (place > (p.left + p.right) / 2 ? `right:${stage.clientWidth - place + 10}px` : `left:${place + 10}px`);
+	}
+	function unhover() { tip.hidden = true; cross.style.opacity = 0; delete tip.dataset.x; }
+	on(over, "keydown", (e) => {
+		const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key], p = panels.find((q) => !q.bare);
+		if (!by || e.target !== over || !p) return;
+		e.preventDefault();
+		if (spec.index) return go(index + by), hover(p, index, 0);
+		const width = abs(p.x.hi - p.x.lo), step = width / (width < 200 ? 40 : 100);
+		hover(p, clamp((+tip.dataset.x || p.x.lo) + by * step, p.x.lo, p.x.hi), (p.y.lo + p.y.hi) / 2);
+		status.textContent = tip.innerText.replaceAll("\n", ", ");
+	});
+	on(over, "blur pointerleave", unhover);
+
+	// ---- the form: native, named controls; what has a handle in the picture is a number box alone
+	function drawForm() {
+		form.replaceChildren();
+		for (const c of get("controls")) {
+			const line = html(form, "label", { "data-for": c.name });
+			html(line, "span", {}, c.label);
+			const input = html(line, c.kind === "choice" ? "select" : "input", { type: c.kind, max: c.grid && c.grid.length - 1, "data-control": c.name, "aria-label": c.label });
+			for (const [text, value] of c.options ?? []) html(input, "option", { value }, text);
+			const box = c.kind === "range" && html(line, "input", { type: "number", min: c.grid[0], max: c.grid.at(-1), step: c.step, "data-box": c.name, "aria-label": `${c.label}, number`, style: `width:${c.wide}ch` });
+			const value = () => (c.kind === "range" ? c.grid[+input.value] : c.kind === "checkbox" ? input.checked : input.value);
+			on(input, c.costly || c.kind === "text" ? "change" : "input", () => { if (box) box.value = value(); choose(c.name, value(), { set: { [c.name]: value() } }); });
+			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (box.value = get("state").values[c.name])));
+		}
+		if (get("tries").length) html(tries, "span", {}, "Try:");
+		for (const [k, text] of get("tries").entries()) press(tries, text, () => ask({ try: k }, NaN));
+		showState();
+	}
+	function showState() {
+		const state = get("state"), { values } = state, buttons = state.buttons ?? [];
+		if (buttons.join("\n") !== presses.told) { // the focus stays on the button of the same name
+			const held = presses.contains(document.activeElement) && document.activeElement.textContent;
+			presses.replaceChildren();
+			for (const text of buttons) press(presses, text, () => ask({ press: text }, NaN));
+			html(presses, "progress", { max: 1, "aria-label": "work done" });
+			presses.told = buttons.join("\n");
+			if (held) ([...presses.querySelectorAll("button")].find((b) => b.textContent === held) ?? presses.querySelector("button")).focus();
+		}
+		const bar = presses.querySelector("progress");
+		bar.value = state.progress ?? 0;
+		bar.style.visibility = state.busy ? "visible" : "hidden";
+		for (const c of get("controls")) {
+			const [input, box, line] = ["control", "box", "for"].map((kind) => of(kind, c.name)), v = values[c.name];
+			line.hidden = state.idle?.includes(c.name);
+			if (!input) continue;
+			if (c.kind === "checkbox") input.checked = v;
+			else if (c.kind !== "range") { if (typing !== input) input.value = v; } else {
+				if (document.activeElement !== box) box.value = v;
+				input.hidden = handles.has(c.name);
+				input.value = c.grid.reduce((best, g, k) => (abs(g - v) < abs(c.grid[best] - v) ? k : best), 0);
+				input.ariaValueText = v;
+			}
+		}
+	}
+	function showRows() {
+		const rows = get("rows");
+		table.replaceChildren();
+		for (const [k, cells] of [Object.keys(rows[0] ?? {}), ...rows.map(Object.values)].entries()) {
+			const line = html(table, "tr");
+			for (const cell of cells) html(line, k ? "td" : "th", k ? {} : { scope: "col" }, cell ?? "");
+		}
+	}
+	function showMessage() { if (!gone) say(get("message")); if (get("message")) answered(); }
+	function hideStill() { // the stored picture is the output before this one
+		for (let n = el; n; n = n.parentElement) {
+			const still = n.previousElementSibling?.querySelector("figure.mpk-still");
+			if (still) return void (still.hidden = true);
+		}
+	}
+	function answered() { if (!rest && !waiting.length) local = null; draw(); }
+	on(more, "toggle", () => ask({ table: more.open }));
+	if (!stage.isConnected) requestAnimationFrame(draw); // its width is known then
+	const events = { "msg:custom": ({ done }) => { if (done === away?.n) next(); }, "change:ahead": arrived, "change:spec": answered, "change:index": () => { if (!frame && get("index") !== index) show(get("index")); },
+		"change:controls": drawForm, "change:state": () => { showState(); want(near); }, "change:message": showMessage, "change:rows": showRows, "comm_live_update": lost };
+	for (const [name, handler] of Object.entries(events)) model.on(name, handler);
+	const size = new ResizeObserver(() => { hideStill(); if (panels.length && abs(stage.clientWidth - size.last) > 2) draw(); size.last = stage.clientWidth; });
+	draw(); drawForm(); showMessage();
+
+	size.last = stage.clientWidth;
+	size.observe(stage);
+	return () => { size.disconnect(); cancelAnimationFrame(frame); clearTimeout(timer); for (const [name, handler] of Object.entries(events)) model.off(name, handler); };
+}
+
+export default { render };

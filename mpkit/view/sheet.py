@@ -1,0 +1,501 @@
+"""A picture as data: panels with axes, marks of a few kinds, a sentence, numbers by name; no browser, no matplotlib.
+
+Values are in the coordinates of their axis: on an axis of powers of two that is the exponent. Colours are roles (what a
+thing means), "zero/0.3" is a tint of one. A mark with `show="upto"` reveals its items up to the step shown, with
+`show="at"` only the item of that step; `only=(a, b)` shows a whole mark from step a to step b. Under the pointer a mark
+with a label is read out by the number where it is drawn; `told`, one text or one an item, says it where that is none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe and Ito 2008, "Color universal design"
+    "ink": ("#1f1f1f", "#ececec"),
+    "paper": ("#ffffff", "#111111"),
+    "grid": ("#e4e4e4", "#383838"),
+    "muted": ("#6e6e6e", "#a0a0a0"),
+    "reference": ("#4d4d4d", "#c4c4c4"),
+    "own": ("#a23b8f", "#e493cf"),
+    "overflow": ("#d55e00", "#ff8a47"),
+    "zero": ("#0072b2", "#4fb0ea"),
+    "subnormal": ("#e69f00", "#e0a526"),
+    "normal": ("#009e73", "#35c79c"),
+}
+SERIES = ("zero", "overflow", "normal", "own", "ink")
+"""Roles of lines that only have to differ; each comes with a dash and a glyph of its own."""
+DASHES = (None, "--", "-.", ":", "6 2 1 2 1 2")
+GLYPHS = ("o", "s", "^", "D", "v")
+
+KINDS = ("line", "band", "points", "boxes", "bars", "rule", "text", "arrows", "handle", "pen", "notes")
+_NUMBERS = frozenset(
+    ["x", "y", "y2", "x0", "y0", "x1", "y1", "values", "since", "ring", "hue", "rows", "shift", "at", "base", "cross"]
+) | {"codes"}
+_LOOKS = frozenset(["type", "label", "color", "fill", "edge", "hatch", "dash", "width", "glyph", "size"])
+_RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Numbers = ArrayLike | Mapping[str, str]
+"""Numbers of a mark, or what `Sheet.keep` gave for them."""
+
+
+def exponents(values: ArrayLike, low: float, high: float) -> np.ndarray:
+    """Values -> positions on an axis of powers of two; zero, negative and infinite ones lie on its edges, NaN stays."""
+    values = np.asarray(values, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.clip(np.log2(np.maximum(values, 0)), low, high)
+
+
+def fitted(*series: ArrayLike, room: int = 2, within: tuple[float, float] = (-math.inf, math.inf)) -> tuple[int, int]:
+    """The whole exponents around all positive finite values: the ends of an axis of what happens, with some room.
+
+    >>> fitted([0.0, 3.0], [math.inf, 16.0], room=1), fitted([0.0])
+    ((0, 5), (0, 20))
+    """
+    every = np.concatenate([np.ravel(np.asarray(s, dtype=float)) for s in series])
+    every = np.log2(every[np.isfinite(every) & (every > 0)])
+    low, high = (math.floor(every.min()) - room, math.ceil(every.max()) + room) if every.size else (0, 20)
+    return int(max(within[0], low)), int(min(within[1], high))
+
+
+def power_of_two(exponent: float) -> str:
+    """2^n in superscript digits: power_of_two(-14) is 2⁻¹⁴."""
+    return "2" + f"{exponent:g}".translate(_RAISED)
+
+
+def _check_ends(label: str, low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high) and low != high):
+        raise ValueError(f"the axis {label!r} needs two ends that are finite and not equal, got {low} and {high}")
+
+
+def said(value: float, axis: Mapping[str, Any]) -> str:
+    """A value of an axis in words: the name of its tick, a power, or a number of four digits."""
+    value = float(value)
+    if "names" in axis and 0 <= round(value) < len(axis["names"]):
+        return str(axis["names"][round(value)])
+    if axis.get("format") == "log2" and math.isfinite(value):
+        return power_of_two(round(value, 1))
+    return rounded(10**value if axis.get("format") == "log10" else value)
+
+
+def _item(values: Any, i: int) -> Any:
+    return values[min(i, len(values) - 1)] if np.ndim(values) else values
+
+
+def log2(label: str, low: float, high: float, every: int | None = None, **more: object) -> dict[str, Any]:
+    """An axis of powers of two."""
+    _check_ends(label, low, high)
+    every = every or next((k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48) if (high - low) / k <= 8), 256)
+    ticks = [[e, power_of_two(e)] for e in range(math.ceil(low / every) * every, math.floor(high + 1e-9) + 1, every)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, "format": "log2", **more}
+
+
+def linear(label: str, low: float, high: float, count: int = 6, **more: object) -> dict[str, Any]:
+    """An axis with round ticks, about `count` of them; it may run downwards."""
+    _check_ends(label, low, high)
+    raw = abs(high - low) / count
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * k for k in (1, 2, 2.5, 5, 10) if size * k >= raw * (1 - 1e-9))
+    first, last = math.ceil(min(low, high) / step - 1e-9), math.floor(max(low, high) / step + 1e-9)
+    ticks = [[k * step, f"{k * step:.10g}"] for k in range(first, last + 1)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, **more}
+
+
+def names(labels: Sequence[Any], label: str = "", *, down: bool = False, **more: object) -> dict[str, Any]:
+    """An axis of categories 0, 1, 2 ...; `down` puts the first at the top."""
+    texts = list(map(str, labels))
+    low, high = (len(texts) - 0.5, -0.5) if down else (-0.5, len(texts) - 0.5)
+    ticks = [[i, text] for i, text in enumerate(texts)]
+    return {"label": label, "lo": low, "hi": high, "ticks": ticks, "names": texts, "bare": True, **more}
+
+
+def space(low: float, high: float) -> dict[str, Any]:
+    """An axis without ticks, line or name."""
+    return {"lo": low, "hi": high, "ticks": [], "hidden": True}
+
+
+def fields(template: str) -> list[tuple[str, str]]:
+    """(name, form) of every field of a sentence."""
+    return re.findall(r"\{(\w+)(?::([^}]*))?\}", template)
+
+
+def filled(column: Any, form: str, index: int) -> str:
+    """One item of a column in words, exactly as the page writes it."""
+    value = column[min(index, len(column) - 1)] if np.ndim(column) else column
+    if isinstance(value, str):
+        return value
+    value = float(np.float32(value)) if np.ndim(column) else float(f"{float(value):.9g}")  # as it travels
+    if form.startswith("."):
+        return rounded(value, int(form[1:-1]), fixed=True)
+    return f"2^{rounded(value)}" if form == "2^" and math.isfinite(value) else rounded(value)
+
+
+def rounded(value: float, digits: int = 4, fixed: bool = False) -> str:
+    """A number in words: significant digits, or a fixed number of digits after the point; ties away from zero.
+
+    >>> rounded(0.5), rounded(1234.5), rounded(1e-9), rounded(-0.25, 1, fixed=True)
+    ('0.5', '1235', '1e-9', '-0.3')
+    """
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    exact = Decimal(value)
+    power = -digits if fixed else (exact.adjusted() - digits + 1 if value else 0)
+    near = float(exact.quantize(Decimal(1).scaleb(power), ROUND_HALF_UP))
+    if fixed:
+        return f"{near:.{digits}f}"
+    if near == 0 or 1e-6 <= abs(near) < 1e21:
+        return np.format_float_positional(near, trim="-").removesuffix(".")
+    lead, _, tail = f"{near:.{digits - 1}e}".partition("e")
+    return f"{lead.rstrip('0').rstrip('.') if '.' in lead else lead}e{int(tail):+d}".replace("e-0", "e-")
+
+
+def _column(values: Any) -> Any:
+    """A column of a sentence as it travels: numbers packed, words once each with their places."""
+    if isinstance(values, str):
+        return values
+    if np.ndim(values) == 0 or np.asarray(values).dtype.kind in "fiub":
+        return pack(float(values) if np.ndim(values) == 0 else np.asarray(values, dtype=float))
+    words, codes = np.unique(np.asarray(values, dtype=str), return_inverse=True)
+    return {"words": words.tolist(), "codes": pack(codes.astype(np.uint8 if len(words) < 256 else np.float32))}
+
+
+class Panel:
+    """One pair of axes; every method adds a mark."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.marks = given, list[dict[str, Any]]()
+
+    def add(self, kind: str, **mark: object) -> None:
+        """A mark of one of `KINDS`; None leaves a property out. Raises ValueError for another kind."""
+        if kind not in KINDS:
+            raise ValueError(f"a mark is one of {', '.join(KINDS)}, got {kind!r}")
+        self.marks.append(
+            {"type": kind} | {k: pack(v) if k in _NUMBERS else v for k, v in mark.items() if v is not None}
+        )
+
+    def line(self, y: Numbers, x: Numbers | None = None, color: str = "own", **look: object) -> None:
+        """A line through (x, y), x = 0, 1, 2 ... by default; `step` "mid" or "post" makes stairs of it."""
+        self.add("line", x=x, y=y, color=color, **look)
+
+    def points(self, y: Numbers, x: Numbers | None = None, color: object = "own", **look: object) -> None:
+        """Glyphs at (x, y); `ring` (0 to 1) fills a ring around each, `hue` is the number of its colour of several."""
+        self.add("points", x=x, y=y, color=color, **look)
+
+    def crosses(
+        self, y: ArrayLike, steps: Sequence[int] | np.ndarray, label: str = "", color: str = "overflow", **look: object
+    ) -> None:
+        """An x on the line `y` at each of some steps; nothing where there is none."""
+        if len(steps):
+            self.points(np.asarray(y)[steps], steps, color, **{"glyph": "x", "size": 5, "label": label or None} | look)
+
+    def band(
+        self, y: Numbers, y2: Numbers, x: Numbers | None = None, color: str = "overflow/0.15", **look: object
+    ) -> None:
+        """The area between two lines."""
+        self.add("band", x=x, y=y, y2=y2, color=color, **look)
+
+    def span(self, axis: str, low: float, high: float, color: str, text: str = "", **look: object) -> None:
+        """A region across the panel, named at its top (axis "x") or left (axis "y"); nothing where it is empty.
+
+        On axis "y" `anchor="end"` names it at the right.
+        """
+        x, y = self.given["x"], self.given["y"]
+        a, b = sorted((self.given[axis]["lo"], self.given[axis]["hi"]))
+        low, high = max(low, a), min(high, b)
+        if high <= low:
+            return
+        across = ([low], [y["lo"]], [high], [y["hi"]]) if axis == "x" else ([x["lo"]], [low], [x["hi"]], [high])
+        self.add("boxes", **dict(zip(("x0", "y0", "x1", "y1"), across)), fill=color, quiet=True)
+        if text and axis == "x":
+            upright = {"valign": "middle", "rotate": 90, "anchor": "end", "dy": 8}
+            level = {"valign": "top", "dy": 4}
+            narrow = (high - low) / (b - a) < 0.013 * len(text)
+            self.text(text, (low + high) / 2, y["hi"], **(upright if narrow else level) | look)
+        elif text:
+            right = look.get("anchor") == "end"
+            at: dict[str, Any] = {"anchor": "start", "valign": "top", "dx": -6 if right else 6, "dy": 3}
+            self.text(text, x["hi" if right else "lo"], high, **at | look)
+
+    def rule(self, axis: str, at: float | str, color: str = "muted", **look: object) -> None:
+        """A line across the panel at one value of an axis, or at the step shown: `at="index"`."""
+        self.add("rule", axis=axis, at=at, color=color, **look)
+
+    def text(self, text: str | Iterable[str], x: Numbers, y: Numbers, **look: Any) -> None:
+        """Words; {} in them stand for the step's items of `values`, a list of arrays over the steps.
+
+        `beside` is how many pixels right of their place they begin or, below 0, left of it they end.
+        """
+        values, by = look.pop("values", None), look.pop("beside", 0)
+        look |= {"anchor": "end" if by < 0 else "start", "dx": by} if by else {}
+        self.add("text", text=[text] if isinstance(text, str) else list(text), x=x, y=y, **look)
+        if values is not None:
+            self.marks[-1]["fields"] = [pack(v) for v in values]
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "muted", **look: object) -> None:
+        """An arrow from one place to another."""
+        (x0, y0), (x1, y1) = start, end
+        self.add("arrows", x0=[x0], y0=[y0], x1=[x1], y1=[y1], color=color, **look)
+
+    def boxes(self, x0: Numbers, y0: Numbers, x1: Numbers, y1: Numbers, **look: object) -> None:
+        """Boxes with `fill`, `edge`, `text`; `sets`, one dict for each, are the parameters that a press of it sets.
+
+        What stood in them slides out when the text `leaves` is a new one.
+        """
+        self.add("boxes", x0=x0, y0=y0, x1=x1, y1=y1, **look)
+
+    def bars(self, values: Any, at: Any = None, **look: object) -> None:
+        """Bars of `values` at positions `at` (0, 1, 2 ...), on axis "x" upright, on "y" lying.
+
+        Several rows of values, one for each step or `rows[step]`; `shift[step]` moves all of them along their axis;
+        `zones`, a list of [up to, role] that ends with [None, role], colours each by where it then lies.
+        """
+        if at is None:
+            at = np.arange(np.shape(values)[-1])
+        self.add("bars", values=values, at=at, count=np.size(at), **look)
+
+    def cells(self, values: ArrayLike, texts: Sequence[str], color: str = "zero", **look: object) -> None:
+        """A heat map, row 0 at the top of an axis that runs downwards: the darker, the larger."""
+        values = np.asarray(values, dtype=float)
+        span = max(float(np.ptp(values)), 1e-12)
+        rows, cols = (a.ravel() for a in np.indices(values.shape))
+        share = ((values - values.min()) / span).ravel()
+        fill = [f"{color}/{0.06 + 0.54 * s:.2f}" for s in share]  # words stay readable, light and dark
+        self.boxes(cols - 0.5, rows - 0.5, cols + 0.5, rows + 0.5, fill=fill, text=list(texts), **look)
+
+    def table(self, index: int, kept: dict[str, Any], most: int, titled: bool) -> list[dict[str, Any]]:
+        """The labelled marks as rows of a table, one for each place on the x axis."""
+        found, x = dict[str, dict[str, Any]](), self.given["x"]
+        for m in self.marks:
+            told, label = m.get("told"), m.get("label")
+            if not label or m["type"] not in ("line", "points", "pen", "boxes", "notes") or not (told or "y" in m):
+                continue
+            here = {k: unpack(v, kept) for k, v in m.items() if k in ("x", "y", "x0", "codes", "since")}
+            ys, xs = here.get("y", here.get("codes", told)), here.get("x", here.get("x0"))
+            count = max(np.size(v) for v in (ys, xs) if v is not None)
+            count = min(count, index + 1) if m.get("show") == "upto" and "since" not in here else count
+            for i in range(0, count, max(1, count // most)):
+                place = said(_item(xs, i) if xs is not None else i, x)
+                if told:
+                    value = told if isinstance(told, str) else told[int(_item(here.get("codes", i), i))]
+                else:
+                    value = said(_item(ys, i), self.given["y"])
+                found.setdefault(place, {}).setdefault(_item(label, i) if not isinstance(label, str) else label, value)
+        head = {"panel": self.given.get("title", "")} if titled else {}
+        return [head | {x.get("label") or "place": place, **cells} for place, cells in found.items()]
+
+    def handle(self, axis: str, name: str, at: Numbers, low: float, high: float, label: str, **more: object) -> None:
+        """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
+
+        It lies at base + slope * value of its axis ("x", "y", or "xy" for a pair), across the whole panel or, with
+        `cross`, at one place of the other axis. `log2=True` sets 2^value; `gesture=True` adds {step: value} to a
+        parameter that is a `Stroke`; `note` is written beside it. `look` "plain" has no ring of its own, "glides"
+        goes slowly to where it is sent. `sets`, one dict for each place, are the parameters that it sets in place of
+        `name`.
+        """
+        self.add("handle", axis=axis, name=name, at=at, lo=low, hi=high, label=label, **{"step": 1, **more})
+
+
+class Sheet:
+    """What one call of a view draws: panels on a grid, sized in pixels; a sentence; numbers by name; buttons.
+
+    buttons:  label -> the parameters that it sets, or work: a generator function that is called with `now`, which
+              gives the parameters as they are at any time, and yields the parameters that change as it goes
+              ({"progress": share} among them). It runs in the background.
+    idle:     names of controls that change nothing as the others stand; they are hidden.
+    rows:     the table for screen readers, one dict per row; None makes it of the labelled marks.
+    """
+
+    def __init__(self, was: Mapping[str, Any] | None = None) -> None:
+        self.panels: list[Panel] = []
+        self.step: dict[str, Any] | None = None
+        self.kept: dict[str, Any] = {}
+        self.template, self.numbers = "", dict[str, Any]()
+        self.stored: str | None = None
+        self.buttons: dict[str, Any] = {}
+        self.idle = set[str]()
+        self.rows: list[dict[str, Any]] | None = None
+        self._spec: dict[str, Any] | None = None
+        self._was, self.looks_back = dict(was or {}), False
+        self.grid()
+
+    def grid(
+        self, height: int = 360, width: int = 840, rows: Sequence[float] = (1,), cols: Sequence[float] = (1,)
+    ) -> None:
+        """The size of the picture in pixels, and the shares of its rows and columns."""
+        self.size, self.shares = (width, height), (list(rows), list(cols))
+
+    @property
+    def was(self) -> dict[str, Any]:
+        """The numbers of the picture before this one; empty at the opening and after Reset."""
+        self.looks_back = True
+        return self._was
+
+    def say(self, template: str, *, stored: str | None = None, **columns: Any) -> None:
+        """The sentence under the picture, and the numbers that a notebook may ask the view for.
+
+        `{name}` in it stands for that column: a number or a word, or one for each step, so that the sentence walks
+        while steps are played. Numbers have four digits, `{name:2^}` is a power of two of that exponent and
+        `{name:.1f}` a fixed number of digits. Columns that the template does not name are numbers of the view only.
+        `stored` replaces it on a page without a kernel, where figures differ from machine to machine.
+        """
+        self.template, self.numbers, self.stored = template, columns, stored
+
+    def sentence(self, index: int = 0) -> str:
+        """The sentence at one step, as the page fills it."""
+        names, out = fields(self.template), self.template
+        for name, form in names:
+            out = out.replace("{" + name + (f":{form}" if form else "") + "}", filled(self.numbers[name], form, index))
+        return out
+
+    def keep(self, name: str, values: ArrayLike) -> dict[str, str]:
+        """Numbers that stay the same while parameters move: they travel to the page once. Use the result in a mark."""
+        self.kept[name] = pack(np.asarray(values))
+        return {"ref": name}
+
+    def panel(self, row: int = 0, col: int = 0, rowspan: int = 1, colspan: int = 1, **given: Any) -> Panel:
+        """A new panel; `x` and `y` are axes (`log2`, `linear`, `names`, `space`).
+
+        Its `place` is the part of the picture that it has with its `pad`: left, right, top, bottom as shares.
+        """
+        across = self.shares[1], (col, col + colspan)
+        down = self.shares[0], (row, row + rowspan)
+        place = [sum(sizes[:end]) / sum(sizes) for sizes, ends in (across, down) for end in ends]
+        self.panels.append(Panel(row=row, col=col, place=place, **given))
+        return self.panels[-1]
+
+    def play(self, name: str, label: str, count: int, every: int = 80, first: int = 0) -> None:
+        """The steps of parameter `name` are `first`, `first` + 1 ...; the page plays and scrubs them by itself.
+
+        `every` is the time of a step in milliseconds. It need not be time: any parameter whose values are all sent.
+        """
+        self.step = {"name": name, "label": label, "count": count, "every": every, "first": first}
+
+    def table(self, index: int = 0, most: int = 60) -> list[dict[str, Any]]:
+        """The labelled marks of each panel as rows, one for each place on its x axis, at most about so many."""
+        rows = list[dict[str, Any]]()
+        for p in self.panels:
+            rows += p.table(index, self.kept | (self._spec or {}).get("data", {}), most, len(self.panels) > 1)
+        return rows
+
+    def spec(self) -> dict[str, Any]:
+        """What both renderers get: JSON with arrays as bytes. Nothing can be added to the sheet afterwards."""
+        if self._spec is None:
+            self._spec = self._make_spec()
+        return self._spec
+
+    def _make_spec(self) -> dict[str, Any]:
+        padded = [p for p in self.panels if "pad" not in p.given]
+        for p in padded:
+            p.given["pad"] = _pads(p)
+        for own, sides in (("col", (1, 3)), ("row", (0, 2))):  # panels above one another start and end at the same x
+            for p in padded:
+                peers = [q.given["pad"] for q in padded if q.given[own] == p.given[own]]
+                p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
+        for p in self.panels:
+            self._tag(p)
+        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1]}
+        spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
+        says = {name: _column(self.numbers[name]) for name, _ in fields(self.template)}
+        spec |= {"kept": self.kept, "data": {}, "legend": self._legend(), "says": [self.template, says]}
+        for m in (says, *(m for p in self.panels for m in p.marks)):  # what several marks use travels once
+            for k, v in m.items():
+                if isinstance(v, dict) and v.keys() & {"f4", "u1"}:
+                    name = f"#{hash(tuple(v.items())) & 0xFFFFFFFFFFFF:x}"  # bytes of another kind are other numbers
+                    spec["data"][name], m[k] = v, {"ref": name}
+        return spec | ({"index": self.step} if self.step else {})
+
+    def _legend(self) -> list[dict[str, Any]]:
+        """A small mark of 26 x 12 pixels for every label that does not stand in the picture itself."""
+        found: dict[str, dict[str, Any]] = {}
+        for m in (m for p in self.panels for m in p.marks):
+            named = m.get("label") and not m.get("quiet") and not m.get("tag")
+            if named and m["type"] not in ("notes", "handle"):
+                found.setdefault(m["label"], _sample(m))
+        return list(found.values())
+
+    def _tag(self, p: Panel) -> None:
+        """Write the label of each tagged line at its end, moved apart so that no two overlap."""
+        g = p.given
+        kept = self.kept
+        pixels = self.size[1] * (g["place"][3] - g["place"][2]) - g["pad"][0] - g["pad"][2]
+        tagged = []
+        for m in p.marks:
+            if m.get("tag"):
+                y = np.asarray(unpack(m["y"], kept), dtype=float)
+                y = y[np.isfinite(y)]
+                if y.size:
+                    tagged.append([(y[-1] - g["y"]["lo"]) / (g["y"]["hi"] - g["y"]["lo"]) * pixels, m])
+        tagged.sort(key=lambda pair: pair[0])
+        for _ in range(60 if tagged else 0):
+            tagged[0][0], tagged[-1][0] = max(tagged[0][0], 5), min(tagged[-1][0], pixels)  # none under the axis
+            for low, high in pairwise(tagged):
+                if (short := 14 - (high[0] - low[0])) > 0:
+                    low[0], high[0] = low[0] - short / 2, high[0] + short / 2
+        for place, m in tagged:
+            y = g["y"]["lo"] + place / pixels * (g["y"]["hi"] - g["y"]["lo"])
+            ink = m["color"].partition("/")[0]
+            p.text(m["label"], g["x"]["hi"], y, color=ink, anchor="start", dx=11, free=True)
+
+
+def _sample(m: dict[str, Any]) -> dict[str, Any]:
+    """The mark of a legend that looks like `m`."""
+    first = {k: v[0] if isinstance(v, list | tuple) else v for k, v in m.items() if k in _LOOKS}
+    if m["type"] in ("boxes", "bars"):
+        fill = m["zones"][0][1] if "zones" in m else first.get("fill", "none" if "edge" in m else "own")
+        frame = {"width": 3} if "edge" in m and "fill" not in m else {}
+        ends = {"x0": [3], "y0": [1], "x1": [23], "y1": [11]}
+        return {**{k: v for k, v in first.items() if k in ("label", "edge", "hatch")}, **frame, **ends} | {
+            "type": "boxes",
+            "fill": fill,
+        }
+    if m["type"] == "rule":
+        return first | {"axis": "y", "at": 6}
+    if m["type"] == "band":
+        return first | {"x": [3, 23], "y": [1, 1], "y2": [11, 11]}
+    x = [13] if m["type"] == "points" else [2, 24]
+    return first | {"x": x, "y": [6] * len(x), "size": min(5, m.get("size", 4)), "every": 9}
+
+
+def _pads(p: Panel) -> list[int]:
+    """Room around a panel for title, tick names and labels: top, right, bottom, left."""
+    g, tagged = p.given, max((len(m["label"]) for m in p.marks if m.get("tag")), default=0)
+    up, right = 28 if g.get("title") else 10, 14 + (13 + 7 * tagged if tagged else 0)
+    if g.get("bare"):
+        return [up, 6, 6, 6]
+    x, y = g["x"], g["y"]
+    widest = max((len(text) for _, text in y["ticks"]), default=0)
+    first = max((len(text) for v, text in x["ticks"] if v == x["lo"]), default=1)  # it begins left of the panel
+    left = 4 * first if y.get("hidden") else 12 + 7 * widest + (20 if y.get("label") else 4)
+    slant = 5 * max((len(text) for _, text in x["ticks"]), default=0) if x.get("slant") else 0
+    down = 6 if x.get("hidden") else (8 if x.get("blank") else 24) + (18 if x.get("label") else 0) + slant
+    return [up, right, down, left]
+
+
+def pack(value: Any) -> Any:
+    """A number or word as it is, few numbers as a list, many as bytes: float32, or one byte each for integers."""
+    if isinstance(value, str | dict):
+        return value
+    if np.ndim(value) == 0 and math.isfinite(value):
+        return float(value)
+    array = np.atleast_1d(value)
+    if array.size <= 12 and np.isfinite(array.astype(float)).all():
+        return [float(f"{v:.9g}") for v in array.ravel().tolist()]  # as many digits as float32 has, too
+    if array.dtype == np.uint8:
+        return {"u1": array.tobytes()}
+    return {"f4": np.ascontiguousarray(array, dtype="<f4").tobytes()}
+
+
+def unpack(value: Any, kept: dict[str, Any]) -> Any:
+    """The way back; `kept` is the sheet's."""
+    if isinstance(value, dict) and "ref" in value:
+        return unpack(kept[value["ref"]], kept)
+    if isinstance(value, dict):
+        return next(np.frombuffer(data, f"<{kind}") for kind, data in value.items())
+    return value

@@ -1,0 +1,331 @@
+"""The sheet as a still picture: matplotlib draws what a notebook stores, from the same data as the page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.container import BarContainer, Container
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Arc, FancyBboxPatch, Patch, Rectangle
+from PIL import Image
+
+from mpkit.view.sheet import ROLES, Sheet, rounded, unpack
+
+PT = 0.72  # points per pixel at 100 dots per inch
+STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
+
+
+class Still:
+    """A finished picture with its sentence: a PNG for the eye, the sentence as text for screen readers and tests."""
+
+    def __init__(self, picture: bytes, sentence: str) -> None:
+        self.png, self.sentence = picture, sentence
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        return static_bundle(self.png, self.sentence)
+
+
+def still(sheet: Sheet) -> Still:
+    """A picture that never moves -> what a notebook cell ends with.
+
+    >>> see = Sheet()
+    >>> see.say("an empty picture")
+    >>> still(see)
+    an empty picture
+    """
+    return Still(png(sheet.spec()), sheet.sentence())
+
+
+def static_bundle(picture: bytes, sentence: str) -> dict[str, Any]:
+    """What a page without a kernel shows: the picture with its sentence below, or either alone.
+
+    JupyterLab and nbconvert give an `image/png` neither text alternative nor caption, so the same picture is there as
+    HTML too, in which a living view finds it. 256 colours are enough for a chart and make it a third of the size.
+    """
+    out = io.BytesIO()
+    Image.open(io.BytesIO(picture)).quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        out, "png", optimize=True
+    )
+    data, alt = base64.b64encode(out.getvalue()).decode(), html.escape(sentence)
+    image = f'<img alt="{alt}" src="data:image/png;base64,{data}" style="max-width:100%">'
+    return {
+        "text/html": f'<figure class="mpk-still" style="margin:0">{image}<figcaption>{alt}</figcaption></figure>',
+        "image/png": data,
+        "text/plain": sentence,
+    }
+
+
+def png(spec: dict[str, Any], index: int = 0) -> bytes:
+    """The picture of a sheet's spec at one step, as an RGB PNG."""
+    canvas = FigureCanvasAgg(figure(spec, index))
+    canvas.draw()
+    out = io.BytesIO()
+    Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB").save(
+        out, "png", compress_level=1
+    )
+    return out.getvalue()
+
+
+def figure(spec: dict[str, Any], index: int = 0) -> Figure:
+    """The sheet at one step as a matplotlib figure."""
+    fig = Figure(figsize=(spec["width"] / 100, (spec["height"] + 26) / 100), dpi=100, facecolor="white")
+    legend, kept, step = dict[str, Any](), spec["kept"] | spec["data"], spec.get("index")
+    for panel in spec["panels"]:
+        axes = fig.add_axes(_place(spec, panel))
+        _axes(axes, panel, index)
+        for z, packed in enumerate(panel["marks"]):
+            mark = {k: unpack(v, kept) for k, v in packed.items()}
+            follows = mark["type"] == "rule" and mark["at"] == "index"
+            if step and (follows or mark.get("name") == step["name"]):
+                mark["at"] = index + step["first"]
+            first, last = mark.get("only", (index, index))
+            if not first <= index <= last:
+                continue
+            if "fields" in mark:
+                mark["fields"] = [unpack(v, kept) for v in mark["fields"]]
+            artist = _mark(axes, mark, index, 2 + 0.01 * z, panel)
+            if mark.get("label") and not mark.get("quiet") and not mark.get("tag") and artist is not None:
+                legend.setdefault(mark["label"], artist)
+    if legend:
+        look: dict[str, Any] = {"frameon": False, "fontsize": 9, "columnspacing": 1.2, "handlelength": 1.8}
+        fig.legend(legend.values(), legend, loc="upper left", ncols=7, borderaxespad=0.1, **look)
+    return fig
+
+
+def colour(role: str | None) -> str | tuple[float, float, float]:
+    """The colour of a role or of its tint, on paper."""
+    base, _, share = (role or "none").partition("/")
+    found = ROLES[base][0] if base in ROLES else base
+    if not share:
+        return found
+    red, green, blue = (1 - float(share) * (1 - part) for part in to_rgb(found))
+    return red, green, blue
+
+
+def _place(spec: dict[str, Any], p: dict[str, Any]) -> tuple[float, float, float, float]:
+    width, height, total = spec["width"], spec["height"], spec["height"] + 26
+    (x0, x1, y0, y1), (up, right, down, left) = p["place"], p["pad"]
+    x0, x1, y0, y1 = width * x0 + left, width * x1 - right, height * y0 + up, height * y1 - down
+    if p.get("equal"):
+        long, high = (abs(p[k]["hi"] - p[k]["lo"]) for k in ("x", "y"))
+        unit = min((x1 - x0) / long, (y1 - y0) / high)
+        x1, y1 = x0 + unit * long, y0 + unit * high
+    return x0 / width, (height - y1) / total, (x1 - x0) / width, (y1 - y0) / total
+
+
+def _axes(axes: Any, p: dict[str, Any], index: int) -> None:
+    moved = index if p["x"].get("follow") else 0
+    axes.set(xlim=(p["x"]["lo"] + moved, p["x"]["hi"] + moved), ylim=(p["y"]["lo"], p["y"]["hi"]), facecolor="none")
+    if p.get("title"):
+        axes.set_title(p["title"], loc="left", fontsize=10 / 13 * p.get("title_size", 13), fontweight="bold")
+    axes.set_axisbelow(True)
+    if p.get("bare"):
+        return axes.set_axis_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    for which, side in (("x", "bottom"), ("y", "left")):
+        axis = p[which]
+        low, high = sorted(getattr(axes, f"get_{which}lim")())
+        shown = [(v, "" if axis.get("blank") else t) for v, t in axis["ticks"] if low - 1e-9 <= v <= high + 1e-9]
+        getattr(axes, f"set_{which}ticks")([v for v, _ in shown], [t for _, t in shown], fontsize=9)
+        axes.spines[side].set_visible(not axis.get("hidden"))
+        if axis.get("hidden"):
+            continue
+        getattr(axes, f"set_{which}label")(axis.get("label", ""), fontsize=9)
+        if which == "y":  # at the left edge of the panel, as in the page
+            axes.yaxis.set_label_coords((18 - p["pad"][3]) / axes.get_window_extent().width, 0.5)
+        if not axis.get("bare"):
+            axes.grid(axis=which, color=ROLES["grid"][0], lw=0.6)
+        if axis.get("slant"):
+            axes.tick_params(axis=which, rotation=axis["slant"])
+            for label in getattr(axes, f"get_{which}ticklabels")():
+                label.set_ha("right")
+
+
+def _shown(m: dict[str, Any], index: int, n: int) -> slice:
+    if m.get("show") == "at":
+        return slice(index, index + 1)
+    if m.get("show") == "upto":
+        return slice(0, int(np.searchsorted(m["since"], index, "right")) if "since" in m else index + 1)
+    return slice(0, n)
+
+
+def _item(value: object, index: int) -> Any:
+    return value[min(index, len(value) - 1)] if isinstance(value, (list, tuple, np.ndarray)) else value
+
+
+def _each(value: object, n: int) -> list[Any]:
+    own = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+    return own + own[-1:] * (n - len(own))  # as in the page, the last stands for all that follow
+
+
+def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> Artist | Container | None:
+    kind: str = m["type"]
+    look: dict[str, Any] = {"zorder": z}
+    if kind in ("line", "points", "pen"):
+        return _line(axes, m, index, look)
+    if kind == "band":
+        x = np.arange(np.size(m["y"])) if m.get("x") is None else m["x"]
+        return axes.fill_between(x, m["y"], m["y2"], step=m.get("step"), color=colour(m["color"]), lw=0, **look)
+    if kind == "rule":
+        line = axes.axvline if m["axis"] == "x" else axes.axhline
+        return line(m["at"], color=colour(m["color"]), lw=PT * m.get("width", 1.2), ls=_dash(m.get("dash")), **look)
+    if kind == "handle":
+        _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
+    elif kind == "boxes":
+        return _boxes(axes, m, index, z)
+    elif kind == "bars":
+        return _bars(axes, m, index, look)
+    elif kind == "text":
+        n = len(m["text"])
+        columns = zip(m["text"], *(_each(m.get(k), n) for k in ("x", "y", "color")))
+        values = [rounded(float(_item(v, index))) for v in m.get("fields", ())]
+        for k, (text, x, y, ink) in enumerate(columns):
+            if m.get("show") != "at" or k == index:
+                _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
+    elif kind == "arrows":
+        for x0, y0, x1, y1 in zip(m["x0"], m["y0"], m["x1"], m["y1"]):
+            arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
+            arrow |= {"shrinkA": 0, "shrinkB": 0, "mutation_scale": 12}
+            axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=z)
+    return None
+
+
+def _dash(name: str | None) -> str | tuple[int, tuple[float, ...]]:
+    if name is None or name in ("--", "-.", ":"):
+        return name or "-"
+    return 0, tuple(map(float, name.split()))
+
+
+def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Line2D:
+    n = max(np.size(m.get("x", ())), np.size(m["y"]))
+    part = _shown(m, index, n)
+    x, y = (np.broadcast_to(np.arange(n) if m.get(k) is None else m[k], n)[part] for k in ("x", "y"))
+    color = colour(_item(m["color"], int(m["hue"][index]) if "hue" in m else index))
+    points = m["type"] == "points"
+    glyph = m.get("glyph", "o" if points else "")
+    ends = {"marker": glyph, "ms": 2 * PT * m.get("size", 4), "mew": PT * m.get("width", 2)}
+    ends |= {"mfc": colour(m["fill"]) if "fill" in m else color, "markevery": m.get("every", 1)}
+    style = {"ls": "none"} if points else {"ls": _dash(m.get("dash")), "lw": PT * m.get("width", 2)}
+    if "ring" in m:
+        _ring(axes, x, y, m["ring"][part], m.get("size", 4) + 6, look)
+    return axes.plot(x, y, color=color, gid=m["type"], drawstyle=STEPS[m.get("step")], **style, **ends, **look)[0]
+
+
+def _ring(axes: Axes, xs: np.ndarray, ys: np.ndarray, shares: np.ndarray, radius: float, look: dict[str, Any]) -> None:
+    box = axes.get_window_extent()
+    unit = [
+        abs(np.subtract(*getattr(axes, f"get_{k}lim")())) / size for k, size in (("x", box.width), ("y", box.height))
+    ]
+    for x, y, share in zip(xs, ys, shares):
+        for until, role in ((1.0, "grid"), (float(share), "normal")):
+            size = (2 * radius * unit[0], 2 * radius * unit[1])
+            # a whole arc from -270 to 90 degrees is drawn by matplotlib in either direction; both are the full ring
+            axes.add_patch(Arc((x, y), *size, theta1=90 - 360 * until, theta2=90, color=colour(role), lw=3, **look))
+
+
+def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
+    n = max(np.size(m[k]) for k in ("x0", "y0", "x1", "y1"))
+    keys = ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
+    first = None
+    part = range(n)[_shown(m, index, n)]
+    columns = [_each(m.get(k), n) for k in keys]
+    for k in part:
+        x0, y0, x1, y1, fill, edge, hatch, dash = (c[k] for c in columns)
+        (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
+        style: dict[str, Any] = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
+        style |= {
+            "lw": PT * m.get("width", 1.0 if edge or hatch else 0),
+            "hatch": "///" if hatch else None,
+            "ls": _dash(dash),
+        }
+        shape: Patch = Rectangle((x0, y0), x1 - x0, y1 - y0, **style)
+        if m.get("radius"):
+            round_by = f"round,pad=0,rounding_size={0.06 * abs(y1 - y0)}"
+            shape = FancyBboxPatch((x0, y0), x1 - x0, y1 - y0, boxstyle=round_by, **style)
+        axes.add_patch(shape)
+        first = first or shape
+        if m.get("text"):
+            ink = _each(m.get("ink", "ink"), n)[k]
+            look = {"color": ink, "size": m.get("size", 12)}
+            _words(axes, (x0 + x1) / 2, (y0 + y1) / 2, m["text"][k], look, z + 0.005)
+    return first
+
+
+def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Patch | BarContainer:
+    values, row = np.asarray(m["values"]).reshape(-1, m["count"]), _item(m.get("rows", index), index)
+    heights = values[min(int(row), len(values) - 1)] * m.get("unit", 1.0)
+    at = np.asarray(m["at"]) + _item(m.get("shift", 0.0), index)
+    fill = [colour(role) for role in _each(m.get("fill", "own"), len(at))]
+    if "zones" in m:
+        fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
+    draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
+    hatch = "///" if m.get("hatch") else None
+    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT, "hatch": hatch}
+    kept = np.flatnonzero(heights != 0)
+    if not len(kept):  # the legend still names the colour
+        return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)
+    return draw(at[kept], heights[kept], m.get("width", 0.8), color=[fill[i] for i in kept], **edge, **look)
+
+
+def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> None:
+    ball: dict[str, Any] = {"marker": "o", "ms": 9, "mfc": "white", "mec": colour("own"), "mew": 1.8, "clip_on": False}
+    stem: dict[str, Any] = {"color": colour("own"), "lw": 1.1, "ls": (0, (5, 3)), "zorder": z}
+    if m["axis"] == "xy":
+        axes.plot([m["at"][0]], [m["at"][1]], zorder=z + 1, **ball)
+        return
+    across, moved = m["axis"] == "x", axes.get_xlim()[0] - p["x"]["lo"]
+    base, cross = _item(m.get("base", 0.0), index), _item(m.get("cross"), index)
+    at = np.clip(base + m.get("slope", 1) * _item(m["at"], index), *sorted(p[m["axis"]][end] for end in ("lo", "hi")))
+
+    def spot(along: float, other: float) -> tuple[float, float]:
+        return (moved + along, other) if across else (moved + other, along)
+
+    if cross is None and across:  # off the title, as in the page
+        axes.axvline(at + moved, **stem)
+        cross = p["y"]["hi"] - 4 / axes.get_window_extent().height * (p["y"]["hi"] - p["y"]["lo"])
+    elif cross is None:
+        axes.axhline(at, **stem)
+        cross = p["x"]["hi"]
+    elif m.get("stem"):
+        axes.plot(*zip(spot(base, cross), spot(at, cross)), **stem)
+    if m.get("look") != "plain":
+        axes.plot(*([v] for v in spot(at, cross)), zorder=z + 1, **ball)
+    if m.get("note"):
+        left, above = not across and "cross" not in m, across and m.get("stem")
+        shift = {"dy": -15} if above else {"anchor": "end", "dx": -12, "dy": -9} if left else {"dx": 12}
+        _words(axes, *spot(at, cross), m["note"], {"color": "own", "anchor": "start", "halo": True, **shift}, z)
+
+
+def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
+    ha = {"start": "left", "middle": "center", "end": "right"}[m.get("anchor", "middle")]
+    va = {"middle": "center"}.get(m.get("valign", "middle"), m.get("valign"))
+    where: dict[str, Any] = {"xycoords": "axes fraction"} if m.get("frame") else {}
+    turned: dict[str, Any] = {"rotation": m["rotate"], "rotation_mode": "anchor"} if m.get("rotate") else {}
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(PT * m.get("dx", 0), -PT * m.get("dy", 0)),
+        textcoords="offset points",
+        ha=ha,
+        va=va,
+        color=[0.7 * c + 0.3 * i for c, i in zip(to_rgb(colour(m.get("color") or "ink")), to_rgb(colour("ink")))],
+        fontsize=PT * m.get("size", 12) + 0.4,
+        fontweight=m.get("weight", "normal"),
+        bbox={"fc": "white", "ec": "none", "pad": 1} if m.get("halo") else None,
+        annotation_clip=False if m.get("frame") or m.get("free") else None,
+        zorder=z + 0.5,
+        **where,
+        **turned,
+    )

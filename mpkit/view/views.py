@@ -1,0 +1,247 @@
+"""A view is a function of its parameters: it draws a sheet. Whatever the reader does sets parameters, and it is called
+again.
+
+    @view(window=(1, 400), run=["a", "b"])
+    def scale(see, window=50, run="a", hold=False): ...
+
+    scale(window=20).numbers["finite"]
+
+Controls are declared as in ipywidgets' `interact` (see `controls`). A handle, a box that is pressed, a button and the
+pen name the parameters that they set. What `see.play` plays the page moves alone: the sheet must not depend on that
+parameter but in its columns and its handle.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mpkit.arguments import check_choice
+from mpkit.view.controls import Control, Inner, Stroke, control
+from mpkit.view.sheet import Sheet
+from mpkit.view.words import words
+
+AT_WORK = "it is still at work; press Stop first"
+EVERY = 0.25
+"""Seconds between two pictures of work that goes on in the background."""
+
+Work = Callable[[Callable[[], dict[str, Any]]], Iterator[dict[str, Any]]]
+
+
+class Maker:
+    """What `view` makes of a function that draws: called with parameters it gives a `View`."""
+
+    def __init__(self, draw: Callable[..., None], controls: Mapping[str, Any]) -> None:
+        self.draw, self.__doc__, self.__name__, self.__module__ = draw, draw.__doc__, draw.__name__, draw.__module__
+        given = list(inspect.signature(draw).parameters.values())[1:]
+        self.defaults: dict[str, Any] = {p.name: p.default for p in given}
+        if unknown := set(controls) - set(self.defaults):
+            raise ValueError(f"{draw.__name__} has no parameter {min(unknown)!r} to control")
+        self.controls: dict[str, Control] = {n: control(controls.get(n), v) for n, v in self.defaults.items()}
+
+    def __call__(self, **params: Any) -> View:
+        return View(self, params)
+
+
+def view(**controls: Any) -> Callable[[Callable[..., None]], Maker]:
+    """Makes the view of a function that draws on a `Sheet`; see the head of this file."""
+    return lambda draw: Maker(draw, controls)
+
+
+class View:
+    """One drawing function with its parameters. In a notebook it shows itself, alive and stored.
+
+    `numbers` are those that the sheet said; `sentence`, `message` (why something was refused), `params`, `png()`.
+    Callbacks may come from several threads: `lock` guards all of it.
+    """
+
+    def __init__(self, maker: Maker, given: Mapping[str, Any]) -> None:
+        self.maker, self.lock, self.listeners = maker, threading.RLock(), list[Callable[[], None]]()
+        self.params, self.message, self.drawings = dict(maker.defaults), "", 0
+        self.busy, self.progress = False, 0.0
+        self.tries: list[dict[str, Any]] = words(maker.__module__).get("tries", {}).get(maker.__name__, [])
+        self._worker: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._place = 0  # of steps that no parameter holds
+        self.sheet = Sheet()
+        self._show(self.asked(given))
+        self.opened = dict(self.params)
+
+    # ---- what the reader does
+    def set(self, **changed: Any) -> None:
+        """Change parameters, all or none. Raises ValueError where one is refused, and says why in `message`."""
+        self._change(changed, {})
+
+    def add(self, **strokes: Any) -> None:
+        """Add to what was drawn by hand: parameter -> {step: height}."""
+        self._change({}, strokes)
+
+    def reset(self) -> None:
+        """All parameters as they were when the view was opened."""
+        with self.lock:
+            self._show(self.opened, forget=True)
+
+    def attempt(self, number: int) -> None:
+        """One of the things that the lesson's words ask to try: the opening parameters, some of them changed."""
+        if not 0 <= number < len(self.tries):
+            raise ValueError(f"there are {len(self.tries)} things to try, got number {number}")
+        self._change(self.opened | self.tries[number]["set"], {})
+
+    def press(self, label: str) -> None:
+        """Press the button of that label. Raises ValueError if there is none, or if what it does is refused."""
+        if label in ("Reset", "Stop"):
+            return self.reset() if label == "Reset" else self.stop()
+        does = self.sheet.buttons[check_choice("a button", label, [*self.sheet.buttons, "Reset", "Stop"])]
+        if callable(does):
+            self.start(does)
+        else:
+            self.set(**does)
+
+    # ---- parameters to picture
+    def asked(self, changed: Mapping[str, Any], strokes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The parameters, some of them changed. Raises ValueError where one is refused."""
+        controls, strokes = self.maker.controls, strokes or {}
+        if unknown := {*changed, *strokes} - set(controls):
+            raise ValueError(f"there is no control {min(unknown)!r}; controls are {', '.join(controls)}")
+        new = {n: controls[n].check(n, v, self.maker.defaults[n]) for n, v in changed.items()}
+        for name, more in strokes.items():
+            if not isinstance(controls[name], Stroke):
+                raise ValueError(f"nothing can be drawn into {name}")
+            new[name] = self.params[name] | controls[name].check(name, more, {})
+        return self.params | new
+
+    def drawn(self, params: Mapping[str, Any], was: Mapping[str, Any] | None = None) -> Sheet:
+        """The sheet of some parameters."""
+        sheet = Sheet(self.sheet.numbers if was is None else was)
+        self.maker.draw(sheet, **params)
+        return sheet
+
+    def _change(self, changed: Mapping[str, Any], strokes: Mapping[str, Any]) -> None:
+        with self.lock:
+            try:
+                self._show(self.asked(changed, strokes))
+            except ValueError as error:
+                self.message = str(error)
+                self._tell()
+                raise
+
+    def _show(self, params: dict[str, Any], forget: bool = False) -> None:
+        """Draw first, then assign all: what is refused or interrupted on the way leaves everything as it was."""
+        step = self.sheet.step and self.sheet.step["name"]
+        moved = {n for n, v in params.items() if v is not self.params[n] and v != self.params[n]}
+        if self.drawings == 0 or forget or not moved or moved - {step}:
+            self.sheet, self.drawings = self.drawn(params, {} if forget else None), self.drawings + 1
+        self.params, self.message = dict(params), ""
+        if self.sheet.step and forget | (self.drawings == 1):  # a step that no parameter holds begins at its end
+            self._place = self.sheet.step["count"] - 1
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
+
+    # ---- what is seen
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Numbers by name, as the sheet said them."""
+        return self.sheet.numbers
+
+    @property
+    def index(self) -> int:
+        """The place of the step shown among those that are played."""
+        play = self.sheet.step
+        if not play:
+            return 0
+        at = self.params[play["name"]] - play["first"] if play["name"] in self.params else self._place
+        return int(min(max(at, 0), play["count"] - 1))
+
+    def go(self, index: int) -> None:
+        """Show another place of the steps that are played."""
+        play = self.sheet.step
+        if play and play["name"] in self.params:
+            self.set(**{play["name"]: index + play["first"]})
+        elif play:
+            self._place = index
+
+    @property
+    def sentence(self) -> str:
+        """The sentence under the picture."""
+        return self.sheet.sentence(self.index)
+
+    def table(self) -> list[dict[str, Any]]:
+        """The data on screen, one dict per row."""
+        return self.sheet.rows if self.sheet.rows is not None else self.sheet.table(self.index)
+
+    def png(self) -> bytes:
+        """The picture as it would be stored now."""
+        from mpkit.view.still import png  # matplotlib: not for numbers alone
+
+        return png(self.sheet.spec(), self.index)
+
+    def __repr__(self) -> str:
+        return self.sentence if self.sheet.stored is None else self.sheet.stored
+
+    def _ipython_display_(self) -> None:
+        from mpkit.view.page import show  # widgets: not for numbers alone
+
+        show(self)
+
+    # ---- work in the background
+    def start(self, work: Work) -> None:
+        """Run work in the background. Raises ValueError if some is going on."""
+        with self.lock:
+            if self.busy:
+                self.message = AT_WORK
+                self._tell()
+                raise ValueError(AT_WORK)
+            stop = self._stop = threading.Event()
+            self.message, self.progress, self.busy = "", 0.0, True
+            self._worker = threading.Thread(target=self._run, args=(work, stop), daemon=True)
+            self._worker.start()
+            self._tell()
+
+    def stop(self) -> None:
+        """End the background work after its current step."""
+        self._stop.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the background work has ended. Raises TimeoutError after `timeout` seconds."""
+        if self._worker is not None:
+            self._worker.join(timeout)
+            if self._worker.is_alive():
+                raise TimeoutError(f"the background work has not ended within {timeout} s")
+
+    def _run(self, work: Work, stop: threading.Event) -> None:
+        last, said, fresh = 0.0, "", dict[str, Any]()
+
+        def now() -> dict[str, Any]:
+            return self.params | fresh
+
+        def take() -> None:
+            with self.lock:
+                self.progress = fresh.pop("progress", self.progress)
+                changes = {n: fresh.pop(n) for n in list(fresh)}
+                self._show(self.asked(changes))
+
+        try:
+            for changes in work(now):
+                fresh |= changes
+                if time.monotonic() - last >= EVERY:
+                    take()
+                    last = time.monotonic()
+                if stop.is_set():
+                    break
+            take()
+        except Exception as error:  # a thread has nobody to raise to: the reader gets the reason
+            said = f"{type(error).__name__}: {error}"
+        with self.lock:
+            self.busy, self.message = False, said or self.message.replace(AT_WORK, "")
+            self._tell()
+
+
+def inner(maker: Maker) -> set[str]:
+    """Parameters that no control of the form holds."""
+    return {n for n, c in maker.controls.items() if isinstance(c, Inner | Stroke)}

@@ -1,0 +1,168 @@
+"""Lesson 05: the numbers of its views by laws and by hand, its answers a second way."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.lessons.dynamic_scale import SteeredScaler, draw, dynamics, hidden, live, live_policy, sweep
+from mpkit.policies import preset, run
+from mpkit.scalers import DynamicLossScaler
+from mpkit.view.words import words
+
+WORDS = words("dynamic_scale")
+
+
+def by_hand(ceiling, start, factor, window, floor):
+    """The rule as the lesson's table tells it."""
+    scale, count, used = 2.0**start, 0, []
+    for top in ceiling:
+        used.append(scale)
+        count = count + 1 if scale <= top else 0
+        if scale > top:
+            scale = max(2.0**floor, scale / factor)
+        elif count == window:
+            scale, count = scale * factor, 0
+    return used
+
+
+@pytest.mark.parametrize("name", ["gpt_sums", "mlp_digits", "rare_outliers", "growing_activations"])
+@pytest.mark.parametrize(
+    ("start", "factor", "window", "floor"), [(24, 2.0, 50, 0), (16, 4.0, 1, 3), (32, 1.25, 400, -24)]
+)
+def test_the_scale_follows_the_rule_of_the_table(name, start, factor, window, floor):
+    seen = dynamics(run=name, start=start, factor=factor, window=window, floor=floor).numbers
+    want = by_hand(seen["ceiling"], start, factor, window, floor)
+    np.testing.assert_allclose(seen["scale"], want, rtol=1e-6)
+    assert (seen["finite"] == (seen["scale"] <= seen["ceiling"])).all()
+
+
+def test_what_the_lesson_says_of_the_search():
+    seen = dynamics(run="gpt_sums", start=24, window=50).numbers
+    assert (~seen["finite"][:5]).all()
+    assert seen["finite"][5]
+    assert "grew" in seen["reasons"][:110]
+    assert seen["scale"][:110].min() > 1
+    assert WORDS["predict"]["search"]["right"] == "b"
+
+
+def test_smaller_windows_skip_more_and_leave_less_headroom():
+    skipped, room = [], []
+    for window in (400, 200, 100, 50, 20, 10, 5):
+        seen = dynamics(run="gpt_sums", start=16, window=window).numbers
+        skipped.append((~seen["finite"]).sum())
+        room.append(seen["headroom"][seen["finite"]].mean())
+    assert skipped == sorted(skipped)
+    assert room == sorted(room, reverse=True)
+    grids = sweep(run="gpt_sums").numbers
+    assert (grids["skipped"][:, 0] > grids["skipped"][:, -1]).all()
+    assert (grids["headroom"][:, 0] < grids["headroom"][:, -1]).all()
+
+
+def test_what_the_lesson_says_of_huge_batches_and_of_a_broken_run():
+    starved = dynamics(run="rare_outliers", start=16, floor=-24, window=400).numbers
+    assert (starved["zeros"][-20:] > 0.9).sum() > 10
+    assert starved["finite"][-10:].all()
+    fed = dynamics(run="rare_outliers", start=16, floor=-24, window=10).numbers
+    assert (np.abs(fed["zeros"][-20:] - 0.25) < 0.05).all()
+    broken = dynamics(run="growing_activations", start=16)
+    assert not broken.numbers["finite"][129:].any()
+    assert np.isnan(broken.numbers["zeros"][200])
+    assert run(preset("mpkit", growth_interval=50), broken.numbers["finite"]).raised_at > 129
+    assert "no scale helps" in broken.sentence
+
+
+def test_what_is_drawn_and_put_counts_and_undo_forgets_it():
+    view = dynamics(run="mlp_digits", start=14, window=400)
+    view.add(drawn={"200": 3.0, "900": 5.0, "-1": 2.0})
+    assert view.params["drawn"] == {200: 3.0}
+    assert np.flatnonzero(~view.numbers["finite"]).tolist() == [200]
+    view.add(puts={"300": 10})
+    assert view.numbers["scale"][300] == 2.0**10
+    view.press("Undo drawing")
+    assert view.params["drawn"] == view.params["puts"] == {}
+
+
+def test_refused_settings_assign_nothing_and_say_why():
+    view = dynamics()
+    before = dict(view.params), view.numbers["scale"].tolist()
+    for wrong in ({"floor": 10, "start": 3}, {"factor": 0.5}, {"factor": 1000}, {"window": 2.5}, {"run": "none"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            view.set(**wrong)
+        assert view.message
+        assert (dict(view.params), view.numbers["scale"].tolist()) == before
+    view.set(factor=1.01)
+    assert view.message == ""
+    assert view.params["factor"] == 1.01
+
+
+def test_only_the_cells_that_tell_the_least_loss_are_framed_where_loss_is_shown():
+    for figure, frames in (("lost", 1), ("skipped", 0)):
+        marks = [m for p in sweep(figure=figure).sheet.panels for m in p.marks]
+        framed = [m for m in marks if m.get("label") == "least training signal lost"]
+        assert len(framed) == frames
+    cells = next(m for m in marks if m.get("names"))
+    assert len(cells["text"]) == 49
+
+
+def test_a_steered_scaler_follows_its_policy_and_kicks_between_steps():
+    given, kicks = {"factor": 2, "window": 2, "floor": 0}, [0]
+    scaler = SteeredScaler(lambda: live_policy(**given), lambda: kicks[0])
+    seen = []
+    for step, finite in enumerate([True, True, True, False, True, True]):
+        kicks[0] = -10 if step >= 2 else 0
+        given["factor"] = 4 if step >= 3 else 2
+        scaler.adjust(torch.tensor(finite))
+        seen.append(float(scaler.scale_value))
+    assert seen == [2.0**16, 2.0**17, 2.0**7, 2.0**5, 2.0**5, 2.0**7]
+
+
+@pytest.mark.slow
+def test_a_training_is_steered_while_it_runs_and_stops():
+    view = live(window=10, steps=30)
+    view.press("Train")
+    with pytest.raises(ValueError, match="Stop"):
+        view.press("Train")
+    view.wait(60)
+    made = view.numbers["run"]
+    assert len(made.losses) == 30
+    assert made.accuracy is not None
+    assert not view.busy
+    assert made.losses[-1] < made.losses[0]
+    assert "30 steps" in view.sentence
+
+
+def test_a_drawn_prediction_is_shown_only_after_something_was_drawn():
+    view = draw()
+    with pytest.raises(ValueError, match="first"):
+        view.press("Show what happened")
+    assert "What happened" not in view.sentence
+    view.set(typed="17 18 18 17 16 17")
+    view.press("Show what happened")
+    assert "What happened" in view.sentence
+    assert "typed" in view.sheet.idle
+    view.reset()
+    truth = {step: float(v) for step, v in enumerate(hidden()[0])}
+    view.add(drawn=truth)
+    view.press("Show what happened")
+    assert view.numbers["near"] == 60
+    assert "right picture" in view.sentence
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in WORDS["question"].items()}
+    scale, count = 1024, 0
+    for finite in (True, True, False, True, True):
+        count = count + 1 if finite else 0
+        scale = scale * 2 if count == 3 else scale if finite else scale // 2
+    assert asked["sequence"] == scale
+    assert asked["descent"] == 24 - 10
+    assert asked["window"] == sum(not ok for ok in [True, True, True, True, False] * 20)
+    assert asked["floor"] == (10 - 4) + 1
+
+
+def test_cases_of_the_task_are_the_scaler():
+    scaler = DynamicLossScaler(8.0, 2, 3)
+    for (scale, count, finite), (after, counted) in WORDS["task"]["cases"]:
+        assert (scaler.scale_value.item(), scaler.counter.item()) == (scale, count)
+        scaler.adjust(torch.tensor(finite))
+        assert (scaler.scale_value.item(), scaler.counter.item()) == (after, counted)

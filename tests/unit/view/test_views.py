@@ -1,0 +1,164 @@
+"""Every view of every topic: each control over its values, each try and button; sentence and picture follow."""
+
+import json
+import math
+import threading
+from importlib import import_module
+from pkgutil import iter_modules
+
+import numpy as np
+import pytest
+
+import mpkit.lessons
+from mpkit.view.controls import Choice, Flag, Inner, Range, Stroke, Text
+from mpkit.view.page import Page
+from mpkit.view.still import figure
+from mpkit.view.views import Maker
+from mpkit.view.words import topics, words
+
+MAKERS = {
+    f"{module.name}.{name}": maker
+    for module in iter_modules(mpkit.lessons.__path__)
+    for name, maker in vars(import_module(f"mpkit.lessons.{module.name}")).items()
+    if isinstance(maker, Maker) and maker.__module__.endswith(f".{module.name}")
+}
+each_view = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+
+
+def values_of(control, default):
+    """Least, most, and one in between."""
+    if isinstance(control, Range):
+        grid = control.grid(default)
+        return [grid[0], grid[-1], grid[len(grid) // 2]]
+    if isinstance(control, Choice):
+        return list(control.names)
+    return [True, False] if isinstance(control, Flag) else []
+
+
+def whole(view):
+    """The sheet holds together: finite ends, a sentence that is filled, JSON without NaN, no empty table."""
+    spec = view.sheet.spec()
+    json.dumps(spec, default=lambda v: len(v), allow_nan=False)
+    assert view.sentence.strip().endswith((".", "!", "?")), view.sentence
+    assert "{" not in view.sentence, view.sentence
+    assert not any(len(set(row)) != len(row) for row in view.table())
+    for panel in spec["panels"]:
+        assert all(math.isfinite(panel[axis][end]) for axis in "xy" for end in ("lo", "hi"))
+    return view.sentence, view.sheet.spec()
+
+
+@each_view
+def test_every_control_over_its_values(maker):
+    view = maker()
+    opening = whole(view)
+    for name, control in maker.controls.items():
+        for value in values_of(control, maker.defaults[name]):
+            try:
+                view.set(**{name: value})
+            except ValueError:
+                assert view.message
+                continue
+            whole(view)
+        if isinstance(control, Range):
+            for wrong in (control.low - 1, control.high + 1, math.nan, "many", True):
+                with pytest.raises(ValueError, match=name):
+                    view.set(**{name: wrong})
+        if isinstance(control, Stroke):
+            view.add(**{name: {str(control.steps // 2): control.low}})
+            whole(view)
+        view.reset()
+    assert whole(view)[0] == opening[0]
+    assert json.dumps(opening[1], default=bytes.hex) == json.dumps(view.sheet.spec(), default=bytes.hex)
+
+
+@each_view
+def test_every_try_is_taken_and_changes_the_picture(maker):
+    view = maker()
+    before = view.sentence, json.dumps(view.sheet.spec(), default=bytes.hex)
+    for number, attempt in enumerate(view.tries):
+        view.attempt(number)
+        whole(view)
+        assert (view.sentence, json.dumps(view.sheet.spec(), default=bytes.hex)) != before, attempt["say"]
+
+
+@each_view
+def test_buttons_handles_and_boxes_name_parameters(maker):
+    view = maker()
+    for label, does in dict(view.sheet.buttons).items():
+        if isinstance(does, dict):
+            assert does.keys() <= maker.controls.keys(), label
+    for mark in (m for p in view.sheet.panels for m in p.marks):
+        if mark["type"] in ("handle", "pen") and "sets" not in mark:
+            assert mark["name"] in maker.controls
+        for sets in mark.get("sets", ()):
+            view.asked(sets)
+
+
+@each_view
+def test_both_renderers_get_the_same_sheet(maker):
+    view = maker()
+    page = Page(view)
+    assert page.spec["panels"] == view.sheet.spec()["panels"]
+    drawn = figure(view.sheet.spec(), view.index)
+    assert len(drawn.axes) == len(view.sheet.panels)
+    page.ask({"table": True})
+    assert page.rows == view.table()
+    page.close()
+
+
+def test_words_have_a_right_answer_and_a_hint_for_each_question():
+    for topic in topics():
+        found = words(topic)
+        for prediction in found.get("predict", {}).values():
+            assert prediction["right"] in "abcdefgh"[: len(prediction["choices"])]
+        for question in found.get("question", {}).values():
+            assert {"ask", "truth", "right", "hint"} <= question.keys()
+        for name in found.get("tries", {}):
+            assert f"{topic}.{name}" in MAKERS, f"{topic}.toml names a view that there is not: {name}"
+
+
+def test_two_threads_leave_a_whole_picture():
+    maker = MAKERS["dynamic_scale.dynamics"]
+    view = maker()
+    windows = [range(1, 9), range(20, 28)]
+    threads = [threading.Thread(target=lambda w=w: [view.set(window=k) for k in w]) for w in windows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = maker(window=view.params["window"])
+    np.testing.assert_array_equal(view.numbers["scale"], alone.numbers["scale"])
+
+
+def test_pictures_sent_ahead_are_those_that_a_question_would_bring():
+    view = MAKERS["dynamic_scale.dynamics"]()
+    page = Page(view)
+    page.wish = {"name": "window", "have": [], "n": "1"}
+    assert page.ahead["values"]
+    assert page.ahead["token"] == page.state["tokens"]["window"]
+    assert len(page.ahead["data"]) < 25_000
+    view.set(start=20)
+    assert page.ahead["token"] != page.state["tokens"]["window"]
+    page.close()
+
+
+def test_a_question_of_the_page_is_answered_whatever_comes_of_it():
+    view = MAKERS["dynamic_scale.dynamics"]()
+    page, sent = Page(view), []
+    page.send = sent.append
+    page._heard(None, {"ask": {"set": {"factor": 1000}}, "n": 1, "index": 7}, None)
+    assert sent == [{"done": 1}]
+    assert "factor" in page.message
+    assert view.params["step"] == 7
+    page._heard(None, {"ask": {"press": "Reset"}, "n": 2}, None)
+    assert page.message == ""
+    assert view.params["step"] == 399
+    page.close()
+
+
+def test_kinds_of_controls_stand_for_their_short_forms():
+    controls = MAKERS["dynamic_scale.dynamics"].controls
+    kinds = {"run": Choice, "hold": Flag, "window": Range, "step": Range, "drawn": Stroke}
+    assert all(isinstance(controls[name], kind) for name, kind in kinds.items())
+    assert isinstance(MAKERS["dynamic_scale.draw"].controls["typed"], Text)
+    assert isinstance(MAKERS["dynamic_scale.live"].controls["kicks"], Inner)
