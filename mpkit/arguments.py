@@ -14,7 +14,6 @@ from typing import Any, TypeGuard, TypeVar, get_type_hints
 
 import numpy as np
 
-
 Value = TypeVar("Value")
 
 

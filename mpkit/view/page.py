@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from traitlets import Dict, HasTraits, Int, List, Unicode
 
@@ -13,7 +13,9 @@ from mpkit.view import ahead
 from mpkit.view.controls import Choice, Inner, Range, Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
-from mpkit.view.views import View, inner
+
+if TYPE_CHECKING:
+    from mpkit.view.views import View  # which shows itself by this module
 
 try:
     from anywidget import AnyWidget as _Widget
@@ -117,8 +119,9 @@ class Page(_Widget):
                 self.kept, self.spec = spec.pop("kept"), spec
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
-            form = {n: v for n, v in view.params.items() if n not in inner(view.maker)}
-            words = {n: str(v) if isinstance(view.maker.controls[n], Choice) else v for n, v in form.items()}
+            table = view.maker.controls
+            form = {n: v for n, v in view.params.items() if not isinstance(table[n], Inner | Stroke)}
+            words = {n: str(v) if isinstance(table[n], Choice) else v for n, v in form.items()}
             self.state = {
                 "values": words,
                 "idle": sorted(view.sheet.idle),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpkit.arguments import check_choice
-from mpkit.view.controls import Control, Inner, Stroke, control
+from mpkit.view.controls import Control, Stroke, control
 from mpkit.view.sheet import Sheet
 from mpkit.view.words import words
 
@@ -240,8 +240,3 @@ class View:
         with self.lock:
             self.busy, self.message = False, said or self.message.replace(AT_WORK, "")
             self._tell()
-
-
-def inner(maker: Maker) -> set[str]:
-    """Parameters that no control of the form holds."""
-    return {n for n, c in maker.controls.items() if isinstance(c, Inner | Stroke)}
