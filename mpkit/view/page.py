@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from traitlets import Dict, HasTraits, Int, List, Unicode
 
@@ -13,9 +13,6 @@ from mpkit.view import ahead
 from mpkit.view.controls import Choice, Inner, Range, Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
-
-if TYPE_CHECKING:
-    from mpkit.view.views import View  # which shows itself by this module
 
 try:
     from anywidget import AnyWidget as _Widget
@@ -46,8 +43,8 @@ def stylesheet() -> str:
     return themes + (HERE / "scene.css").read_text(encoding="utf-8")
 
 
-def show(view: View) -> None:
-    """Display a view: first what a page stores, then the widget, which hides it while it lives.
+def show(view: Any) -> None:
+    """Display a `View`: first what a page stores, then the widget, which hides it while it lives.
 
     Two outputs, because a page that has no model for a widget shows an error in its place, and not what stands beside
     it in the same output.
@@ -64,7 +61,7 @@ def show(view: View) -> None:
 
 
 class Page(_Widget):
-    """Shows a view; what the reader does arrives as messages, and sets parameters.
+    """Shows a `View`; what the reader does arrives as messages, and sets parameters.
 
     A change sends the whole trajectory once; the page plays, scrubs and reads values by itself. The page has one
     question under way at a time and knows by its number when it was answered, so that none gets lost: of a trait
@@ -85,7 +82,7 @@ class Page(_Widget):
     message = Unicode().tag(sync=True)
     rows: Any = List().tag(sync=True)
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: Any) -> None:
         self.view, self._seen, self._table = view, -1, False
         play = view.sheet.step or {}
         rows = [

@@ -349,8 +349,8 @@ class Sheet:
 
     def sentence(self, index: int = 0) -> str:
         """The sentence at one step, as the page fills it."""
-        names, out = fields(self.template), self.template
-        for name, form in names:
+        out = self.template
+        for name, form in fields(self.template):
             out = out.replace("{" + name + (f":{form}" if form else "") + "}", filled(self.numbers[name], form, index))
         return out
 
