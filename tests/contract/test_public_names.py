@@ -48,7 +48,7 @@ def touched(source: str) -> set[str]:
                 continue
             if base in modules and module(modules[base]) is not None:
                 found.add(f"{modules[base]}.{node.attr}")
-            elif node.attr.startswith("_") and base not in ("self", "cls"):
+            elif node.attr.startswith("_") and base not in ("self", "cls", "os"):
                 found.add(f".{node.attr}")
     return found
 
