@@ -263,17 +263,6 @@ def test_an_experiment_has_one_worker_a_device(gpus, monkeypatch):
     assert engine._parallel(8)[0] == 2
     monkeypatch.setenv("MPKIT_DEVICE", "cuda:1")
     assert engine._parallel(8)[0] == 1
-    given = []
-    backend = SimpleNamespace(supports_return_generator=True)
-    fake = SimpleNamespace(
-        Parallel=lambda **_: lambda work: given.extend(work) or iter(()),
-        delayed=lambda function: lambda task: task,
-        parallel=SimpleNamespace(get_active_backend=lambda: (backend, 2)),
-    )
-    monkeypatch.setattr(engine, "_joblib", lambda: fake)
-    tasks = [engine.Task(**dict.fromkeys(engine.Task.__dataclass_fields__))]
-    list(engine._answers(SimpleNamespace(local=True, n_jobs=2), tasks, 2))
-    assert [task.devices for task in given] == [2]
 
 
 def test_products_in_8_bits_ask_for_the_capability(gpus, monkeypatch):

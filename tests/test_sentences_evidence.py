@@ -305,11 +305,12 @@ def test_own_experiment():
             json.dumps(c["cell"], sort_keys=True): c["label"] for c in json.loads(file.read("experiment.json"))["cells"]
         }
         for name in file.namelist():
-            if name.endswith(".json") and name != "experiment.json":
-                row = json.loads(file.read(name))["row"]
+            if name.endswith(".npz"):
+                held = np.load(io.BytesIO(file.read(name)))
+                row = json.loads(str(held["head"]))
                 key = labels[json.dumps(row["cell"], sort_keys=True)], row["seed"]
                 numbers[key] = row["numbers"]["accuracy"]
-                series[key] = np.load(io.BytesIO(file.read(name.replace(".json", ".npz"))))["loss"]
+                series[key] = held["series/loss"]
     others = [name for name in labels.values() if name != "float32"]
     for m in swept(OwnExperimentExplorer(), samples=4, cell_0=(), network=(), recorded_seeds=(1, 2, 3, 6, 10)):
         seeds, p = range(m.recorded_seeds), {}

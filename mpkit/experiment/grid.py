@@ -72,8 +72,8 @@ def _arguments(grid: object) -> list[dict[str, Any]]:
     for cell in cells:
         if wrong := [name for name in cell if not isinstance(name, str)]:
             raise TypeError(f"the names of arguments in a grid are strings, got {wrong[0]!r}")
-        if "seed" in cell or "only_time" in cell:
-            raise ValueError("a grid must not set seed or only_time; give the seeds to experiment(..., seeds=[...])")
+        if "seed" in cell:
+            raise ValueError("a grid must not set seed; give the seeds to experiment(..., seeds=[...])")
     return cells
 
 
@@ -105,17 +105,22 @@ def named(cell: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name}={name_of(cell[name])}" for name in names if name in cell) or "(no arguments)"
 
 
-def baselines(described: Sequence[Mapping[str, Any]], baseline: object, describe: Description) -> list[int]:
+def baselines(cells: Sequence[Cell], baseline: object, describe: Description) -> list[int]:
     """For each cell the number of the one that it is compared with.
 
-    Args:    baseline: None for the first cell, a cell's number, or a dict of arguments. A cell is then compared with
-             the cell that has these arguments and equals it in all others; where there is none, with the only cell
-             that has these arguments.
+    Args:    baseline: None for the first cell, a cell's number or name, or a dict of arguments. A cell is then compared
+             with the cell that has these arguments and equals it in all others; where there is none, with the only
+             cell that has these arguments.
     Raises:  TypeError, ValueError when there is no such cell.
     """
-    count = len(described)
+    described, count = [cell.described for cell in cells], len(cells)
     if baseline is None:
         return [0] * count
+    if isinstance(baseline, str):
+        names = [cell.label for cell in cells]
+        if baseline not in names:
+            raise ValueError(f"the baseline must be one of the cells {'; '.join(names)}, got {baseline!r}")
+        return [names.index(baseline)] * count
     if is_whole(baseline):
         if not 0 <= baseline < count:
             raise ValueError(f"baseline must be a cell's number from 0 to {count - 1}, got {baseline}")
@@ -159,11 +164,3 @@ def check_call(run: Callable[..., Any], cells: Sequence[Cell]) -> None:
             signature.bind(seed=0, **cell.arguments)
         except TypeError as error:
             raise TypeError(f"run{signature} cannot be called as run(seed=..., {cell.label}): {error}") from None
-
-
-def times_itself(run: Callable[..., Any]) -> bool:
-    """Whether `run` has the argument `only_time`, with which it trains just long enough to be timed."""
-    try:
-        return "only_time" in inspect.signature(run).parameters
-    except (TypeError, ValueError):
-        return False

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ALWAYS = ("cell", "seed", "run_seconds", "alone", "error")  # columns of every frame
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}\.npz")  # of the file of a run
 UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}\.(json|npz|trace\.npz)")  # of the files of a run
 DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
 
 
@@ -76,16 +76,11 @@ class Results:
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped
-        self._held: Temporary | None = None
+        self.held: Temporary | None = None
         self._index = index
-        self._rows: dict[tuple[int, int], Row] = {}
-        self._timed: dict[tuple[int, int], Row] = {}
-        place = {cell_key(c["cell"], s, False): (i, s) for i, c in enumerate(index["cells"]) for s in self.seeds}
-        for row in rows:
-            at = place.get(cell_key(row.cell, row.seed, False))
-            if at is not None:
-                (self._timed if row.timed else self._rows)[at] = row
-        self._times = {name for row in self._timed.values() for name in row.numbers}
+        place = {cell_key(c["cell"], s): (i, s) for i, c in enumerate(index["cells"]) for s in self.seeds}
+        keyed = ((place.get(cell_key(row.cell, row.seed)), row) for row in rows)
+        self._rows: dict[tuple[int, int], Row] = {at: row for at, row in keyed if at is not None}
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Results:
@@ -103,17 +98,16 @@ class Results:
             except BaseException:
                 shutil.rmtree(unpacked, ignore_errors=True)
                 raise
-            results._held = Temporary(unpacked)
+            results.held = Temporary(unpacked)
             return results
         place = Folder(folder)
         index = place.read_index()
         if not index:
             raise FileNotFoundError(f"no experiment in {place.path}; experiment(run, grid, folder=...) makes one")
-        both = [False, True] if index["apart"] else [False]
-        stems = [cell_key(c["cell"], s, t) for c in index["cells"] for s in index["seeds"] for t in both]
+        stems = [f"{cell_key(c['cell'], s)}-{index['code']}" for c in index["cells"] for s in index["seeds"]]
         there = place.names()
-        wanted = [stem for key in stems if (stem := f"{key}-{index['code']}") in there]
-        return cls(index, [row for stem in wanted if (row := place.read(stem)) is not None], folder=place.path)
+        rows = [row for stem in stems if stem in there and (row := place.read(stem)) is not None]
+        return cls(index, rows, folder=place.path)
 
     def first(self, seeds: int) -> Results:
         """What would be known if only the first `seeds` seeds had been run.
@@ -123,9 +117,9 @@ class Results:
         count = check_count("seeds", seeds)
         if count > len(self.seeds):
             raise ValueError(f"seeds must be at most {len(self.seeds)}, the number that was run, got {count}")
-        rows = [*self._rows.values(), *self._timed.values()]
-        part = Results({**self._index, "seeds": self.seeds[:count]}, rows, folder=self.folder, stopped=self.stopped)
-        part._held = self._held
+        index, rows = {**self._index, "seeds": self.seeds[:count]}, list(self._rows.values())
+        part = Results(index, rows, folder=self.folder, stopped=self.stopped)
+        part.held = self.held
         return part
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -135,9 +129,8 @@ class Results:
         """
         if Path(path).suffix != ".zip":
             raise ValueError(f"the name must end in .zip, so that load recognises the file, got {path}")
-        rows = [*self._rows.values(), *self._timed.values()]
-        files = {f"{r.stem}.{end}": self.folder for r in rows for end in ("json", "npz", "trace.npz")}
-        held = {name: regular(home / name).read_bytes() for name, home in files.items() if (home / name).exists()}
+        files = {f"{row.stem}.npz": row.folder for row in self._rows.values()}
+        held = {name: regular(home / name).read_bytes() for name, home in files.items()}
         held[INDEX] = index_text(self._index).encode()
 
         def pack(open_: IO[bytes]) -> None:
@@ -159,18 +152,14 @@ class Results:
     @property
     def metrics(self) -> list[str]:
         """Names of all numbers that a run returned."""
-        rows = [*self._rows.values(), *self._timed.values()]
-        return list(dict.fromkeys(name for row in rows for name in row.numbers))
+        return list(dict.fromkeys(name for row in self._rows.values() for name in row.numbers))
 
     @property
     def note(self) -> str:
         """What to know before trusting the numbers: how times were taken, what failed or is missing."""
         said = []
         beside = sum(not row.alone for row in self._rows.values())
-        if self._timed:
-            names = ", ".join(sorted(self._times))
-            said.append(f"{names} from separate, short runs, one at a time; all else from runs side by side.")
-        elif beside:
+        if beside:
             said.append(
                 f"Times cannot be compared: {beside} of {len(self)} runs had other runs beside them; use n_jobs=1."
             )
@@ -190,9 +179,8 @@ class Results:
     def frame(self) -> pd.DataFrame:
         """One row a run: the cell's arguments, seed, numbers, wall seconds of the run, and what went wrong.
 
-        Times that were taken apart stand in the row of their cell and seed. An argument called like one of the columns
-        that are always there stands as "error (argument)", and a number called like one of them or like an argument as
-        "error (result)"; `summary` and `values` know it by its own name.
+        An argument called like one of the columns that are always there stands as "error (argument)", and a number
+        called like one of them or like an argument as "error (result)"; `summary` and `values` know it by its own name.
         """
         import pandas as pd
 
@@ -269,33 +257,21 @@ class Results:
         up = direction(metric) if higher_is_better is None else higher_is_better
         rows = []
         for i in cells:
-            numbers = self.values(i, metric)
-            finite = [v for v in numbers.values() if math.isfinite(v)]
-            verdict, sentence = self._said(i, against[i], metric, found[i], corrected[i], comparisons, up)
-            d = found[i]
-            rows.append(
-                {
-                    "n": len(finite),
-                    "mean": mean_of(finite) if finite else math.nan,
-                    "spread": statistics.stdev(finite) if len(finite) > 1 else math.nan,
-                    "difference": math.nan if d is None else d.mean,
-                    "low": math.nan if d is None else d.low,
-                    "high": math.nan if d is None else d.high,
-                    "p": math.nan if d is None else d.p,
-                    "p_holm": corrected[i],
-                    "verdict": verdict,
-                    "sentence": sentence,
-                }
-            )
-        return pd.DataFrame(rows, index=pd.Index(self.labels, name="cell"))
+            finite = [v for v in self.values(i, metric).values() if math.isfinite(v)]
+            d, nothing = found[i], (math.nan,) * 4
+            difference, low, high, p = nothing if d is None else (d.mean, d.low, d.high, d.p)
+            mean, spread = mean_of(finite) if finite else math.nan, _spread(finite)
+            said = self._said(i, against[i], metric, d, corrected[i], comparisons, up)
+            rows.append((len(finite), mean, spread, difference, low, high, p, corrected[i], *said))
+        columns = ["n", "mean", "spread", "difference", "low", "high", "p", "p_holm", "verdict", "sentence"]
+        return pd.DataFrame(rows, columns=columns, index=pd.Index(self.labels, name="cell"))
 
     def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
         """(low, mean, high) of a cell: its mean and the ends of its 95 % interval; NaN where they cannot be known."""
         finite = [v for v in self.values(cell, metric).values() if math.isfinite(v)]
-        if len(finite) < 2:
-            return math.nan, finite[0] if finite else math.nan, math.nan
-        mean = mean_of(finite)
-        half = student_quantile(0.975, len(finite) - 1) * statistics.stdev(finite) / math.sqrt(len(finite))
+        mean, half = mean_of(finite) if finite else math.nan, math.nan
+        if len(finite) > 1:
+            half = student_quantile(0.975, len(finite) - 1) * _spread(finite) / math.sqrt(len(finite))
         return mean - half, mean, mean + half
 
     def plot(
@@ -345,10 +321,7 @@ class Results:
         return {"cell": self.labels[at[0]], **shown, **numbers, **tail}
 
     def _value(self, at: tuple[int, int], metric: str) -> float | None:
-        if metric == "run_seconds":
-            return self._rows[at].seconds
-        source = self._timed.get(at) if metric in self._times else self._rows[at]
-        return None if source is None else source.numbers.get(metric)
+        return self._rows[at].seconds if metric == "run_seconds" else self._rows[at].numbers.get(metric)
 
     def number(self, cell: int | str) -> int:
         """The number of a cell that is given by its label or number. Raises ValueError where there is none."""
@@ -379,6 +352,10 @@ def direction(metric: str) -> bool | None:
     if any(word in metric for word in UP):
         return True
     return False if any(word in metric for word in DOWN) else None
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def _runs(count: int) -> str:

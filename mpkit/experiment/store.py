@@ -1,59 +1,29 @@
-"""A folder of finished cells: one small JSON file each, arrays beside it as npz, written whole or not at all.
-
-Neither torch nor NumPy is loaded before a cell needs it: a worker starts by importing this.
-"""
+"""A folder of finished runs: one npz each, written whole or not at all, and a file that says what was asked for."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import io
 import json
 import math
 import os
-import sys
-import time
-import uuid
 import warnings
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
-from mpkit.files import read_json, read_npz, regular, short, write_whole
+import numpy as np
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import numpy as np
+from mpkit.experiment.identity import canonical, digest
+from mpkit.files import read_json, read_npz, short, write_whole
+from mpkit.record import Trace
 
-    from mpkit.record import Trace
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes on one folder may then do the same cell twice, with the same result
-    fcntl = None  # type: ignore[assignment]
-
-SCHEMA = "mpkit.experiment/1"
-_HEAD, _MIDDLE = '{"sha256":"', '","row":'
-_KINDS = {  # what a stored row holds
-    **dict.fromkeys(("cell", "numbers", "versions"), (dict,)),
-    **dict.fromkeys(("timed", "alone"), (bool,)),
-    **dict.fromkeys(("code", "error", "arrays", "trace"), (str,)),
-    "seed": (int,),
-    "seconds": (int, float),
-}
+SCHEMA = "mpkit.experiment/2"
 MOST = 10**7  # runs of one experiment
-INDEX, STOP, TOKEN = "experiment.json", "stop", "token"
-
-
-def canonical(value: object) -> str:
-    """JSON in which equal values give equal text; nothing but finite numbers."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def digest(text: str | bytes) -> str:
-    """128 bits of SHA-256 in hex."""
-    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:32]
+INDEX, STOP = "experiment.json", "stop"
+_KINDS = {"seed": int, "alone": bool, "seconds": float, "code": str, "error": str}
+_KINDS |= dict.fromkeys(("cell", "numbers", "versions"), dict)
 
 
 @dataclass(frozen=True)
@@ -63,79 +33,49 @@ class Row:
     Args:
         cell:     the described arguments.
         seed:     the seed.
-        timed:    whether this is a run for its time alone, made while no other ran.
-        numbers:  metric -> number.
         alone:    whether no other cell of the same call could run beside it, so that its times can be compared.
-        seconds:  wall time of the whole run.
         versions: library -> version.
-        code:     digest of the code of `run`.
+        code:     digest of the code of `run`, or the reader's own word for it.
+        numbers:  metric -> number.
+        seconds:  wall time of the whole run.
         error:    traceback of a failed run, "" of one that ended well.
-        arrays:   digest of the npz with the series, "" without one; likewise `trace`.
+        folder:   where its file lies.
     """
 
     cell: dict[str, Any]
     seed: int
-    timed: bool
-    numbers: dict[str, float]
     alone: bool
-    seconds: float
     versions: dict[str, str]
     code: str
+    numbers: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
     error: str = ""
-    arrays: str = ""
-    trace: str = ""
     folder: Path = field(default=Path(), compare=False)
 
     @property
     def stem(self) -> str:
-        """The name of its files: what is run, then the code and libraries that ran it."""
-        return f"{cell_key(self.cell, self.seed, self.timed)}-{code_key(self.code, self.versions)}"
+        """The name of its file: what is run, then the code and libraries that ran it."""
+        return f"{cell_key(self.cell, self.seed)}-{code_key(self.code, self.versions)}"
 
     def series(self) -> dict[str, np.ndarray]:
-        """Name -> array of every series of the run.
-
-        Raises:  ValueError when the file was changed since it was written.
-        """
-        if not self.arrays:
-            return {}
-        return read_npz(io.BytesIO(self._read("npz", self.arrays)), self.folder / f"{self.stem}.npz")
+        """Name -> array of every series of the run. Raises ValueError for a damaged file."""
+        return _under("series/", read_npz(self.folder / f"{self.stem}.npz"))
 
     def load_trace(self) -> Trace:
-        """The trace that the run recorded.
-
-        Raises:  ValueError when it recorded none, or the file was changed since it was written.
-        """
-        if not self.trace:
+        """The trace that the run recorded. Raises ValueError when it recorded none, or for a damaged file."""
+        path = self.folder / f"{self.stem}.npz"
+        if not (arrays := _under("trace/", read_npz(path))):
             raise ValueError("this run returned no Trace; with `train` ask for one by trace=True")
-        from mpkit.record import Trace
-
-        self._read("trace.npz", self.trace)
-        return Trace.load(self.folder / f"{self.stem}.trace.npz")
-
-    def _read(self, ending: str, expected: str) -> bytes:
-        path = self.folder / f"{self.stem}.{ending}"
-        data = regular(path).read_bytes() if path.exists() else b""
-        if digest(data) != expected:
-            raise ValueError(
-                f"{path} is not what the run wrote; delete it, and the same call of experiment makes it anew"
-            )
-        return data
-
-    @property
-    def whole(self) -> bool:
-        """Whether the arrays are there as they were written."""
-        try:
-            for ending, expected in (("npz", self.arrays), ("trace.npz", self.trace)):
-                if expected:
-                    self._read(ending, expected)
-        except ValueError:
-            return False
-        return True
+        return Trace.of_arrays(arrays, path)
 
 
-def cell_key(cell: Mapping[str, Any], seed: int, timed: bool) -> str:
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def cell_key(cell: Mapping[str, Any], seed: int) -> str:
     """What is run, as 128 bits."""
-    return digest(canonical([cell, seed, timed]))
+    return digest(canonical([cell, seed]))
 
 
 def code_key(code: str, versions: Mapping[str, str]) -> str:
@@ -144,7 +84,7 @@ def code_key(code: str, versions: Mapping[str, str]) -> str:
 
 
 class Outcome:
-    """What a run returned, sorted into numbers, series and a trace.
+    """What a run returned, sorted into numbers and arrays.
 
     Raises:  TypeError for anything else, so that the cell fails where its author sees it.
     """
@@ -152,8 +92,7 @@ class Outcome:
     def __init__(self, result: object) -> None:
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, np.ndarray] = {}
-        self.trace: Trace | None = None
-        if _is_trace(result):
+        if isinstance(result, Trace):
             result = {"trace": result, **of_trace(result)}
         if not isinstance(result, Mapping):
             raise TypeError(f"a run returns a dict of numbers and series, or a Trace, got {type(result).__name__}")
@@ -161,103 +100,61 @@ class Outcome:
             self._take(str(name), value)
 
     def _take(self, name: str, value: object) -> None:
-        if _is_trace(value):
-            if self.trace is not None:
+        if isinstance(value, Trace):
+            if "trace/head" in self.arrays:
                 raise TypeError(f"a run returns at most one Trace, {name!r} is the second")
-            self.trace = value
-            return
-        if value is None:
-            self.numbers[name] = math.nan
+            self.arrays |= {f"trace/{key}": array for key, array in value.arrays().items()}
             return
         if isinstance(value, list | tuple):  # of losses that were not read by .item(), say
             value = [math.nan if item is None else _as_array(item) for item in value]
-        value = _as_array(value)
-        if isinstance(value, bool | int | float):
-            self.numbers[name] = float(value)
-            return
-        import numpy as np
-
-        array = np.asarray(value)
+        array = np.asarray(math.nan if value is None else _as_array(value))
         if array.dtype.kind not in "biuf":
             kind = type(value).__name__
             raise TypeError(f"a run returns numbers and series of numbers; {name!r} is {kind} of {array.dtype}")
         if array.ndim == 0:
             self.numbers[name] = float(array)
         else:
-            self.arrays[name] = array
+            self.arrays[f"series/{name}"] = array
 
 
-def _as_array(value: Any) -> object:
+def _as_array(value: object) -> Any:
     """A tensor as an array, wherever it lies; all else as it is."""
-    if not hasattr(value, "detach"):
+    if not isinstance(value, Tensor):
         return value
-    tensor = value.detach().cpu()
-    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
-    return (tensor.float() if narrow else tensor).numpy()
-
-
-def _is_trace(value: object) -> TypeGuard[Trace]:
-    record = sys.modules.get("mpkit.record")  # who made a trace has loaded it
-    return record is not None and isinstance(value, record.Trace)
+    value = value.detach().cpu()
+    narrow = value.is_floating_point() and value.dtype.itemsize < 4  # NumPy has no bfloat16 and no eight bits
+    return (value.float() if narrow else value).numpy()
 
 
 def of_trace(trace: Trace) -> dict[str, Any]:
     """The numbers and series that a trace holds whatever was trained."""
     if not len(trace):
         return {"steps": 0}
-    return {
-        "steps": len(trace),
-        "final_loss": trace.loss[-1],
-        "skipped": int(trace.overflow.sum()),
-        "last_scale": trace.scale[-1],
-        "loss": trace.loss,
-        "scale": trace.scale,
-    }
+    numbers = {"final_loss": trace.loss[-1], "skipped": int(trace.overflow.sum()), "last_scale": trace.scale[-1]}
+    return {"steps": len(trace), **numbers, "loss": trace.loss, "scale": trace.scale}
 
 
-def files_of(row: Row, outcome: Outcome | None) -> dict[str, bytes]:
-    """Ending -> bytes of the files of a finished run, the one that makes it count last."""
-    files: dict[str, bytes] = {}
-    if outcome is not None and outcome.arrays:
-        import numpy as np
-
-        held = io.BytesIO()
-        with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as packed:  # np.savez refuses the name "file"
-            for name, array in outcome.arrays.items():
-                with packed.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, array, allow_pickle=False)
-        files["npz"] = held.getvalue()
-    if outcome is not None and outcome.trace is not None:
-        held = io.BytesIO()
-        outcome.trace.write(held)
-        files["trace.npz"] = held.getvalue()
-    head = {
-        name: digest(files[end]) if end in files else "" for name, end in (("arrays", "npz"), ("trace", "trace.npz"))
-    }
-    keys = ("cell", "seed", "timed", "alone", "seconds", "versions", "code", "error")
-    numbers = {k: v if math.isfinite(v) else str(v) for k, v in row.numbers.items()}
-    body = canonical({"schema": SCHEMA, **{k: getattr(row, k) for k in keys}, "numbers": numbers, **head})
-    files["json"] = f"{_HEAD}{digest(body)}{_MIDDLE}{body}}}".encode()
-    return files
+def packed(row: Row, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The file of a finished run."""
+    head = {"schema": SCHEMA, **{key: getattr(row, key) for key in _KINDS}}
+    head["numbers"] = {k: v if math.isfinite(v) else str(v) for k, v in row.numbers.items()}
+    held = io.BytesIO()
+    np.savez_compressed(held, head=np.array(canonical(head)), **dict(arrays))  # type: ignore[arg-type]
+    return held.getvalue()
 
 
-def parsed(text: str, folder: Path) -> Row:
-    """The row in a JSON file.
-
-    Raises:  ValueError when it is not what `files_of` made.
-    """
-    start = len(_HEAD) + 32
-    body = text[start + len(_MIDDLE) : -1]
-    if not text.startswith(_HEAD) or not text.endswith("}") or text[len(_HEAD) : start] != digest(body):
-        raise ValueError("the file was cut or changed after it was written")
-    held = json.loads(body)
-    if not isinstance(held, dict) or held.pop("schema", None) != SCHEMA:
+def unpacked(path: Path) -> Row:
+    """The row in the file of a finished run. Raises ValueError when it is not what `packed` made."""
+    head = json.loads(str(read_npz(path, ["head"])["head"]))
+    if not isinstance(head, dict) or head.pop("schema", None) != SCHEMA:
         raise ValueError("the file is of another version of mpkit")
-    row = Row(**held, folder=folder)
-    wrong = [name for name, kind in _KINDS.items() if type(getattr(row, name)) not in kind]
-    if wrong or not {type(v) for v in row.numbers.values()} <= {int, float, str}:
-        raise ValueError(f"{wrong[0] if wrong else 'numbers'} is of another kind than a run writes")
-    return replace(row, numbers={name: float(value) for name, value in row.numbers.items()})
+    if wrong := [name for name, kind in _KINDS.items() if type(head.get(name)) is not kind]:
+        raise ValueError(f"{wrong[0]} is of another kind than a run writes")
+    head["numbers"] = {name: float(value) for name, value in head["numbers"].items()}
+    row = Row(**head, folder=path.parent)
+    if row.stem != path.stem:
+        raise ValueError("the file does not hold the cell that it is named after")
+    return row
 
 
 def index_text(index: Mapping[str, Any]) -> str:
@@ -265,31 +162,16 @@ def index_text(index: Mapping[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, **index}, indent=1)
 
 
-def _is_index(index: object) -> bool:
+def _is_index(index: Any) -> bool:
     """Whether a file holds what `index_text` writes: cells, each with a name and a baseline among them, and seeds."""
-    if not isinstance(index, dict) or index.get("schema") != SCHEMA:
+    if not isinstance(index, dict) or index.get("schema") != SCHEMA or type(index.get("code")) is not str:
         return False
     cells, seeds = index.get("cells"), index.get("seeds")
     if not isinstance(cells, list) or not isinstance(seeds, list) or len(cells) * len(seeds) > MOST:
         return False
-    fits = all(
-        isinstance(c, dict)
-        and isinstance(c.get("cell"), dict)
-        and isinstance(c.get("label"), str)
-        and type(c.get("baseline")) is int
-        and 0 <= c["baseline"] < len(cells)
-        for c in cells
-    )
-    kinds = isinstance(index.get("apart"), bool) and isinstance(index.get("code"), str)
-    return fits and kinds and all(type(seed) is int for seed in seeds)
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one that its path names."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    kinds = {"cell": dict, "label": str, "baseline": int}
+    fit = all(isinstance(c, dict) and all(type(c.get(key)) is kind for key, kind in kinds.items()) for c in cells)
+    return fit and all(0 <= c["baseline"] < len(cells) for c in cells) and all(type(seed) is int for seed in seeds)
 
 
 class Folder:
@@ -308,23 +190,6 @@ class Folder:
         """Make the folder where it is missing, and end an earlier request to stop."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / STOP).unlink(missing_ok=True)
-        if not self.token:  # whole or not there: another process may read it at any moment
-            whole, token = self.path / f"{uuid.uuid4().hex}.tmp", uuid.uuid4().hex
-            try:
-                whole.write_text(token)
-                os.link(whole, self.path / TOKEN)
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without hard links, or a full disk
-                write_whole(self.path / TOKEN, lambda file: file.write(token.encode()))
-            finally:
-                whole.unlink(missing_ok=True)
-
-    @property
-    def token(self) -> str:
-        """What tells this folder from any other of the same path, on another machine say."""
-        path = self.path / TOKEN
-        return regular(path).read_text() if path.exists() else ""
 
     @property
     def stopping(self) -> bool:
@@ -334,41 +199,29 @@ class Folder:
     def names(self) -> set[str]:
         """Stems of all finished cells, by their names alone."""
         with os.scandir(self.path) as entries:
-            return {e.name[:-5] for e in entries if e.name.endswith(".json") and e.name != INDEX}
+            return {e.name[:-4] for e in entries if e.name.endswith(".npz")}
+
+    def file(self, stem: str) -> Path:
+        return self.path / f"{stem}.npz"
 
     def read(self, stem: str) -> Row | None:
         """A finished cell; None when there is none, and with a warning when its file cannot be used."""
-        path = self.path / f"{stem}.json"
         try:
-            row = parsed(regular(path).read_bytes().decode(), self.path)
-            if row.stem != stem:
-                raise ValueError("the file does not hold the cell that it is named after")
-            return row
+            return unpacked(self.file(stem))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, RecursionError, OverflowError, OSError) as error:
-            warnings.warn(f"{path} is left out and will be run again: {short(error)}", RuntimeWarning, stacklevel=2)
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError) as error:
+            warning = f"{self.file(stem)} is left out and will be run again: {short(error)}"
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
             return None
 
-    def has(self, stem: str) -> bool:
-        """Whether a cell is finished and all its files are whole."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            row = self.read(stem)
-        return row is not None and row.whole
-
-    def write(self, stem: str, files: Mapping[str, bytes]) -> None:
-        """All files of a cell, each under a name of its own until it is whole, the JSON last."""
-        for ending in sorted(files, key=lambda e: e == "json"):
-            self._replace(self.path / f"{stem}.{ending}", files[ending])
-
-    def _replace(self, path: Path, data: bytes) -> None:
-        # not forced to the disk: a file that a power cut has torn is noticed by its digest and run again
-        write_whole(path, lambda file: file.write(data), sync=False)
+    def write(self, stem: str, data: bytes) -> None:
+        # not forced to the disk: a file that a power cut has torn is noticed by its checksums and run again
+        write_whole(self.file(stem), lambda file: file.write(data), sync=False)
 
     def write_index(self, index: Mapping[str, Any]) -> None:
         """What the last call asked for: the order of its cells, its baseline."""
-        self._replace(self.path / INDEX, index_text(index).encode())
+        write_whole(self.path / INDEX, lambda file: file.write(index_text(index).encode()), sync=False)
 
     def read_index(self) -> dict[str, Any]:
         """What the last call asked for; empty when that is not there or not readable."""
@@ -377,59 +230,3 @@ class Folder:
         except (OSError, ValueError):
             return {}
         return index if _is_index(index) else {}
-
-    def remove(self, stem: str) -> None:
-        """Forget a cell."""
-        for ending in ("json", "npz", "trace.npz"):
-            (self.path / f"{stem}.{ending}").unlink(missing_ok=True)
-
-    def sweep(self, older_than: float = 86400.0) -> None:
-        """Remove what killed processes left half written, once it is `older_than` seconds old."""
-        limit = time.time() - older_than
-        with os.scandir(self.path) as entries:
-            drafts = [Path(e) for e in entries if e.name.endswith((".part", ".tmp", ".lock"))]
-        for path in drafts:
-            with contextlib.suppress(FileNotFoundError):  # another call has put it in its place meanwhile
-                if path.stat().st_mtime < limit:
-                    path.unlink()
-
-    @contextlib.contextmanager
-    def claim(self, stem: str) -> Iterator[bool]:
-        """Whether this process may run the cell now; False while another one, which is alive, runs it.
-
-        The kernel gives the claim back when its process ends, however it ends.
-        """
-        if fcntl is None:
-            yield True
-            return
-        path = self.path / f"{stem}.lock"
-        while True:
-            with path.open("wb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    yield False
-                    return
-                except OSError:  # a file system without locks
-                    yield True
-                    return
-                if not _is_at(file, path):  # its owner gave the claim back between our opening and our locking
-                    continue
-                try:
-                    yield True
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-
-    def begun(self, stems: Iterable[str]) -> list[str]:
-        """Which of these cells were begun and neither finished nor given up: those of a process that was killed."""
-        if fcntl is None:
-            return []
-        found = []
-        for stem in stems:
-            path = self.path / f"{stem}.lock"
-            if path.exists():
-                with contextlib.suppress(OSError), path.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    found.append(stem)
-        return found

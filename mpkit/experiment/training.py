@@ -6,18 +6,17 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count
+from mpkit.arguments import check_count, check_flags
 from mpkit.casting import Recipe
 from mpkit.casting.targets import map_tensors
 from mpkit.device import default_device
-from mpkit.experiment.batches import Batches, batches_of, pair_of
+from mpkit.experiment.batches import batches_of, pair_of
 from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, is_usual, low_format
 from mpkit.optimizers.arguments import Rate
 from mpkit.record import Recorder
@@ -26,8 +25,8 @@ from mpkit.step.build import widened
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out, and so does the accuracy."""
-WARM, TIMED = 5, 25
-"""Steps that fill caches and buffers and are not timed, and steps that a run for its time alone takes then."""
+WARM = 5
+"""Steps that fill caches and buffers and are not timed."""
 
 
 def train(
@@ -46,7 +45,7 @@ def train(
     batch: int = 32,
     seed: int = 0,
     trace: bool = False,
-    only_time: bool = False,
+    keep: bool = False,
 ) -> dict[str, Any]:
     """Train a network from one seed and measure it.
 
@@ -72,43 +71,26 @@ def train(
         recipe:    a recipe that `cast_like` knows, by name or as an object, in place of `level`.
         epochs, batch, seed:  epochs (>= 1), rows of a batch made here, what fixes weights and order.
         trace:     also return the `Trace` of the run.
-        only_time: train just long enough to be timed, and return `seconds_per_step` and `peak_memory_mib` alone.
+        keep:      also return the trained `network`; not in an experiment, which stores numbers.
     Returns:  loss (per step), final_loss (mean of the last epoch), accuracy (percent, after the last epoch, without
               labels -100) and accuracy_curve (after every epoch) where labels are classes and the output has two or
               more columns of scores, else test_loss and test_loss_curve;
               step_seconds (each step), seconds_per_step, skipped (steps), last_scale and scale (per step; 1 without
-              scaling), peak_memory_mib, and the trace if asked for.
+              scaling), peak_memory_mib, and the trace and the network if asked for.
     Units:    seconds_per_step is the median of a step's wall time after the first 5; on a GPU the mean, the device
               waited for at both ends. peak_memory_mib is what torch allocated on a GPU; on Linux the largest resident
               size of the process while it trained; NaN elsewhere.
     Raises:   TypeError, ValueError for arguments, before a step is made.
     """
     _check(epochs, batch, level, recipe)
+    check_flags(trace=trace, keep=keep)
     device = default_device()
     torch.manual_seed(seed)
     given = batches_of(data, batch, seed, device)
     parts = Parts.built(network, optimizer, lr, loss, level, dtype, scaler, boost, recipe, epochs * given.steps, device)
     recorder = Recorder(parts.network, parts.optimizer, format=low_format(level, dtype, recipe)) if trace else None
     cell = parts.cell([recorder] if recorder is not None else [])
-    memory = _Memory(device)
-    if only_time:
-        clock = _Clock(device)
-        while len(clock.seconds) < WARM + TIMED:  # a pass without a batch raises, where an endless chain would hang
-            _steps(cell, islice(given.train, WARM + TIMED - len(clock.seconds)), device, clock)
-        return {"seconds_per_step": clock.per_step(), "peak_memory_mib": memory.peak()}
-    return _whole(cell, parts, given, epochs, device, recorder, memory)
-
-
-def _whole(
-    cell: nn.Module,
-    parts: Parts,
-    given: Batches,
-    epochs: int,
-    device: torch.device,
-    recorder: Recorder | None,
-    memory: _Memory,
-) -> dict[str, Any]:
-    clock = _Clock(device)
+    memory, clock = _Memory(device), _Clock(device)
     outcomes: list[StepOutcome] = []
     tests: list[tuple[str, float]] = []
     for _ in range(epochs):
@@ -126,9 +108,7 @@ def _whole(
     result["seconds_per_step"] = clock.per_step()
     result["skipped"] = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
     result |= {"last_scale": scales[-1], "scale": scales, "peak_memory_mib": memory.peak()}
-    if recorder is not None:
-        result["trace"] = recorder.trace()
-    return result
+    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": parts.network} if keep else {})
 
 
 def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:

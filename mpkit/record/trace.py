@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,10 +103,11 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write one compressed npz of plain arrays, whole or not at all; nothing is pickled."""
-        write_whole(path, self.write)
+        arrays = self.arrays()
+        write_whole(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
-    def write(self, file: IO[bytes]) -> None:
-        """As `save`, into an open file."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that `save` stores."""
         head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
         arrays: dict[str, Any] = {key: getattr(self, key) for key in STEPS}
         for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
@@ -116,8 +117,7 @@ class Trace:
         if self.measured:
             head["measured"] = list(self.measured)
             arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
-        arrays["head"] = np.array(json.dumps(head))  # raises before anything is written
-        np.savez_compressed(file, **arrays)
+        return {**arrays, "head": np.array(json.dumps(head))}
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -125,7 +125,11 @@ class Trace:
 
         Raises:  ValueError, which says what is wrong, for a damaged or foreign file; FileNotFoundError.
         """
-        arrays = read_npz(Path(path))
+        return cls.of_arrays(read_npz(path), path)
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], path: str | Path) -> Trace:
+        """The trace of which these are the `arrays`, read from a file at `path`. Raises ValueError as `load` does."""
         try:
             head = json.loads(str(arrays["head"]))
             if head["schema"] != SCHEMA:
@@ -133,9 +137,9 @@ class Trace:
             if not isinstance(head["meta"], dict):
                 raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
             parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
-            scalars: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in STEPS.items()}
+            columns: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in STEPS.items()}
             measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
-            return cls(**scalars, **parts, format=head["format"], meta=head["meta"], measured=measured)
+            return cls(**columns, **parts, format=head["format"], meta=head["meta"], measured=measured)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
             what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else short(error)
             raise ValueError(f"{path} is not a trace that Trace.save wrote: {what}") from error

@@ -72,10 +72,10 @@ class Nursery:
         return self.ask(f"start {self.folder} {self.marks} {self.cells} {jobs}")
 
     def done(self):
-        return {p.name: p.read_bytes() for p in self.folder.glob("*-*.json")} if self.folder.exists() else {}
+        return {p.name: p.read_bytes() for p in self.folder.glob("*.npz")} if self.folder.exists() else {}
 
     def count(self):
-        return sum(name.endswith(".json") for name in os.listdir(self.folder)) - 1 if self.folder.exists() else 0
+        return sum(name.endswith(".npz") for name in os.listdir(self.folder)) if self.folder.exists() else 0
 
     def begun(self):
         return [p.name.split("-") for p in self.marks.iterdir()]

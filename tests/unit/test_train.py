@@ -152,7 +152,7 @@ def test_names_of_boosts_switch_on_what_they_name():
     assert boost_of(given, 9) is not given
 
 
-WRAPPERS = ("Optimizer", "LARS", "BFloat16Weights")  # they take an optimizer, not parameters
+WRAPPERS = ("Optimizer", "Wrapper", "LARS", "BFloat16Weights")  # they take an optimizer, not parameters
 
 
 @pytest.mark.parametrize("name", [n for n in optimizers.__all__ if n[0].isupper() and n not in WRAPPERS])
@@ -186,7 +186,7 @@ class Stream(IterableDataset):
         DataLoader(Stream(), 16),
         [rows(16), rows(16, 1)],
         lambda: DataLoader(pairs(), 16),
-        "test_experiment_train:rows",
+        "test_train:rows",
     ],
 )
 def test_every_kind_of_data_trains(data):
@@ -297,8 +297,12 @@ def test_a_trace_of_the_run_when_asked():
     assert got["trace"].loss.tolist() == pytest.approx(got["loss"])
 
 
-def test_a_run_for_its_time_alone_returns_times_alone():
-    assert set(tiny(only_time=True)) == {"seconds_per_step", "peak_memory_mib"}
+def test_the_trained_network_comes_back_when_asked():
+    got = tiny(keep=True, epochs=30, scaler=8.0, level="O2", dtype="fp16")
+    x, y = rows()
+    right = (got["network"](x[48:]).argmax(1) == y[48:]).float().mean()
+    assert got["accuracy"] == pytest.approx(100 * float(right))
+    assert "network" not in tiny()
 
 
 def test_the_seed_decides_and_nothing_else():
