@@ -112,7 +112,9 @@ def _done(plan: _Plan, place: Folder, progress: Progress, retry: bool) -> Result
 class _Plan:
     """What is to be run, checked: the tasks in the order in which they run, and the index of the folder."""
 
-    def __init__(self, run: Any, grid: Any, seeds: Any, baseline: Any, n_jobs: int | None, version: str | None) -> None:
+    def __init__(
+        self, run: Any, grid: object, seeds: object, baseline: object, n_jobs: int | None, version: str | None
+    ) -> None:
         describe = Description()
         cells = cells_of(grid, describe)
         check_call(run, cells)

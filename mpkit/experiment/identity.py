@@ -15,7 +15,7 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +60,7 @@ class Description:
 
     def __init__(self) -> None:
         self.libraries: set[str] = set()
-        self._known: dict[int, tuple[Any, Plain]] = {}  # the object is kept, or its id could be given to another
+        self._known: dict[int, tuple[object, Plain]] = {}  # the object is kept, or its id could be given to another
 
     def __call__(self, value: Any) -> Plain:
         if isinstance(value, np.generic):
@@ -81,7 +81,7 @@ class Description:
             self._known[id(value)] = value, {"is": _name(value), "hash": self.hash(value)}
         return self._known[id(value)][1]
 
-    def hash(self, value: Any) -> str:
+    def hash(self, value: object) -> str:
         """A digest of a value, and of all code of the reader's own that it refers to."""
         hasher = _Hasher({}, self.libraries)
         try:
@@ -100,11 +100,11 @@ class _Hasher(NumpyHasher):
              circle.
     """
 
-    def __init__(self, seen: dict[int, Any], libraries: set[str]) -> None:
+    def __init__(self, seen: dict[int, tuple[int, object]], libraries: set[str]) -> None:
         super().__init__("sha1")
         self.seen, self.libraries = seen, libraries
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> object:
         for plain in ("_torchdynamo_orig_callable", "_orig_mod"):  # what was compiled: its own objects change in use
             if not isinstance(value, type) and plain in getattr(value, "__dict__", {}) | getattr(value, "_modules", {}):
                 return _shown(self.part(getattr(value, plain)))
@@ -129,13 +129,13 @@ class _Hasher(NumpyHasher):
             self.libraries.add(package)
         return known
 
-    def once(self, value: Any, parts: Any) -> Any:
+    def once(self, value: object, parts: Callable[..., object]) -> object:
         if id(value) in self.seen:
             return _shown("again", self.seen[id(value)][0])
         self.seen[id(value)] = len(self.seen), value
         return _shown(parts(value))
 
-    def part(self, value: Any) -> str:
+    def part(self, value: object) -> str:
         """The digest of what code refers to; what cannot be read (a lock, an open file) is named by its kind."""
         before = len(self.seen)
         try:
@@ -150,11 +150,11 @@ class _Hasher(NumpyHasher):
         self.seen[id(value)] = before, value
         return f"{type(value).__qualname__} {[(str(name), self.part(v)) for name, v in held.items()]}"
 
-    def class_(self, value: type) -> Any:
+    def class_(self, value: type) -> object:
         members = {k: self.part(v) for k, v in vars(value).items() if k not in _OF_EVERY_CLASS and k[:5] != "_abc_"}
         return [self.part(base) for base in value.__bases__], members
 
-    def function(self, value: types.FunctionType) -> Any:
+    def function(self, value: types.FunctionType) -> object:
         cells = []
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # one that is not filled yet
@@ -163,7 +163,7 @@ class _Hasher(NumpyHasher):
         defaults = self.part(value.__defaults__), self.part(value.__kwdefaults__), self.part(vars(value))
         return self.code(value.__code__), defaults, cells, names
 
-    def code(self, code: types.CodeType) -> Any:
+    def code(self, code: types.CodeType) -> object:
         """Instructions and constants; those of nested functions too, and not where in a file anything stands."""
         texts = []
         for c in code.co_consts:
@@ -174,7 +174,7 @@ class _Hasher(NumpyHasher):
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         return code.co_code, code.co_exceptiontable, texts, counts, code.co_names, code.co_varnames, code.co_freevars
 
-    def referred(self, function: types.FunctionType) -> dict[str, Any]:
+    def referred(self, function: types.FunctionType) -> dict[str, object]:
         """Dotted name -> what it stands for, of what is looked up outside the function and imported inside it.
 
         Of modules of the reader's own `helpers.deep.f` is `f`, whatever else these modules hold.
@@ -184,10 +184,10 @@ class _Hasher(NumpyHasher):
             codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
         attributes = sorted({name for code in codes for name in code.co_names})
         steps = [step for code in codes for step in dis.get_instructions(code)]
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         modules: set[int] = set()
 
-        def follow(name: str, value: Any) -> None:
+        def follow(name: str, value: object) -> None:
             if not isinstance(value, types.ModuleType) or self.is_library(value.__name__):
                 found[name] = value
             elif id(value) not in modules:
@@ -207,7 +207,7 @@ class _Hasher(NumpyHasher):
         return found
 
 
-def _shown(*parts: Any) -> tuple[Any, tuple[Any, ...]]:
+def _shown(*parts: object) -> tuple[type, tuple[object, ...]]:
     """A value by what tells it from others, as pickle has it: a function and its arguments."""
     return tuple, (parts,)
 
@@ -225,7 +225,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return b"".join(part.view(torch.uint8).numpy().tobytes() for part in flat)
 
 
-def _place(text: str) -> Any:
+def _place(text: str) -> object:
     """What "package.module:name" names in the reader's own code; None for any other text."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text):
         return None
@@ -303,6 +303,6 @@ def name_of(value: Plain) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def run_name(run: Any) -> str:
+def run_name(run: object) -> str:
     """How a run is called in what is stored."""
     return run_name(run.func) if isinstance(run, functools.partial) else _name(run)

@@ -98,17 +98,22 @@ def train(
         outcomes += _steps(cell, given.train, device, clock)
         if given.test is not None:
             tests.append(_tested(parts, given.test, device))
+    result = _result(outcomes, tests, given.steps)
+    result |= {"step_seconds": list(clock.seconds), "seconds_per_step": clock.per_step()}
+    result["peak_memory_mib"] = memory.peak()
+    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": parts.network} if keep else {})
+
+
+def _result(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: int) -> dict[str, Any]:
+    """What a run of epochs of so many steps returns of its losses, scales and tests."""
     losses = torch.stack([o.loss.float() for o in outcomes]).tolist()
     scales = torch.stack([o.scale.float().mean() for o in outcomes]).tolist()
-    result: dict[str, Any] = {"loss": losses, "final_loss": statistics.fmean(losses[-given.steps :])}
+    result: dict[str, Any] = {"loss": losses, "final_loss": statistics.fmean(losses[-steps:])}
     for name in dict.fromkeys(name for name, _ in tests):
         result[name] = tests[-1][1]
         result[f"{name}_curve"] = [value for _, value in tests]
-    result["step_seconds"] = list(clock.seconds)
-    result["seconds_per_step"] = clock.per_step()
-    result["skipped"] = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
-    result |= {"last_scale": scales[-1], "scale": scales, "peak_memory_mib": memory.peak()}
-    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": parts.network} if keep else {})
+    skipped = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
+    return result | {"skipped": skipped, "last_scale": scales[-1], "scale": scales}
 
 
 def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:

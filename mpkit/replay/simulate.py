@@ -129,7 +129,7 @@ class _Tally:
         self.lowest = np.full(count, math.inf)
         self.skipped, self.ran, self.first_good = (np.zeros(count, dtype=np.int64) for _ in range(3))
 
-    def add(self, scales: list[Any], state: ScaleState, raised_at: Any, raised: Any) -> None:
+    def add(self, scales: list[Any], state: ScaleState, raised_at: object, raised: object) -> None:
         """The scales of the next steps, and what holds after them."""
         self.final, self.raised_at, self.raised = _host(state.scale), _host(raised_at), _host(raised)
         if not scales:
@@ -161,5 +161,5 @@ class _Tally:
         )
 
 
-def _host(value: Any) -> np.ndarray:
+def _host(value: object) -> np.ndarray:
     return np.atleast_1d(value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value))
