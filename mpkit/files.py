@@ -74,7 +74,8 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
         if not device:
             os.replace(draft, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # the disk knows no name
+        if error.errno and not error.filename:  # the disk knows no name
+            error.filename = str(path)
         raise
     finally:
         if not device:
