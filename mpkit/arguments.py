@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from inspect import signature
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar, get_type_hints
@@ -86,8 +87,9 @@ def check_function(name: str, value: object, what: str, *, optional: bool = Fals
         raise TypeError(f"{name} must be {what}{' or None' if optional else ''}, got {kind_of(value)}")
 
 
+@cache
 def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any], Any]]:
-    """What the annotations of a function ask of each of its arguments but `self`: `check(name, value) -> value`.
+    """What the annotations of a function, or class, ask of its arguments but `self`: name -> `check(name, value)`.
 
     A check is what `Annotated` carries, True or False where the annotation is bool, nothing elsewhere.
     """

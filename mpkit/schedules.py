@@ -3,22 +3,23 @@
 Two families, as in the API they reproduce (MindSpore 2.7 `nn.dynamic_lr` and `nn.learning_rate_schedule`): functions
 that return the whole list, changing once per *epoch*, and schedules called with a *step*. A schedule is an immutable
 value, so it can be shared, compared, pickled and evaluated anywhere: on a number it returns a number, on a tensor of
-steps (one step or many, on any device) a float32 tensor, with no host read.
+steps (one step or many, on any device) a float32 tensor, with no host read. A list is a schedule of the epochs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from functools import partial
+from typing import Annotated, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import check_count, check_flags, check_kind, is_number, is_whole
+from mpkit.arguments import check_count, check_flags, check_float, check_kind, checks_of, is_number, is_whole
 
 __all__ = [
     "Chained",
@@ -40,37 +41,19 @@ __all__ = [
     "warmup_lr",
 ]
 
-# --- checks, shared by both families
+MOST = 10**8
+"""Rates in a list."""
 
 
-MOST = 10**8  # rates in a list
-
-
-def _check_rate(name: str, value: object, *, zero: bool = False) -> float:
-    if not isinstance(value, float | np.floating):
-        raise TypeError(f"{name} must be a float, got {value!r}; write {name}=1.0 for one")
-    if not (value >= 0.0 if zero else value > 0.0) or value == math.inf:
-        raise ValueError(f"{name} must be {'at least 0' if zero else 'above 0'} and finite, got {value}")
-    return float(value)
-
-
-def _check_count(name: str, value: object) -> int:
+def _counted(name: str, value: object) -> int:
     if (count := check_count(name, value)) >= 2**63:
         raise ValueError(f"{name} counts steps and must be below 2**63, got an int of {count.bit_length()} bits")
     return count
 
 
-def _check_span(low: float, high: float) -> tuple[float, float]:
-    low, high = _check_rate("min_lr", low, zero=True), _check_rate("max_lr", high)
-    if low >= high:
-        raise ValueError(f"need min_lr < max_lr, got min_lr={low}, max_lr={high}")
-    return low, high
-
-
-def _hold(schedule: object, **checked: float | tuple[float, ...]) -> None:
-    """Store checked numbers as Python's own: NumPy's float16 and int8 would compute the rates in as many bits."""
-    for name, value in checked.items():
-        object.__setattr__(schedule, name, value)
+Rate = Annotated[float, check_float]
+Above0 = Annotated[float, partial(check_float, open_low=True)]
+Count = Annotated[int, _counted]
 
 
 # --- arithmetic on a number or on a tensor
@@ -129,188 +112,6 @@ def _checked_step(step: object) -> float:
     return int(step) if is_whole(step) else float(step)
 
 
-# --- the formulas, once: `at` counts steps or epochs, `span` is in the same unit
-
-
-def _exponential(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
-    power = at / span
-    return lr * _power(rate, _floor(power) if stair else power)
-
-
-def _natural_exp(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
-    return lr * _exp(-rate * (_floor(at / span) * span if stair else at))
-
-
-def _inverse(at: At, lr: float, rate: float, span: int, stair: bool) -> At:
-    quotient = at / span
-    return _divided(lr, 1.0 + rate * (_floor(quotient) if stair else quotient))
-
-
-def _cosine(at: At, low: float, high: float, span: int) -> At:
-    return low + 0.5 * (high - low) * (1.0 + _cos(math.pi * (_at_most(at, span) / span)))
-
-
-def _polynomial(at: At, lr: float, end: float, span: int, power: float, update: bool) -> At:
-    whole = span * _at_least(_ceil(at / span), 1) if update else span
-    return (lr - end) * _power(1.0 - (at if update else _at_most(at, span)) / whole, power) + end
-
-
-def _warm_up(at: At, lr: float, span: int) -> At:
-    return lr * _at_most(at, span) / span
-
-
-# --- lists, one rate per step, constant inside an epoch
-
-
-def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
-    """`learning_rates[k]` up to, but not including, step `milestone[k]`; the list ends at the last milestone.
-
-    Edges:   equal milestones give that rate zero steps; two empty lists give an empty list; a rate may be negative.
-    Raises:  TypeError for a milestone that is no int or a rate that is no float; ValueError for unequal lengths, a
-             milestone below 1, or decreasing milestones.
-    Source:  MindSpore 2.7 nn.dynamic_lr.piecewise_constant_lr.
-
-    >>> piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])
-    [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
-    """
-    for name, value in (("milestone", milestone), ("learning_rates", learning_rates)):
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"{name} must be a list, got {value!r}")
-    if len(milestone) != len(learning_rates):
-        raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
-    rates: list[float] = []
-    for step, rate in zip(milestone, learning_rates):
-        step = _check_count("milestone", step)
-        if not isinstance(rate, float | np.floating):
-            raise TypeError(f"learning_rates must be floats, got {rate!r}")
-        if step < len(rates):
-            raise ValueError(f"milestones must not decrease, got {list(milestone)}")
-        if step > MOST:
-            raise ValueError(f"a milestone must be at most {MOST}: the list has one rate for each step; got {step}")
-        rates += [float(rate)] * (step - len(rates))
-    return rates
-
-
-def _per_epoch(rate_at: Callable[[int], At], total_step: int, step_per_epoch: int) -> list[float]:
-    total_step, step_per_epoch = _check_count("total_step", total_step), _check_count("step_per_epoch", step_per_epoch)
-    if total_step > MOST:
-        raise ValueError(
-            f"total_step must be at most {MOST}, since the list has one rate for each step; a schedule has no limit"
-        )
-    return [float(rate_at(step // step_per_epoch)) for step in range(total_step)]
-
-
-def _check_decay(lr: object, rate: object, span: object, stair: bool) -> tuple[float, float, int, bool]:
-    check_flags(is_stair=stair)
-    return (
-        _check_rate("learning_rate", lr),
-        _check_rate("decay_rate", rate),
-        _check_count("decay_epoch", span),
-        stair,
-    )
-
-
-def exponential_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """`lr * rate ** (epoch / decay_epoch)` for each of `total_step` steps; `is_stair` floors the exponent.
-
-    Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
-    Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
-    """
-    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _per_epoch(lambda epoch: _exponential(epoch, *args), total_step, step_per_epoch)
-
-
-def natural_exp_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """`lr * exp(-rate * epoch)`: `decay_epoch` matters only with `is_stair`, which moves every `decay_epoch` epochs.
-
-    Raises:  as `exponential_decay_lr`.
-    Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
-    """
-    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _per_epoch(lambda epoch: _natural_exp(epoch, *args), total_step, step_per_epoch)
-
-
-def inverse_decay_lr(
-    learning_rate: float,
-    decay_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    is_stair: bool = False,
-) -> list[float]:
-    """`lr / (1 + rate * epoch / decay_epoch)`; `is_stair` floors the quotient.
-
-    Raises:  as `exponential_decay_lr`.
-    Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
-    """
-    args = _check_decay(learning_rate, decay_rate, decay_epoch, is_stair)
-    return _per_epoch(lambda epoch: _inverse(epoch, *args), total_step, step_per_epoch)
-
-
-def cosine_decay_lr(
-    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
-) -> list[float]:
-    """Half a cosine from `max_lr` at epoch 0 to `min_lr` at `decay_epoch`, `min_lr` from there on.
-
-    Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or a count below 1.
-    Source:  MindSpore 2.7 nn.dynamic_lr.cosine_decay_lr.
-    """
-    args = (*_check_span(min_lr, max_lr), _check_count("decay_epoch", decay_epoch))
-    return _per_epoch(lambda epoch: _cosine(epoch, *args), total_step, step_per_epoch)
-
-
-def polynomial_decay_lr(
-    learning_rate: float,
-    end_learning_rate: float,
-    total_step: int,
-    step_per_epoch: int,
-    decay_epoch: int,
-    power: float,
-    update_decay_epoch: bool = False,
-) -> list[float]:
-    """`(lr - end) * (1 - epoch / decay_epoch) ** power + end`, then `end`; rises where `end` is above `lr`.
-
-    With `update_decay_epoch` the span grows to the next multiple of `decay_epoch` that covers the epoch.
-
-    Raises:  TypeError for an int rate or power, or a float count; ValueError for lr <= 0, end < 0, power <= 0 or a
-             count below 1.
-    Source:  MindSpore 2.7 nn.dynamic_lr.polynomial_decay_lr.
-    """
-    check_flags(update_decay_epoch=update_decay_epoch)
-    args = (
-        _check_rate("learning_rate", learning_rate),
-        _check_rate("end_learning_rate", end_learning_rate, zero=True),
-        _check_count("decay_epoch", decay_epoch),
-        _check_rate("power", power),
-        update_decay_epoch,
-    )
-    return _per_epoch(lambda epoch: _polynomial(epoch, *args), total_step, step_per_epoch)
-
-
-def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
-    """`lr * min(epoch, warmup_epoch) / warmup_epoch`: zero throughout the first epoch.
-
-    Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or a count below 1.
-    Source:  MindSpore 2.7 nn.dynamic_lr.warmup_lr.
-    """
-    args = _check_rate("learning_rate", learning_rate, zero=True), _check_count("warmup_epoch", warmup_epoch)
-    return _per_epoch(lambda epoch: _warm_up(epoch, *args), total_step, step_per_epoch)
-
-
 # --- schedules, functions of the step
 
 
@@ -354,18 +155,27 @@ class LearningRateSchedule:
 
 
 @dataclass(frozen=True)
-class Chained(LearningRateSchedule):
-    """`before` for the steps below `at`, then `after`, counted from 0 there; made by `schedule.then(after, at)`."""
-
-    before: LearningRateSchedule
-    after: LearningRateSchedule
-    at: int
+class _Checked(LearningRateSchedule):
+    """Checks what its annotations ask for, and keeps numbers as Python's own: NumPy's would compute in fewer bits."""
 
     def __post_init__(self) -> None:
-        for part in (self.before, self.after):
-            if not isinstance(part, LearningRateSchedule):
-                raise TypeError(f"only schedules can be chained, got {part!r}; wrap a list in ListedLR(values)")
-        _hold(self, at=_check_count("at", self.at))
+        for name, check in checks_of(type(self).__init__).items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
+def _link(name: str, value: object) -> LearningRateSchedule:
+    if not isinstance(value, LearningRateSchedule):
+        raise TypeError(f"only schedules can be chained, got {value!r}; wrap a list in ListedLR(values)")
+    return value
+
+
+@dataclass(frozen=True)
+class Chained(_Checked):
+    """`before` for the steps below `at`, then `after`, counted from 0 there; made by `schedule.then(after, at)`."""
+
+    before: Annotated[LearningRateSchedule, _link]
+    after: Annotated[LearningRateSchedule, _link]
+    at: Count
 
     def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
@@ -376,20 +186,14 @@ class Chained(LearningRateSchedule):
 
 
 @dataclass(frozen=True)
-class _Decay(LearningRateSchedule):
-    learning_rate: float
-    decay_rate: float
-    decay_steps: int
+class _Decay(_Checked):
+    learning_rate: Above0
+    decay_rate: Above0
+    decay_steps: Count
     is_stair: bool = False
 
-    def __post_init__(self) -> None:
-        check_flags(is_stair=self.is_stair)
-        _hold(
-            self,
-            learning_rate=_check_rate("learning_rate", self.learning_rate),
-            decay_rate=_check_rate("decay_rate", self.decay_rate),
-            decay_steps=_check_count("decay_steps", self.decay_steps),
-        )
+    def _stair(self, x: At) -> At:
+        return _floor(x) if self.is_stair else x
 
 
 class ExponentialDecayLR(_Decay):
@@ -400,7 +204,7 @@ class ExponentialDecayLR(_Decay):
     """
 
     def rate(self, at: At) -> At:
-        return _exponential(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+        return self.learning_rate * _power(self.decay_rate, self._stair(at / self.decay_steps))
 
 
 class NaturalExpDecayLR(_Decay):
@@ -411,7 +215,8 @@ class NaturalExpDecayLR(_Decay):
     """
 
     def rate(self, at: At) -> At:
-        return _natural_exp(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+        span = self.decay_steps
+        return self.learning_rate * _exp(-self.decay_rate * (_floor(at / span) * span if self.is_stair else at))
 
 
 class InverseDecayLR(_Decay):
@@ -422,31 +227,33 @@ class InverseDecayLR(_Decay):
     """
 
     def rate(self, at: At) -> At:
-        return _inverse(at, self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+        return _divided(self.learning_rate, 1.0 + self.decay_rate * self._stair(at / self.decay_steps))
 
 
 @dataclass(frozen=True)
-class CosineDecayLR(LearningRateSchedule):
+class CosineDecayLR(_Checked):
     """Half a cosine from `max_lr` at step 0 to `min_lr` at `decay_steps`, `min_lr` from there on.
 
     Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or decay_steps < 1.
     Source:  MindSpore 2.7 nn.learning_rate_schedule.CosineDecayLR.
     """
 
-    min_lr: float
-    max_lr: float
-    decay_steps: int
+    min_lr: Rate
+    max_lr: Above0
+    decay_steps: Count
 
     def __post_init__(self) -> None:
-        low, high = _check_span(self.min_lr, self.max_lr)
-        _hold(self, min_lr=low, max_lr=high, decay_steps=_check_count("decay_steps", self.decay_steps))
+        super().__post_init__()
+        if self.min_lr >= self.max_lr:
+            raise ValueError(f"need min_lr < max_lr, got min_lr={self.min_lr}, max_lr={self.max_lr}")
 
     def rate(self, at: At) -> At:
-        return _cosine(at, self.min_lr, self.max_lr, self.decay_steps)
+        turn = math.pi * (_at_most(at, self.decay_steps) / self.decay_steps)
+        return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + _cos(turn))
 
 
 @dataclass(frozen=True)
-class PolynomialDecayLR(LearningRateSchedule):
+class PolynomialDecayLR(_Checked):
     """`(lr - end) * (1 - step / decay_steps) ** power + end`, then `end`; rises where `end` is above `lr`.
 
     With `update_decay_steps` the span grows to the next multiple of `decay_steps` that covers the step, so the rate is
@@ -461,48 +268,49 @@ class PolynomialDecayLR(LearningRateSchedule):
     tensor(0.0736)
     """
 
-    learning_rate: float
-    end_learning_rate: float
-    decay_steps: int
-    power: float
+    learning_rate: Above0
+    end_learning_rate: Rate
+    decay_steps: Count
+    power: Above0
     update_decay_steps: bool = False
 
-    def __post_init__(self) -> None:
-        check_flags(update_decay_steps=self.update_decay_steps)
-        _hold(
-            self,
-            learning_rate=_check_rate("learning_rate", self.learning_rate),
-            end_learning_rate=_check_rate("end_learning_rate", self.end_learning_rate, zero=True),
-            decay_steps=_check_count("decay_steps", self.decay_steps),
-            power=_check_rate("power", self.power),
-        )
-
     def rate(self, at: At) -> At:
-        lr, end = self.learning_rate, self.end_learning_rate
-        return _polynomial(at, lr, end, self.decay_steps, self.power, self.update_decay_steps)
+        span, update, end = self.decay_steps, self.update_decay_steps, self.end_learning_rate
+        whole = span * _at_least(_ceil(at / span), 1) if update else span
+        done = (at if update else _at_most(at, span)) / whole
+        return (self.learning_rate - end) * _power(1.0 - done, self.power) + end
 
 
 @dataclass(frozen=True)
-class WarmUpLR(LearningRateSchedule):
+class WarmUpLR(_Checked):
     """`lr * min(step, warmup_steps) / warmup_steps`: 0 at step 0, `lr` from `warmup_steps` on.
 
     Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or warmup_steps < 1.
     Source:  MindSpore 2.7 nn.learning_rate_schedule.WarmUpLR.
     """
 
-    learning_rate: float
-    warmup_steps: int
-
-    def __post_init__(self) -> None:
-        rate = _check_rate("learning_rate", self.learning_rate, zero=True)
-        _hold(self, learning_rate=rate, warmup_steps=_check_count("warmup_steps", self.warmup_steps))
+    learning_rate: Rate
+    warmup_steps: Count
 
     def rate(self, at: At) -> At:
-        return _warm_up(at, self.learning_rate, self.warmup_steps)
+        return self.learning_rate * _at_most(at, self.warmup_steps) / self.warmup_steps
+
+
+def _listed(name: str, values: Iterable[float]) -> tuple[float, ...]:
+    check_kind(name, values, Iterable, "a list of rates")
+    rates = tuple(values)
+    if not rates:
+        raise ValueError("a list of learning rates needs at least one entry")
+    for rate in rates:
+        if not is_number(rate):
+            raise TypeError(f"learning rates must be numbers, got {rate!r}")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"a learning rate must be at least 0 and finite, got {rate}")
+    return tuple(map(float, rates))
 
 
 @dataclass(frozen=True)
-class ListedLR(LearningRateSchedule):
+class ListedLR(_Checked):
     """One rate per step, from a list such as the `*_lr` functions return.
 
     Edges:   past the end a number raises (a list must cover every step); a tensor cannot raise without a host read, so
@@ -511,20 +319,8 @@ class ListedLR(LearningRateSchedule):
              past the end.
     """
 
-    values: tuple[float, ...]
+    values: Annotated[tuple[float, ...], _listed]
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_kind("values", self.values, Iterable, "a list of rates")
-        _hold(self, values=tuple(self.values))
-        if not self.values:
-            raise ValueError("a list of learning rates needs at least one entry")
-        for value in self.values:
-            if not is_number(value):
-                raise TypeError(f"learning rates must be numbers, got {value!r}")
-            if not 0 <= value < math.inf:
-                raise ValueError(f"a learning rate must be at least 0 and finite, got {value}")
-        _hold(self, values=tuple(map(float, self.values)))
 
     def rate(self, at: At) -> At:
         if isinstance(at, Tensor):
@@ -538,6 +334,142 @@ class ListedLR(LearningRateSchedule):
         if device not in self._tables:
             self._tables[device] = torch.tensor(self.values, dtype=torch.float64, device=device)
         return self._tables[device]
+
+
+# --- lists, one rate per step, constant inside an epoch
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """`learning_rates[k]` up to, but not including, step `milestone[k]`; the list ends at the last milestone.
+
+    Edges:   equal milestones give that rate zero steps; two empty lists give an empty list; a rate may be negative.
+    Raises:  TypeError for a milestone that is no int or a rate that is no float; ValueError for unequal lengths, a
+             milestone below 1, or decreasing milestones.
+    Source:  MindSpore 2.7 nn.dynamic_lr.piecewise_constant_lr.
+
+    >>> piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01])
+    [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
+    """
+    for name, value in (("milestone", milestone), ("learning_rates", learning_rates)):
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list, got {value!r}")
+    if len(milestone) != len(learning_rates):
+        raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
+    rates: list[float] = []
+    for step, rate in zip(milestone, learning_rates):
+        step = _counted("milestone", step)
+        if not isinstance(rate, float | np.floating):
+            raise TypeError(f"learning_rates must be floats, got {rate!r}")
+        if step < len(rates):
+            raise ValueError(f"milestones must not decrease, got {list(milestone)}")
+        if step > MOST:
+            raise ValueError(f"a milestone must be at most {MOST}: the list has one rate for each step; got {step}")
+        rates += [float(rate)] * (step - len(rates))
+    return rates
+
+
+def _by_epoch(schedule: LearningRateSchedule, total_step: int, step_per_epoch: int) -> list[float]:
+    total_step, step_per_epoch = _counted("total_step", total_step), _counted("step_per_epoch", step_per_epoch)
+    if total_step > MOST:
+        raise ValueError(
+            f"total_step must be at most {MOST}, since the list has one rate for each step; a schedule has no limit"
+        )
+    return [float(schedule.rate(step // step_per_epoch)) for step in range(total_step)]
+
+
+def exponential_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr * rate ** (epoch / decay_epoch)` for each of `total_step` steps; `is_stair` floors the exponent.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
+    Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
+    """
+    span = _counted("decay_epoch", decay_epoch)
+    return _by_epoch(ExponentialDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+
+
+def natural_exp_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr * exp(-rate * epoch)`: `decay_epoch` matters only with `is_stair`, which moves every `decay_epoch` epochs.
+
+    Raises:  as `exponential_decay_lr`.
+    Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
+    """
+    span = _counted("decay_epoch", decay_epoch)
+    return _by_epoch(NaturalExpDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+
+
+def inverse_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`lr / (1 + rate * epoch / decay_epoch)`; `is_stair` floors the quotient.
+
+    Raises:  as `exponential_decay_lr`.
+    Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
+    """
+    span = _counted("decay_epoch", decay_epoch)
+    return _by_epoch(InverseDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+
+
+def cosine_decay_lr(
+    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
+) -> list[float]:
+    """Half a cosine from `max_lr` at epoch 0 to `min_lr` at `decay_epoch`, `min_lr` from there on.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or a count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.cosine_decay_lr.
+    """
+    span = _counted("decay_epoch", decay_epoch)
+    return _by_epoch(CosineDecayLR(min_lr, max_lr, span), total_step, step_per_epoch)
+
+
+def polynomial_decay_lr(
+    learning_rate: float,
+    end_learning_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    power: float,
+    update_decay_epoch: bool = False,
+) -> list[float]:
+    """`(lr - end) * (1 - epoch / decay_epoch) ** power + end`, then `end`; rises where `end` is above `lr`.
+
+    With `update_decay_epoch` the span grows to the next multiple of `decay_epoch` that covers the epoch.
+
+    Raises:  TypeError for an int rate or power, or a float count; ValueError for lr <= 0, end < 0, power <= 0 or a
+             count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.polynomial_decay_lr.
+    """
+    check_flags(update_decay_epoch=update_decay_epoch)
+    span = _counted("decay_epoch", decay_epoch)
+    schedule = PolynomialDecayLR(learning_rate, end_learning_rate, span, power, update_decay_epoch)
+    return _by_epoch(schedule, total_step, step_per_epoch)
+
+
+def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int) -> list[float]:
+    """`lr * min(epoch, warmup_epoch) / warmup_epoch`: zero throughout the first epoch.
+
+    Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or a count below 1.
+    Source:  MindSpore 2.7 nn.dynamic_lr.warmup_lr.
+    """
+    return _by_epoch(WarmUpLR(learning_rate, _counted("warmup_epoch", warmup_epoch)), total_step, step_per_epoch)
 
 
 def lambda_lr(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -94,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, given: dict[str, Any]) -> None:
         check_alike("given, the locals() of a constructor", given, dict.fromkeys(("__class__", *NEEDED)))
-        given = {name: check(name, given[name]) for name, check in _checks(given["__class__"]).items()}
+        given = {name: check(name, given[name]) for name, check in checks_of(given["__class__"].__init__).items()}
         options, hyper = given["options"], {name: x for name, x in given.items() if name not in NOT_HYPER}
         if unknown := set(options) - set(Options.__annotations__):
             raise TypeError(f"{type(self).__name__} does not take {sorted(unknown)}")
@@ -431,12 +430,6 @@ class Optimizer(torch.optim.Optimizer):
         mine = ("loss_scale", "gradient_transform", "count_skipped", "faithful", "_counts", "_plain_closure")
         rest = ("gradient_rule", "rates_grouped", "_order")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
-
-
-@cache
-def _checks(rule: type) -> dict[str, Callable[[str, Any], Any]]:
-    """What the annotations of a constructor ask of each of its arguments."""
-    return checks_of(rule.__init__)  # type: ignore[misc]
 
 
 class TakesClosures(Protocol):
