@@ -382,6 +382,16 @@ def is_record(thing) -> bool:
     )
 
 
+def checked_kind(thing: typing.Any, p: inspect.Parameter) -> str:
+    """What is annotated, where the annotation carries a check: `float` of `Annotated[float, check_float]`."""
+    if "schedules" not in thing.__module__ and "optimizers" not in thing.__module__:
+        return ""
+    hint = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing, include_extras=True).get(p.name)
+    if not hasattr(hint, "__metadata__"):
+        return ""
+    return hint.__origin__.__name__ if isinstance(hint.__origin__, type) else str(hint.__origin__)
+
+
 def right_ones(name: str) -> dict[str, typing.Any]:
     """A right value for each required argument, and for the optional ones that cannot be left out.
 
@@ -391,7 +401,7 @@ def right_ones(name: str) -> dict[str, typing.Any]:
         return TOGETHER[name]()
     own, values = RIGHT_FOR.get(name, {}), {}
     for p in given(PUBLIC[name]):
-        kind = str(getattr(p.annotation, "__forward_arg__", p.annotation)).strip("'")
+        kind = checked_kind(PUBLIC[name], p) or str(getattr(p.annotation, "__forward_arg__", p.annotation)).strip("'")
         make = own.get(p.name) or (None if p.default is not p.empty else NAMED.get(p.name) or RIGHT.get(kind))
         if make is None and is_record(PUBLIC[name]) and p.default is p.empty:
             make = object
