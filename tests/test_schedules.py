@@ -308,5 +308,5 @@ def test_a_rate_may_end_at_zero_or_warm_up_to_it(make: Callable[[], Any], rates:
     ],
 )
 def test_a_rate_that_decays_begins_above_zero(make: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
+    with pytest.raises(ValueError, match="must be in"):
         make()
