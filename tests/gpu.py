@@ -50,7 +50,7 @@ def outcomes(report: Path) -> dict[str, Any]:
 def printed(made: dict[str, Any]) -> list[str]:
     """The table at the end."""
     from mpkit.bench.__main__ import line
-    from mpkit.bench._gpu import row_of
+    from mpkit.bench.gpu import row_of
 
     rows = [row_of(row) for row in made["rows"]]
     words = [row.verdict for row in rows]
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None, *, run: Callable[..., Any] = su
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from mpkit.bench._gpu import file_name
+    from mpkit.bench.gpu import file_name
 
     if not torch.cuda.is_available():
         print(f"not measured on a GPU: torch {torch.__version__} sees no CUDA device here. Nothing was run or written.")

@@ -14,9 +14,9 @@ import pytest
 import torch
 from support import ROOT
 
+from mpkit.bench import Row
 from mpkit.bench import __main__ as bench
-from mpkit.bench._gpu import MISSING, table
-from mpkit.bench._measure import Row
+from mpkit.bench.gpu import MISSING, table
 
 REPORT = """<testsuites><testsuite tests="4">
 <testcase classname="tests.test_step" name="test_a"/><testcase classname="tests.test_step" name="test_b"/>
@@ -42,8 +42,7 @@ def stand_in(monkeypatch) -> torch.device:
 def played(commands: list[list[str]], monkeypatch, status: int):
     """A `subprocess.run` that leaves a report of pytest, and runs the benchmarks here with rows that are given."""
     asked = []
-    topic = SimpleNamespace(run=lambda *, quick, device: asked.append((quick, device)) or ROWS)
-    monkeypatch.setattr(bench, "import_module", lambda _: topic)
+    monkeypatch.setattr(bench, "run", lambda _, *, quick, device: asked.append((quick, device)) or ROWS)
 
     def run(command, cwd):
         commands.append(command)

@@ -9,16 +9,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from mpkit.bench._measure import Row
+from mpkit.bench.cases import TOPICS, run
+from mpkit.bench.measure import Row
 from mpkit.device import default_device, describe
 from mpkit.files import write_whole
-
-TOPICS = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if not p.stem.startswith("_"))
 
 
 def line(row: Row) -> str:
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for topic in options.only:
         start = time.perf_counter()
-        found = import_module(f"mpkit.bench.{topic}").run(quick=options.quick, device=device)
+        found = run(topic, quick=options.quick, device=device)
         print(f"{topic} ({time.perf_counter() - start:.0f} s)", *map(line, found), sep="\n", flush=True)
         rows += found
     if options.out:

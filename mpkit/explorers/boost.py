@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from traitlets import Bool, Enum, Float, Int
 
 from mpkit import networks
-from mpkit.bench._gpu import table
+from mpkit.bench.gpu import table
 from mpkit.boost import AutoBoost, FreezeOpt, GradientFreeze, LessBN
 from mpkit.boost.auto import LEVELS, MODES
 from mpkit.boost.grad_centralization import is_centralized

@@ -14,7 +14,7 @@ from test_policies import short
 from torch import nn
 
 from mpkit import optimizers
-from mpkit.bench.step import HostReads
+from mpkit.bench import HostReads
 from mpkit.policies import FRAMEWORKS, preset
 from mpkit.scalers import (
     DynamicLossScaler,

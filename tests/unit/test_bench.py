@@ -1,17 +1,18 @@
 """How benchmarks are timed: every contender alike, whatever its place in the order."""
 
 import pytest
+import torch
 
-from mpkit.bench import _measure
-from mpkit.bench._measure import Row, interleaved, rebuilt
+from mpkit.bench import Row, measure, rebuilt
+from mpkit.bench.cases import TOPICS, Case, cases
 
 
 def test_every_contender_warms_up_and_every_turn_begins_untimed(monkeypatch):
     clock = iter(range(10_000))
-    monkeypatch.setattr(_measure.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     calls: list[str] = []
     contenders = {name: (lambda name=name: calls.append(name)) for name in ("base", "twin", "third")}
-    rows = interleaved("g", "c", contenders, rounds=8, warmup=2, inner=3, goals={"twin": 0.5}, notes={"third": "n"})
+    rows = measure("g", "c", contenders, rounds=8, warmup=2, inner=3, goals={"twin": 0.5}, notes={"third": "n"})
     assert [calls.count(name) for name in contenders] == [2 + 8 * 4] * 3
     turns = [calls[i] for i in range(6, len(calls), 4)]
     assert all(sorted(turns[i : i + 3]) == sorted(contenders) for i in range(0, 24, 3))
@@ -27,3 +28,20 @@ def test_rows_of_several_builds_become_their_median():
     (row,) = rebuilt(build, 5)
     assert (row.ratio, row.seconds, row.verdict) == (1.3, 2.6, "met")
     assert row.quartiles == pytest.approx((1.15, 5.25))
+
+
+CPU = torch.device("cpu")
+CASES = list(cases(True, CPU))
+
+
+def test_every_topic_has_cases():
+    assert {case.topic for case in CASES} == set(TOPICS)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.topic != "experiment"], ids=lambda c: f"{c.topic} {c.name}")
+def test_the_contenders_of_every_case_run_and_its_goals_are_among_them(case: Case):
+    made = case.build(CPU)
+    assert set(case.goals) <= set(made)
+    assert len(made) > 1
+    for call in made.values():
+        call()

@@ -1,6 +1,6 @@
-"""What each boost algorithm and level buys per step, and what it costs in accuracy.
+"""The study behind `data/benchmarks/boost.json`: what each boost algorithm and level buys per step, and what it costs.
 
-`python -m mpkit.bench --only boost` measures the time of trainings. `python -m mpkit.bench.boost --out FILE` also
+`python tests/tools/boost_study.py --out FILE` measures the time of trainings freeze index by freeze index, and
 trains every configuration from several seeds on real digits (and MNIST where it is) and stores both.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from boost_accuracy import STUDIES, accuracies, configurations
 from torch import nn
 from torch.optim import Optimizer
 
 from mpkit import networks
-from mpkit.bench._boost_accuracy import STUDIES, accuracies, configurations
-from mpkit.bench._measure import Row
+from mpkit.bench import Row
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.device import default_device, describe
@@ -271,7 +271,7 @@ def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m mpkit.bench.boost", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/tools/boost_study.py", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file, written after every part")
     parser.add_argument("--seeds", type=int, default=5, help="trainings of every configuration")
     parser.add_argument("--folder", type=Path, help="keep every training there, and go on with it after a break")
@@ -311,7 +311,7 @@ def _store(path: Path, rows: Sequence[Row], found: Sequence[dict[str, Any]], dev
 
 
 def _made(device: torch.device, note: str) -> dict[str, str]:
-    made = {"made_by": "python -m mpkit.bench.boost", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
+    made = {"made_by": "python tests/tools/boost_study.py", "utc": datetime.now(UTC).isoformat(timespec="seconds")}
     unless = "" if device.type == "cuda" else "CPU time of the process, not measured on a GPU"
     return {**made, **describe(device), "note": note or unless}
 

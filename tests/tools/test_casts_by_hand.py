@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+from casts_by_hand import by_hand
 
-from mpkit.bench._by_hand import by_hand
-from mpkit.bench.casting import _small
 from mpkit.casting import auto_mixed_precision
+from mpkit.networks import Network, TinyGPT, resnet18
 
-CASES = {case.split(" b")[0]: (network, inputs) for case, network, inputs, _, _ in _small()}
+CASES = {
+    "784-512-512-10": (Network(), torch.rand(64, 1, 28, 28)),
+    "ResNet-18 width 8": (resnet18(width=8), torch.rand(16, 3, 32, 32)),
+    "GPT d64": (TinyGPT(vocabulary=64, context=32, width=64, heads=4, layers=2), torch.randint(0, 64, (8, 32))),
+}
 
 
 @pytest.mark.parametrize("level", ["O1", "auto"])

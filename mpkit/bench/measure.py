@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Row:
         return "met" if (self.ratio >= self.goal if self.goal_is_floor else self.ratio <= self.goal) else "missed"
 
 
-def interleaved(
+def measure(
     group: str,
     case: str,
     contenders: Mapping[str, Callable[[], object]],
@@ -94,8 +95,18 @@ def interleaved(
     return rows
 
 
-def rebuilt(measure: Callable[[], list[Row]], builds: int) -> list[Row]:
-    """`measure` builds its contenders anew every time; the median of each contender's ratio over the builds.
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a tensor's value on the host, each of which waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def rebuilt(build: Callable[[], list[Row]], builds: int) -> list[Row]:
+    """`build` makes its contenders anew every time; the median of each contender's ratio over the builds.
 
     Where a network happens to lie in memory decides which of its tensors fight for the same cache lines. That moves
     a step of a millisecond by up to 10 %, in favour of any contender, and no number of rounds averages it out.
@@ -106,7 +117,7 @@ def rebuilt(measure: Callable[[], list[Row]], builds: int) -> list[Row]:
     runs: list[list[Row]] = []
     for _ in range(builds):
         apart.append(torch.empty(sizes.randrange(1, 400) * 1024))  # or the next build would get the same memory
-        runs.append(measure())
+        runs.append(build())
     rows = []
     for same in zip(*runs, strict=True):
         ratios = [row.ratio for row in same if row.ratio is not None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import boost_study as boost
 import pytest
 import torch
+from boost_accuracy import Study, accuracies, configurations
 
 from mpkit import networks
-from mpkit.bench import boost
-from mpkit.bench._boost_accuracy import Study, accuracies, configurations
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.step import WithLossCell
 

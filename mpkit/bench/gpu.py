@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpkit.bench._measure import Row
+from mpkit.bench.measure import Row
 from mpkit.data import data_dir
 from mpkit.files import read_json
 
