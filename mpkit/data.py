@@ -21,11 +21,7 @@ from torch import Tensor
 from mpkit.arguments import check_choice, check_flags, is_whole
 from mpkit.files import read_npz, regular
 
-__all__ = [
-    "data_dir",
-    "digits",
-    "mnist",
-]
+__all__ = ["data_dir", "digits", "mnist"]
 
 _DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"  # images, then labels
 _DIGITS_TRAIN = 1500  # the last 297 images, by other writers, are the test set
@@ -38,21 +34,13 @@ _MNIST = {
         (60000, 28, 28),
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     ),
-    "train-labels-idx1-ubyte.gz": (
-        0x801,
-        (60000,),
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    ),
+    "train-labels-idx1-ubyte.gz": (0x801, (60000,), "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
     "t10k-images-idx3-ubyte.gz": (
         0x803,
         (10000, 28, 28),
         "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     ),
-    "t10k-labels-idx1-ubyte.gz": (
-        0x801,
-        (10000,),
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
+    "t10k-labels-idx1-ubyte.gz": (0x801, (10000,), "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 }
 
 

@@ -8,11 +8,7 @@ import torch
 
 from mpkit.arguments import check_kind
 
-__all__ = [
-    "as_device",
-    "default_device",
-    "describe",
-]
+__all__ = ["as_device", "default_device", "describe"]
 
 
 def default_device() -> torch.device:

@@ -14,15 +14,7 @@ from torch import Tensor
 from mpkit.arguments import check_kind
 from mpkit.formats import FloatFormat
 
-__all__ = [
-    "MODES",
-    "OVERFLOWS",
-    "TOLD",
-    "quantize",
-    "round_to",
-    "rounding_error",
-    "ulp",
-]
+__all__ = ["MODES", "OVERFLOWS", "TOLD", "quantize", "round_to", "rounding_error", "ulp"]
 
 Mode = Literal["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"]
 Overflow = Literal["inf", "nan", "saturate"]
@@ -93,12 +85,7 @@ def round_to(
 
 
 def _in_memory(
-    x: Tensor,
-    fmt: FloatFormat,
-    mode: Mode,
-    overflow: Overflow,
-    generator: torch.Generator | None,
-    out: Tensor | None,
+    x: Tensor, fmt: FloatFormat, mode: Mode, overflow: Overflow, generator: torch.Generator | None, out: Tensor | None
 ) -> Tensor:
     ROUNDING.set((x, fmt))
     if out is None:

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from mpkit.arguments import check_kind, is_whole
 from mpkit.blocks.format import BlockFormat, IntFormat
-from mpkit.blocks.scales import (
-    Scales,
-    block_scales,
-    constant,
-    nvfp4_from,
-    quotient,
-    tensor_bound,
-    tensor_encode,
-)
+from mpkit.blocks.scales import Scales, block_scales, constant, nvfp4_from, quotient, tensor_bound, tensor_encode
 from mpkit.blocks.storage import CHUNK, byte_dtype, casts, widened
 from mpkit.formats import FloatFormat
 from mpkit.rounding import MODES, Mode, check_dense, round_to, ulp
@@ -264,12 +256,7 @@ def _known(x: Tensor, drops_nan: bool) -> Tensor:
 
 
 def _encoded(
-    blocks: Tensor,
-    scales: Scales,
-    fmt: BlockFormat,
-    mode: Mode,
-    generator: torch.Generator | None,
-    bits: Tensor | None,
+    blocks: Tensor, scales: Scales, fmt: BlockFormat, mode: Mode, generator: torch.Generator | None, bits: Tensor | None
 ) -> Tensor:
     """Blocks, scaled and rounded: a byte for each element where torch has its format and casts to it, else float32."""
     # one factor for a row of a block, and for a square of rows and columns
