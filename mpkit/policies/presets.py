@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,6 +65,14 @@ def _need(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
+def _named(parameters: dict[str, Any], **others: Any) -> ScalePolicy:
+    """The policy whose fields are the variables of the same name, and `others`."""
+    own = {field.name for field in fields(ScalePolicy)}
+    return ScalePolicy(
+        **{name: value for name, value in parameters.items() if name in own and name not in others}, **others
+    )
+
+
 def _patience(count: int) -> int:
     """A count that is compared for equality: below 1 it is never reached."""
     return count if count >= 1 else NEVER
@@ -88,18 +96,8 @@ def _mpkit(
     """
     _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
     _need(0 < min_scale <= init_scale <= max_scale < math.inf, "need 0 < min_scale <= init_scale <= max_scale < inf")
-    return ScalePolicy(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        hysteresis=hysteresis,
-        refill_on_growth=hysteresis > 1,
-        refill_on_finite=hysteresis > 1,
-        raise_at_min=raise_at_min,
-    )
+    soon = hysteresis > 1
+    return _named(locals(), refill_on_growth=soon, refill_on_finite=soon)
 
 
 def _torch(
@@ -113,12 +111,7 @@ def _torch(
         return ScalePolicy.fixed(1.0)
     _need(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
     _need(backoff_factor < 1, f"backoff_factor must be below 1, got {backoff_factor}")
-    return ScalePolicy(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
+    return _named(locals())
 
 
 def _keras3(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> ScalePolicy:
@@ -213,16 +206,8 @@ def _megatron(
     _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
     _need(growth_interval > 0, f"growth_interval must be above 0, got {growth_interval}")
     _need(hysteresis > 0, f"hysteresis must be above 0, got {hysteresis}")
-    return ScalePolicy(
-        init_scale=initial_scale,
-        growth_factor=in_float32(growth_factor),
-        backoff_factor=in_float32(backoff_factor),
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        hold_at_overflow=False,
-        hysteresis=hysteresis,
-        refill_on_growth=True,
-    )
+    growth_factor, backoff_factor = in_float32(growth_factor), in_float32(backoff_factor)
+    return _named(locals(), init_scale=initial_scale, hold_at_overflow=False, refill_on_growth=True)
 
 
 def _colossalai(
@@ -297,18 +282,9 @@ def _flax(
     scale: float = 2.0**16,
     minimum_scale: float | None = SMALLEST_NORMAL,
 ) -> ScalePolicy:
-    return ScalePolicy(
-        init_scale=scale,
-        growth_factor=in_float32(growth_factor),
-        backoff_factor=in_float32(backoff_factor),
-        growth_interval=growth_interval,
-        min_scale=minimum_scale or 0.0,
-        max_scale=FLOAT32_MAX,
-        first_growth_lag=1,
-        next_growth_lag=1,
-        flush_subnormal=True,
-        init_count=fin_steps,
-    )
+    growth_factor, backoff_factor = in_float32(growth_factor), in_float32(backoff_factor)
+    min_scale, max_scale, init_count = minimum_scale or 0.0, FLOAT32_MAX, fin_steps
+    return _named(locals(), init_scale=scale, first_growth_lag=1, next_growth_lag=1, flush_subnormal=True)
 
 
 def _paddle(
@@ -376,18 +352,9 @@ def _fairscale_layerwise(
     below = {name: scale for name, scale in layer_scale_dict.items() if not scale > 0}
     _need(not below, f"the scales of layer_scale_dict must be above 0, got {below}")
     _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
-    return ScalePolicy(
-        init_scale=torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64),
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        scale_bits=64,
-        hold_at_overflow=False,
-        clamp_both_ways=True,
-        layers=tuple(layer_scale_dict),
-    )
+    init_scale = torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64)
+    layers, scale_bits = tuple(layer_scale_dict), 64
+    return _named(locals(), hold_at_overflow=False, clamp_both_ways=True)
 
 
 def _mindspore_scaler(scale_value: float, scale_factor: int, scale_window: int) -> ScalePolicy:

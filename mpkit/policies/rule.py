@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from mpkit.arguments import check_flags, check_kind, is_number, is_whole
 from mpkit.device import as_device
 
-Value = Any  # a Python number, or a tensor of them: one rule serves both
+from .vector import Value, Vector, stacked
 
 NEVER = 2**62
 """A count that is not reached."""
@@ -69,8 +69,8 @@ REASONS = {
 """Every word that `ScaleHistory.reasons` uses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalePolicy:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScalePolicy(Vector):
     """How a loss scale moves: numbers only, so that a vector of policies is a policy whose fields are tensors.
 
     Args:
@@ -139,8 +139,9 @@ class ScalePolicy:
     layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for key, (low, high) in _RANGES.items():
-            value = getattr(self, key)
+        for key in _NUMBERS:
+            value, high = getattr(self, key), NEVER if key in _BOUNDED else math.inf
+            low = _LEAST.get(key, -high)
             if isinstance(value, Tensor):
                 continue
             if not is_number(value):
@@ -181,62 +182,15 @@ class ScalePolicy:
         """A scale that never moves, in 32 bits unless `others` say so."""
         return cls(**{"init_scale": scale, "backoff_factor": 1.0, "growth_interval": 0, **others})
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ScalePolicy):
-            return NotImplemented
-        return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
-    def __hash__(self) -> int:
-        return hash((self.name, self.layers, self.shape))
-
-    @property
-    def shape(self) -> torch.Size:
-        """() for one policy, (n,) for a vector of n."""
-        sizes = [value.shape for value in self._tensors().values()]
-        return torch.broadcast_shapes(*sizes) if sizes else torch.Size()
-
-    def to(self, device: torch.device | str) -> ScalePolicy:
-        """The same vector of policies with its numbers on `device`; a single policy has nothing to move."""
-        return replace(self, **{key: value.to(device) for key, value in self._tensors().items()})
-
-    def __getitem__(self, index: int) -> ScalePolicy:
-        """One policy of a vector, as Python numbers."""
-        if not self.shape:
-            raise TypeError("this is one policy, not a vector of them; make a vector with stack([...])")
-        picked = {key: value.expand(self.shape)[index].item() for key, value in self._tensors().items()}
-        return replace(self, **{**picked, "layers": ()})
-
-    def _tensors(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if isinstance(value, Tensor)}
-
-
-_RANGES = {
-    "init_scale": (0.0, math.inf),
-    "growth_factor": (math.ulp(0.0), math.inf),
-    "backoff_factor": (0.0, math.inf),
-    "backoff_divisor": (math.ulp(0.0), math.inf),
-    "growth_interval": (-math.inf, math.inf),
-    "min_scale": (0.0, math.inf),
-    "max_scale": (0.0, math.inf),
-    "hysteresis": (-math.inf, math.inf),
-    "tolerance": (-math.inf, math.inf),
-    "stop_at": (-math.inf, math.inf),
-    "max_consecutive": (0, math.inf),
-    "first_growth_lag": (-NEVER, NEVER),
-    "next_growth_lag": (-NEVER, NEVER),
-    "init_count": (-NEVER, NEVER),
+_COUNTS = {field.name for field in fields(ScalePolicy) if type(field.default) is int} - {"scale_bits"}
+_FLAGS = [field.name for field in fields(ScalePolicy) if type(field.default) is bool]
+_NUMBERS = [field.name for field in fields(ScalePolicy) if field.name not in (*_FLAGS, "scale_bits", "name", "layers")]
+_LEAST = {
+    **dict.fromkeys(("init_scale", "backoff_factor", "min_scale", "max_scale", "max_consecutive"), 0.0),
+    **dict.fromkeys(("growth_factor", "backoff_divisor"), math.ulp(0.0)),
 }
-_COUNTS = ("growth_interval", "hysteresis", "max_consecutive", "first_growth_lag", "next_growth_lag", "init_count")
-_FLAGS = (
-    *("hold_at_overflow", "growth_ge", "refill_on_growth", "refill_on_finite", "refill_on_backoff", "raise_at_min"),
-    *("error_at_zero", "error_at_inf", "clamp_both_ways", "delayed", "flush_subnormal"),
-)
-
-
-def _same(a: Value, b: Value) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a.cpu(), b.cpu())
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+_BOUNDED = ("first_growth_lag", "next_growth_lag", "init_count")  # what is counted from, where others are counted to
 
 
 def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:
@@ -244,32 +198,13 @@ def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -
 
     What all agree on stays a number, so `advance` leaves out what no policy of the vector uses.
     """
-    device = as_device(device)
     rows = list(policies)
     if not rows:
         raise ValueError("stack needs at least one policy, got none")
     for row in rows:
         if not isinstance(row, ScalePolicy) or row.shape:
             raise TypeError(f"stack needs single policies, got {'a vector' if hasattr(row, 'shape') else repr(row)}")
-    columns: dict[str, Any] = {}
-    for field in fields(ScalePolicy):
-        values = [getattr(row, field.name) for row in rows]
-        if field.name == "name":
-            columns["name"] = values[0] if len(set(values)) == 1 else "stack"
-        elif field.name != "layers":
-            columns[field.name] = _column(values, device)
-    if not any(isinstance(value, Tensor) for value in columns.values()):
-        columns["init_scale"] = torch.full((len(rows),), float(rows[0].init_scale), dtype=torch.float64, device=device)
-    return ScalePolicy(**columns)
-
-
-def _column(values: Sequence[Value], device: torch.device | str) -> Value:
-    if all(value == values[0] for value in values):
-        return values[0]
-    if isinstance(values[0], bool):
-        return torch.tensor(values, device=device)
-    whole = all(isinstance(value, int) for value in values)
-    return torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device=device)
+    return stacked(rows, "init_scale", device)
 
 
 class ScaleState(NamedTuple):
@@ -305,7 +240,7 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
         # numbers: one policy, followed step by step, as the oracle and a loop by hand do
         scale = _rounded(p, float(p.init_scale))
         return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
-    device = next(value.device for value in p._tensors().values()) if device is None else as_device(device)
+    device = next(value.device for value in p.tensors().values()) if device is None else as_device(device)
 
     def full(value: Value, dtype: torch.dtype) -> Tensor:
         if isinstance(value, Tensor):

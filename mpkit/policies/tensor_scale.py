@@ -21,13 +21,14 @@ from mpkit.device import as_device
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 
 from . import rule
-from .rule import FLOAT32_MAX, Value, _column, _same, in_float32
+from .rule import FLOAT32_MAX, Value, in_float32
+from .vector import Vector, stacked
 
 _FLAGS = ("most_recent", "unfused", "delayed", "power_of_two", "double")
 
 
-@dataclass(frozen=True)
-class TensorScalePolicy:
+@dataclass(frozen=True, eq=False)
+class TensorScalePolicy(Vector):
     """How the scale of a tensor follows from its amaxes: numbers only, so a vector of policies has tensors as fields.
 
     Args:
@@ -77,31 +78,6 @@ class TensorScalePolicy:
             if not isinstance(getattr(self, key), bool | Tensor):
                 raise TypeError(f"{key} must be True or False, got {getattr(self, key)!r}")
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorScalePolicy):
-            return NotImplemented
-        return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.shape))
-
-    @property
-    def shape(self) -> torch.Size:
-        """() for one policy, (n,) for a vector of n."""
-        sizes = [value.shape for value in vars(self).values() if isinstance(value, Tensor)]
-        return torch.broadcast_shapes(*sizes) if sizes else torch.Size()
-
-    def __getitem__(self, index: int) -> TensorScalePolicy:
-        """One policy of a vector, as Python numbers."""
-        if not self.shape:
-            raise TypeError("this is one policy, not a vector of them; make a vector with stack_tensor_scales([...])")
-        picked: dict[str, Any] = {
-            key: value.expand(self.shape)[index].item()
-            for key, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **picked)
-
 
 class TensorScaleState(NamedTuple):
     """Where a policy stands.
@@ -148,20 +124,10 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
     check_number("amax", amax, low=-math.inf, high=math.inf) if isinstance(amax, int) else None
     if amax < 0:
         raise ValueError(f"amax is the largest magnitude, at least 0, got {amax}")
-    amax = in_float32(amax)  # as a tensor's is
-    if not policy.delayed:
-        return state._replace(scale=_current(policy, amax))
-    history, entries = state.history, (amax, *state.history[1:])
-    if policy.most_recent:
-        reached = amax
-    elif policy.unfused:
-        reached = math.nan if any(map(math.isnan, entries)) else max(entries)
-    else:
-        reached = max([a for a in entries if not math.isnan(a)], default=0.0)
-    if policy.unfused or amax != 0:
-        history = (0.0, *entries[2:], amax) if len(entries) > 1 else (0.0,)
-    renews = math.isfinite(reached) and reached > 0 and (policy.unfused or amax != 0)
-    return TensorScaleState(_renewed(policy, reached) if renews else state.scale, history)
+    # numbers are tensors of one policy, so that there is one rule
+    held = TensorScaleState(torch.tensor(state.scale, device="cpu"), torch.tensor(state.history, device="cpu"))
+    after = _advance_tensors(policy, held, torch.tensor(in_float32(amax), device="cpu"))
+    return TensorScaleState(after.scale.item(), tuple(after.history.tolist()) if policy.delayed else state.history)
 
 
 @overload
@@ -187,34 +153,8 @@ def current_scale(policy: TensorScalePolicy, amax: Tensor) -> Tensor:
     return _current_tensors(policy, amax)
 
 
-def _renewed(p: TensorScalePolicy, amax: float) -> float:
-    if p.unfused:
-        scale = in_float32(in_float32(in_float32(1 / amax) * p.element_max) / 2.0**p.margin)
-    else:
-        scale = in_float32(in_float32(p.element_max * 2.0**-p.margin) / amax)
-    return _powered(p, min(scale, FLOAT32_MAX))
-
-
-def _current(p: TensorScalePolicy, amax: float) -> float:
-    if p.double:
-        floored = amax if math.isnan(amax) else max(amax, p.amax_floor)
-        scale = in_float32(p.element_max / floored) if floored else math.inf
-        if not p.power_of_two or not 0 < scale < math.inf:
-            return scale
-        return 2.0 ** math.floor(in_float32(math.log2(scale)))
-    floor = in_float32(p.amax_floor)
-    amax = floor if amax < floor else amax  # NaN is not below
-    if not 0 < amax < math.inf:
-        return 1.0
-    return _powered(p, min(in_float32(p.element_max / amax), FLOAT32_MAX))
-
-
-def _powered(p: TensorScalePolicy, scale: float) -> float:
-    return 2.0 ** (math.frexp(scale)[1] - 1) if p.power_of_two and scale else scale
-
-
 def _advance_tensors(p: TensorScalePolicy, state: TensorScaleState, amax: Tensor) -> TensorScaleState:
-    """The same on float32 tensors. A part that no policy of the vector uses (a plain bool says so) costs nothing."""
+    """The rule on float32 tensors. A part that no policy of the vector uses (a plain bool says so) costs nothing."""
     current = None if p.delayed is True else _current_tensors(p, amax)
     if p.delayed is False:
         assert current is not None
@@ -297,15 +237,10 @@ def _tensor(value: Value, like: Tensor) -> Tensor:
 
 def stack_tensor_scales(policies: Iterable[TensorScalePolicy], device: torch.device | str = "cpu") -> TensorScalePolicy:
     """Many policies -> one whose fields are (n,) tensors where they differ, plain where all agree."""
-    device = as_device(device)
     rows = list(policies)
     if not rows or not all(isinstance(row, TensorScalePolicy) and not row.shape for row in rows):
         raise TypeError(f"need at least one single TensorScalePolicy, got {rows!r:.200}")
-    names = [row.name for row in rows]
-    columns = {f.name: _column([getattr(row, f.name) for row in rows], device) for f in fields(rows[0])[:-1]}
-    if not any(isinstance(value, Tensor) for value in columns.values()):
-        columns["element_max"] = torch.full((len(rows),), float(rows[0].element_max), device=device)
-    return TensorScalePolicy(**columns, name=names[0] if len(set(names)) == 1 else "stack")
+    return stacked(rows, "element_max", device)
 
 
 TENSOR_SCALE_PRESETS: dict[str, TensorScalePolicy] = {
