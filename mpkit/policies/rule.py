@@ -13,7 +13,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
