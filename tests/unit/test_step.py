@@ -7,10 +7,10 @@ import io
 
 import pytest
 import torch
+from frameworks import short
 from hypothesis import given
 from hypothesis import strategies as st
 from support import assert_same, tries
-from test_policies import short
 from torch import nn
 
 from mpkit import optimizers

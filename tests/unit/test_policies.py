@@ -3,158 +3,31 @@
 from __future__ import annotations
 
 import math
-import pickle
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from frameworks import SINGLE, of
 from hypothesis import given
 from hypothesis import strategies as st
 from support import tries
-from test_defaults import check, defaults_of
 
 from mpkit.policies import (
     FRAMEWORKS,
     REASONS,
     ScalePolicy,
-    ScaleState,
     advance,
     explain,
     initial,
     naive_loss_ratio,
     own_names,
     preset,
-    presets,
     run,
     stack,
 )
-
-GIVEN = {  # what has no default in the framework
-    "jmp": {"loss_scale": 2.0**15},
-    "mindspore_scaler": {"scale_value": 2.0**15, "scale_factor": 2, "scale_window": 2000},
-    "mindspore_cell": {"loss_scale_value": 2.0**15, "scale_factor": 2, "scale_window": 2000},
-    "fairscale_layerwise": {"layer_scale_dict": {"a": 1024.0, "b": 16.0}},
-}
-SINGLE = [name for name in FRAMEWORKS if name != "fairscale_layerwise"]
-
-
-def of(framework: str, **parameters) -> ScalePolicy:
-    return preset(framework, **{**GIVEN.get(framework, {}), **parameters})
-
-
-def short(framework: str, **parameters) -> ScalePolicy:
-    """With a growth interval of 3, so that a short run grows too."""
-    return of(framework, **{own_names(framework)[1]: 3}, **parameters)
-
-
-# what each framework's own class takes and has by default, in the versions that were run
-PRESETS: dict[str, dict[str, Any]] = {
-    "mpkit": {
-        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-        "min_scale": 2.0**-14, "max_scale": 2.0**24, "hysteresis": 1, "raise_at_min": True,
-    },
-    "torch": {
-        "init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "enabled": True,
-    },
-    "keras3": {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000},
-    "tf_keras": {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None},  # 2^15 and 2000
-    "tf_v1": {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0},
-    "apex": {
-        "loss_scale": "dynamic", "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000,
-        "min_loss_scale": None, "max_loss_scale": 2.0**24,
-    },
-    "deepspeed": {
-        "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2,
-        "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16,
-    },
-    "megatron": {
-        "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-        "growth_interval": 1000, "hysteresis": 2,
-    },
-    "colossalai": {
-        "initial_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
-        "min_scale": None, "max_scale": None, "hysteresis": 2, "verbose": False,
-    },
-    "fairseq": {
-        "init_scale": 2.0**15, "scale_factor": 2.0, "scale_window": 2000, "tolerance": 0.0, "threshold": None,
-        "min_loss_scale": 1e-4,
-    },
-    "jmp": {"counter": 0, "period": 2000, "factor": 2, "min_loss_scale": 1.0, "dtype": "float32", "jit": False},
-    "flax": {
-        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "fin_steps": 0, "scale": 2.0**16,
-        "minimum_scale": 2.0**-126,
-    },
-    "paddle": {
-        "enable": True, "init_loss_scaling": 2.0**16, "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
-        "decr_every_n_nan_or_inf": 1, "use_dynamic_loss_scaling": True,
-    },
-    "paddle_static": {  # static.amp.decorate; the operation itself has none
-        "init_loss_scaling": 2.0**15, "incr_ratio": 2.0, "decr_ratio": 0.8, "incr_every_n_steps": 1000,
-        "decr_every_n_nan_or_inf": 2,
-    },
-    "mxnet": {"_loss_scale": 2.0**16, "_scale_seq_len": 2000, "_max_loss_scale": 2.0**24},
-    "fairscale_layerwise": {
-        "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 10000, "min_scale": 2.0**-126,
-        "max_scale": float(np.finfo(np.float32).max),
-    },
-    "mindspore_scaler": {},
-    "mindspore_cell": {},
-    "mindspore_manager": {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_a_preset_leaves_out_has_the_value_of_the_framework(framework):
-    given = defaults_of(presets._PRESETS[framework].build)
-    check(given, PRESETS[framework])
-    assert given.keys() == PRESETS[framework].keys()
-
-
-# reference table: start, finite steps to first / next growth, bad steps before the first backoff, floor, cap
-DEFAULTS = {
-    "torch": (2.0**16, 2000, 2000, 1, 0.0, math.inf),
-    "keras3": (2.0**15, 2000, 2000, 1, 0.0, math.inf),
-    "tf_keras": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
-    "tf_v1": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
-    "apex": (2.0**16, 2000, 2000, 1, 0.0, 2.0**24),
-    "deepspeed": (2.0**16, 1001, 1000, 2, 1.0, math.inf),
-    "megatron": (2.0**32, 1000, 1000, 2, 1.0, math.inf),
-    "colossalai": (2.0**16, 1000, 1000, 2, 0.0, math.inf),
-    "fairseq": (2.0**15, 2000, 2000, 1, 1e-4, math.inf),
-    "jmp": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
-    "flax": (2.0**16, 2001, 2001, 1, 2.0**-126, float(np.finfo(np.float32).max)),
-    "paddle": (2.0**16, 2000, 2000, 1, 0.0, math.inf),
-    "paddle_static": (2.0**15, 1000, 1000, 2, 1.0, math.inf),
-    "mxnet": (2.0**16, 2001, 2000, 2, 0.0, 2.0**24),
-    "mindspore_scaler": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
-    "mindspore_cell": (2.0**15, 2000, 2000, 1, 1.0, math.inf),
-    "mindspore_manager": (2.0**24, 2000, 2000, 1, 1.0, math.inf),
-    "mpkit": (2.0**16, 2000, 2000, 1, 2.0**-14, 2.0**24),
-}
-
-
-@pytest.mark.parametrize("framework", SINGLE)
-def test_defaults_are_those_of_the_framework(framework):
-    start, first, following, patience, floor, cap = DEFAULTS[framework]
-    policy = of(framework)
-    scale = np.concatenate([[initial(policy).scale], run(policy, [True] * (first + following)).scale])
-    assert scale[0] == start
-    assert np.flatnonzero(np.diff(scale)).tolist()[:2] == [first - 1, first + following - 1]
-    down = np.concatenate([[start], run(policy, [False] * 300).scale])
-    assert np.flatnonzero(np.diff(down))[0] == patience - 1
-    if framework == "fairseq":
-        assert down[-1] / 2 <= floor < down[-1]  # stops before it would reach it
-    else:
-        assert down[-1] == floor or (floor == 0 and down[-1] < 2.0**-100)
-    assert policy.max_scale == cap
-
-
-def test_every_framework_is_in_the_table():
-    assert set(DEFAULTS) == set(SINGLE)
-    assert "fairscale_layerwise" in FRAMEWORKS
-
+from mpkit.policies.rule import FLOAT32_MAX, NEVER, STOPS, Stop
 
 CEILING = {  # preset: first good step, skipped of 20,000, headroom in bits; skips while the ceiling falls (reference)
     "torch": ({}, 4, 13, 0.58, 19),
@@ -254,19 +127,6 @@ def test_zero_dimensional_tensors_equal_numbers(policy, finite):
         tensor, raised_there = advance(policy, tensor, torch.tensor(flag))
         assert [value.item() for value in tensor] == list(number)
         assert int(raised_there) == raised
-
-
-@given(POLICIES, RUNS, st.integers(0, 60))
-@tries(0.6)
-def test_a_saved_state_goes_on_as_if_never_saved(policy, finite, cut):
-    policy = replace(policy, raise_at_min=False, stop_at=-math.inf, max_consecutive=2**62)
-    policy = replace(policy, error_at_zero=False, error_at_inf=False)
-    state = initial(policy)
-    for index, flag in enumerate(finite):
-        if index == cut:
-            policy, state = pickle.loads(pickle.dumps((policy, state)))
-        state, _ = advance(policy, state, flag)
-    assert state == run(policy, finite).final
 
 
 def test_vector_keeps_what_all_agree_on_as_numbers():
@@ -509,10 +369,6 @@ def test_fixed_scales_of_the_frameworks():
         assert set(run(policy, [True, False] * 20).scale) == {scale}
 
 
-def test_state_names_what_it_holds():
-    assert ScaleState._fields == ("scale", "decided", "good", "left", "streak", "strikes", "since")
-
-
 @pytest.mark.gpu
 def test_vector_on_the_gpu_equals_the_numbers():
     policies = [of(name) for name in SINGLE]
@@ -592,3 +448,256 @@ def test_tf_v1_shrinks_to_what_tensorflow_gives():
     """TensorFlow 2.21: 32768 / 1.7 is 19275.29297, since the multiplier is a float32 there; not 19275.29492."""
     state, _ = advance(policy := preset("tf_v1", multiplier=1.7), initial(policy), False)
     assert state.scale == 19275.29296875
+
+
+# --- each switch of the rule, each preset and each of its options by itself ---
+
+BOUNDED = ScalePolicy(min_scale=2.0, max_scale=64.0)
+
+
+FREE, NARROW = ScalePolicy(), ScalePolicy(scale_bits=16)
+
+
+@pytest.mark.parametrize(
+    ("policy", "before", "after", "finite", "word"),
+    [
+        (BOUNDED, 8.0, math.nan, False, "stopped"),
+        (BOUNDED, 64.0, 64.0, True, "at cap"),
+        (BOUNDED, 63.0, 63.0, True, "held"),
+        (FREE, FLOAT32_MAX / 2, FLOAT32_MAX / 2, True, "held"),  # twice that is still a float32
+        (FREE, 2.0**127, 2.0**127, True, "at cap"),
+        (NARROW, 32752.0, 32752.0, True, "held"),
+        (NARROW, 32768.0, 32768.0, True, "at cap"),
+        (BOUNDED, 2.0, 2.0, False, "at floor"),
+        (BOUNDED, 2.5, 2.5, False, "tolerated"),
+        (BOUNDED, math.inf, math.inf, False, "at floor"),
+        (BOUNDED, 8.0, 16.0, True, "grew"),
+        (BOUNDED, 1.0, 2.0, True, "grew"),
+        (BOUNDED, 4.0, 8.0, False, "grew"),  # decided a step before, as a delayed policy does
+        (BOUNDED, 1.0, 2.0, False, "lifted"),
+        (BOUNDED, 2.0, 3.0, False, "lifted"),
+        (BOUNDED, 128.0, 64.0, True, "lowered"),
+        (BOUNDED, 128.0, 32.0, True, "backed off"),
+        (BOUNDED, 128.0, 64.0, False, "backed off"),
+        (BOUNDED, 8.0, 4.0, False, "backed off"),
+    ],
+)
+def test_every_decision_has_its_word(policy: ScalePolicy, before: float, after: float, finite: bool, word: str) -> None:
+    assert explain(policy, [before], [after], [finite]).tolist() == [word]
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags", "stop", "at"),
+    [
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 1.0}, [True, False], Stop.AT_FLOOR, 1),
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 2.0}, [False], Stop.NONE, -1),
+        ({"raise_at_min": True, "min_scale": 1.0, "init_scale": 1.0}, [True], Stop.NONE, -1),
+        ({"stop_at": 4.0, "init_scale": 16.0}, [False, False], Stop.SANK, 1),
+        ({"stop_at": 4.0, "init_scale": 16.0}, [False], Stop.NONE, -1),
+        ({"error_at_zero": True, "init_scale": 0.0}, [True], Stop.ZERO, 0),
+        ({"error_at_zero": False, "init_scale": 0.0}, [True], Stop.NONE, -1),
+        ({"error_at_inf": True, "init_scale": math.inf}, [True, False], Stop.INFINITE, 1),
+        ({"error_at_inf": False, "init_scale": math.inf}, [False], Stop.NONE, -1),
+        ({"max_consecutive": 2}, [False, False, True, False, False, False], Stop.CONSECUTIVE, 5),
+        ({"max_consecutive": 2}, [False, False, True, False, False], Stop.NONE, -1),
+    ],
+    ids=str,
+)
+def test_every_error_of_a_framework_comes_in_its_step(policy: Any, flags: list[bool], stop: Stop, at: int) -> None:
+    """By itself, and beside a policy that raises none."""
+    one = run(ScalePolicy(**policy), flags)
+    assert (one.raised_at, one.raised) == ((at if at >= 0 else None), STOPS[stop])
+    if stop is Stop.SANK:
+        assert one.final.scale == 8.0  # the decision that stops the run is not carried out
+    both = run(stack([ScalePolicy(**policy), ScalePolicy(init_scale=8.0)]), flags)
+    assert both.raised_at.tolist() == [at, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "flags", "without", "with_it"),
+    [
+        ("clamp_both_ways", {"init_scale": 0.25, "min_scale": 2.0, "growth_interval": 1}, [True], [0.5], [2.0]),
+        ("clamp_both_ways", {"init_scale": 128.0, "max_scale": 60.0}, [False], [64.0], [60.0]),
+        ("hold_at_overflow", {"init_scale": 2.0**127, "growth_interval": 1}, [True], [math.inf], [2.0**127]),
+        ("delayed", {"init_scale": 8.0}, [False, True], [4.0, 4.0], [8.0, 4.0]),
+        ("flush_subnormal", {"init_scale": 2.0**-126}, [False], [2.0**-127], [0.0]),
+        ("flush_subnormal", {"init_scale": 2.0**-125}, [False], [2.0**-126], [2.0**-126]),
+        ("growth_ge", {"init_scale": 8.0, "init_count": 5, "growth_interval": 3}, [True], [8.0], [16.0]),
+        ("refill_on_finite", {"init_scale": 8.0, "hysteresis": 2}, [False, True, False], [8, 8, 4.0], [8, 8, 8.0]),
+        ("refill_on_backoff", {"init_scale": 8.0, "hysteresis": 2}, [False] * 3, [8, 4, 2.0], [8, 4, 4.0]),
+        (
+            "refill_on_growth",
+            {"init_scale": 8.0, "hysteresis": 2, "growth_interval": 1},
+            [False, True, False],
+            [8, 16, 8.0],
+            [8, 16, 16.0],
+        ),
+    ],
+)
+def test_every_switch_of_the_rule_turns_its_part_on(
+    name: str, policy: dict[str, Any], flags: list[bool], without: list[float], with_it: list[float]
+) -> None:
+    """In a policy by itself, and in a vector where one has it and one has not."""
+    off, on = (ScalePolicy(**policy, **{name: value}) for value in (False, True))
+    assert run(off, flags).scale.tolist() == without
+    assert run(on, flags).scale.tolist() == with_it
+    assert run(stack([off, on]), flags).scale.T.tolist() == [without, with_it]
+
+
+BACK_AND_GROW = {"hold_at_overflow": False, "refill_on_growth": True, "hysteresis": 2, "growth_interval": 1000}
+
+
+DIVIDES = {"backoff_factor": 1.0, "backoff_divisor": 2.0}
+
+
+WRITTEN_DOWN: dict[str, dict[str, Any]] = {  # what differs from torch's rule, and what the preset is given
+    "mpkit": {"min_scale": 2.0**-14, "max_scale": 2.0**24, "raise_at_min": True},
+    "torch": {},
+    "keras3": {"init_scale": 2.0**15, "hold_at_overflow": False, "flush_subnormal": True},
+    "tf_keras": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
+    "tf_v1": {"init_scale": 2.0**15, "min_scale": 1.0, "growth_ge": True},
+    "apex": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "error_at_zero": True},
+    "deepspeed": {
+        **BACK_AND_GROW, **DIVIDES, "min_scale": 1.0, "scale_bits": 64, "first_growth_lag": 1, "raise_at_min": True,
+        "error_at_inf": True,
+    },
+    "megatron": {**BACK_AND_GROW, "init_scale": 2.0**32, "min_scale": 1.0},
+    "colossalai": BACK_AND_GROW,
+    "fairseq": {
+        **DIVIDES, "init_scale": 2.0**15, "scale_bits": 64, "hold_at_overflow": False, "tolerance": 0.0,
+        "stop_at": 1e-4,
+    },
+    "jmp": {**DIVIDES, "init_scale": 8.0, "min_scale": 1.0, "flush_subnormal": True},
+    "flax": {
+        "min_scale": 2.0**-126, "max_scale": FLOAT32_MAX, "first_growth_lag": 1, "next_growth_lag": 1,
+        "flush_subnormal": True,
+    },
+    "paddle": {"hold_at_overflow": False, "refill_on_finite": True, "refill_on_backoff": True},
+    "paddle_static": {
+        "init_scale": 2.0**15, "backoff_factor": float(np.float32(0.8)), "growth_interval": 1000, "min_scale": 1.0,
+        "hysteresis": 2, "refill_on_finite": True, "refill_on_backoff": True,
+    },
+    "mxnet": {"max_scale": 2.0**24, "scale_bits": 64, "hold_at_overflow": False, "delayed": True},
+    "mindspore_scaler": {**DIVIDES, "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "flush_subnormal": True},
+    "mindspore_cell": {
+        "init_scale": 8.0, "growth_interval": 3, "min_scale": 1.0, "hold_at_overflow": False, "growth_ge": True,
+    },
+    "mindspore_manager": {
+        "init_scale": 2.0**24, "min_scale": 1.0, "scale_bits": 64, "hold_at_overflow": False, "max_consecutive": 1000,
+    },
+}  # fmt: skip
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "jmp": {"loss_scale": 8.0},
+    "mindspore_scaler": {"scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+    "mindspore_cell": {"loss_scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+}
+
+
+@pytest.mark.parametrize("framework", WRITTEN_DOWN)
+def test_a_preset_is_the_policy_that_the_reference_writes_down(framework: str) -> None:
+    assert preset(framework, **NEEDED.get(framework, {})) == ScalePolicy(name=framework, **WRITTEN_DOWN[framework])
+
+
+def test_the_layers_of_fairscale_have_one_policy_with_a_start_each() -> None:
+    policy = preset("fairscale_layerwise", layer_scale_dict={"a": 1024.0, "b": 2.0**-100})
+    assert [float(x) for x in torch.as_tensor(policy.init_scale)] == [1024.0, 2.0**-100]
+    assert replace(policy, init_scale=2.0**16) == ScalePolicy(
+        growth_interval=10000,
+        min_scale=2.0**-126,
+        max_scale=FLOAT32_MAX,
+        scale_bits=64,
+        hold_at_overflow=False,
+        clamp_both_ways=True,
+        layers=("a", "b"),
+        name="fairscale_layerwise",
+    )
+
+
+@pytest.mark.parametrize(
+    ("framework", "given", "expected"),
+    [
+        ("mpkit", {"hysteresis": 1}, {}),
+        ("mpkit", {"hysteresis": 2}, {"hysteresis": 2, "refill_on_growth": True, "refill_on_finite": True}),
+        ("deepspeed", {"delayed_shift": 1}, {"hysteresis": 1}),
+        ("deepspeed", {"delayed_shift": 0}, {"hysteresis": NEVER}),
+        ("deepspeed", {"dtype": torch.bfloat16}, {"error_at_inf": False}),
+        ("deepspeed", {"consecutive_hysteresis": True}, {"refill_on_finite": True}),
+        ("deepspeed", {"scale_window": 1}, {"growth_interval": 1}),
+        ("megatron", {"growth_interval": 1, "hysteresis": 1}, {"growth_interval": 1, "hysteresis": 1}),
+        ("megatron", {"initial_scale": 2.0, "min_scale": 2.0}, {"init_scale": 2.0, "min_scale": 2.0}),
+        ("colossalai", {"hysteresis": 0}, {"hysteresis": 0}),
+        ("colossalai", {"min_scale": 4.0, "max_scale": 8.0}, {"min_scale": 4.0, "max_scale": 8.0}),
+        ("fairseq", {"scale_window": 1, "tolerance": -1.0}, {"growth_interval": 1, "tolerance": 0.0}),
+        ("fairseq", {"threshold": 0.5}, {"min_scale": 0.5}),
+        ("jmp", {"dtype": "float16"}, {"scale_bits": 16, "flush_subnormal": False}),
+        ("jmp", {"dtype": "float64"}, {"scale_bits": 64, "flush_subnormal": False}),
+        (
+            "jmp",
+            {"jit": True, "min_loss_scale": 4.0},
+            {"backoff_factor": 0.5, "backoff_divisor": 1.0, "min_scale": 1.0},
+        ),
+        ("flax", {"minimum_scale": None, "fin_steps": 7}, {"min_scale": 0.0, "init_count": 7}),
+        ("paddle", {"decr_every_n_nan_or_inf": 1}, {"hysteresis": 1}),
+        ("paddle", {"decr_every_n_nan_or_inf": 0}, {"hysteresis": NEVER}),
+        ("apex", {"init_scale": 2.0**25, "min_loss_scale": 2.0}, {"init_scale": 2.0**24, "min_scale": 2.0}),
+        ("mindspore_cell", {"scale_window": 2.5}, {"growth_interval": 3}),
+        ("tf_keras", {"initial_scale": 4.0, "dynamic_growth_steps": 5}, {"init_scale": 4.0, "growth_interval": 5}),
+    ],
+    ids=str,
+)
+def test_an_option_of_a_framework_changes_what_its_class_changes(
+    framework: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """And nothing else; the ends of a range belong to it where the class says so."""
+    needed = NEEDED.get(framework, {})
+    assert preset(framework, **{**needed, **given}) == replace(preset(framework, **needed), **expected)
+
+
+ENDS = {  # preset -> (what it is made with, what its framework refuses beside that, and just takes)
+    "mpkit": (
+        {"init_scale": 8.0},
+        [
+            *({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}, {"min_scale": 0.0}),
+            *({"min_scale": 9.0}, {"max_scale": 7.0}, {"max_scale": math.inf}),
+        ],
+        [{"min_scale": 8.0, "max_scale": 8.0}],
+    ),
+    "torch": ({}, [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], [{"backoff_factor": 0.0}]),
+    "deepspeed": ({}, [{"scale_window": 0}], [{"scale_window": 1}]),
+    "fairseq": ({}, [{"scale_window": 0}], [{"scale_window": 1}]),
+    "megatron": (
+        {"initial_scale": 8.0},
+        [
+            *({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}, {"min_scale": 0.0}),
+            *({"min_scale": 9.0}, {"growth_interval": 0}, {"hysteresis": 0}),
+        ],
+        [{"min_scale": 8.0}, {"growth_interval": 1}, {"hysteresis": 1}],
+    ),
+    "colossalai": ({}, [{"hysteresis": -1}, {"min_scale": 2.0**17}], [{"hysteresis": 0}, {"min_scale": 2.0**16}]),
+    "paddle": ({}, [{"incr_ratio": 1.0}, {"decr_ratio": 0.0}, {"decr_ratio": 1.0}], []),
+    "jmp": ({"loss_scale": 8.0}, [{"factor": 0}, {"dtype": "bfloat16"}], [{"factor": 1}]),
+    "tf_v1": ({}, [{"multiplier": 0}], [{"multiplier": 1}]),
+    "mindspore_cell": (
+        {"loss_scale_value": 8.0, "scale_factor": 2, "scale_window": 3},
+        [{"scale_factor": 0}],
+        [{"scale_factor": 1}],
+    ),
+    "mindspore_manager": ({}, [{"scale_factor": 0}], [{"scale_factor": 1}]),
+    "fairscale_layerwise": (
+        {"layer_scale_dict": {"a": 1.0, "b": 2.0}},
+        [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"layer_scale_dict": {}}, {"layer_scale_dict": {"a": 0.0}}],
+        [{"layer_scale_dict": {"a": 1.0}}, {"backoff_factor": 0.0}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_preset_refuses_what_its_framework_refuses_and_takes_the_last_number_before(name: str) -> None:
+    given, refused, taken = ENDS[name]
+    for more in refused:
+        with pytest.raises(ValueError, match=r"must|need|dtype is"):
+            preset(name, **{**given, **more})
+    for more in ({}, *taken):
+        assert preset(name, **{**given, **more}).name == name

@@ -5,31 +5,31 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from frameworks import SINGLE, of, short
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import assert_same, tries
-from test_policies import SINGLE, of, short
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run
+from mpkit.policies import FRAMEWORKS, ScalePolicy, initial, preset, run, stack, tensor_scale_preset
 from mpkit.scalers import (
     DynamicLossScaleManager,
     DynamicLossScaler,
     DynamicLossScaleUpdateCell,
     FixedLossScaleManager,
     FixedLossScaleUpdateCell,
-    LossScaleManager,
     LossScaler,
     PolicyLossScaler,
     StaticLossScaler,
+    TensorScaler,
     all_finite,
     check_and_unscale_,
 )
-from mpkit.scalers import finite as finite_module
 from mpkit.scalers.kernel import fused_rule
 
 HALF = (torch.float16, torch.bfloat16)
@@ -157,33 +157,6 @@ def test_nothing_is_read_on_the_host():
 # --- the MindSpore classes -------------------------------------------------------------------------------------------
 
 
-@given(st.floats(1.0, 2.0**127, width=32), st.integers(1, 2**20))
-@tries(3)
-def test_backoff_is_the_correctly_rounded_quotient(scale, factor):
-    scaler = DynamicLossScaler(scale, factor, 5)
-    scaler.adjust(torch.tensor(False))
-    assert float(scaler.scale_value) == max(np.float32(1), np.float32(scale) / np.float32(factor))
-
-
-@given(st.sampled_from([1.0, 1000.0, 2.0**16, 3e38]), st.integers(1, 7), st.integers(1, 5), st.lists(st.booleans()))
-@tries(0.6)
-def test_classes_follow_their_presets(init, factor, window, finite):
-    scaler, scale = DynamicLossScaler(init, factor, window), torch.tensor(init)
-    cell, manager = DynamicLossScaleUpdateCell(init, factor, window), DynamicLossScaleManager(init, factor, window)
-    seen = []
-    for flag in finite:
-        scaler.adjust(torch.tensor(flag))
-        cell(scale, torch.tensor(not flag))
-        manager.update_loss_scale(not flag)
-        seen.append([float(scaler.scale_value), float(scale), manager.get_loss_scale()])
-    want = [
-        run(preset("mindspore_scaler", scale_value=init, scale_factor=factor, scale_window=window), finite),
-        run(preset("mindspore_cell", loss_scale_value=init, scale_factor=factor, scale_window=window), finite),
-        run(preset("mindspore_manager", init_loss_scale=init, scale_factor=factor, scale_window=window), finite),
-    ]
-    assert seen == np.stack([history.scale for history in want], 1).tolist()
-
-
 def test_where_the_three_rules_differ():
     """mindspore-amp reference, 3.1: growth past the float32 maximum, and overflow after it."""
     scaler, scale = DynamicLossScaler(2.0**127, 2, 1), torch.tensor(2.0**127)
@@ -195,16 +168,6 @@ def test_where_the_three_rules_differ():
         manager.update_loss_scale(not finite)
         values.append((float(scaler.scale_value), float(scale), manager.get_loss_scale()))
     assert values == [(2.0**127, math.inf, 2.0**128), (2.0**126, math.inf, 2.0**127)]
-
-
-def test_containers_and_dtypes_are_kept():
-    scaler = StaticLossScaler(4)
-    nested = (torch.ones(2), [torch.ones(1).half(), (torch.tensor(3),)])
-    scaled = scaler.scale(nested)
-    assert (type(scaled), type(scaled[1]), type(scaled[1][1])) == (tuple, list, tuple)
-    assert (scaled[1][0].dtype, scaled[1][1][0]) == (torch.float16, torch.tensor(12))
-    assert scaler.scale(()) == ()
-    assert scaler.adjust(torch.tensor(True)) is False
 
 
 def test_float16_traps():
@@ -220,20 +183,6 @@ def test_scaled_loss_stays_differentiable():
     x = torch.tensor(3.0, requires_grad=True)
     DynamicLossScaler(1024, 2, 2).scale(x * x).backward()
     assert x.grad == 6 * 1024
-
-
-@pytest.mark.parametrize("factor", [2.0**63, 2.0**64, 2.0**65, 2.0**127])
-@pytest.mark.parametrize("floor", [2.0**-63, 2.0**-62, 2.0**-61])
-def test_growth_past_float32_gives_what_the_rule_gives(factor, floor):
-    """The kernel moves a scale down by 2^64 to let it reach inf; what has no room for that is left to the rule."""
-    policy = ScalePolicy(growth_factor=factor, growth_interval=1, min_scale=floor, hold_at_overflow=False)
-    for start in (floor, 2.0**20):
-        policy, flags = replace(policy, init_scale=start), [True, True, False, True, True]
-        scaler = PolicyLossScaler(policy)
-        for flag in flags:
-            scaler.adjust(torch.tensor(flag))
-        assert scaler.history().scale.tolist() == run(policy, flags).scale.tolist()
-    assert (fused_rule(policy) is not None) == (factor <= 2.0**64 and floor >= 2.0**-62)
 
 
 TOP = float(np.finfo(np.float32).max)
@@ -276,26 +225,10 @@ def test_what_the_kernel_does_is_left_to_it_and_gives_what_the_rule_gives(given,
     assert scaler.history().scale.tolist() == run(policy, flags).scale.tolist()
 
 
-def test_only_managers_of_boost_are_for_boost():
-    class Own(FixedLossScaleManager):
-        pass
-
-    assert not LossScaleManager.for_boost
-    assert not any(manager.for_boost for manager in (Own(), FixedLossScaleManager(), DynamicLossScaleManager()))
-
-
 def test_a_cell_follows_its_scale_to_another_device():
     cell = DynamicLossScaleUpdateCell(8.0, 2, 3)
     cell(torch.tensor(8.0, device="meta"), torch.tensor(False, device="meta"))
     assert {cell.streak.device.type, cell.cur_iter.device.type} == {"meta"}
-
-
-def test_an_accelerator_makes_the_devices_of_gradients_matter(monkeypatch):
-    here, there = torch.ones(2), torch.ones(2, device="meta")
-    assert finite_module._one_dtype([here, there]) is torch.float32  # nothing else is at hand: no look is needed
-    monkeypatch.setattr(finite_module, "_accelerated", lambda: True)
-    assert finite_module._one_dtype([here, here]) is torch.float32
-    assert finite_module._one_dtype([here, there]) is None
 
 
 def test_managers_and_their_cells():
@@ -423,26 +356,6 @@ def test_one_kernel_or_twenty_a_scaler_follows_the_rule(policy, flags):
     end = len(flags) if want.raised_at is None else want.raised_at
     assert got[:end] == want.scale[:end].tolist()
     assert (int(scaler.live.stopped) == 0) == (want.raised_at is None)
-
-
-def test_the_kernel_is_used_where_the_numbers_agree():
-    """Thirds by a whole divisor too; what it cannot do is left to the rule."""
-    fused = {name for name in FRAMEWORKS if fused_rule(short(name))}
-    assert fused >= {"torch", "mpkit", "tf_keras", "tf_v1", "jmp", "mindspore_scaler", "mindspore_cell"}
-    assert not fused & {"deepspeed", "megatron", "fairseq", "flax", "mxnet", "mindspore_manager", "fairscale_layerwise"}
-    thirds = ScalePolicy.by_factor(1000.0, 3.0, 5, floor=1.0)
-    assert fused_rule(thirds) is not None
-    assert fused_rule(replace(thirds, backoff_divisor=2.0**24 + 2)) is None
-    assert fused_rule(replace(thirds, min_scale=0.0)) is None
-
-
-@given(st.floats(1.0, 2.0**127, width=32), st.integers(2**24, 2**26))
-@tries(0.5)
-def test_a_factor_beyond_the_kernel_is_divided_by_the_rule(scale, factor):
-    scaler = DynamicLossScaler(scale, factor, 5)
-    scaler.adjust(torch.tensor(False))
-    policy = preset("mindspore_scaler", scale_value=scale, scale_factor=factor, scale_window=5)
-    assert float(scaler.scale_value) == run(policy, [False]).scale[0]
 
 
 SCALERS = {
@@ -680,3 +593,47 @@ def test_all_finite_looks_into_compressed_tensors():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     assert all_finite([dense.to_sparse_csr()])
     assert not all_finite([(dense * math.inf).nan_to_num(0.0, posinf=math.inf).to_sparse_csr()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DynamicLossScaler(1024.0, 2, 3),
+        lambda: PolicyLossScaler(preset("torch")),
+        lambda: PolicyLossScaler(preset("deepspeed")),
+        lambda: PolicyLossScaler(stack([ScalePolicy(), ScalePolicy(init_scale=2.0)])),
+    ],
+    ids=["dynamic", "fused", "by the rule", "several"],
+)
+def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any) -> None:
+    scaler = make()
+    live, loss = scaler.live, torch.ones((), device="meta")
+    scaler.scale(loss if scaler.scale_value.numel() == 1 else (loss, loss))
+    held = [v for v in vars(live).values() if isinstance(v, torch.Tensor)]
+    assert {t.device.type for t in [*held, *live.counts.values()]} == {"meta"}
+    if live.shape:
+        assert live.policy.init_scale.device.type == "meta"
+
+
+def test_a_divisor_that_rounds_differently_is_left_to_the_rule() -> None:
+    """s / d beside s * (1 / d): a divisor near s / t, with t between two float32, sends the two to different sides."""
+    generator = torch.Generator().manual_seed(0)
+    tie = 2 * torch.randint(2**23, 2**24, (4000,), generator=generator).double() + 1  # 25 bits, the last one set
+    scale = torch.randint(2**23, 2**24, (4000,), generator=generator).double()
+    divisor = scale / tie
+    differ = (scale / divisor).float() != (scale * (1 / divisor)).float()
+    assert differ.any()
+    worst = float(divisor[differ][0])
+    thirds = ScalePolicy(backoff_factor=1.0, backoff_divisor=3.0, min_scale=1.0)
+    assert fused_rule(thirds) is not None
+    assert fused_rule(replace(thirds, backoff_divisor=worst)) is None
+
+
+def test_a_tensors_scaler_waits_for_its_step_to_end_once_it_has_seen_something() -> None:
+    scaler = TensorScaler(tensor_scale_preset("te_delayed", amax_history_len=2))
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 1.0)
+    for amax in (3.5, 1.0):
+        scaler.observe_(torch.tensor(amax))
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (True, 3.5, 1.0)
+    scaler.update_()
+    assert (scaler.pending, float(scaler.amax), float(scaler.scale)) == (False, 0.0, 448 / 3.5)
