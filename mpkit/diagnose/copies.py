@@ -36,6 +36,11 @@ def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
     The hooks of parameters, which `copy.deepcopy` leaves behind, change the gradients of the copy too.
     Raises:  TypeError for a network that cannot be copied.
     """
+    if sharded := [name for name, p in network.named_parameters() if hasattr(p, "device_mesh")]:
+        raise TypeError(
+            f"diagnose runs a copy of the whole network, and {sharded[0]} is sharded (FSDP2): call it before "
+            "fully_shard(network), on one process"
+        )
     bound = isinstance(loss_fn, nn.Module) or isinstance(getattr(loss_fn, "__self__", None), nn.Module)
     memo: dict[int, Any] = {}
     try:

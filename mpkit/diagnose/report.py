@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpkit.diagnose.cure import Cure
+from mpkit.diagnose.precision import ModuleLoss
 from mpkit.diagnose.watch import ROUND_TO, Event, Operand
 from mpkit.replay.percent import percent
 
@@ -16,6 +18,10 @@ VERDICTS = {
     "gradient_overflow": "The gradients leave the number format in the backward pass even without a loss scale.",
     "model_non_finite": "The model itself makes inf or NaN, in float32 too: neither scale nor format is to blame.",
     "bad_data": "The batch holds inf or NaN and passes it on to the loss or the gradients.",
+    "lost_in_forward": "Values become zero in the forward pass, and their gradients with them, at any loss scale.",
+    "precision_lost": "All numbers are finite, but a module loses far more digits than the format must lose.",
+    "gradients_non_finite": "p.grad holds inf or NaN already: it stays there until somebody clears the gradients.",
+    "scale_zero": "The loss scale is 0: every gradient is multiplied by 0, and unscaling divides 0 by 0, which is NaN.",
     "stale_scale": "Loss and gradients are finite, but a scale from earlier steps cannot hold a tensor of this batch.",
     "weights_non_finite": "A weight or buffer holds inf or NaN already: the damage was done in an earlier step.",
 }
@@ -27,17 +33,20 @@ class Report:
 
     verdict:     a key of `VERDICTS`.
     phase:       "forward", "backward", or "" when nothing was born in this step.
-    module:      dotted path of the module where the first non-finite value was born; for `bad_data` and
-                 `weights_non_finite` the tensor that holds it, for `stale_scale` the clipped ones, the worst first.
+    module:      dotted path of the module where the first non-finite value was born, or the first digits were lost; for
+                 `bad_data`, `weights_non_finite` and `gradients_non_finite` the tensor that holds it, for
+                 `stale_scale` the clipped ones, the worst first.
     operation:   what torch calls the operation, or the cast or rounding it is.
     gradient_of: the forward operation whose gradient was being computed, in the backward pass.
     operands:    what went into that operation.
     max_scale:   the largest power-of-two scale with finite gradients; None if none works.
     lost:        share (0..1) of the gradient values that become zero at scale 1 but are not zero in float32.
-    lost_at_scale: the same at `scale`; NaN when that run is not finite.
+    lost_at_scale: the same at `scale`; NaN when that run is not finite. `lost_at_best`: at `max_scale`.
     loss:        in float32. `low_loss` is the loss in the low precision.
     overshoot:   for `stale_scale` how many times too large the worst tensor's largest element is (2 and more).
-    cures:       the changes that end an overflow; each was tried on this batch.
+    cures:       the changes that end it; each was tried on this batch.
+    modules:     for each call of a module its relative error against float32, and the distinct rows left.
+    beside:      what else was found, where the verdict is about the loop.
     """
 
     verdict: str
@@ -56,6 +65,16 @@ class Report:
     dtype: str
     overshoot: float = 1.0
     cures: tuple[Cure, ...] = ()
+    lost_at_best: float = math.nan
+    modules: tuple[ModuleLoss, ...] = ()
+    loss_of_module: ModuleLoss | None = None
+    scaled_later: bool = False
+    beside: str = ""
+
+    @property
+    def stays_lost(self) -> bool:
+        """Whether even the largest scale loses many gradient values, and hardly fewer than the scale in use."""
+        return self.lost_at_best > max(LOST_TOO_MUCH, self.lost_at_scale / 2)
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -67,11 +86,15 @@ class Report:
         return "\n".join([*lines, *(f"  -> {a}" for a in self.advice)])
 
     def _birth(self) -> list[str]:
-        if self.verdict in ("bad_data", "weights_non_finite"):
+        if self.verdict in ("bad_data", "weights_non_finite", "gradients_non_finite"):
             return [f"  They are in {self.module}."]
         if self.verdict == "stale_scale":
             worst = f"The worst one is {self.overshoot:.3g} times too large for its scale."
             return [f"  Values were clipped in {self.module}. {worst}"]
+        if self.verdict == "precision_lost":
+            return [f"  The first is {self.loss_of_module or self.module}."]
+        if self.verdict == "lost_in_forward":
+            return [f"  They became zero in module {self.module}, in the operation {self.operation}."]
         if not self.operation:
             return []
         of = f" (the gradient of {self.gradient_of})" if self.gradient_of else ""
@@ -80,14 +103,15 @@ class Report:
         return [f"  The first inf or NaN was born {place}.", *went_in]
 
     def _scales(self) -> list[str]:
-        if self.verdict in ("bad_data", "weights_non_finite", "model_non_finite"):
+        if self.verdict in ("bad_data", "weights_non_finite", "model_non_finite", "scale_zero"):
             return []
         largest = (
             "No loss scale works."
             if self.max_scale is None
             else f"The largest scale that works is {power(self.max_scale)}."
         )
-        level = "The network was tried as it is," if self.level == AS_IT_IS else f"The level is {self.level}"
+        as_is = f"The network was tried {self.level},"
+        level = as_is if self.level in (AS_IT_IS, IN_AUTOCAST) else f"The level is {self.level}"
         lines = [f"  {level} in {self.dtype}. Your loss scale is {power(self.scale)}. {largest}"]
         if not math.isnan(self.lost):
             here = (
@@ -125,48 +149,97 @@ _HINTS = {  # by a word in the name of the operation; of several the first count
 
 
 AS_IT_IS = "as it is"  # the level of a report on a network with the levels that it has
+IN_AUTOCAST = "in torch.autocast"
+LOST_TOO_MUCH = 0.05  # share of the gradient values that may become zero
+_ONE_FACTOR = (
+    "the product is scaled too late: scale one factor first, (q * scale) @ k, or use "
+    "torch.nn.functional.scaled_dot_product_attention, which does"
+)
 _NOT_TRIED = "no module kept in float32 ends this; call diagnose with level= and dtype=, and it tries those as well"
 _NO_CURE = "neither float32 for a module, nor another level, nor bfloat16 ends this: train the network in float32"
 
 
 def _advice(report: Report) -> list[str]:
-    hint = _hint(report.gradient_of) or _hint(report.operation.split(" ")[0]) or _hint_at_a_mask(report)
-    cured = [str(cure) for cure in report.cures]
+    late = _ONE_FACTOR if report.scaled_later else ""
+    hint = late or _hint(report.gradient_of) or _hint(report.operation.split(" ")[0]) or _hint_at_a_mask(report)
+    silent = report.verdict in ("healthy", "scale_too_high", "lost_in_forward", "precision_lost")
+    return ([hint] if hint and not silent else []) + _ADVICE[report.verdict](report)
+
+
+def _healthy(report: Report) -> list[str]:
+    lost = f"{percent(report.lost_at_scale, 1)} of the gradient values are lost at this scale: "
+    if report.stays_lost:
+        return [f"no scale helps: at the largest possible one {percent(report.lost_at_best, 1)} are still lost"]
+    up = f" up to {power(report.max_scale)}" if report.max_scale else ""
+    return [f"{lost}raise it{up}"] if report.lost_at_scale > LOST_TOO_MUCH else []
+
+
+def _cured(report: Report) -> list[str]:
     none = _NOT_TRIED if report.level == AS_IT_IS else _NO_CURE
-    advice: list[str] = []
-    if report.verdict == "scale_too_high":
-        advice = [
-            f"lower the scale to {power(report.max_scale or 1.0)} or below; a dynamic scaler does so by itself",
-            "a step skipped now and then is no fault: this is how a dynamic scaler finds the ceiling",
-        ]
-    elif report.verdict == "forward_overflow":
-        hidden = "the loss stays finite only because a later operation turns the inf into a number, which is wrong"
-        seen = "lowering the loss scale will not help: the forward pass does not see it"
-        advice = [*(cured or [none]), hidden if math.isfinite(report.low_loss) else seen]
-    elif report.verdict == "gradient_overflow":
-        fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
-        advice = [*fits, *cured, "divide the loss (mean, not sum, over batch and positions)"]
-    elif report.verdict == "model_non_finite":
-        advice = ["repair the model first, and train it in float32 until then: the precision is not at fault"]
-    elif report.verdict == "bad_data":
-        advice = ["drop or repair the sample: check with torch.isfinite before training"]
-    elif report.verdict == "weights_non_finite":
-        advice = [
-            "go back to the last good checkpoint and record from there: an update with inf or NaN got through",
-            "check that overflowed steps are skipped, and that the scale has not reached 0",
-        ]
-    elif report.verdict == "stale_scale":
-        advice = [
-            'a current scale follows at once: cast_like(network, "te_current")',
-            "a margin of one power of two, or the largest of a longer history, leaves room for growth",
-            "AmaxRecorder and replay_tensor_scales say which length of the history would have fitted the whole run",
-        ]
-    elif report.lost_at_scale > 0.05:
-        advice = [
-            f"{percent(report.lost_at_scale, 1)} of the gradient values are lost at this scale: raise it"
-            + (f" up to {power(report.max_scale)}" if report.max_scale else "")
-        ]
-    return ([hint] if hint and report.verdict not in ("healthy", "scale_too_high") else []) + advice
+    return [str(cure) for cure in report.cures] or [none]
+
+
+def _forward(report: Report) -> list[str]:
+    hidden = "the loss stays finite only because a later operation turns the inf into a number, which is wrong"
+    seen = "lowering the loss scale will not help: the forward pass does not see it"
+    return [*_cured(report), hidden if math.isfinite(report.low_loss) else seen]
+
+
+def _gradients(report: Report) -> list[str]:
+    fits = [] if report.max_scale is None else [f"a scale of {power(report.max_scale)} would fit"]
+    return [*fits, *map(str, report.cures), "divide the loss (mean, not sum, over batch and positions)"]
+
+
+def _zeros(report: Report) -> list[str]:
+    larger = ["make the numbers larger before they are cast, or compute this place in float32"]
+    share = percent(report.lost_at_best, 1)
+    none = f"no scale helps: at the largest possible one {share} of the gradient values are still lost"
+    return [none, *(map(str, report.cures) if report.cures else larger)]
+
+
+def _digits(report: Report) -> list[str]:
+    if report.module.startswith("buffer "):
+        return ["keep it in float32: float32 buffers and network, and no level O3 for its module"]
+    return _cured(report)
+
+
+def _beside(report: Report) -> list[str]:
+    return [f"in this batch itself: {report.beside}"] if report.beside else []
+
+
+_ADVICE: dict[str, Callable[[Report], list[str]]] = {  # what to do at each verdict, most useful first
+    "healthy": _healthy,
+    "scale_too_high": lambda report: [
+        f"lower the scale to {power(report.max_scale or 1.0)} or below; a dynamic scaler does so by itself",
+        "a step skipped now and then is no fault: this is how a dynamic scaler finds the ceiling",
+    ],
+    "forward_overflow": _forward,
+    "gradient_overflow": _gradients,
+    "model_non_finite": lambda report: [
+        "repair the model first, and train it in float32 until then: the precision is not at fault"
+    ],
+    "bad_data": lambda report: ["drop or repair the sample: check with torch.isfinite before training"],
+    "weights_non_finite": lambda report: [
+        "go back to the last good checkpoint and record from there: an update with inf or NaN got through",
+        "check that overflowed steps are skipped, and that the scale has not reached 0",
+    ],
+    "stale_scale": lambda report: [
+        'a current scale follows at once: cast_like(network, "te_current")',
+        "a margin of one power of two, or the largest of a longer history, leaves room for growth",
+        "AmaxRecorder and replay_tensor_scales say which length of the history would have fitted the whole run",
+    ],
+    "lost_in_forward": _zeros,
+    "precision_lost": _digits,
+    "gradients_non_finite": lambda report: [
+        "clear them once per step: optimizer.zero_grad() before loss.backward(); watch_loop finds where",
+        *_beside(report),
+    ],
+    "scale_zero": lambda report: [
+        f"begin again at {power(report.max_scale or 1.0)} or below: torch.amp.GradScaler(init_scale=...); a scale "
+        "collapses when every step overflows, whatever it is",
+        *_beside(report),
+    ],
+}
 
 
 def _hint(operation: str) -> str:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mpkit.arguments import check_choice, check_function, is_number, kind_of
 from mpkit.casting import LEVELS, auto_mixed_precision, remove_mixed_precision, to_float
-from mpkit.casting.marking import refuse_scripted
-from mpkit.casting.targets import map_tensors
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
-from mpkit.diagnose.cure import Cure, cures
+from mpkit.diagnose.cure import Cure, candidates, cures
 from mpkit.diagnose.plain import NoAutocast
-from mpkit.diagnose.report import AS_IT_IS, Report, operation_of
+from mpkit.diagnose.precision import ModuleLoss, Outputs, module_losses
+from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Report, operation_of
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event, Watch
 from mpkit.formats import BF16, FloatFormat, dtype_name
 from mpkit.model.randomness import random_state, set_random_state
 
+T = TypeVar("T")
 LossFn = Callable[..., Tensor]
 SMALLEST, LARGEST = -40, 127  # exponents of the loss scales that are tried
 
@@ -49,9 +51,9 @@ def diagnose(
                   A single tensor: the loss is loss_fn(network(batch)). A dict of inputs: loss_fn(network(**batch)).
         loss_fn:  gives a scalar; None if network(*batch) is the loss. A module, or a method of one, may have a state.
         level:    "O0", "O1", "O2", "O3" or "auto", put on a copy; None keeps the levels that the network has, and its
-                  dtype, and an autocast context around this call. If the network has a recipe with delayed scales
-                  (`cast_like`), the report names the scales that are too large for this batch.
-        scale:    the loss scale to ask about (> 0, finite).
+                  dtype, and an autocast context around this call, whose dtype then counts. If the network has a recipe
+                  with delayed scales (`cast_like`), the report names the scales that are too large for this batch.
+        scale:    the loss scale to ask about (finite; 0, as a collapsed scaler has it, is explained).
         dtype:    what the level computes in: torch.float16, torch.bfloat16, or a FloatFormat to emulate.
     Raises:  TypeError, ValueError for wrong arguments, a network that cannot be copied or is TorchScript, a loss that
              is not one number; RuntimeError, with torch's own words, for a batch that does not run in float32, or uses
@@ -60,48 +62,135 @@ def diagnose(
              search assumes that where a scale works, every smaller scale works too.
     """
     _check(network, loss_fn, level, scale)
+    kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not _finite(p.grad)]
+    asked, scale = scale, scale or 1.0
+    dtype = torch.get_autocast_dtype(_device(network)) if level is None and _in_autocast(network) else dtype
     with _same_numbers() as again, torch.inference_mode(False), torch.enable_grad():
-        with _saying("the batch does not even run in float32"):
-            full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
-        if not full.finite:
-            return _report(_blame_model(full), full, full, None, scale, level, dtype)
-        where = f"at level {level}" if level is not None else "with the levels that the network has"
+        report = _diagnosed(network, batch, loss_fn, level, scale, dtype, again)
+    if kept or not asked:
+        verdict = "gradients_non_finite" if kept else "scale_zero"
+        beside = "" if report.verdict == "healthy" else f"{report.verdict} in {report.module or 'the backward pass'}"
+        return replace(report, verdict=verdict, scale=asked, module=", ".join(kept), operation="", beside=beside)
+    return report
 
-        def at_level(loss_scale: float) -> _Run:
-            again()
-            with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
-                return _run(*_low_copy(network, loss_fn, level, dtype), batch, loss_scale)
 
-        low = at_level(scale)
-        largest = None if not math.isfinite(low.loss) else low.largest_scale()
-        without = math.isfinite(low.loss) and not low.finite and scale > 1 > (largest or 0.0)
-        blame = _blame_precision(full, at_level(1.0) if without else low, largest)  # not what this scale adds
-        report = _report(blame, full, low, largest, scale, level, dtype)
-        if level is None and report.verdict == "healthy":
-            again()
-            return _with_stale_scales(report, *copied(network, loss_fn), copied_batch(batch))
-        if report.verdict not in ("forward_overflow", "gradient_overflow") or report.phase == "":
-            return report
+def _diagnosed(
+    network: nn.Module,
+    batch: object,
+    loss_fn: LossFn | None,
+    level: str | None,
+    scale: float,
+    dtype: torch.dtype | FloatFormat,
+    again: Callable[[], None],
+) -> Report:
+    with _saying("the batch does not even run in float32"):
+        full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
+    if not full.finite:
+        return _report(_blame_model(full), full, full, None, scale, level, dtype)
+    where = f"at level {level}" if level is not None else "with the levels that the network has"
 
-        def works(cure: Cure) -> bool:
-            again()
-            run = _with_cure(cure, network, batch, loss_fn, level, dtype)
-            return run is not None and run.finite and (full.watch.hidden() is not None or run.watch.hidden() is None)
+    def at_level(loss_scale: float) -> _Run:
+        again()
+        with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
+            return _run(*_low_copy(network, loss_fn, level, dtype), batch, loss_scale)
 
-        return replace(report, cures=cures(report.module, level, works, _light_class(network, report.module)))
+    low = at_level(scale)
+    largest = None if not math.isfinite(low.loss) else low.largest_scale()
+    without = math.isfinite(low.loss) and not low.finite and scale > 1 > (largest or 0.0)
+    blame = _blame_precision(full, at_level(1.0) if without else low, largest)  # not what this scale adds
+    report = _report(blame, full, low, largest, scale, level, dtype)
+    if level is None and report.verdict == "healthy":
+        again()
+        report = _with_stale_scales(report, *copied(network, loss_fn), copied_batch(batch))
+    modules, first = module_losses(full.outputs, low.outputs, _step(dtype))
+    report = replace(report, modules=modules)
+    if report.verdict == "healthy":
+        report = _lost_in_silence(report, full, low, first)
+    return _with_cures(report, full, network, batch, loss_fn, level, dtype, again)
+
+
+def _lost_in_silence(report: Report, full: _Run, low: _Run, first: ModuleLoss | None) -> Report:
+    """Finite is not enough: gradients that no scale brings back, a module that lost its digits, a buffer its range."""
+    broken = [
+        name
+        for (name, wide), (_, narrow) in zip(full.network.named_buffers(), low.network.named_buffers())
+        if _finite(wide) and not _finite(narrow)
+    ]
+    if broken:
+        return replace(report, verdict="precision_lost", phase="forward", module=f"buffer {broken[0]}")
+    gone = {key: share - full.watch.zeroed.get(key, 0.0) for key, share in low.watch.zeroed.items()}
+    place = next((key for key, share in gone.items() if share > LOST_TOO_MUCH), None)
+    if report.stays_lost and place is not None:
+        module, operation = place
+        return replace(report, verdict="lost_in_forward", phase="forward", module=module, operation=operation)
+    if first is not None:
+        return replace(report, verdict="precision_lost", phase="forward", module=first.module, loss_of_module=first)
+    return report
+
+
+def _with_cures(
+    report: Report,
+    full: _Run,
+    network: nn.Module,
+    batch: object,
+    loss_fn: LossFn | None,
+    level: str | None,
+    dtype: torch.dtype | FloatFormat,
+    again: Callable[[], None],
+) -> Report:
+    """The report with those changes that end what it found, each tried on this batch."""
+
+    def works(cure: Cure) -> bool:
+        again()
+        run = _with_cure(cure, network, batch, loss_fn, level, dtype)
+        if run is None or not run.finite:
+            return False
+        if report.verdict == "lost_in_forward":
+            return _lost(full, run.again(run.largest_scale() or 1.0)) <= LOST_TOO_MUCH
+        if report.verdict == "precision_lost":
+            return module_losses(full.outputs, run.outputs, _step(dtype))[1] is None
+        return full.watch.hidden() is not None or run.watch.hidden() is None
+
+    if report.verdict not in ("forward_overflow", "gradient_overflow", "lost_in_forward", "precision_lost"):
+        return report
+    if report.phase == "" or report.module.startswith("buffer "):
+        return report
+    autocast = level is None and _in_autocast(network)
+    tried = candidates(report.module, level, _light_class(network, report.module), autocast)
+    return replace(report, cures=cures(tried, works))
+
+
+def _step(dtype: torch.dtype | FloatFormat) -> float:
+    return dtype.eps if isinstance(dtype, FloatFormat) else torch.finfo(dtype).eps
+
+
+def _device(network: nn.Module) -> str:
+    return next((p.device.type for p in network.parameters()), "cpu")
+
+
+def _in_autocast(network: nn.Module) -> bool:
+    kind = _device(network)
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _finite(t: Tensor) -> bool:
+    return bool((t.to_dense() if t.layout != torch.strided else t).isfinite().all())
 
 
 def _check(network: object, loss_fn: object, level: str | None, scale: float) -> None:
     if not isinstance(network, nn.Module):
         raise TypeError(f"diagnose runs an nn.Module, got {kind_of(network)}")
     check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
-    refuse_scripted(network)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise TypeError(
+            "diagnose watches modules in Python, and TorchScript has none; give the module it was made from"
+        )
     if level is not None:
         check_choice("level", level, LEVELS)
     if not is_number(scale):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 < scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be above 0 and finite in float32, as the scaled loss is, got {scale}")
+    if not 0 <= scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be at least 0 and finite in float32, as the scaled loss is, got {scale}")
 
 
 @contextmanager
@@ -149,22 +238,43 @@ def _with_cure(
         kept = [module for module in tried.modules() if type(module).__name__ == cure.what]
     for module in kept:
         to_float(module, torch.float32)
+    if cure.kind == "autocast":
+        _without_autocast(tried.get_submodule(cure.what), _device(network))
 
     def of_float32(output: object, *target: object) -> Tensor:
         assert loss_fn is not None
-        return loss_fn(map_tensors(lambda t: t.float() if t.is_floating_point() else t, output), *target)
+        return loss_fn(_widened(output), *target)
 
+    inside = level is None and cure.kind == "bfloat16"
     try:
-        return _run(tried, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, batch, 1.0)
+        with torch.autocast(_device(network), torch.bfloat16) if inside else nullcontext():
+            return _run(tried, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, batch, 1.0)
     except Exception:  # whatever a network or a loss raises for a dtype that it does not take
         return None
+
+
+def _widened(nest: T) -> T:
+    widened: T = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t, nest)
+    return widened
+
+
+def _without_autocast(module: nn.Module, kind: str) -> None:
+    forward = module.forward
+
+    def in_float32(*args: object, **kwargs: object) -> object:
+        with torch.autocast(kind, enabled=False):
+            return forward(*_widened(args), **_widened(kwargs))
+
+    module.forward = in_float32
 
 
 @dataclass
 class _Run:
     """One forward pass and the backward pass from it at one scale."""
 
+    network: nn.Module
     watch: Watch
+    outputs: Outputs
     loss: float
     bad: list[Tensor]
     gradients: list[Tensor | None]
@@ -195,13 +305,14 @@ def _run(network: nn.Module, loss_fn: LossFn | None, batch: object, scale: float
     """The batch, or a copy of it in float32 and without an autocast context if `plain`."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     batch = copied_batch(batch, widened=plain)
-    watch = Watch(network, _leaves(network, batch))
+    watch, outputs = Watch(network, _leaves(network, batch)), Outputs(network)
     with ExitStack() as stack:
         if plain:
             stack.enter_context(NoAutocast(parameters[0].device.type if parameters else "cpu"))
         stack.enter_context(watch)
         stack.enter_context(watch.attached())  # in the backward pass too: a re-entrant checkpoint runs modules there
-        loss = _loss(network, batch, loss_fn)
+        with outputs:
+            loss = _loss(network, batch, loss_fn)
         if not parameters:
             raise ValueError("no parameter of the network has requires_grad=True, so there is no gradient to look at")
         wide = loss.float()
@@ -210,7 +321,9 @@ def _run(network: nn.Module, loss_fn: LossFn | None, batch: object, scale: float
     bad = [t for t in (wide.detach(), *gradients) if t is not None and not bool(t.isfinite().all())]
     if not bool(wide.isfinite()):
         bad = [loss.detach()] if not bool(loss.isfinite()) else [wide.detach()]
-    return _Run(watch, float(wide.detach()), bad, gradients, lambda s: _gradients(wide, parameters, s))
+    return _Run(
+        network, watch, outputs, float(wide.detach()), bad, gradients, lambda s: _gradients(wide, parameters, s)
+    )
 
 
 def _gradients(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
@@ -323,9 +436,10 @@ def _report(
     fields = operation_of(event)
     if leaves:
         fields["module"] = ", ".join(leaves)
-    at_one = (
-        math.nan if verdict in ("bad_data", "model_non_finite", "weights_non_finite") else _lost(full, low.again(1.0))
-    )
+    low_too = verdict not in ("bad_data", "model_non_finite", "weights_non_finite")
+    at_one = _lost(full, low.again(1.0)) if low_too else math.nan
+    zeros = largest is None or not low.finite or not low_too
+    one_factor = event is not None and "mm" in event.operation and {"mul", "div"} & low.watch.consumers(event)
     return Report(
         verdict=verdict,
         **fields,  # type: ignore[arg-type]
@@ -335,8 +449,10 @@ def _report(
         loss=full.loss,
         low_loss=low.loss,
         scale=scale,
-        level=level or AS_IT_IS,
+        level=level or (IN_AUTOCAST if _in_autocast(full.network) else AS_IT_IS),
         dtype=dtype_name(dtype),
+        lost_at_best=math.nan if zeros or largest is None else _lost(full, low.again(largest)),
+        scaled_later=bool(one_factor),
     )
 
 

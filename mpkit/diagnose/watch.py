@@ -89,6 +89,7 @@ class Watch(TorchDispatchMode):
         self.leaves = {_storage(t): (name, t) for name, t in bad.items()}  # as they were before anything ran
         self.events: list[Event] = []
         self.backward = False
+        self.zeroed: dict[tuple[str, str], float] = {}  # (module, operation) -> largest share of values made zero
         self._used: set[int] = set()  # events whose non-finite results went into an operation outside of a rounding
         self._path: list[str] = []
         self._made: dict[int, tuple[int, Tensor]] = {}  # storage -> event, and the tensor that keeps the storage alive
@@ -112,6 +113,16 @@ class Watch(TorchDispatchMode):
             node = torch.autograd._get_sequence_nr() - 1
             if node not in self._nodes:
                 self._nodes[node] = self._where(), _operation(func, args, kwargs)
+        if (
+            not self.backward
+            and name in _FLUSHING
+            and ROUNDING.get() is None
+            and isinstance(out, Tensor)
+            and _checkable(out)
+        ):
+            share = _share_zeroed(name, inputs, out)
+            key = self._where(), _operation(func, args, kwargs)
+            self.zeroed[key] = max(share, self.zeroed.get(key, 0.0))
         if name.startswith(("empty", "new_empty")):
             return out  # memory that nobody has written yet
         if ROUNDING.get() is not None:
@@ -169,6 +180,10 @@ class Watch(TorchDispatchMode):
             first = min(first, index)
             todo += self.events[index].parents
         return first if self.events[first].module != event.module else event.index
+
+    def consumers(self, event: Event | None) -> set[str]:
+        """Names of the operations that took in the result of `event`."""
+        return {e.operation for e in self.events if event is not None and event.index in e.parents}
 
     def hidden(self) -> Event | None:
         """The first forward operation that made +inf or NaN out of finite numbers, even if the loss is finite.
@@ -335,6 +350,23 @@ def _kinds(t: Tensor) -> set[str]:
     t = _numbers(t)
     found = {"nan": t.isnan(), "inf": t == math.inf, "-inf": t == -math.inf}
     return {kind for kind, where in found.items() if bool(where.any())}
+
+
+_FLUSHING = ("_to_copy", "mul", "div", "exp", "_softmax", "pow", "sigmoid")  # zero from what is none
+
+
+def _share_zeroed(name: str, inputs: list[Tensor], out: Tensor) -> float:
+    """Share of the results that are zero though nothing that went in was; minus infinity rightly becomes one."""
+    zero = _numbers(out) == 0
+    for t in inputs if bool(zero.any()) else ():
+        numbers = _numbers(t)
+        there = numbers != (-math.inf if name in ("exp", "_softmax", "sigmoid") else 0)
+        zero = zero & there if there.dim() <= zero.dim() and _fits(there, zero) else zero
+    return float(zero.double().mean())
+
+
+def _fits(one: Tensor, other: Tensor) -> bool:
+    return all(a in (1, b) for a, b in zip(reversed(one.shape), reversed(other.shape)))
 
 
 def _constant_kind(value: float) -> str:

@@ -1,0 +1,244 @@
+"""What is lost in silence, and what a reader of torch.amp asks: the examples of public reports, with their cures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_diagnose import chain, rows
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, to_float
+from mpkit.diagnose import Report, diagnose
+
+Y = torch.arange(64) % 3
+
+
+def wide_loss(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.float(), y)
+
+
+class Written(nn.Module):
+    """Named parts and a forward pass given as a function of them and the input."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+def linear(outputs: int = 3, inputs: int = 8, gain: float = 1.0) -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        layer.weight.mul_(gain)
+    return layer
+
+
+# --- inside an autocast region
+
+
+def test_inside_autocast_a_module_kept_in_float32_is_the_cure_in_torchs_words() -> None:
+    network = Written(
+        lambda m, x: m.last(m.norm(m.big(x))), big=linear(8, gain=300), norm=nn.LayerNorm(8), last=linear()
+    )
+    batch = rows()[0] * 300, rows()[1]
+    with torch.autocast("cpu", torch.float16):
+        report = diagnose(network, batch, wide_loss, level=None)
+    assert (report.verdict, report.module) == ("forward_overflow", "big")
+    assert [(cure.kind, cure.what) for cure in report.cures] == [("autocast", "big"), ("bfloat16", "")]
+    assert "torch.autocast(device_type, enabled=False)" in str(report)
+    whole = network.big.forward
+
+    def big(x: Tensor) -> Tensor:  # as the report says
+        with torch.autocast("cpu", enabled=False):
+            return whole(x.float())
+
+    network.big.forward = big  # type: ignore[method-assign]
+    with torch.autocast("cpu", torch.float16):
+        assert diagnose(network, batch, wide_loss, level=None, scale=1.0).verdict == "healthy"
+        assert "torch.autocast" in str(diagnose(network, batch, wide_loss, level=None, scale=1.0))
+
+
+@pytest.mark.parametrize("product", [torch.matmul, lambda q, k: torch.einsum("bik,bkj->bij", q, k)])
+@pytest.mark.parametrize("level", ["O2", None])
+def test_attention_scores_that_are_scaled_too_late(level: str | None, product: Any) -> None:
+    def attention(m: Any, x: Tensor) -> Tensor:
+        scores = product(m.query(x), m.key(x).transpose(1, 2)) * 0.01
+        return m.last((scores.softmax(-1) @ x).mean(1))
+
+    network = Written(attention, query=linear(8), key=linear(8), last=linear())
+    batch = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)) * 400, rows()[1]
+    with torch.autocast("cpu", torch.float16, enabled=level is None):
+        report = diagnose(network, batch, wide_loss, level=level)
+    assert (report.verdict, report.operation) == ("forward_overflow", "bmm")
+    assert "(q * scale) @ k" in report.advice[0]
+    assert "scaled_dot_product_attention" in report.advice[0]
+    assert "bfloat16" in {cure.kind for cure in report.cures}
+
+
+# --- lost in the forward pass
+
+
+LOST: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a factor of 1e-9": (lambda: Written(lambda m, x: m.last(x * 1e-9), last=linear()), "mul"),
+    "a saturated softmax": (
+        lambda: Written(lambda m, x: m.last((m.first(x) * 60).softmax(-1)), first=linear(16), last=linear(3, 16)),
+        "softmax",
+    ),
+    "a division by 1e9": (lambda: Written(lambda m, x: m.last(x / 1e9), last=linear()), "div"),
+    "exp of -40": (lambda: Written(lambda m, x: m.last((-x.abs() - 40).exp()), last=linear()), "exp"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_gradients_that_no_scale_brings_back_name_the_operation(name: str) -> None:
+    make, operation = LOST[name]
+    report = diagnose(make(), rows(), F.cross_entropy)
+    assert (report.verdict, report.operation) == ("lost_in_forward", operation), str(report)
+    assert report.lost_at_best > 0.05
+    assert "no scale helps" in report.advice[0]
+    assert "raise it" not in str(report)
+
+
+def test_what_a_scale_brings_back_is_told_to_raise_it() -> None:
+    small = diagnose(chain(nn.ReLU()), rows(), lambda o, y: F.cross_entropy(o, y) * 2.0**-20, scale=1.0)
+    assert (small.verdict, small.lost_at_best < 0.05 < small.lost_at_scale) == ("healthy", True)
+    assert "raise it" in small.advice[0]
+
+
+# --- lost digits
+
+
+class Table(nn.Module):
+    """Angles of positions, as a rotary embedding makes them."""
+
+    def __init__(self, product: bool) -> None:
+        super().__init__()
+        self.product = product
+        self.register_buffer("inv", 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16))
+
+    def forward(self, position: Tensor) -> Tensor:
+        return position[:, None] @ self.inv[None] if self.product else position[:, None] * self.inv
+
+
+def rotary(product: bool = True) -> nn.Module:
+    return Written(lambda m, x: m.last(m.table(x).sin()), table=Table(product), last=linear())
+
+
+def far(first: int = 65536) -> tuple[Tensor, Tensor]:
+    return first + torch.arange(64.0), Y
+
+
+@pytest.mark.parametrize("level", ["O1", "auto", None])
+def test_positions_that_fall_together_name_the_table_and_its_cure(level: str | None) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=level is None):
+        report = diagnose(rotary(), far(), wide_loss, level=level, dtype=torch.bfloat16)
+    assert (report.verdict, report.module) == ("precision_lost", "table")
+    (loss,) = [loss for loss in report.modules if loss.module == "table"]
+    assert (loss.rows, loss.rows_float32) == (1, 64)
+    assert "1 of 64 distinct rows" in str(report)
+    assert [(cure.kind, cure.what) for cure in report.cures] == [("autocast" if level is None else "keep", "table")]
+    if level is not None:
+        cured = auto_mixed_precision(rotary(), level, torch.bfloat16)
+        to_float(cured.table, torch.float32)
+        assert diagnose(cured, far(), wide_loss, level=None, dtype=torch.bfloat16).verdict == "healthy"
+
+
+def running_sum(m: Any, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x[0])
+    for row in x:
+        total = total + row.abs() + 1
+    return m.last(total[None] / len(x))
+
+
+BF16 = {"dtype": torch.bfloat16}
+SILENT: dict[str, tuple[Callable[[], nn.Module], Any, str, dict[str, Any]]] = {
+    "a table at O2": (lambda: rotary(False), far, "table", BF16),
+    "a table in float16": (rotary, lambda: far(60000), "table", {"level": "O1"}),
+    "a sum that stops growing": (
+        lambda: Written(running_sum, last=linear()),
+        lambda: (torch.rand(2000, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0])),
+        "(network)",
+        BF16,
+    ),
+    "an index in 16 bits": (
+        lambda: Written(lambda m, i: m.last(m.table(i.long())), table=nn.Embedding(4000, 8), last=linear()),
+        lambda: far(3000),
+        "table",
+        {},
+    ),
+    "a difference of large numbers": (
+        lambda: Written(lambda m, x: m.last(m.center(x + 100)), center=Written(lambda m, x: x - 100), last=linear()),
+        lambda: (torch.rand(64, 8, generator=torch.Generator().manual_seed(0)), Y),
+        "center",
+        BF16,
+    ),
+    "one minus almost one": (
+        lambda: Written(
+            lambda m, x: m.last(m.gap(x)), gap=Written(lambda m, x: 1 - (1 - x.abs() * 1e-3)), last=linear()
+        ),
+        lambda: (torch.rand(64, 8, generator=torch.Generator().manual_seed(0)), Y),
+        "gap",
+        BF16,
+    ),
+    "an angle of thousands": (
+        lambda: Written(lambda m, x: m.last(m.wave(x)), wave=Written(lambda m, x: (x * 5000).sin()), last=linear()),
+        lambda: (torch.rand(64, 8, generator=torch.Generator().manual_seed(0)), Y),
+        "wave",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_the_first_module_that_loses_its_digits_is_named(name: str) -> None:
+    make, batch, module, options = SILENT[name]
+    report = diagnose(make(), batch(), wide_loss, scale=1.0, **options)
+    assert (report.verdict, report.module) == ("precision_lost", module), str(report)
+    assert "relative error" in str(report)
+
+
+def test_running_statistics_beyond_the_format_are_named() -> None:
+    network = nn.Sequential(linear(8), nn.BatchNorm1d(8), linear()).half()
+    x = (torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 6000).half()
+    report = diagnose(network, (x, Y), wide_loss, level=None, scale=1.0)
+    assert (report.verdict, report.module) == ("precision_lost", "buffer 1.running_var")
+    assert diagnose(network, (x / 100, Y), wide_loss, level=None, scale=1.0).verdict == "healthy"
+
+
+# --- before anything else
+
+
+def test_gradients_that_were_never_cleared_come_first() -> None:
+    network = chain(nn.ReLU())
+    network.first.weight.grad = torch.full_like(network.first.weight, math.nan)
+    report = diagnose(network, rows(), F.cross_entropy)
+    assert (report.verdict, report.module) == ("gradients_non_finite", "first.weight")
+    assert "zero_grad()" in report.advice[0]
+    assert network.first.weight.grad.isnan().all()
+    over = chain(lambda x: (x * 0 + 300) ** 2)
+    over.first.weight.grad = torch.full_like(over.first.weight, math.inf)
+    assert "forward_overflow in fault" in str(diagnose(over, rows(), F.cross_entropy))
+
+
+def test_a_scale_of_0_is_explained() -> None:
+    report: Report = diagnose(chain(nn.ReLU()), rows(), F.cross_entropy, scale=0)
+    assert (report.verdict, report.scale) == ("scale_zero", 0)
+    assert report.max_scale is not None
+    assert "init_scale" in report.advice[0]
+
+
+def test_a_sharded_network_is_told_to_come_before_it_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = chain()
+    monkeypatch.setattr(type(network.first.weight), "device_mesh", "of FSDP2", raising=False)
+    with pytest.raises(TypeError, match="before fully_shard"):
+        diagnose(network, rows(), F.cross_entropy)

@@ -1,0 +1,219 @@
+"""What preflight finds before the first step, and the way out of each finding, followed: the finding is gone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_diagnose import chain, rows
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from mpkit import optimizers
+from mpkit.boost import FreezeOpt
+from mpkit.casting import auto_mixed_precision
+from mpkit.diagnose import Finding, preflight
+from mpkit.optimizers import BFloat16Weights
+from mpkit.schedules import CosineDecayLR
+
+
+def named(network: nn.Module, word: str, level: str = "O2", optimizer: Any = None, **options: Any) -> list[Finding]:
+    optimizer = optimizer or torch.optim.SGD(network.parameters(), 0.1)
+    return [found for found in preflight(network, optimizer, level, **options) if word in str(found)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto", "torch_autocast"])
+def test_a_sound_set_up_has_no_finding(level: str) -> None:
+    network = chain(nn.ReLU())
+    F.cross_entropy(network(rows()[0]), rows()[1]).backward()
+    assert preflight(network, torch.optim.Adam(network.parameters(), 1e-3, eps=1e-4), level) == []
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert preflight(table, torch.optim.SGD(table.parameters(), 0.1), level) == []
+
+
+def test_parameters_and_gradients_in_16_bits() -> None:
+    half = chain(nn.ReLU()).half()
+    assert "network.float()" in named(half, "stored in")[0].way_out
+    assert "let torch.autocast cast" in named(half, "stored in", "torch_autocast")[0].way_out
+    for p in half.parameters():
+        p.grad = torch.ones_like(p)
+    assert named(half, "gradient is float16", "O0")
+    wide = half.float()
+    F.cross_entropy(auto_mixed_precision(wide, "O2")(rows()[0]), rows()[1]).backward()
+    assert not named(wide, "float16")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_told_before_anything_else(bad: float) -> None:
+    network = chain(nn.ReLU()).half()
+    network.last.weight.grad = torch.full_like(network.last.weight, bad)
+    found = preflight(network, torch.optim.SGD(network.parameters(), 0.1))
+    assert (found[0].where, "zero_grad()" in found[0].way_out) == ("last.weight", True)
+    network.zero_grad()
+    assert not named(network, "gradient holds")
+
+
+def test_an_optimizer_of_another_network_or_of_a_part() -> None:
+    network = chain(nn.ReLU())
+    other = torch.optim.SGD(copy.deepcopy(network).parameters(), 0.1)
+    part = torch.optim.SGD([network.first.weight], 0.1)
+    assert "build the optimizer from this network" in named(network, "not in this network", optimizer=other)[0].way_out
+    assert named(network, "in no group", optimizer=part)
+    part.add_param_group({"params": [p for p in network.parameters() if p is not network.first.weight]})
+    assert preflight(network, part) == []
+    for p in network.parameters():
+        p.requires_grad_(p is network.first.weight)
+    assert preflight(network, torch.optim.SGD([network.first.weight], 0.1)) == []
+
+
+def test_a_constant_is_zero_up_to_half_of_the_smallest_value() -> None:
+    def constants(half: bool, level: str, **options: Any) -> list[tuple[str, str]]:
+        network = chain().half() if half else chain()
+        optimizer = torch.optim.Adam(network.parameters(), 1e-3, **options)
+        return [(found.severity, found.what) for found in named(network, "is zero in", level, optimizer)]
+
+    what = "eps=2.98023e-08 is zero in fp16 (smallest value 5.96e-08)"
+    assert constants(True, "O2", eps=2.0**-25) == [("error", what)]
+    assert constants(False, "O3", eps=2.0**-25) == [("warning", what)]  # it is stored in float32, and cast
+    assert constants(False, "O2", eps=2.0**-25) == constants(True, "O2", eps=2.0**-25 * 1.01) == []
+
+
+def test_states_in_16_bits_or_not_finite() -> None:
+    for net, word, size in ((chain().bfloat16(), "exp_avg_sq is bfloat16", 1.0), (chain(), "holds inf or", math.inf)):
+        optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+        for p in net.parameters():
+            p.grad = torch.full_like(p, size)
+        assert not [found for found in named(net, word, optimizer=optimizer) if "state" in found.what]
+        optimizer.step()
+        assert [found for found in named(net, word, optimizer=optimizer) if "state" in found.what]
+
+
+def weights(dtype: torch.dtype, size: float = 1.0, grad: float | None = None) -> nn.Linear:
+    layer = nn.Linear(4, 4, bias=False).to(dtype)
+    with torch.no_grad():
+        layer.weight.fill_(size)
+    layer.weight.grad = None if grad is None else torch.full((4, 4), grad).to(dtype)
+    return layer
+
+
+def test_updates_that_round_away_and_the_way_out() -> None:
+    for dtype, rate, word in ((torch.float16, 0.1, "float32"), (torch.float32, 1e-6, "learning rate")):
+        layer = weights(dtype, grad=1e-3)
+        optimizer = torch.optim.SGD(layer.parameters(), rate)
+        (found,) = named(layer, "updates are below half an ulp", "O0", optimizer)
+        before = layer.weight.clone()
+        optimizer.step()
+        assert torch.equal(layer.weight, before)  # and so it is
+        assert word in found.way_out
+        sound = weights(torch.float32, grad=1e-3)
+        assert not named(sound, "half an ulp", "O0", torch.optim.SGD(sound.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("way", ["kahan", "stochastic"])
+def test_bfloat16_weights_are_the_way_out_and_are_not_scolded(way: Any) -> None:
+    layer = weights(torch.bfloat16, grad=1.0)
+    plain = torch.optim.AdamW(layer.parameters(), 1e-4, weight_decay=0.0)
+    (found,) = named(layer, "updates are below half an ulp", "torch_autocast", plain)
+    assert "BFloat16Weights(optimizer)" in found.way_out
+    mended = BFloat16Weights(torch.optim.AdamW(layer.parameters(), 1e-4), way)
+    assert preflight(layer, mended, "torch_autocast") == preflight(layer, mended, "O2") == []
+    for _ in range(400):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        mended.step()
+    assert float(layer.weight.detach().mean()) < 0.98  # 400 updates of 1e-4, none of which bfloat16 alone would make
+
+
+def test_weight_decay_that_rounds_away_is_told_apart() -> None:
+    layer = weights(torch.bfloat16, grad=1.0)
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.01)  # updates of 0.1, decay of 0.001
+    (found,) = [f for f in preflight(layer, optimizer, "O0") if "half an ulp" in f.what]
+    assert "never decay" in found.what
+    assert "BFloat16Weights" in found.way_out
+    assert not named(layer, "decay", "O0", torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.1))
+    assert not named(layer, "decay", "O0", torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.0))
+    wide = weights(torch.float32)
+    assert not named(wide, "decay", "O0", torch.optim.AdamW(wide.parameters(), 0.1, weight_decay=0.01))
+
+
+def test_an_average_of_weights_in_16_bits_never_moves() -> None:
+    network = weights(torch.float32)
+    for dtype, stays in ((torch.bfloat16, True), (torch.float32, False)):
+        average = AveragedModel(copy.deepcopy(network).to(dtype), multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        average.update_parameters(network)
+        moved = weights(torch.float32, 1.5).to(dtype)
+        for _ in range(20):
+            average.update_parameters(moved)
+        assert bool((average.module.weight == 1).all()) == stays
+        assert bool(named(network, "average of the weights", average=average)) == stays
+        assert bool(named(nn.Sequential(network, average), "average of the weights")) == stays
+        assert bool(named(network, "average of the weights", average=average.module)) == stays
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_more_than_half_of_the_updates_that_move_must_round_away(kind: Any) -> None:
+    def share(gradients: list[float], values: list[float]) -> list[str]:
+        layer = nn.Linear(len(values), 1, bias=False)
+        layer.weight = nn.Parameter(torch.tensor([values]))
+        layer.weight.grad = torch.tensor([gradients])
+        optimizer = kind(layer.parameters(), lr=2.0**-10)
+        return [" ".join(found.what.split()[:2]) for found in named(layer, "half an ulp", optimizer=optimizer)]
+
+    assert share([1.0, 1.0], [2.0**14, 2.0**14]) == []  # an update of 2**-10 is half an ulp of 2**14
+    assert share([1.0, 1.0, 1.0, 0.0], [2.0**15, 2.0**15, 1.0, 2.0**15]) == ["67 %"]  # a gradient of 0 moves nothing
+    assert share([1.0, 1.0, 0.0], [2.0**15, 1.0, 2.0**15]) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optimizers.Adam(p, CosineDecayLR(0.0, 1e-3, 10)),
+        lambda p: optimizers.LARS(optimizers.Momentum(p, 0.1, 0.9)),
+        lambda p: FreezeOpt(optimizers.Momentum(p, 0.1, 0.9)),
+        lambda p: torch.optim.Adafactor(p, 1e-3),
+        lambda p: torch.optim.Adam(p, torch.tensor(1e-3)),
+    ],
+)
+def test_rates_and_wrappers_of_every_kind(make: Any) -> None:
+    network = chain(nn.ReLU())
+    F.cross_entropy(network(rows()[0]), rows()[1]).backward()
+    assert preflight(network, make(list(network.parameters()))) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda n: n[1].running_var.fill_(math.nan), "1.running_var"),
+        (lambda n: n[0].bias.data.fill_(math.inf), "0.bias"),
+    ],
+)
+def test_tensors_that_are_not_finite(change: Any, where: str) -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    change(network)
+    network.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # is none of them
+    (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1))
+    assert found.where == where
+
+
+def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
+    network = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3, device="meta"), nn.BatchNorm1d(3))
+    assert preflight(network, torch.optim.SGD(network[2].parameters(), 0.1))[0].what.endswith("group of the optimizer")
+
+
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda n, o: preflight(n, o, "O9"), ValueError, "torch_autocast"),
+    (lambda n, o: preflight(o, n), TypeError, "got SGD and Linear"),
+    (lambda n, o: preflight(n, o, dtype=torch.int8), TypeError, "dtype must"),
+    (lambda n, o: preflight(n, o, average=Tensor()), TypeError, "average must"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), WRONG)
+def test_wrong_arguments(call: Any, error: type[Exception], words: str) -> None:
+    network = nn.Linear(2, 2)
+    with pytest.raises(error, match=words):
+        call(network, torch.optim.SGD(network.parameters(), 0.1))

@@ -1,0 +1,185 @@
+"""What to train with after a recorded run: scale, policy, format and recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from recorded import trace_of
+from torch import Tensor, nn
+
+from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.diagnose import recommend, stale_scales
+from mpkit.diagnose.stale import stale_operands
+from mpkit.policies import ScalePolicy
+from mpkit.record import AmaxTrace, Recorder
+from mpkit.replay import replay
+from mpkit.scalers import PolicyLossScaler
+from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
+
+
+class Op(nn.Module):
+    """A function as a module, so that a fault has a path."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def chain(*parts: Any) -> nn.Module:
+    """Linear(8, 8) called "first", then the parts called "fault" or "part1", ..., then Linear(8, 3) called "last"."""
+    torch.manual_seed(0)
+    middle = [(f"part{i}" if i else "fault", p if isinstance(p, nn.Module) else Op(p)) for i, p in enumerate(parts)]
+    network = nn.Sequential()
+    for name, module in [("first", nn.Linear(8, 8)), *middle, ("last", nn.Linear(8, 3))]:
+        network.add_module(name, module)
+    return network
+
+
+def rows(n: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(n, 8, generator=generator), torch.arange(n) % 3
+
+
+class Huge(nn.Module):
+    """Squares values that grow with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(14)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer((self.inner(x) * 200) ** 2 * 1e-4)
+
+
+def recorded(make, loss, steps=60, dtype=torch.float16, policy=None, factor=lambda i: 1.0, scale_free=False):
+    network = auto_mixed_precision(make(), "O2", dtype)
+    scaler = PolicyLossScaler(policy or ScalePolicy(init_scale=2.0**16, growth_interval=2000))
+    recorder = Recorder(network, scaler=scaler)
+    step = TrainOneStepWithLossScaleCell(
+        WithLossCell(network, loss),
+        torch.optim.SGD(network.parameters(), 0.01),
+        scaler,
+        hooks=[recorder],
+        clip_norm=1.0,
+    )
+    for i in range(steps):
+        x, y = rows()
+        step(x * factor(i), y)
+    return recorder.trace()
+
+
+def test_recommend_ends_a_planted_collapse_of_the_forward_pass():
+    trace = recorded(Huge, nn.CrossEntropyLoss(), factor=lambda i: 1.0 if i < 20 else 3.0)
+    assert replay(trace, ScalePolicy(init_scale=2.0**16))["collapsed"][0]
+    advice = recommend(trace)
+    assert (advice.dtype, advice.policy) == ("bf16", None)
+    assert "no loss scale repairs" in str(advice)
+    cured = recorded(Huge, nn.CrossEntropyLoss(), dtype=torch.bfloat16, factor=lambda i: 1.0 if i < 20 else 3.0,
+                     policy=ScalePolicy.fixed(1.0))  # fmt: skip
+    assert not cured.overflow.any()
+
+
+class Outlier(nn.Module):
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.calls = every, 0
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(out, target) * 2.0**-10 * (2.0**30 if self.calls % self.every == 0 else 1)
+
+
+def test_recommend_ends_a_planted_collapse_of_the_policy():
+    def run(policy):
+        return recorded(lambda: chain(nn.ReLU()), Outlier(6), steps=240, policy=policy)
+
+    sunk = run(ScalePolicy(init_scale=2.0**16, growth_interval=2000))
+    assert sunk.scale[-1] < 2.0**0
+    advice = recommend(sunk)
+    assert advice.dtype == "fp16"
+    cured = run(advice.policy)
+    assert cured.scale[-1] >= 2**4 * sunk.scale[-1]
+    assert not replay(cured, advice.policy)["collapsed"][0]
+    assert replay(sunk, {"old": ScalePolicy(init_scale=2.0**16), "new": advice.policy})["policy"][0] == "new"
+
+
+def test_a_healthy_run_is_told_a_scale_that_does_not_overflow():
+    trace = recorded(lambda: chain(nn.ReLU()), nn.CrossEntropyLoss())
+    advice = recommend(trace)
+    fixed = ScalePolicy.fixed(advice.static)
+    row = replay(trace, fixed).iloc[0]
+    assert (row["skipped"], advice.dtype) == (0, "fp16")
+    assert row["flushed"] < 0.01
+
+
+def test_a_run_without_one_finite_step_is_not_given_a_scale():
+    trace = recorded(lambda: chain(nn.ReLU()), lambda o, y: F.cross_entropy(o, y) * 2.0**90, steps=40)
+    assert trace.overflow.all()
+    advice = recommend(trace)
+    assert (advice.dtype, advice.static) == ("bf16", None)
+    assert "the scale is not to blame" in str(advice)
+    with pytest.raises(ValueError, match="the ceiling is not known yet"):
+        recommend(trace.before(5))
+
+
+@pytest.mark.parametrize(("tiny", "dtype"), [(4, "fp16"), (5, "fp16"), (6, "bf16")])
+def test_bf16_is_advised_where_more_than_a_twentieth_is_lost(tiny: int, dtype: str) -> None:
+    gradient = torch.cat([torch.ones(100 - tiny), torch.full((tiny,), 2.0**-45)])
+    advice = recommend(trace_of([gradient] * 8))
+    assert advice.dtype == dtype
+    said = "static scale 32768, or dynamic from 32768 with factor 2" if dtype == "fp16" else "no loss scale needed"
+    assert str(advice).startswith(f"train in {dtype}: {said}")
+
+
+def test_without_a_finite_step_the_scale_must_have_come_down_to_1() -> None:
+    bad = [torch.full((3,), torch.inf)] * 4
+    assert recommend(trace_of(bad, scale=1.0)).dtype == "bf16"
+    for scale in (1.5, 2.0):
+        with pytest.raises(ValueError, match="the ceiling is not known yet"):
+            recommend(trace_of(bad, scale=scale))
+
+
+def test_steps_whose_gradients_are_all_zero_say_nothing_about_a_scale() -> None:
+    with pytest.raises(ValueError, match="all gradients of the 4 recorded steps are zero"):
+        recommend(trace_of([torch.zeros(3)] * 4))
+    some = [torch.full((3,), 2.0**-10), *[torch.zeros(3)] * 3]
+    assert recommend(trace_of(some)).static == recommend(trace_of(some[:1] * 4)).static == 2.0**24
+    half = [torch.zeros(3), torch.full((3,), torch.inf)] * 4  # no histogram shows how large the gradients were
+    assert recommend(trace_of(half, scale=8.0)).static == 4.0
+
+
+@pytest.mark.parametrize(("last", "stale"), [(1 + 2.0**-22, False), (1 + 3 * 2.0**-23, True)])
+def test_one_last_bit_is_no_clipping(last: float, stale: bool) -> None:
+    trace = AmaxTrace(("a.input",), np.array([[1.0], [1.0], [last]], dtype=np.float32))
+    assert bool(stale_scales(trace)) == stale
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+@pytest.mark.parametrize(("factor", "stale"), [(1.3, []), (1.9, ["2.input"]), (3.0, ["2.input", "0.input"])])
+def test_operands_are_stale_from_twice_what_a_scale_holds(factor: float, stale: list[str]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 4, bias=False), Square(), nn.Linear(4, 2)
+    network = cast_like(nn.Sequential(*layers), "te_hybrid_delayed")
+    x = torch.randn(6, 8)
+    for _ in range(3):
+        network(x).sum().backward()
+        with torch.no_grad():
+            for layer in layers[::2]:
+                layer.weight.add_(0)  # the step is over
+    found = stale_operands(network, lambda: network(x * factor))
+    assert list(found) == stale  # the worst first
+    assert found.get("0.input", 3.0) == pytest.approx(3.0, rel=1e-5)
+    assert stale_operands(nn.Linear(2, 2), lambda: None) == {}
