@@ -137,7 +137,7 @@ OWN: dict[str, dict[str, Any]] = {
         "preset": "te_delayed",
     },
     "diagnose.diagnose": {"level": "O2", "scale": 2.0**16, "dtype": torch.float16},
-    "diagnose.preflight": {"level": "O2", "dtype": torch.float16, "loop": None},
+    "diagnose.preflight": {"level": "O2", "dtype": torch.float16, "average": None},
     "diagnose.recommend_recipe": {"histograms": None, "history_len": 1024},
     "diagnose.stale_scales": {"preset": "te_delayed"},
     "formats.FloatFormat": {"specials": "ieee", "torch_dtype": None},

@@ -335,6 +335,7 @@ RIGHT_FOR = {  # one callable's own
     "boost.grad_freeze.stage_costs": {"net": Alone},
     "casting.custom_mixed_precision": {"white_list": lambda: [nn.Linear]},
     "diagnose.Watch": {"leaves": lambda: {"x": torch.ones(2)}},
+    "diagnose.watch_loop": {"optimizer": lambda: torch.optim.SGD(network().parameters(), 0.1), "scaler": lambda: None},
     "experiment.experiment": {
         "run": lambda: lambda a, seed: {"loss": 1.0},
         "grid": lambda: {"a": [1]},
