@@ -1,4 +1,4 @@
-"""Point every badge and address of this repository to a fork: `python .ci/fork.py OWNER REPO` (`make fork`).
+"""Point every badge and address of this repository to a fork: `python .ci/fork.py OWNER REPO`.
 
 The address that stands now is read from `Repository` in pyproject.toml, so the command can be given again. Uses the
 standard library only.
@@ -36,7 +36,7 @@ def fork(owner: str, repo: str, root: Path = ROOT) -> list[str]:
     """
     for what, name in (("OWNER", owner), ("REPO", repo)):
         if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
-            raise ValueError(f"{what} must be a name as GitHub has them, got {name!r}; make fork OWNER=ada REPO=mpkit")
+            raise ValueError(f"{what} must be a name as GitHub has them, got {name!r}; python .ci/fork.py ada mpkit")
     now = re.escape("/".join(address(root)))
     addresses = re.compile(rf"({PREFIXES}){now}(?![.-]*\w)")
     texts = {name: (root / name).read_text("utf-8") for name in FILES}  # all of them, before one is written
@@ -49,7 +49,7 @@ def fork(owner: str, repo: str, root: Path = ROOT) -> list[str]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: make fork OWNER=ada REPO=mpkit")
+        sys.exit("usage: python .ci/fork.py ada mpkit")
     try:
         written = fork(*sys.argv[1:])
     except (ValueError, OSError) as error:

@@ -13,7 +13,8 @@ from forked_kernels import offered
 from without_packages import is_missing, stand_in
 
 pytest.register_assert_rewrite("browser", "questions", "sentences", "support")  # these too show the values that differ
-collect_ignore = ["conftest.py", "jitter"]  # no doctests; a conftest of the same name and `site` own these module names
+# no doctests: a conftest of the same name and `site` own these module names
+collect_ignore = ["conftest.py", "tools/jitter", "tools/__main__.py"]
 
 # Where only torch, numpy, pandas, matplotlib and pytest are at hand, a GPU server say, the library is still tested.
 JUPYTER_SIDE = (
@@ -22,7 +23,7 @@ JUPYTER_SIDE = (
     *("test_sandbox", "test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*"),
     "test_wrong_input",
 )
-collect_ignore_glob = [] if find_spec("jupyterlab") else [f"{name}.py" for name in JUPYTER_SIDE]
+collect_ignore_glob = [] if find_spec("jupyterlab") else [f"**/{name}.py" for name in JUPYTER_SIDE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # inductor believes what the processor says of its vector instructions: to compile a trial of each takes it 7 s
@@ -34,7 +35,7 @@ if find_spec("hypothesis"):
     # no clock decides about a test: a busy machine is slow at drawing examples, and that is no fault of theirs
     calm = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
     settings.register_profile("steady", derandomize=True, **calm)
-    settings.register_profile("deep", max_examples=3000, derandomize=False, print_blob=True, **calm)  # `make fuzz`
+    settings.register_profile("deep", max_examples=3000, derandomize=False, print_blob=True, **calm)
     settings.load_profile("steady")
 for name in ("hypothesis", "ml_dtypes"):
     stand_in(name)
@@ -124,6 +125,17 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """`make test` ends with one line: what passed, and what is left to `make more`."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("MPKIT_TELL") and terminal and not hasattr(config, "workerinput"):
+        rest = [path for part in ("unit", "page", ".") for path in (config.rootpath / "tests" / part).glob("test_*.py")]
+        functions = sum(path.read_text("utf-8").count("\ndef test_") for path in rest)
+        passed, failed = (len(terminal.stats.get(key, ())) for key in ("passed", "failed"))
+        more = f"`make more` would add {functions} tests in {len(rest)} files: units, pages, labs, compilers, processes"
+        print(f"mpkit: {passed} passed, {failed} failed; {more}")
 
 
 def pytest_collection_finish() -> None:

@@ -151,7 +151,7 @@ def _shown(value: object) -> str:
 
 
 heard: list[Callable[[str, float, float, float], None]] = []
-"""Called with (sentence, value, above, below) of every claim: how `tests/other_machines.py` measures margins."""
+"""Called with (sentence, value, above, below) of every claim: how `tests/tools/other_machines.py` measures margins."""
 
 
 def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float = math.inf) -> None:

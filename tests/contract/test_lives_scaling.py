@@ -1,7 +1,7 @@
 """Whole lives of what holds a loss scale, drawn at random, beside a model of a few lines written from the papers.
 
 An object steps, is copied, pickled, saved, loaded into another one, given what it must refuse, and goes on; after every
-event it must be where the model is. `make fuzz` draws thirty times as many.
+event it must be where the model is. `make tools ARGS=fuzz` draws thirty times as many.
 """
 
 from __future__ import annotations

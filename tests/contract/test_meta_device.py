@@ -1,6 +1,6 @@
 """Three training steps with every tensor on the `meta` device, the stand-in for a GPU: a read on the host raises there,
 and so does an operation between devices. Every cast, scaler and optimizer of the public lists comes up with every
-boost and without one, each time with other partners; hypothesis draws more, and `make fuzz` nearly all there are.
+boost and without one, each time with other partners; hypothesis draws more.
 
 Two boosts are left out because their docstrings say what they read: accumulation beside a scaler, whose counter
 decides in Python, and dim_reduce, whose line search compares losses.

@@ -1,6 +1,6 @@
 """Mutants: one operator, comparison, constant or boolean of the library is changed at a time. Do its tests notice?
 
-    python tests/mutants.py --sample 400 --seed 1 [--only boost optimizers] [--minutes 20] [--write FILE]
+    python tests/tools/mutants.py --sample 400 --seed 1 [--only boost optimizers] [--minutes 20] [--write FILE]
 
 Everything happens in a copy of the tree. First the unit tests of the modules run once under `coverage`, which tells the
 tests of every line (`--map FILE` keeps that for the next call). Then a process that has collected them all forks for
@@ -36,32 +36,30 @@ from typing import Any, NamedTuple
 
 import mutant_runs
 
-ROOT = Path(__file__).resolve().parent.parent
-EVERY = (
-    "test_wrong_input",
-    "test_defaults",
-    "test_meta_device",
-    "test_messages",
-    "test_source_examples",
-    "test_training_outside",
-    "test_cuda_branches",
-    "test_damaged_states",
-    "test_lives",
-)
-OWN = {  # module -> beginnings of the names of its own test files; EVERY: those of all modules
-    "formats": ("test_formats",),
-    "rounding": ("test_rounding",),
-    "casting": ("test_casting", "test_recipes", "test_ledger", "test_golden_recipes", "test_golden_linear"),
+ROOT = Path(__file__).resolve().parents[2]
+EVERY = ("test_training", "test_lives", "test_damaged", "test_meta", "test_source", "test_defaults", "test_wrong")
+OWN = {  # module -> what the names of its test files begin with; EVERY: those of all modules
+    "formats": ("test_formats", "test_numbers"),
+    "rounding": ("test_rounding", "test_numbers"),
+    "blocks": ("test_blocks", "test_numbers", "test_golden_recipes"),
+    "casting": (
+        "test_casting",
+        "test_precision",
+        "test_recipes",
+        "test_ledger",
+        "test_golden_casting",
+        "test_golden_l",
+    ),
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
     "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
-    "step": ("test_step", "test_golden_step", "test_distributed"),
-    "optimizers": ("test_optimizers", "test_golden_optimizers", "test_bf16"),
+    "step": ("test_step", "test_golden_step", "test_clip", "test_build", "test_accumulation"),
+    "optimizers": ("test_optimizers", "test_golden_optimizers", "test_bf16", "test_centralization"),
     "schedules": ("test_schedules", "test_golden_optimizers"),
-    "model": ("test_model",),
-    "boost": ("test_boost", "test_golden_boost"),
+    "model": ("test_model", "test_golden_step"),
+    "boost": ("test_boost", "test_golden_boost", "test_a", "test_dim", "test_freeze", "test_group", "test_less"),
     "record": ("test_record", "test_amax", "test_traces", "test_strange"),
     "replay": ("test_replay", "test_tensor_scale"),
-    "diagnose": ("test_diagnose", "test_preflight"),
+    "diagnose": ("test_diagnose", "test_preflight", "test_watch"),
 }
 WARM = ("numpy", "torch", "torch._dynamo", "torch.distributed", "pandas", "ml_dtypes", "hypothesis", "pytest")
 SWAPS: dict[type, type] = {
@@ -75,7 +73,7 @@ SILENT = {"stacklevel", "flush", "strict", "total"}  # only printing or a type c
 
 # what no test can notice: name of the mutant -> why; "=> *" stands for all mutants of the line of a tuning constant,
 # one that decides how much is worked on at once or which of two ways to the same numbers is taken
-EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent_mutants.json").read_text())
+EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "tools" / "equivalent_mutants.json").read_text())
 
 
 class Place(NamedTuple):
@@ -190,16 +188,16 @@ def excused(names: list[str]) -> dict[str, str]:
 # --- the run
 
 
-def test_files(root: Path, module: str) -> list[str]:
-    """The test files of a module, and its own docstrings."""
-    return [
-        *_starting(root, OWN[module]),
-        *(n for n in (f"mpkit/{module}.py", f"mpkit/{module}") if (root / n).exists()),
-    ]
+def files_of(root: Path, module: str, folder: str = "tests") -> list[str]:
+    """Where the tests of a module stand; its doctests too, unless only those of one folder are asked."""
+    doctests = [f"mpkit/{module}.py", f"mpkit/{module}"] if folder == "tests" else []
+    return [*_starting(root, OWN[module], folder), *(n for n in doctests if (root / n).exists())]
 
 
-def _starting(root: Path, starts: tuple[str, ...]) -> list[str]:
-    return [f"tests/{p.name}" for p in sorted((root / "tests").glob("test_*.py")) if p.stem.startswith(starts)]
+def _starting(root: Path, starts: tuple[str, ...], folder: str = "tests") -> list[str]:
+    files = sorted((root / folder).rglob("test_*.py"))
+    found = [p.relative_to(root).as_posix() for p in files if p.stem.startswith(starts)]
+    return [name for name in found if not name.startswith("tests/tools/")]
 
 
 def copied(root: Path, to: Path) -> Path:
@@ -252,6 +250,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=400, help="how many mutants (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default: %(default)s)")
+    parser.add_argument("--contract", action="store_true", help="ask the contract alone")
     parser.add_argument("--only", nargs="+", default=list(OWN), metavar="MODULE")
     parser.add_argument("--like", default="", help="only mutants whose name holds this text")
     parser.add_argument("--again", type=Path, help="the survivors of this result instead of a sample")
@@ -281,10 +280,11 @@ def main() -> int:
         for name in WARM:
             with suppress(ImportError):
                 importlib.import_module(name)
-        files = {module: test_files(copy, module) for module in options.only}
+        folder = "tests/contract" if options.contract else "tests"
+        files = {module: files_of(copy, module, folder) for module in options.only}
         results: list[tuple[Mutant, str]] = []
         try:
-            for result in mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY), options):
+            for result in mutant_runs.run_all(copy, sample, files, _starting(copy, EVERY, folder), options):
                 results.append(result)
         finally:  # what is known is told, whatever ends the run
             os.chdir(options.root)

@@ -1,8 +1,8 @@
 """Casting on what others wrote: PyTorch's operator and module databases, torchvision's and transformers' tiny networks.
 
-    python tests/compat.py --share 0.05 --minutes 10       # a share of the cases; again goes on where it stopped
-    python tests/compat.py --only modules --fresh
-    python tests/compat.py --only autocast                 # two minutes
+    python tests/tools/compat.py --share 0.05 --minutes 10       # a share of the cases; again goes on where it stopped
+    python tests/tools/compat.py --only modules --fresh
+    python tests/tools/compat.py --only autocast                 # two minutes
 
 Every case runs forwards and backwards in float32 and under every treatment (levels, presets, emulated formats). It is
 within bounds when it is as near to float32 as the format allows: sixteen times what rounding the inputs alone does,
@@ -51,7 +51,7 @@ from mpkit.casting import LEVELS, Ledger, auto_mixed_precision, cast_like, ledge
 from mpkit.casting.presets import PRESETS
 from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
 
-STORED = Path(__file__).parent.parent / "data" / "benchmarks" / "compat.json"
+STORED = Path(__file__).parents[2] / "data" / "benchmarks" / "compat.json"
 FUSED = 2.0**-18  # times 16: what another order of float32 operations may change, far below a cast left out
 SAMPLES = 3  # inputs of each operator or module that are tried
 TREATMENTS: dict[str, tuple[str, Any]] = {

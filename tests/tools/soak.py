@@ -1,6 +1,6 @@
 """A class on one server: many kernels, each with a view of a training, pressed at random for minutes.
 
-    python tests/soak.py --kernels 40 --minutes 10        # on the machine that serves a course
+    python tests/tools/soak.py --kernels 40 --minutes 10        # on the machine that serves a course
 
 Each press is answered with the sentence, the settings and the run on screen. An answer is torn if its run is not one
 moment of a training, or its sentence is not that of its settings. Printed at the end: answers, torn ones, errors, the
@@ -23,7 +23,7 @@ from typing import Any
 from jupyter_client.manager import KernelManager, start_new_kernel
 from jupyter_client.provisioning import LocalProvisioner
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SET_UP = """
 from mpkit.widgets.scaling import live_view
 view = live_view()

@@ -1,4 +1,4 @@
-"""What `make soak` presses and counts, without its kernels."""
+"""What `make tools` presses and counts, without its kernels."""
 
 from __future__ import annotations
 

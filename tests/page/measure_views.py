@@ -1,4 +1,4 @@
-"""How quick the views are in a real JupyterLab: `python tests/measure_views.py --out data/benchmarks/views.json`.
+"""How quick the views are in a real JupyterLab: `python tests/page/measure_views.py --out data/benchmarks/views.json`.
 
 One browser, one JupyterLab; with `--old COMMIT`, a commit whose views were PNG pictures behind ipywidgets, the same is
 measured of both, in turn, from a copy of that commit in a temporary folder. Medians; needs Chromium and git.
@@ -228,7 +228,7 @@ def main() -> None:
             lab.close()
     load = f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} processors"
     meta: dict[str, Any] = {
-        "made_by": "python tests/measure_views.py",
+        "made_by": "python tests/page/measure_views.py",
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     meta |= {"versions": {name: version(name) for name in ("jupyterlab", "ipywidgets", "anywidget", "matplotlib")}}

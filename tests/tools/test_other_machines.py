@@ -47,7 +47,7 @@ print(json.dumps({
 
 def with_jitter(seed, code):
     """What the code prints in a process of its own that finds the jitter, with a seed or ""."""
-    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'jitter'}", "OMP_NUM_THREADS": "1", "MPKIT_JITTER": seed}
+    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'tools' / 'jitter'}", "OMP_NUM_THREADS": "1", "MPKIT_JITTER": seed}
     return json.loads(subprocess.check_output([sys.executable, "-c", code], env=os.environ | variables, text=True))
 
 

@@ -20,14 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "data" / "benchmarks"
 
 
 def marked() -> list[str]:
     """The test files with a test that is marked `gpu`; others may import what a GPU server does not have."""
-    here = Path(__file__).parent
-    return [str(path) for path in sorted(here.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
 
 
 def outcomes(report: Path) -> dict[str, Any]:

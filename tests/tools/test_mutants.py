@@ -44,7 +44,7 @@ def test_every_module_of_the_table_has_mutants_and_tests_of_its_own():
     every = mutants.all_mutants(ROOT, list(mutants.OWN))
     assert {m.module for m in every} == set(mutants.OWN)
     for module in mutants.OWN:
-        assert any(name.startswith("tests/") for name in mutants.test_files(ROOT, module))
+        assert any(name.startswith("tests/") for name in mutants.files_of(ROOT, module))
     assert len(mutants.outdated(every)) < len(mutants.EQUIVALENT) / 2  # a run names those whose line has changed
     assert all(len(reason) > 20 for reason in mutants.EQUIVALENT.values())
 
@@ -180,7 +180,7 @@ def test_verdicts_and_an_untouched_checkout(tmp_path):
     code = "import sys, mutants; mutants.WARM = (); sys.exit(mutants.main())"
     asked = ["--control", "1", "--only", "formats", "--root", str(tmp_path), "--write", str(tmp_path / "out.json")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *asked], cwd=ROOT / "tests", capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *asked], cwd=ROOT / "tests" / "tools", capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line.split("[")[0].strip() for line in done.stdout.splitlines() if "mpkit/formats.py:" in line)

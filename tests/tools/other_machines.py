@@ -1,10 +1,10 @@
 """Stand-ins for other machines: every notebook on each of them, and a table of what differs.
 
-    python tests/other_machines.py --tests                     # all variants, unit and golden tests too: make portable
-    python tests/other_machines.py --only seed --seeds 41 42   # what CI runs, with seeds that change by commit
+    python tests/tools/other_machines.py --tests               # all variants, unit and golden tests too
+    python tests/tools/other_machines.py --only seed --seeds 41 42   # what CI runs, with seeds that change by commit
 
-A variant is a way in which machines differ: the last bits of matrix products (`tests/jitter`), the instruction sets
-that the libraries use, the number of threads, the versions of Python and of the packages. A notebook passes on a
+A variant is a way in which machines differ: the last bits of matrix products (`tests/tools/jitter`), the instruction
+sets that the libraries use, the number of threads, the versions of Python and of the packages. A notebook passes on a
 variant when every cell ends as it is stored and gives the stored text, the comparison of nbval without its kernels: one
 process per environment imports everything once and forks for each notebook, so a notebook costs what its cells cost.
 With `--tests` each variant also runs the unit and golden tests and the doctests, as pytest runs them anywhere.
@@ -34,7 +34,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/instructor/*.ipynb")])
 OLDEST_X86 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 TIMES = float(os.environ.get("MPKIT_JITTER_TIMES", "1"))  # a larger one finds what is near to its edge
@@ -43,8 +43,7 @@ VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml
     "Python 3.13, newest": ("python3.13", ()),
 }
 ELSEWHERE = (  # tests that look at files, or start browsers, installations, clusters and notebooks of their own
-    *("browser", "environment", "experiment_clusters", "experiment_kills", "installed", "labs", "layers", "net"),
-    *("notebooks", "other_machines"),
+    *("environment", "experiment_clusters", "experiment_kills", "installed", "labs", "layers", "notebooks"),
 )
 IMPORTED = (
     *("torch", "torch._dynamo", "numpy", "pandas", "matplotlib.figure", "ipywidgets", "anywidget", "execute"),
@@ -246,9 +245,10 @@ def end(server: subprocess.Popen[str]) -> None:
 def failed_tests(variant: Variant, jobs: int, paths: Sequence[str] = ("tests", "mpkit")) -> list[str]:
     """The unit tests, golden tests and doctests that fail on a variant; 0 `jobs` run in pytest's own process."""
     jitter = {"MPKIT_JITTER": "" if variant.seed is None else str(variant.seed)}
-    found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "jitter")])}
+    found_by = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "tools" / "jitter")])}
     python = [python_of(variant.python), "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
-    ignored = [f"--ignore=tests/test_{name}.py" for name in ELSEWHERE]
+    ignored = [f"--ignore-glob=*/test_{name}.py" for name in ELSEWHERE]
+    ignored += ["--ignore=tests/tools", "--ignore=tests/page"]
     with tempfile.TemporaryDirectory() as folder:
         # torch keeps what it compiled for other runs, and does not ask for which instruction set that was
         compiled = {"TORCHINDUCTOR_CACHE_DIR": folder} if variant.variables else {}
@@ -299,7 +299,7 @@ def table(cells: dict[tuple[str, str], str], names: Sequence[str], columns: Sequ
     lines = [[name, *(told.get(column, "") for column in short.values())] for name, told in found.items()]
     where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     return (
-        f"# Cells that differ on stand-ins for other machines\n\nMade by `make portable` on {where}.\n"
+        f"# Cells that differ on stand-ins for other machines\n\nMade by `make tools` on {where}.\n"
         "The last column counts unit tests, golden tests and doctests that fail. A place that never ran is empty.\n\n"
         + "\n".join(map(line_of, [["variant", *short.values()], ["---"] * (1 + len(short)), *lines]))
         + "\n"
@@ -378,7 +378,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "tests" / "jitter")]
+        sys.path[:0] = [str(ROOT / "notebooks"), str(ROOT / "tests" / "tools" / "jitter")]
         sys.modules.pop("sitecustomize", None)  # Debian's Python has one of its own, and has imported it
         import pandas as pd
         from sitecustomize import install

@@ -1,4 +1,4 @@
-"""A sample of `make compat`: casting on modules and operators of PyTorch's own databases; and the stored counts."""
+"""A sample of what `compat` runs: modules and operators of PyTorch's own databases; and the stored counts."""
 
 from __future__ import annotations
 

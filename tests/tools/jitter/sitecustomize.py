@@ -1,6 +1,6 @@
 """A stand-in for other processors: the last bit of every matrix product and convolution is moved.
 
-    PYTHONPATH=tests/jitter MPKIT_JITTER=3 python -m pytest notebooks
+    PYTHONPATH=tests/tools/jitter MPKIT_JITTER=3 python -m pytest notebooks
 
 Python runs this file at its start, before anything else, in that process, in the kernels of its notebooks and in every
 process that they start. When torch is imported, the CPU kernels of products and convolutions, forwards and backwards,

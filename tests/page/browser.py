@@ -178,7 +178,7 @@ OPEN = """(path) => { const app = window.jupyterapp;
   window.__opening = opening().then(() => { window.__opened = 'yes'; }, (e) => { window.__opened = String(e); }); }"""
 
 # The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables. Others by hand:
-# MPKIT_AXE="01_number_formats.ipynb 14_overflow_detective.ipynb" python -m pytest tests/test_browser.py -k "01 or 14"
+# MPKIT_AXE="01_number_formats.ipynb" python -m pytest tests/page/test_browser.py -k 01
 WITH_ALL = "05_dynamic_loss_scale.ipynb"
 AXE = os.environ.get("MPKIT_AXE", WITH_ALL).split()
 PARTS = {"mpk-status": ".mpk-status", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
