@@ -23,7 +23,7 @@ JUPYTER_SIDE = (
     *("test_sandbox", "test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*"),
     "test_wrong_input",
 )
-collect_ignore_glob = [] if find_spec("jupyterlab") else [f"**/{name}.py" for name in JUPYTER_SIDE]
+collect_ignore_glob = [] if find_spec("jupyterlab") else [f"*{name}.py" for name in JUPYTER_SIDE]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels and processes that tests start
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 # inductor believes what the processor says of its vector instructions: to compile a trial of each takes it 7 s
