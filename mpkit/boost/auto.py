@@ -64,19 +64,15 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_rate(value: object) -> bool:
-    return value == "lr" or _number(0, float("inf"), without=(float("inf"),))(value)
-
-
 def _is_path(value: object) -> bool:
     return value is None or isinstance(value, str | Path)
 
 
 def _is_split(value: object) -> bool:
-    positions = value if isinstance(value, list) else [value]
-    return value is None or all(_whole(0)(v) for v in positions)
+    return value is None or all(_whole(0)(v) for v in (value if isinstance(value, list) else [value]))
 
 
+INF = float("inf")
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "gradient_split_groups": Key("common", None, _is_split, "a list of parameter positions, or one position"),
@@ -90,12 +86,17 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "grad_accumulation_step": Key("grad_accumulation", 1, _whole(1), "an int >= 1"),
         "rho": Key("dim_reduce", 0.55, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
         "gamma": Key("dim_reduce", 0.9, _number(0, 1, without=(1,)), "a number in [0, 1)"),
-        "alpha": Key("dim_reduce", 0.001, _is_rate, 'a number >= 0, or "lr" for the learning rate of the optimizer'),
+        "alpha": Key(
+            "dim_reduce",
+            0.001,
+            lambda v: v == "lr" or _number(0, INF, without=(INF,))(v),
+            'a number >= 0, or "lr" for the rate of the optimizer',
+        ),
         "sigma": Key("dim_reduce", 0.4, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
         "n_components": Key("dim_reduce", 32, _whole(1), "an int >= 1"),
         "pca_mat_path": Key("dim_reduce", None, _is_path, "a path or None"),
         "weight_load_dir": Key("dim_reduce", None, _is_path, "a path or None"),
-        "timeout": Key("dim_reduce", 1800, _number(0, float("inf")), "a number of seconds >= 0"),
+        "timeout": Key("dim_reduce", 1800, _number(0, INF), "a number of seconds >= 0"),
     }
 )
 SECTIONS = ("boost", *dict.fromkeys(key.section for key in KEYS.values()))
@@ -181,17 +182,14 @@ class AutoBoost:
         found = []
         if "dim_reduce" in on:
             reason = "dim_reduce replaces the update and excludes it"
-            found += [Inactive(flag, reason) for flag in ("less_bn", "grad_freeze", "adasum") if flag in on]
-        elif "adasum" in on:
-            reason_or_none = self._why_no_adasum("grad_freeze" in on)
-            found += [Inactive("adasum", reason_or_none)] if reason_or_none else []
+            found = [Inactive(flag, reason) for flag in ("less_bn", "grad_freeze", "adasum") if flag in on]
+        elif "adasum" in on and (why := self._why_no_adasum("grad_freeze" in on)):
+            found = [Inactive("adasum", why)]
         if "grad_accumulation" in on and self.hyper["grad_accumulation_step"] <= 1:
             found.append(Inactive("grad_accumulation", "grad_accumulation_step is 1: every step updates"))
-        if "grad_freeze" in on and "dim_reduce" not in on:
-            for key, value in (("param_groups", 1), ("freeze_p", 1)):
-                if self.hyper[key] == value:
-                    found.append(Inactive("grad_freeze", f"{key} is {value}: no step is ever frozen"))
-                    break
+        never = [key for key in ("param_groups", "freeze_p") if self.hyper[key] == 1]
+        if "grad_freeze" in on and "dim_reduce" not in on and never:
+            found.append(Inactive("grad_freeze", f"{never[0]} is 1: no step is ever frozen"))
         return found + self._notes
 
     def __str__(self) -> str:
@@ -290,28 +288,24 @@ class AutoBoost:
 
     def _unread(self, config: Mapping[str, Any]) -> list[Inactive]:
         """What the configuration says and nobody reads."""
-        notes = []
-        given = config.get("boost", {})
-        for flag in FLAGS:
-            if self.mode != "manual" and flag in given and given[flag] != self.flags[flag]:
-                notes.append(Inactive(f"boost.{flag}", f"mode {self.mode!r} does not read flags; use 'manual'"))
-        for section, keys in config.items():
-            if section in FLAGS and keys and not self.flags[section]:
-                notes.append(
-                    Inactive(f"section {section}", f"{section} is off at level {self.level} in mode {self.mode!r}")
-                )
-        return notes
+        given, unread = config.get("boost", {}), f"mode {self.mode!r} does not read flags; use 'manual'"
+        off = f"is off at level {self.level} in mode {self.mode!r}"
+        flags = [f for f in FLAGS if self.mode != "manual" and f in given and given[f] != self.flags[f]]
+        closed = [s for s, keys in config.items() if s in FLAGS and keys and not self.flags[s]]
+        return [Inactive(f"boost.{f}", unread) for f in flags] + [
+            Inactive(f"section {s}", f"{s} {off}") for s in closed
+        ]
 
     def _why_no_adasum(self, freezing: bool) -> str | None:
         if self.faithful and freezing:
             return "with grad_freeze MindSpore's train cell takes the freeze path first"
         _, world = rank_and_size()
-        groups = world // self.hyper["device_number"]
-        if adasum_enabled(world, self.hyper["device_number"]):
+        devices = self.hyper["device_number"]
+        if adasum_enabled(world, devices):
             return None
         return (
             f"AdaSum needs 2, 4, 8, ... groups of processes; {world} process{'es' * (world != 1)} // device_number "
-            f"{self.hyper['device_number']} = {groups} groups; set device_number in section common"
+            f"{devices} = {world // devices} groups; set device_number in section common"
         )
 
     # rewriting
@@ -336,31 +330,18 @@ class AutoBoost:
 
     def _dim_reduced(self, network: nn.Module, optimizer: Optimizer) -> Optimizer:
         rank, size = rank_and_size()
-        hyper = self.hyper
-        rows = prepare_pca(
-            network,
-            hyper["n_components"],
-            pca_mat_path=hyper["pca_mat_path"],
-            weight_load_dir=hyper["weight_load_dir"],
-            timeout=hyper["timeout"],
-            rank=rank,
-            rank_size=size,
-            device_number=hyper["device_number"],
-        )
-        alpha = float(coming_rate(optimizer, optimizer.param_groups[0])) if hyper["alpha"] == "lr" else hyper["alpha"]
+        names = ("n_components", "pca_mat_path", "weight_load_dir", "timeout", "device_number")
+        rows = prepare_pca(network, **{name: self.hyper[name] for name in names}, rank=rank, rank_size=size)
+        alpha = self.hyper["alpha"]
+        if alpha == "lr":
+            alpha = float(coming_rate(optimizer, optimizer.param_groups[0]))
         return DimReduceSGD([p for p in network.parameters() if p.requires_grad], rows, alpha)
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
-        groups = self.hyper["param_groups"]
+        groups, *rest = (self.hyper[name] for name in ("param_groups", "freeze_type", "freeze_p", "total_steps"))
         if "param_groups" not in self.configured and not self.faithful:
             groups = min(groups, max(1, len(stages_by_module(network))))  # the default must fit any network
-        return GradientFreeze(
-            groups,
-            self.hyper["freeze_type"],
-            self.hyper["freeze_p"],
-            self.hyper["total_steps"],
-            faithful=self.faithful,
-        )
+        return GradientFreeze(groups, *rest, faithful=self.faithful)
 
 
 def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn.Module) -> list[nn.Parameter]:
@@ -383,11 +364,10 @@ def _loaded(config: object) -> dict[str, Any]:
             config = read_json(Path(config))
         except ValueError as error:
             raise ValueError(f"boost_config_dict names a file that cannot be used: {error}") from error
-    if not isinstance(config, Mapping):
-        raise TypeError(f"boost_config_dict must be a dict or the path of a JSON file, got {type(config).__name__}")
+    check_kind("boost_config_dict", config, Mapping, "a dict or the path of a JSON file")
+    assert isinstance(config, Mapping)
     for section, keys in config.items():
-        if not isinstance(keys, Mapping):
-            raise TypeError(f"section {section!r} of boost_config_dict must be a dict, got {type(keys).__name__}")
+        check_kind(f"section {section!r} of boost_config_dict", keys, Mapping, "a dict")
     return {section: dict(keys) for section, keys in config.items()}
 
 
@@ -405,14 +385,10 @@ def _nearest(name: object, valid: Iterable[str]) -> str:
 def _check_names(config: Mapping[str, Any]) -> None:
     for section, keys in config.items():
         if section not in SECTIONS:
-            raise ValueError(
-                f"boost_config_dict has no section {section!r}{_nearest(section, SECTIONS)} "
-                f"Sections: {', '.join(SECTIONS)}"
-            )
+            near, known = _nearest(section, SECTIONS), ", ".join(SECTIONS)
+            raise ValueError(f"boost_config_dict has no section {section!r}{near} Sections: {known}")
         valid = ("mode", *FLAGS) if section == "boost" else [n for n, key in KEYS.items() if key.section == section]
         for name in keys:
-            if name in valid:
-                continue
-            home = KEYS[name].section if name in KEYS else None
-            hint = f"; it belongs to section {home!r}." if home else _nearest(name, valid)
-            raise ValueError(f"section {section!r} has no key {name!r}{hint} Keys: {', '.join(valid)}")
+            if name not in valid:
+                home = f"; it belongs to section {KEYS[name].section!r}." if name in KEYS else _nearest(name, valid)
+                raise ValueError(f"section {section!r} has no key {name!r}{home} Keys: {', '.join(valid)}")

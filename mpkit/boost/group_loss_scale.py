@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_count, check_flags, check_number
+from mpkit.arguments import check_choice, check_count, check_flags, check_kind, check_number
 from mpkit.policies import ScalePolicy
 from mpkit.policies.rule import in_float32
 from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
@@ -126,15 +126,11 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     def loss_scale_groups(self, groups: Sequence[Iterable[nn.Parameter]]) -> None:
         lists = [list(group) for group in groups]
         seen: set[int] = set()
-        for i, group in enumerate(lists):
-            for p in group:
-                if not isinstance(p, nn.Parameter):
-                    raise TypeError(f"loss_scale_groups must hold nn.Parameters, got {type(p).__name__} in group {i}")
-                if id(p) in seen:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} stands twice, last in group {i}; list it once"
-                    )
-                seen.add(id(p))
+        for p in (p for group in lists for p in group):
+            check_kind("each of a group of loss_scale_groups", p, nn.Parameter, "an nn.Parameter")
+            if id(p) in seen:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} stands twice in the groups; list it once")
+            seen.add(id(p))
         self._groups = lists
         self.set_loss_scale_status(len(lists), self._init)
 
@@ -235,15 +231,14 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
 
     def _checked(self, number: int, init: float | Sequence[float]) -> list[float]:
         number = check_count("loss_scale_number", number, low=0)
-        if isinstance(init, Real):
-            init = [init] * number  # type: ignore[list-item]  # checked below
-        if not isinstance(init, Sequence) or isinstance(init, str) or not all(isinstance(s, Real) for s in init):
-            raise TypeError(f"init_loss_scale must be a number or a list of numbers, got {init!r}")
-        if len(init) != number:
-            raise ValueError(f"need one initial scale for each of {number} groups, got {len(init)}")
-        if not all(max(self.min_scale, 0) <= s <= self.max_scale and s > 0 for s in init):
-            raise ValueError(f"initial scales must be positive and in {self.min_scale}..{self.max_scale}, got {init}")
-        return [check_number("init_loss_scale", s, open_low=True) for s in init]
+        listed: Any = [init] * number if isinstance(init, Real) else init
+        check_kind("init_loss_scale", listed, (list, tuple), "a number or a list of numbers")
+        scales = [check_number("each of init_loss_scale", s, open_low=True) for s in listed]
+        if len(scales) != number:
+            raise ValueError(f"need one initial scale for each of {number} groups, got {len(scales)}")
+        if not all(self.min_scale <= s <= self.max_scale for s in scales):
+            raise ValueError(f"initial scales must be in {self.min_scale}..{self.max_scale}, got {scales}")
+        return scales
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupLossScaleManager:
         """Follow the network to another device, but stay float32 when it is cast."""

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, check_kind
 from mpkit.boost.bn_rules import removable
 from mpkit.casting.forward import mark, mark_of
 
@@ -131,42 +131,35 @@ class LessBN(nn.Module):
         keep_bias: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network must be an nn.Module, got {type(network).__name__}")
+        check_kind("network", network, nn.Module, "an nn.Module")
         check_flags(fn_flag=fn_flag, faithful=faithful)
         self.network: nn.Module = network.network if isinstance(network, LessBN) else network
         done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
         before: LessBNReport | None = next((report for report in done if report is not None), None)
+        names = self._last_layers(faithful, last_fc) if fn_flag and not (before and before.normalized) else ()
+        layers = {name: _plain_linear(self.network, name) for name in names}  # or an error, before anything is changed
         if before is None:
             removed = removable(self.network, faithful=faithful)
-            kept = tuple(name for name, m in self.network.named_modules() if _is_kept(m, name, removed))
+            norms = (name for name, module in self.network.named_modules() if isinstance(module, _BatchNorm))
+            before = LessBNReport(removed, tuple(name for name in norms if name not in removed))
             for name in removed:
                 self.network.set_submodule(name, nn.Identity())
-            before = LessBNReport(removed, kept)
-        normalized = before.normalized or (self._normalize(faithful, last_fc, keep_bias) if fn_flag else ())
-        self.report = LessBNReport(before.removed, before.kept, normalized)
+        for name, linear in layers.items():
+            self.network.set_submodule(name, NormalizedLinear.of(linear, keep_bias))
+        self.report = LessBNReport(before.removed, before.kept, (*before.normalized, *layers))
         self.network._less_bn_report = self.report  # type: ignore[assignment]  # so that twice is once, inside a loss cell too
 
     def forward(self, *inputs: object, **options: object) -> Any:
         return self.network(*inputs, **options)
 
-    def _normalize(self, faithful: bool, last_fc: str | None, keep_bias: bool) -> tuple[str, ...]:
+    def _last_layers(self, faithful: bool, last_fc: str | None) -> list[str]:
+        """Names of the layers to normalise."""
         names = list(_linears(self.network))
-        if last_fc is not None:
-            if last_fc not in names:
-                raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
-            names = [last_fc]
-        elif faithful:
-            names = list({name.rpartition(".")[0]: name for name in names}.values())
-        else:
-            names = names[-1:]
-        for name in names:
-            self.network.set_submodule(name, NormalizedLinear.of(_plain_linear(self.network, name), keep_bias))
-        return tuple(names)
-
-
-def _is_kept(module: nn.Module, name: str, removed: dict[str, str]) -> bool:
-    return isinstance(module, _BatchNorm) and name not in removed
+        if faithful and last_fc is None:
+            return list({name.rpartition(".")[0]: name for name in names}.values())
+        if last_fc is not None and last_fc not in names:
+            raise ValueError(f"last_fc must name an nn.Linear of the network ({', '.join(names)}), got {last_fc!r}")
+        return names[-1:] if last_fc is None else [last_fc]
 
 
 def _linears(network: nn.Module) -> Iterator[str]:

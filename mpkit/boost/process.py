@@ -39,8 +39,7 @@ class OptimizerProcess:
     """
 
     def __init__(self, opt: Optimizer, *, multiple_of: int = 1) -> None:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}")
+        check_kind("opt", opt, Optimizer, "a torch.optim.Optimizer")
         check_count("multiple_of", multiple_of)
         self.optimizer = opt
         self.multiple_of = multiple_of

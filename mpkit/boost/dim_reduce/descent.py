@@ -119,7 +119,13 @@ class DimReduce(nn.Module):
         for each in self.weights:
             check_kind("each of weight", each, nn.Parameter, "a parameter")
         self.size = sum(w.numel() for w in self.weights)
-        _check_numbers(n_components, rho, gamma, alpha, sigma, rank, rank_size)
+        check_count("n_components", n_components)
+        for name, value in (("rho", rho), ("sigma", sigma)):
+            check_number(name, value, high=1.0, open_low=True)
+        check_number("gamma", gamma, high=1.0)
+        check_number("alpha", alpha)
+        if check_count("rank", rank, low=0) >= check_count("rank_size", rank_size):
+            raise ValueError(f"need 0 <= rank < rank_size, got rank={rank}, rank_size={rank_size}")
         _check_optimizer(optimizer, self.weights)
         self._parts = (network, optimizer)  # a tuple: the network's state stays out of this module's
         self.rho, self.gamma, self.alpha, self.sigma = rho, gamma, alpha, sigma
@@ -322,28 +328,12 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _check_numbers(
-    n_components: int, rho: float, gamma: float, alpha: float, sigma: float, rank: int, rank_size: int
-) -> None:
-    check_count("n_components", n_components)
-    for name, value in (("rho", rho), ("sigma", sigma)):
-        check_number(name, value, high=1.0, open_low=True)
-    check_number("gamma", gamma, high=1.0)
-    check_number("alpha", alpha)
-    check_count("rank_size", rank_size)
-    check_count("rank", rank, low=0)
-    if not 0 <= rank < rank_size:
-        raise ValueError(f"need 0 <= rank < rank_size, got rank={rank}, rank_size={rank_size}")
-
-
 def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for group in optimizer.param_groups:
-        found = {
-            key: float(group.get(key, default)) for key, default in (("lr", 1), ("momentum", 0), ("weight_decay", 0))
-        }
-        if found != {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0} or "betas" in group:
+        found = {key: float(group.get(key, default)) for key, default in plain.items()}
+        if found != plain or "betas" in group:
             raise ValueError(
                 f"DimReduce computes the whole move and needs plain SGD with lr 1 to apply it, got "
                 f"{type(optimizer).__name__} with {found}; the rate of the residual is alpha"

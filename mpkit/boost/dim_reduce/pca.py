@@ -73,8 +73,8 @@ def pca_matrix(
 
 
 def _check_generator(generator: object) -> None:
-    if generator is not None and not isinstance(generator, np.random.Generator | np.random.RandomState):
-        raise TypeError(f"generator must be a NumPy Generator or RandomState, or None, got {type(generator).__name__}")
+    kinds = (np.random.Generator, np.random.RandomState)
+    check_kind("generator", generator, kinds, "a NumPy Generator or RandomState", optional=True)
 
 
 def _check_rank(rank: int) -> None:
@@ -130,10 +130,8 @@ def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> 
     end = time.monotonic() + timeout
     while not full_path.with_name(MARKER).exists():
         if time.monotonic() >= end:
-            raise RuntimeError(
-                f"rank {rank} waited {timeout:g} s for {MARKER} in {str(full_path.parent)!r}; the rank that computes "
-                "the components has failed, needs longer, or writes elsewhere"
-            )
+            waited = f"rank {rank} waited {timeout:g} s for {MARKER} in {str(full_path.parent)!r}"
+            raise RuntimeError(f"{waited}; the rank that computes has failed, needs longer, or writes elsewhere")
         time.sleep(min(POLL_SECONDS, max(0.0, end - time.monotonic())))
     return read_npy(_rank_path(full_path, rank))
 
@@ -189,7 +187,9 @@ def prepare_pca(
         else:
             matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
             _save(full_path, matrix)
-        _check_matrix(matrix, n_components, weights, source.name)
+        if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
+            came = f"a matrix {matrix.shape} of {matrix.dtype} from {source.name!r}"
+            raise ValueError(f"need {n_components} components of {weights} weights, got {came}")
         write_pca_files(full_path, matrix[:n_components], rank_size)
     rows = read_pca_rows(full_path, rank, timeout)
     own = len(range(n_components)[row_block(n_components, rank, rank_size)])
@@ -199,14 +199,6 @@ def prepare_pca(
     return rows
 
 
-def _check_matrix(matrix: np.ndarray, n_components: int, weights: int, source: str) -> None:
-    if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
-        raise ValueError(
-            f"need {n_components} components of {weights} weights, got a matrix {matrix.shape} of {matrix.dtype} from "
-            f"{source!r}"
-        )
-
-
 def _source(pca_mat_path: str | Path | None, weight_load_dir: str | Path | None) -> Path:
     if pca_mat_path is not None:
         path = Path(pca_mat_path)
@@ -214,8 +206,6 @@ def _source(pca_mat_path: str | Path | None, weight_load_dir: str | Path | None)
             raise ValueError(f"pca_mat_path must be an existing .npy file, got {str(path)!r}")
         return path
     if weight_load_dir is None or not Path(weight_load_dir).is_dir():
-        raise ValueError(
-            f"dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of snapshots, see "
-            f"WeightSnapshots), got weight_load_dir={weight_load_dir!r}"
-        )
+        need = "dim_reduce needs pca_mat_path (a .npy file) or weight_load_dir (a directory of WeightSnapshots)"
+        raise ValueError(f"{need}, got weight_load_dir={weight_load_dir!r}")
     return Path(weight_load_dir)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count, check_kind
+from mpkit.arguments import check_alike, check_count, check_kind
 from mpkit.files import read_tensors, write_tensors
 from mpkit.step import Hook, StepContext
 
@@ -73,15 +73,8 @@ def _trained(network: nn.Module) -> dict[str, nn.Parameter]:
 
 def _row(file: Path, trained: Mapping[str, nn.Parameter]) -> np.ndarray:
     state: Mapping[str, Tensor] = read_tensors(file)
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{file.name} must hold a state dict, got {type(state).__name__}")
-    for name, p in trained.items():
-        if name not in state:
-            raise ValueError(f"{file.name} has no parameter {name!r}; was it saved from another network?")
-        if not (isinstance(state[name], Tensor) and state[name].is_floating_point()):
-            raise ValueError(f"{name!r} must be a float tensor, and {file.name} holds {type(state[name]).__name__}")
-        if state[name].shape != p.shape:
-            raise ValueError(
-                f"{name!r} has shape {tuple(state[name].shape)} in {file.name} and {tuple(p.shape)} in the network"
-            )
+    try:
+        check_alike("the state dict", state, {name: p.detach() for name, p in trained.items()})
+    except TypeError as error:
+        raise ValueError(f"{file.name} does not fit: {error}") from None
     return torch.cat([state[name].detach().reshape(-1).double() for name in trained]).numpy()

@@ -60,11 +60,6 @@ class GradientFreeze:
         share = full_step_fraction if freeze_p is None else freeze_p
         if share is None or None not in (freeze_p, full_step_fraction):
             raise TypeError("give freeze_p or full_step_fraction (one of them): the share of steps without freezing")
-        if isinstance(param_groups, list | tuple):
-            raise TypeError(
-                f"param_groups must be the number of groups, an int, got {type(param_groups).__name__}; "
-                "split_parameters_groups(network, number) makes the lists of parameters"
-            )
         if total_steps is None:
             raise TypeError("GradientFreeze needs total_steps, the length of the strategy in steps")
         check_flags(faithful=faithful)
@@ -118,8 +113,7 @@ class GradientFreeze:
 
         What the optimizer holds beside the network's stages, such as the parameters of a loss, is always trained.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         groups = self.split_parameters_groups(network, self.param_groups)
         if not self.faithful:
             staged = {id(p) for p in groups[0]}
