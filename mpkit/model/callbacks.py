@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_count
+from mpkit.scalers import LossScaleManager
 from mpkit.step import StepOutcome
 
 
@@ -21,6 +22,10 @@ class Trained(Protocol):
     network: nn.Module
     train_network: nn.Module
     optimizer: Optimizer | None
+    manager: LossScaleManager | None
+
+    def arguments(self, batch: object) -> tuple[Any, ...]:
+        """A batch as the train network takes it."""
 
     @property
     def pending(self) -> int:

@@ -10,12 +10,11 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpkit.model.callbacks import Callback, Checkpoint, RunContext
+from mpkit.model.callbacks import Callback, Checkpoint, RunContext, Trained
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, saves_itself, set_random_state, unseen
-from mpkit.scalers import LossScaleManager
 from mpkit.step import StepOutcome, TrainOneStepCell
 from mpkit.step.health import nonfinite_parameters, why_skipped
 
@@ -30,35 +29,24 @@ class TrainingLoop:
     """One call of `Model.train` or `Model.fit`.
 
     Args:
-        cell:       called with each batch.
+        model:      has the cell that is called with each batch, and the manager that hears of every overflow.
         dataset:    gives the batches of one epoch whenever it is iterated.
         callbacks:  told in order, checkpoints last.
         run:        where the run stands; its counters are kept here.
         first_epoch:  epochs that count as done already.
-        inputs:     a batch -> the arguments of the cell, on the right device.
-        manager:    told of every overflow, if not None.
-        after_epoch:  called with the epoch's number after its callbacks.
+    After an epoch's callbacks `after_epoch` is called with its number.
     """
 
     def __init__(
-        self,
-        cell: nn.Module,
-        dataset: Iterable[Any],
-        callbacks: Sequence[Callback],
-        run: RunContext,
-        first_epoch: int,
-        *,
-        inputs: Callable[[Any], tuple[Any, ...]],
-        manager: LossScaleManager | None,
-        after_epoch: Callable[[int], None],
+        self, model: Trained, dataset: Iterable[Any], callbacks: Sequence[Callback], run: RunContext, first_epoch: int
     ) -> None:
-        self.cell = cell
+        self.cell = model.train_network
         self.dataset = dataset
         self.callbacks = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
         self.run = run
-        self.inputs = inputs
-        self.manager = manager
-        self.after_epoch = after_epoch
+        self.inputs = model.arguments
+        self.manager = model.manager
+        self.after_epoch: Callable[[int], None] = lambda number: None
         self.stop = threading.Event()
         self.epochs_done = first_epoch
         self.skipped_in_a_row = 0

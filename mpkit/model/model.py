@@ -20,19 +20,11 @@ from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.metrics import Metric, metrics_from
 from mpkit.step import WithLossCell, build_train_network
-from mpkit.step.build import Float32Loss, widened
+from mpkit.step.build import STEP_OPTIONS, Float32Loss, widened
 from mpkit.step.phases import device_of
 from mpkit.step.restore import load_all
 
-OPTIONS = (
-    "loss_scale_manager",
-    "keep_batchnorm_fp32",
-    "boost_config_dict",
-    "acc_level",
-    "hooks",
-    "clip_norm",
-    "accumulation_steps",
-)
+OPTIONS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level", *STEP_OPTIONS)
 
 
 class Model:
@@ -101,7 +93,7 @@ class Model:
                 eval_network = boost.network_auto_process_eval(eval_network)
         self._widen = isinstance(getattr(self.train_network, "network", None), Float32Loss)
         self._eval_network = eval_network
-        self._manager = manager if manager is not None and manager.get_drop_overflow_update() else None
+        self.manager = manager if manager is not None and manager.get_drop_overflow_update() else None
         self._loop: TrainingLoop | None = None
         self._resumed: dict[str, Any] | None = None
 
@@ -179,7 +171,7 @@ class Model:
         with torch.no_grad():
             for batch in valid_dataset:
                 empty = False
-                loss, output, label = self._evaluated(network, self._inputs(batch))
+                loss, output, label = self._evaluated(network, self.arguments(batch))
                 if loss is not None:
                     losses.append(loss.float().mean())
                 for metric in self._metrics.values():
@@ -229,8 +221,8 @@ class Model:
         if progress is None and self._loop is not None:
             progress = self._loop.progress()
         state = {"train_network": self.train_network.state_dict(), "progress": progress}
-        if self._manager is not None:
-            state["manager"] = self._manager.state_dict()
+        if self.manager is not None:
+            state["manager"] = self.manager.state_dict()
         save_whole(state, Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -255,8 +247,8 @@ class Model:
                 stacklevel=2,
             )
         parts = [(self.train_network, state["train_network"])]
-        if self._manager is not None and "manager" in state:
-            parts.insert(0, (self._manager, state["manager"]))
+        if self.manager is not None and "manager" in state:
+            parts.insert(0, (self.manager, state["manager"]))
         load_all(parts)
         self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
@@ -274,24 +266,13 @@ class Model:
             raise ValueError("training needs an optimizer: Model(network, loss_fn, optimizer), or a train cell")
         callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
         for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks must be Callback objects, got {callback!r}; derive a class from Callback")
-        if not isinstance(dataset, Iterable):
-            raise TypeError(f"train_dataset must give batches, as a list or a DataLoader, got {type(dataset).__name__}")
+            check_kind("each of callbacks", callback, Callback, "a Callback (derive a class from it)")
+        check_kind("train_dataset", dataset, Iterable, "what gives batches, as a list or a DataLoader")
         length = None
         with suppress(TypeError, NotImplementedError):  # samplers say it by either that they do not know
             length = len(dataset)  # type: ignore[arg-type]
-        run = RunContext(self, epoch, length)
-        loop = TrainingLoop(
-            self.train_network,
-            dataset,
-            callbacks,
-            run,
-            initial_epoch,
-            inputs=self._inputs,
-            manager=self._manager,
-            after_epoch=lambda number: self._evaluate(loop, valid_dataset if number in due else None),
-        )
+        loop = TrainingLoop(self, dataset, callbacks, RunContext(self, epoch, length), initial_epoch)
+        loop.after_epoch = lambda number: self._evaluate(loop, valid_dataset if number in due else None)
         self._go(loop)
 
     def _go(self, loop: TrainingLoop) -> None:
@@ -344,7 +325,7 @@ class Model:
             output, label = widened(output), widened(label)
         return None if self.loss_fn is None else self.loss_fn(output, label), output, label
 
-    def _inputs(self, batch: object) -> tuple[Any, ...]:
+    def arguments(self, batch: object) -> tuple[Any, ...]:
         """A batch as arguments of the train cell, on the network's device."""
         inputs = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         if self.loss_fn is not None and len(inputs) != 2:

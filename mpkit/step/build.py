@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpkit
-from mpkit.arguments import check_flags, check_kind, kind_of
+from mpkit.arguments import check_flags, check_kind
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.marking import protect_children
 from mpkit.casting.table import MINDSPORE, Level
@@ -145,20 +145,14 @@ def _boost(level: str, config: dict[str, Any] | None) -> Any:
 def _check(network: object, optimizer: object, loss_fn: object, level: object, kwargs: dict[str, Any]) -> None:
     check_kind("network", network, nn.Module, "an nn.Module")
     check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
-        raise TypeError(
-            f"loss_fn must be an nn.Module such as nn.CrossEntropyLoss(), got {kind_of(loss_fn)}; "
-            "put a plain function into the forward of a module"
-        )
-    if not isinstance(level, str):
-        raise TypeError(f"level must be a string, got {type(level).__name__}")
+    module = "an nn.Module such as nn.CrossEntropyLoss() (put a plain function into the forward of one)"
+    check_kind("loss_fn", loss_fn, nn.Module, module, optional=True)
+    check_kind("level", level, str, "a string")
     if level not in MINDSPORE:
         raise ValueError(f"level is one of {', '.join(MINDSPORE)} (case matters), got {level!r}")
     for name in kwargs:
         if name not in OVERRIDES:
-            raise ValueError(
-                f"unknown keyword {name!r}; build_train_network takes {', '.join(OVERRIDES + STEP_OPTIONS)}"
-            )
+            raise ValueError(f"unknown keyword {name!r}; there are {', '.join(OVERRIDES + STEP_OPTIONS)}")
     cast = kwargs.get("cast_model_type", torch.float32)
     if cast not in (torch.float16, torch.float32):
         raise TypeError(
@@ -167,8 +161,5 @@ def _check(network: object, optimizer: object, loss_fn: object, level: object, k
         )
     check_flags(keep_batchnorm_fp32=kwargs.get("keep_batchnorm_fp32", False))
     manager = kwargs.get("loss_scale_manager")
-    if manager is not None and not isinstance(manager, LossScaleManager):
-        raise TypeError(
-            "loss_scale_manager must be a LossScaleManager such as DynamicLossScaleManager(), or None, "
-            f"got {type(manager).__name__}"
-        )
+    like = "a LossScaleManager such as DynamicLossScaleManager()"
+    check_kind("loss_scale_manager", manager, LossScaleManager, like, optional=True)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_function, check_kind, check_number, is_number
+from mpkit.arguments import check_count, check_function, check_kind
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.scalers import LossScaler, Scale
 from mpkit.scalers.sense import scale_tensor
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
-from mpkit.step.phases import checked_loss, device_of
+from mpkit.step.phases import check_norm, checked_loss, device_of
 from mpkit.step.restore import load_all
 from mpkit.step.scaling import Scaling, Unscaled, scaling_of
 from mpkit.step.update import Update
@@ -154,8 +154,8 @@ class TrainOneStepCell(nn.Module):
         if not step.due():
             ctx.outcome = StepOutcome(loss, torch.zeros_like(loss, dtype=torch.bool), step.scaling.shown())
             return ctx.outcome
-        found = step.finish(ctx)
-        overflow = torch.zeros_like(loss, dtype=torch.bool) if found is None else found.bool()
+        step.finish(ctx)
+        overflow = torch.zeros_like(loss, dtype=torch.bool) if ctx.overflow is None else ctx.overflow
         ctx.outcome = StepOutcome(loss, overflow, step.scaling.shown())
         step.tell("after_update", ctx)
         return ctx.outcome
@@ -207,18 +207,10 @@ class TrainOneStepCell(nn.Module):
         if missing := [key for key in own if key not in state]:
             raise ValueError(f"this is not what a {type(self).__name__} saved: it lacks {', '.join(missing)}")
         check_kind("hooks", state["hooks"], (list, tuple), "a list of states, as it was saved")
-        if len(state["hooks"]) != len(self.hooks):
-            raise ValueError(
-                f"the saved step had {len(state['hooks'])} hooks and this one has {len(self.hooks)}; "
-                "build the cell with the same hooks in the same order before loading"
-            )
-        for hook, saved in zip(self.hooks, state["hooks"]):
-            if hasattr(hook, "state_dict") == (saved is None):
-                had, has = ("no state", "one") if saved is None else ("a state", "none")
-                raise ValueError(
-                    f"the saved step had a hook with {had} where this one's {type(hook).__name__} has {has}; "
-                    "build the cell with the same hooks in the same order before loading"
-                )
+        theirs = [saved is not None for saved in state["hooks"]]
+        if theirs != [hasattr(hook, "state_dict") for hook in self.hooks]:
+            had = f"the saved step had {len(theirs)} hooks, {sum(theirs)} of them with a state, and this one has others"
+            raise ValueError(f"{had}; build the cell with the same hooks in the same order before loading")
         check_kinds(self.optimizer, state["kinds"])
         check_count("index", state["index"], low=0)
 
@@ -318,20 +310,15 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
                  RuntimeError when the scale is a `LossScaler`'s, and in the middle of an accumulation, whose
                  gradients carry the old scale.
         """
-        if not isinstance(sens, Tensor):
-            raise TypeError(f"set_sense_scale needs a tensor, got {type(sens).__name__}; use torch.tensor({sens!r})")
+        check_kind("sens", sens, Tensor, "a tensor, as torch.tensor(1024.0)")
         if sens.shape != self.scale_sense.shape or not sens.is_floating_point():
-            raise ValueError(
-                f"set_sense_scale needs a floating tensor of shape {tuple(self.scale_sense.shape)}, "
-                f"got {sens.dtype} of shape {tuple(sens.shape)}"
-            )
+            need = f"a floating tensor of shape {tuple(self.scale_sense.shape)}"
+            raise ValueError(f"sens must be {need}, got {sens.dtype} of shape {tuple(sens.shape)}")
         if self._rule is not None:
             raise RuntimeError("the scale belongs to the LossScaler that this cell was built with; set it there")
         if self.step.pending:
-            raise RuntimeError(
-                f"{self.step.pending} of {self.accumulation_steps} micro-batches are summed at the old scale; "
-                "change the scale after the call that ends the accumulation"
-            )
+            summed = f"{self.step.pending} of {self.accumulation_steps} micro-batches are summed at the old scale"
+            raise RuntimeError(f"{summed}; change it after the call that ends the accumulation")
         self.scale_sense.copy_(sens)
 
 
@@ -344,26 +331,19 @@ def check_parts(
     assert isinstance(optimizer, Optimizer)
     need_plain_step(optimizer)
     if not any(p.requires_grad for p in parameters_of(optimizer)):
-        raise ValueError(
-            "the optimizer holds no parameter with requires_grad=True, so a step would change nothing; "
-            "unfreeze some or build it from the parameters that train"
-        )
+        nothing = "the optimizer holds no parameter with requires_grad=True, so a step would change nothing"
+        raise ValueError(f"{nothing}; unfreeze some or build it from the parameters that train")
     if isinstance(hooks, str) or not isinstance(hooks, Iterable) or not all(isinstance(h, Hook) for h in hooks):
         raise TypeError(f"hooks must be a list of Hook objects (an empty one for none), got {hooks!r:.80}")
     if clip_norm is not None:
-        if not is_number(clip_norm):
-            raise TypeError(f"clip_norm must be a number or None, got {type(clip_norm).__name__}")
-        if isinstance(clip_norm, int):
-            check_number("clip_norm", clip_norm)
-        if not float(clip_norm) > 0:  # inf is a norm that clips nothing
-            raise ValueError(f"clip_norm must be above 0, got {clip_norm}; use None for no clipping")
+        check_norm("clip_norm", clip_norm)
     check_count("accumulation_steps", accumulation_steps)
 
 
 def check_clipped(clip_norm: float | None, sens: float | None) -> None:
     """Raise ValueError for a norm of gradients that stay multiplied."""
     if clip_norm is not None and sens not in (None, 1):
-        raise ValueError(
-            f"clip_norm={clip_norm} with sens={sens} would clip gradients that are still multiplied by sens, that "
-            "is to clip_norm / sens; use TrainOneStepWithLossScaleCell, which unscales before it clips"
+        would = (
+            f"clip_norm={clip_norm} would clip gradients that are still multiplied by sens={sens}, to clip_norm / sens"
         )
+        raise ValueError(f"{would}; use TrainOneStepWithLossScaleCell, which unscales before it clips")

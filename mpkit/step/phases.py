@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mpkit.arguments import check_number, is_number
 from mpkit.optimizers.arguments import parameters_of
 
 
@@ -31,16 +32,12 @@ def checked_loss(loss: object) -> Tensor:
     Raises:  TypeError if it is no tensor of real numbers; ValueError if it is not a scalar or depends on no parameter.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"a training step needs the loss as one tensor, got {type(loss).__name__}; "
-            "wrap the network with WithLossCell(network, loss_fn) or return the loss alone"
-        )
+        came = f"a training step needs the loss as one tensor, got {type(loss).__name__}"
+        raise TypeError(f"{came}; wrap the network with WithLossCell(network, loss_fn) or return the loss alone")
     if loss.is_complex():
         raise TypeError(f"a training step needs a real loss, got {loss.dtype}; take loss.abs() or loss.real")
     if loss.dim() != 0:
-        raise ValueError(
-            f"a training step needs a scalar loss, got shape {tuple(loss.shape)}; reduce it with loss.mean()"
-        )
+        raise ValueError(f"a training step needs a scalar loss, got shape {tuple(loss.shape)}; take loss.mean()")
     if not loss.requires_grad:
         raise ValueError(
             "the loss has no gradient: it depends on no parameter with requires_grad=True; check that the parameters "
@@ -143,6 +140,16 @@ def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def check_norm(name: str, value: object) -> None:
+    """Raise unless `value` is a number above 0; inf is a norm that clips nothing."""
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int):
+        check_number(name, value)
+    if not float(value) > 0:
+        raise ValueError(f"{name} must be above 0, got {value}; leave it out for no clipping")
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_flags, check_kind, is_number
+from mpkit.arguments import check_alike, check_choice, check_flags, check_kind
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step.engine import Step
-from mpkit.step.phases import clip_, device_of
+from mpkit.step.phases import check_norm, clip_, device_of
 from mpkit.step.restore import load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
@@ -60,7 +60,7 @@ class ScaledStep(Step):
         own = list(listed) if isinstance(listed, Iterable) else []
         if not own or not all(isinstance(o, Optimizer) for o in own):
             raise TypeError(
-                f"optimizers must be one torch.optim.Optimizer or a non-empty sequence of them, got {optimizers!r:.80}"
+                f"optimizers must be torch.optim.Optimizers, one or a non-empty list, got {optimizers!r:.80}"
             )
         for optimizer in own:
             need_plain_step(optimizer)
@@ -89,9 +89,8 @@ class ScaledStep(Step):
         """
         if self.found:
             raise RuntimeError(
-                "backward after unscale_ would add gradients times the scale to gradients that are not; "
-                "run every backward pass of the step before unscale_(), or call update() first, or drop() to give the "
-                "step up"
+                "backward after unscale_ would add gradients times the scale to gradients that are not; run every "
+                "backward pass of the step before unscale_(), or call update() first, or drop() to give the step up"
             )
         super().backward(loss, **options)
 
@@ -122,10 +121,7 @@ class ScaledStep(Step):
                 "clip_ before unscale_ would clip to max_norm / scale, because the gradients are still multiplied by "
                 "the scale; call unscale_() first"
             )
-        if not is_number(max_norm):
-            raise TypeError(f"max_norm must be a number, got {type(max_norm).__name__}")
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {max_norm}; leave clip_ out for no clipping")
+        check_norm("max_norm", max_norm)
         return clip_(self.parameters() if optimizer is None else parameters_of(optimizer), max_norm)
 
     def update(self) -> Tensor:

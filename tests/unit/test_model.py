@@ -77,7 +77,7 @@ def weights(model):
 
 def everything(model):
     """Weights, optimizer, scale and every counter, of the step and of the manager."""
-    return [model.train_network.state_dict(), model._manager.state_dict()]
+    return [model.train_network.state_dict(), model.manager.state_dict()]
 
 
 class Log(Callback):
@@ -369,7 +369,7 @@ def test_a_process_killed_at_random_moments_resumes_to_the_same_weights(tmp_path
     torch.manual_seed(11)
     whole.train(40, loader(seed=3, bad=(2,)))
     assert_same(got, everything(whole))
-    assert whole._manager.cur_iter == 241
+    assert whole.manager.cur_iter == 241
 
 
 def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):

@@ -405,7 +405,7 @@ def test_calls_out_of_order_say_what_they_would_break():
         ScaledStep([torch.optim.SGD(net.parameters(), 0.1) for _ in range(2)], torch.tensor(1.0))
     with pytest.raises(ValueError, match="skip must be 'all' or 'each'"):
         ScaledStep(torch.optim.SGD(net.parameters(), 0.1), torch.tensor(1.0), skip="some")
-    with pytest.raises(TypeError, match="non-empty sequence"):
+    with pytest.raises(TypeError, match="non-empty"):
         ScaledStep([], torch.tensor(1.0))
 
 
@@ -483,7 +483,7 @@ class Loss(nn.Module):
 
 
 BAD_LOSSES = [
-    (lambda out: out.sum(1), ValueError, r"scalar loss, got shape \(8,\); reduce it with loss.mean\(\)"),
+    (lambda out: out.sum(1), ValueError, r"scalar loss, got shape \(8,\)"),
     (lambda out: out.detach().sum(), ValueError, "the loss has no gradient"),
     (lambda out: (out.sum(), out), TypeError, "the loss as one tensor, got tuple"),
     (lambda out: 1.5, TypeError, "the loss as one tensor, got float"),

@@ -119,11 +119,7 @@ class DimReduce(nn.Module):
         for each in self.weights:
             check_kind("each of weight", each, nn.Parameter, "a parameter")
         self.size = sum(w.numel() for w in self.weights)
-        check_count("n_components", n_components)
-        for name, value in (("rho", rho), ("sigma", sigma)):
-            check_number(name, value, high=1.0, open_low=True)
-        check_number("gamma", gamma, high=1.0)
-        check_number("alpha", alpha)
+        _check_numbers(n_components, rho, gamma, alpha, sigma)
         if check_count("rank", rank, low=0) >= check_count("rank_size", rank_size):
             raise ValueError(f"need 0 <= rank < rank_size, got rank={rank}, rank_size={rank_size}")
         _check_optimizer(optimizer, self.weights)
@@ -136,9 +132,8 @@ class DimReduce(nn.Module):
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
         self.register_buffer("pca", self._checked_rows(pca_mat_local, n_components).to(like), persistent=False)
         self.register_buffer("inverse_hessian", torch.eye(n_components).to(like))
-        self.register_buffer("last_projection", like.new_zeros(n_components))
-        self.register_buffer("last_move", like.new_zeros(n_components))
-        self.register_buffer("momentum", like.new_zeros(self.size))
+        for name, size in (("last_projection", n_components), ("last_move", n_components), ("momentum", self.size)):
+            self.register_buffer(name, like.new_zeros(size))
         self.search: LineSearch | None = None
         self._random = _RandomState(like.device)
         network.register_forward_pre_hook(self._random)
@@ -326,6 +321,14 @@ def _undisturbed(network: nn.Module, random: _RandomState) -> Iterator[None]:
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _check_numbers(n_components: int, rho: float, gamma: float, alpha: float, sigma: float) -> None:
+    check_count("n_components", n_components)
+    for name, value in (("rho", rho), ("sigma", sigma)):
+        check_number(name, value, high=1.0, open_low=True)
+    check_number("gamma", gamma, high=1.0)
+    check_number("alpha", alpha)
 
 
 def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:

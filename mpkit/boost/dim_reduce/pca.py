@@ -170,8 +170,8 @@ def prepare_pca(
     """
     check_kind("network", network, nn.Module, "an nn.Module")
     _check_rank(rank)
-    check_count("rank_size", rank_size)
-    check_count("device_number", device_number)
+    for name, value in (("rank_size", rank_size), ("device_number", device_number)):
+        check_count(name, value)
     _check_generator(generator)
     source = _source(pca_mat_path, weight_load_dir)
     full_path = source if source.is_file() else source / FULL_NAME
@@ -187,16 +187,18 @@ def prepare_pca(
         else:
             matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
             _save(full_path, matrix)
-        if matrix.ndim != 2 or matrix.dtype.kind != "f" or len(matrix) < n_components or matrix.shape[1] != weights:
-            came = f"a matrix {matrix.shape} of {matrix.dtype} from {source.name!r}"
-            raise ValueError(f"need {n_components} components of {weights} weights, got {came}")
+        _need_rows(matrix[:n_components], (n_components, weights), f"from {source.name!r}")
         write_pca_files(full_path, matrix[:n_components], rank_size)
     rows = read_pca_rows(full_path, rank, timeout)
     own = len(range(n_components)[row_block(n_components, rank, rank_size)])
-    if rows.shape != (own, weights) or rows.dtype.kind != "f":
-        came = f"{rows.shape} in {str(full_path.parent)!r}; remove the files of an earlier run"
-        raise ValueError(f"rank {rank} needs {own} rows of {weights} weights, got {came}")
+    _need_rows(rows, (own, weights), f"in {str(full_path.parent)!r}; remove the files of an earlier run")
     return rows
+
+
+def _need_rows(matrix: np.ndarray, shape: tuple[int, int], where: str) -> None:
+    if matrix.shape != shape or matrix.dtype.kind != "f":
+        came = f"{matrix.shape} of {matrix.dtype} {where}"
+        raise ValueError(f"need {shape[0]} components of {shape[1]} weights, got a matrix {came}")
 
 
 def _source(pca_mat_path: str | Path | None, weight_load_dir: str | Path | None) -> Path:
