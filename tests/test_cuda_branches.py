@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import MEMBERS
+from stepping import give_gradients, parameters
 from support import ROOT
-from test_optimizers import MEMBERS, give_gradients, parameters
 from torch import Tensor, nn
 
 from mpkit import device as devices

@@ -200,7 +200,7 @@ def default_dtype(request):
 
 def trained_under(name):
     """Weights after steps with a skip among them; everything is made inside, with an explicit dtype."""
-    from test_optimizers import FIXED_RATE, MEMBERS
+    from oracles import FIXED_RATE, MEMBERS
 
     p = nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float32).view(3, 4))
     options = {} if name in FIXED_RATE else {"lr": CosineDecayLR(0.0, 0.1, 10)}
@@ -214,7 +214,7 @@ def trained_under(name):
 
 def pytest_generate_tests(metafunc):
     if "member" in metafunc.fixturenames:
-        from test_optimizers import MEMBERS
+        from oracles import MEMBERS
 
         metafunc.parametrize("member", MEMBERS)
 

@@ -53,7 +53,7 @@ OWN = {  # module -> what the names of its test files begin with; EVERY: those o
     "policies": ("test_policies", "test_golden_scalers", "test_tensor_scale"),
     "scalers": ("test_scalers", "test_golden_scalers", "test_tensor_scale"),
     "step": ("test_step", "test_golden_step", "test_clip", "test_build", "test_accumulation"),
-    "optimizers": ("test_optimizers", "test_golden_optimizers", "test_bf16", "test_centralization"),
+    "optimizers": ("test_optimizer", "test_update_rules", "test_golden_optimizers", "test_centralization"),
     "schedules": ("test_schedules", "test_golden_optimizers"),
     "model": ("test_model", "test_golden_step"),
     "boost": ("test_boost", "test_golden_boost", "test_a", "test_dim", "test_freeze", "test_group", "test_less"),

@@ -1,0 +1,389 @@
+"""Rates, groups, decay and options, and what is refused: TypeError for kinds, ValueError for ranges."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stepping import parameters, train
+from torch import Tensor, nn
+
+from mpkit import optimizers as opt
+from mpkit.optimizers.arguments import coming_rate, listed
+from mpkit.optimizers.saved import check_saved
+from mpkit.schedules import ListedLR, PolynomialDecayLR, WarmUpLR
+
+P = parameters()
+
+
+BAD: list[tuple[str, Callable[[], Any], type[Exception]]] = [
+    ("params none", lambda: opt.Adam(None), ValueError),
+    ("params empty", lambda: opt.Adam([]), ValueError),
+    ("params one tensor", lambda: opt.Adam(P[0]), TypeError),
+    ("params number", lambda: opt.Adam(3), TypeError),
+    ("params of numbers", lambda: opt.Adam([1.0]), TypeError),
+    ("params mixed", lambda: opt.Adam([P[0], {"params": [P[1]]}]), TypeError),
+    ("params integer", lambda: opt.Adam([torch.ones(2, dtype=torch.int32)]), TypeError),
+    ("one parameter twice", lambda: opt.Adam([{"params": [P[0]]}, {"params": [P[0]]}]), RuntimeError),
+    ("group without params", lambda: opt.Adam([{"lr": 0.1}]), KeyError),
+    ("group empty", lambda: opt.Adam([{"params": []}]), ValueError),
+    ("group key unknown", lambda: opt.Adam([{"params": [P[0]], "grad_centralizaiton": True}]), KeyError),
+    ("centralization 1", lambda: opt.Adam([{"params": [P[0]], "grad_centralization": 1}]), TypeError),
+    ("order beside lr", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[0]], "lr": 1.0}]), ValueError),
+    ("order not iterable", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": 1}]), TypeError),
+    ("order too short", lambda: opt.Adam([{"params": [P[0], P[1]]}, {"order_params": [P[0]]}]), ValueError),
+    ("order foreign", lambda: opt.Adam([{"params": [P[0]]}, {"order_params": [P[1]]}]), ValueError),
+    ("order twice", lambda: opt.Adam([{"params": [P[0]]}, *[{"order_params": [P[0]]}] * 2]), ValueError),
+    ("order alone", lambda: opt.Adam([{"order_params": [P[0]]}]), ValueError),
+    ("lr negative", lambda: opt.Adam([P[0]], -0.1), ValueError),
+    ("lr none", lambda: opt.Adam([P[0]], None), TypeError),
+    ("lr string", lambda: opt.Adam([P[0]], "0.1"), ValueError),
+    ("lr bool", lambda: opt.Adam([P[0]], True), TypeError),
+    ("lr two axes", lambda: opt.Adam([P[0]], torch.ones(2, 2)), ValueError),
+    ("lr lists unequal", lambda: opt.SGD([{"params": [P[i]], "lr": [0.1] * (i + 1)} for i in (0, 1)]), ValueError),
+    ("decay negative", lambda: opt.Adam([P[0]], weight_decay=-1.0), ValueError),
+    ("decay string", lambda: opt.Adam([P[0]], weight_decay="x"), TypeError),
+    ("decay function for SGD", lambda: opt.SGD([P[0]], weight_decay=lambda step: 0.1), TypeError),
+    ("loss scale 0", lambda: opt.Adam([P[0]], loss_scale=0), ValueError),
+    ("loss scale string", lambda: opt.Adam([P[0]], loss_scale="2"), TypeError),
+    ("option unknown", lambda: opt.Adam([P[0]], foreach=True), TypeError),
+    ("faithful 1", lambda: opt.Adam([P[0]], faithful=1), TypeError),
+    ("momentum int", lambda: opt.Momentum([P[0]], 0.1, 1), TypeError),
+    ("nesterov without momentum", lambda: opt.SGD([P[0]], nesterov=True), ValueError),
+    ("nesterov with dampening", lambda: opt.SGD([P[0]], 0.1, 0.9, 0.1, nesterov=True), ValueError),
+    ("amsgrad and lazy", lambda: opt.Adam([P[0]], use_amsgrad=True, use_lazy=True), ValueError),
+    ("lazy and offload", lambda: opt.Adam([P[0]], use_lazy=True, use_offload=True), ValueError),
+    ("asgd t0 int", lambda: opt.ASGD([P[0]], t0=10), TypeError),
+    ("etas list", lambda: opt.Rprop([P[0]], etas=[0.5, 1.2]), TypeError),
+    ("ftrl lr int", lambda: opt.FTRL([P[0]], learning_rate=1), TypeError),
+    ("ftrl lr list", lambda: opt.FTRL([P[0]], learning_rate=[0.1]), ValueError),
+    ("ftrl lr of a group", lambda: opt.FTRL([{"params": [P[0]], "lr": 0.1}]), ValueError),
+    ("adafactor lr and relative", lambda: opt.AdaFactor([P[0]], 0.1), ValueError),
+    ("adafactor neither", lambda: opt.AdaFactor([P[0]], relative_step=False), ValueError),
+    ("adafactor warmup", lambda: opt.AdaFactor([P[0]], 0.1, relative_step=False, warmup_init=True), ValueError),
+    ("adafactor lr of a group", lambda: opt.AdaFactor([{"params": [P[0]], "lr": 0.1}]), ValueError),
+    ("lars of torch", lambda: opt.LARS(torch.optim.SGD(P, 0.1)), TypeError),
+    ("lars of lamb", lambda: opt.LARS(opt.Lamb(P, 0.1)), TypeError),
+    (
+        "lars clip with a changing group",
+        lambda: opt.LARS(opt.SGD([{"params": [P[0]], "lr": [0.1, 0.2]}]), use_clip=True),
+        ValueError,
+    ),
+    ("lr of a stranger", lambda: opt.Adam([P[0]]).get_lr_parameter(P[1]), ValueError),
+    ("lr of a number", lambda: opt.Adam([P[0]]).get_lr_parameter(1), TypeError),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), [pytest.param(call, error, id=id) for id, call, error in BAD])
+def test_bad_input_is_refused_with_the_kind_of_the_reference(call, error):
+    with pytest.raises(error):
+        call()
+
+
+# optimizer: its number -> the ends of its range that belong to it, and those that do not
+ENDS = {
+    "RMSProp": {"decay": ([0], [1]), "momentum": ([0], [-1e-9]), "epsilon": ([], [0])},
+    "Adagrad": {"accum": ([0], [-1e-9])},
+    "Adadelta": {"rho": ([0, 1], [-1e-9, 1 + 1e-9]), "epsilon": ([], [0])},
+    "ProximalAdagrad": {"accum": ([0], [-1e-9]), "l1": ([0], [-1e-9]), "l2": ([0], [-1e-9])},
+    "FTRL": {
+        "initial_accum": ([0], [-1e-9]),
+        "lr_power": ([0], [1e-9]),
+        "l1": ([0], [-1e-9]),
+        "l2": ([0], [-1e-9]),
+        "learning_rate": ([], [0.0]),
+    },
+    "Adam": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdaMax": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "Lamb": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdamWeightDecay": {"beta1": ([], [0.0, 1.0]), "beta2": ([], [0.0, 1.0]), "eps": ([], [0])},
+    "AdaFactor": {
+        "eps": ([], [(0, 1e-3), (1e-30, 0)]),
+        "clip_threshold": ([], [0]),
+        "decay_rate": ([], [0]),
+        "beta1": ([0], [-1e-9, 1]),
+        "weight_decay": ([0], [-1e-9, 1]),
+    },
+    "SGD": {"momentum": ([0], [-1e-9]), "dampening": ([0], [-1e-9])},
+    "Momentum": {"momentum": ([0.0], [-1e-9])},
+    "Rprop": {"etas": ([], [(0.0, 1.2), (1.0, 1.2), (0.5, 1.0)]), "step_sizes": ([], [(0.0, 1.0), (1.0, 1.0)])},
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_a_range(name):
+    def make(**given: Any) -> None:
+        needed = {"AdamWeightDecay": {}, "Momentum": {"momentum": 0.9}}.get(name, {})
+        rate = {"learning_rate": 0.1} if name in ("Lamb", "Momentum") else {}
+        getattr(opt, name)([P[0]], **(rate | needed | given))
+
+    for key, (taken, refused) in ENDS[name].items():
+        for value in taken:
+            make(**{key: value})
+        for value in refused:
+            with pytest.raises(ValueError, match=r"must|need"):
+                make(**{key: value})
+
+
+def test_values_that_look_bad_but_are_legal():
+    opt.Adam([P[0]], 0)
+    opt.Adam([P[0]], torch.tensor(0.1))
+    opt.Adam([P[0]], torch.tensor([0.1, 0.2]))
+    opt.Momentum([P[0]], 0.1, 1.5)
+    opt.SGD([P[0]], 0.1, 1)
+    opt.Adam([P[0]], weight_decay=3, loss_scale=0.5)
+    opt.Adam(p for p in P)
+    opt.LARS(opt.SGD([P[0]]), lars_filter=lambda x: "bias" not in x.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (opt.AdamOffload, {"use_lazy": True}),
+        (opt.LazyAdam, {"use_offload": True}),
+        (opt.AdamOffload, {"use_amsgrad": True}),
+        (opt.LazyAdam, {"use_amsgrad": True}),
+    ],
+)
+def test_the_short_names_of_adam_are_adam_with_their_flag(make: Any, given: dict[str, bool]) -> None:
+    """So what Adam refuses beside that flag they refuse too."""
+    with pytest.raises(ValueError, match="exclude each other"):
+        make([nn.Parameter(torch.zeros(1))], **given)
+
+
+@pytest.mark.parametrize("params", [torch.ones(2), "weight", {"weight": torch.ones(2)}, 3], ids=str)
+def test_parameters_come_in_a_list(params: Any) -> None:
+    """A tensor, a text and a mapping could be gone through too, and would give something else."""
+    with pytest.raises(TypeError, match=r"must be an iterable of parameters, got .*; put it into a list"):
+        listed(params, "params")
+
+
+@pytest.mark.parametrize("saved", [{"state": {}}, {"param_groups": []}, [], None])
+def test_what_is_no_state_of_an_optimizer_is_told_from_one_of_another(saved: object) -> None:
+    with pytest.raises(ValueError, match="needs what state_dict"):
+        check_saved(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "says"),
+    [
+        ("lr", None, TypeError, "a learning rate is a number, a list, a tensor or a schedule, got None"),
+        ("lr", "0.1", ValueError, "got the string '0.1'"),
+        ("weight_decay", [0.1], TypeError, "weight_decay must be a number, got"),
+        ("weight_decay", None, TypeError, "weight_decay must be a number, got None"),
+    ],
+)
+def test_what_is_no_rate_or_no_decay_is_refused_before_any_group_moves(key, value, error, says):
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = opt.SGD([{"params": [w], "lr": 0.5, "weight_decay": 0.25} for w in weights], 0.1)
+    optimizer.param_groups[1][key] = value
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    with pytest.raises(error, match=says):
+        optimizer.step()
+    assert [w.item() for w in weights] == [1.0, 1.0]
+    assert optimizer.global_step == 0
+
+
+@pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan, -1e-30, 10**400])
+def test_a_rate_is_finite_and_not_negative(rate: float) -> None:
+    with pytest.raises(ValueError, match="a learning rate must be at least 0 and finite"):
+        opt.SGD([nn.Parameter(torch.zeros(1))], rate)
+
+
+def test_a_whole_number_is_a_rate_as_long_as_float64_holds_it():
+    largest, weight = int(sys.float_info.max), nn.Parameter(torch.ones(1))
+    assert opt.SGD([weight], learning_rate=largest).param_groups[0]["lr"] == sys.float_info.max
+    with pytest.raises(ValueError, match="finite"):
+        opt.SGD([weight], learning_rate=2 * largest)
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [[0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25]), torch.tensor([0.5, 0.25])],
+    ids=lambda r: type(r).__name__,
+)
+def test_rates_may_be_put_into_a_group_as_the_constructor_takes_them(rates):
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = opt.SGD([weight], 1.0)
+    optimizer.param_groups[0]["lr"] = rates
+    weight.grad = torch.ones(1)
+    assert optimizer.get_lr() == torch.tensor(0.5)
+    optimizer.step()
+    optimizer.step()
+    assert weight.item() == -0.75
+
+
+@pytest.mark.parametrize("rates", [torch.tensor([0.5, 0.25]), np.array([0.5, 0.25]), [0.5, 0.25], (0.5, 0.25)])
+def test_adafactor_takes_every_kind_of_rate(rates):
+    p = nn.Parameter(torch.ones(2))
+    optimizer = opt.AdaFactor([p], rates, relative_step=False)
+    assert isinstance(optimizer.param_groups[0]["lr"], ListedLR)
+    assert optimizer.get_lr().item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("group", "rate"),
+    [
+        ({"lr": 0.0}, 0.0),
+        ({"lr": 1.0, "relative_step": True}, 1.0),
+        ({"lr": 0.0, "relative_step": True}, math.nan),
+        ({"lr": 0.0, "relative_step": False}, 0.0),
+        ({"lr": torch.tensor([0.5])}, 0.5),
+        ({"lr": torch.tensor([0.5, 0.25])}, math.nan),
+        ({}, math.nan),
+    ],
+    ids=str,
+)
+def test_the_coming_rate_is_none_where_the_steps_are_relative_or_the_rate_is_no_number(group: Any, rate: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert float(coming_rate(optimizer, group)) == pytest.approx(rate, nan_ok=True, abs=0, rel=0)
+
+
+@pytest.mark.parametrize("faithful", [False, True])
+def test_a_fixed_rate_beside_a_schedule_is_exact_unless_faithful(faithful):
+    a, b = parameters()[:2]
+    schedule = PolynomialDecayLR(0.1, 0.01, 4, 0.5)
+    groups = [{"params": [a], "lr": 0.01, "weight_decay": 0.01}, {"params": [b], "lr": schedule}]
+    optimizer = opt.Momentum([*groups, {"order_params": [b, a]}], 0.1, 0.9, faithful=faithful)
+    assert [p is q for p, q in zip(optimizer.parameters, [b, a])] == [True, True]
+    rates = optimizer.get_lr()
+    assert [r.item() for r in rates] == pytest.approx([0.1, 0.01], rel=1e-5)
+    assert rates[1].item() == (0.009999990463256836 if faithful else 0.009999999776482582)
+    assert torch.equal(optimizer.get_lr_parameter(a), rates[1])
+    assert [r.item() for r in optimizer.get_lr_parameter([b, a])] == [r.item() for r in rates]
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.get_lr()[0].item() == pytest.approx(0.0736396, abs=1e-7)
+
+
+@pytest.mark.parametrize("faithful", [None, False, True])
+def test_the_roundings_of_mindspore_are_copied_only_when_asked_for(faithful: bool | None) -> None:
+    """A fixed rate beside a schedule, as (lr + 1) - 1 in float32; gradients of 3 columns are centralized or not."""
+    fixed, other = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(1))
+    groups = [{"params": [fixed], "lr": 1e-4, "grad_centralization": True}, {"params": [other], "lr": ListedLR((1.0,))}]
+    options = {} if faithful is None else {"faithful": faithful}
+    optimizer = opt.SGD(groups, **options)
+    fixed.grad, other.grad = torch.tensor([[1.0, 2.0, 3.0]] * 2), torch.ones(1)
+    optimizer.step()
+    rate = (torch.tensor(1e-4) + 1 - 1).item() if faithful else 1e-4
+    moved = torch.tensor([[1.0, 2.0, 3.0] if faithful else [-1.0, 0.0, 1.0]] * 2)
+    torch.testing.assert_close(fixed.detach(), -rate * moved, rtol=1e-6, atol=0)
+    assert not optimizer.count_skipped
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_a_list_of_rates_must_cover_every_step(found):
+    params = parameters()
+    optimizer = opt.SGD(params, [0.3, 0.2])
+    train(optimizer, params, range(2), found)
+    with pytest.raises(RuntimeError, match="none for step 2"):
+        train(optimizer, params, range(1), found)
+
+
+@pytest.mark.usefixtures("flags")
+def test_the_caller_chooses_whether_a_skipped_step_advances_the_schedule():
+    for count, want in ((False, 0.1), (True, 0.2)):
+        params = parameters()
+        optimizer = opt.Adam(params, WarmUpLR(1.0, 10), count_skipped=count)
+        for found in (0.0, 1.0):
+            train(optimizer, params, range(1), found)
+        assert float(optimizer.get_lr()) == pytest.approx(want)
+        assert int(optimizer.param_groups[0]["updates"]) == 1  # the bias correction never counts a skip
+
+
+def test_torchs_schedulers_drive_these_optimizers():
+    params = parameters()
+    optimizer = opt.Adam(params, 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(optimizer, params, range(1))
+    scheduler.step()
+    assert float(optimizer.get_lr()) == pytest.approx(0.05)
+
+
+def test_the_rate_of_a_group_added_later_is_shown():
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = opt.Momentum([first], 0.125, 0.9)
+    assert optimizer.get_lr().item() == 0.125
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    assert [rate.item() for rate in optimizer.get_lr()] == [0.125, 0.5]
+    assert [rate.item() for rate in copy.deepcopy(optimizer).get_lr()] == [0.125, 0.5]
+
+
+def test_a_list_of_rates_of_another_length_is_refused_in_a_group_added_later():
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = opt.Momentum([first], [0.1, 0.2], 0.9)
+    with pytest.raises(ValueError, match="one length in all groups"):
+        optimizer.add_param_group({"params": [second], "lr": [0.1, 0.2, 0.3]})
+    assert len(optimizer.param_groups) == 1
+    assert not optimizer.rates_grouped
+
+
+def test_decay_by_name_only_without_groups_and_biases_are_decayed():
+    def moved(params: Any) -> set[str]:
+        optimizer = opt.SGD(params, 1.0, weight_decay=0.5)
+        for _, p in named:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        return {n for n, p in named if p.detach()[0] != 1}
+
+    names = ["fc.weight", "fc.bias", "bn.gamma", "bn.beta", "alphabeta"]
+    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
+    assert moved(named) == {"fc.weight", "fc.bias"}
+    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
+    assert moved([{"params": named}]) == set(names)
+    named = [(n, nn.Parameter(torch.ones(2))) for n in names]
+    assert moved([p for _, p in named]) == set(names)  # no names, no rule
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_weight_decay_can_be_a_function_of_the_step(found):
+    p = nn.Parameter(torch.ones(1))
+    optimizer = opt.Momentum([p], 1.0, 0.0, weight_decay=lambda step: 0.5 / (1 + step))
+    for want in (0.5, 0.375):  # 1 (1 - 1/2), then 1/2 (1 - 1/4)
+        p.grad = torch.zeros(1)
+        optimizer.found_inf = None if found is None else torch.zeros(())
+        optimizer.step()
+        assert p.item() == want
+
+
+def test_centralization_in_a_group_follows_decay_and_knows_the_reference_multiple():
+    for shape, faithful, want in (((2, 3), False, True), ((2, 3), True, False), ((2, 16), True, True)):
+        p = nn.Parameter(torch.zeros(shape))
+        p.grad = torch.ones(shape)
+        opt.SGD([{"params": [p], "grad_centralization": True}], 1.0, faithful=faithful).step()
+        assert (not p.any()) == want
+
+
+def test_a_gradient_transform_comes_after_decay_and_before_the_loss_scale():
+    p = nn.Parameter(torch.ones(2))
+    seen = []
+
+    def transform(grads: list[Tensor], params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        assert params[0] is p
+        seen.append(grads[0].clone())
+        return [g + group["lr"] for g in grads]
+
+    p.grad = torch.full((2,), 4.0)
+    opt.SGD([p], 0.5, weight_decay=0.25, loss_scale=4.0, gradient_transform=transform).step()
+    assert torch.equal(seen[0], torch.full((2,), 5.0))  # 4 + 0.25 * 4 * 1
+    assert torch.equal(p.detach(), torch.full((2,), 1 - 0.5 * 5.5 / 4))
+
+
+def net() -> nn.Module:
+    return nn.ModuleDict({"conv": nn.Conv2d(1, 2, 3), "norm": nn.LayerNorm(4), "fc": nn.Linear(4, 2)})
+
+
+def test_trainable_and_untrainable_share_out_the_parameters():
+    module = net()
+    module["fc"].bias.requires_grad_(False)
+    assert [n for n, _ in opt.untrainable_params(module)] == ["fc.bias"]
+    assert [n for n, _ in opt.trainable_params(module)] == [n for n, _ in module.named_parameters() if n != "fc.bias"]

@@ -1,0 +1,323 @@
+"""An optimizer around another: hooks and state of the one inside, and bfloat16 weights without a master copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from stepping import stepped
+from support import archives, floats
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit import optimizers as opt
+from mpkit.boost import FreezeOpt
+from mpkit.optimizers import BFloat16Weights, stochastic_bf16
+
+WAYS = ("stochastic", "kahan")
+GOLDEN = [z for _, z in archives("x", "r", "rounded")]
+
+
+def wrapped(kind: str) -> opt.Wrapper:
+    weights = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3)]
+    inside = opt.Momentum(weights, 0.5, 0.5)
+    return {"plain": opt.Wrapper, "LARS": opt.LARS, "bf16": BFloat16Weights}[kind](inside)
+
+
+@pytest.mark.parametrize("kind", ["plain", "LARS", "bf16"])
+def test_hooks_run_once_whichever_object_they_were_given_to(kind):
+    optimizer, seen = wrapped(kind), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    try:
+        stepped(optimizer)
+    finally:
+        handle.remove()
+    assert seen == ["before", "after", "any"]
+    assert optimizer.global_step == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "LARS", "bf16"])
+def test_schedulers_of_either_object_see_its_steps(kind):
+    optimizer = wrapped(kind)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, optimizer.optimizer)]
+    stepped(optimizer)
+    for scheduler in schedulers:
+        scheduler.step()  # torch would warn of one whose optimizer made no step
+    assert copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.125
+
+
+def test_flags_of_a_scaler_are_handed_on_and_taken_away():
+    optimizer = wrapped("plain")
+    optimizer.found_inf = torch.ones(())
+    stepped(optimizer)
+    assert optimizer.global_step == 0
+    assert not {"found_inf", "grad_scale"} & vars(optimizer.optimizer).keys()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of float32 tensors that a block made and held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype is torch.float32:
+            storage = out.untyped_storage()
+            self.held[storage.data_ptr()] = storage.nbytes()
+            weakref.finalize(storage, self.held.pop, storage.data_ptr(), None)
+            self.most = max(self.most, sum(self.held.values()))
+        return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_on_bfloat16_holds_float32_of_one_parameter_after_the_other(way):
+    weights = [nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)) for _ in range(16)]
+    optimizer = BFloat16Weights(torch.optim.SGD(weights, 0.5), way)
+    stepped(optimizer)
+    with Peak() as peak:
+        optimizer.step()
+    assert 0 < peak.most <= 8 * 4 * 1000  # all at once would hold 16 weights and 16 gradients of 4000 bytes
+
+
+@pytest.mark.parametrize("z", GOLDEN)
+def test_stochastic_rounding_with_given_bits_is_torchao_s(z):
+    got = stochastic_bf16(floats(z["x"]), torch.from_numpy(z["r"].astype(np.int32)))
+    assert np.array_equal(got.view(torch.int16).numpy().view(np.uint16), z["rounded"])
+
+
+def test_the_mean_is_exact_and_special_values_stay():
+    x = torch.full((1 << 16,), 1 + 2.0**-9)  # a quarter of the gap 2^-7 above 1
+    y = stochastic_bf16(x, torch.arange(1 << 16, dtype=torch.int32))
+    assert set(y.tolist()) == {1.0, 1 + 2.0**-7}
+    assert y.double().mean() == 1 + 2.0**-9  # every value of the 16 bits once: no luck in it
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    payload = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)  # cut to 16 bits this would be inf
+    assert stochastic_bf16(payload).isnan().all()
+    assert str(stochastic_bf16(special).tolist()) == "[nan, inf, -inf, 0.0, -0.0]"
+
+
+def drifted(way: str | None, steps: int = 2000, step: float = 1e-4) -> torch.Tensor:
+    torch.manual_seed(0)
+    start = (1 + torch.rand(512)).bfloat16()
+    w = nn.Parameter(start.clone())
+    inner = torch.optim.SGD([w], lr=step)
+    optimizer = inner if way is None else BFloat16Weights(inner, way, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+    return w.detach().double() - start.double()
+
+
+def test_small_updates_arrive():
+    assert drifted(None, 50).abs().max() == 0  # plain bfloat16 forgets them all
+    assert (drifted("kahan", 500) + 0.05).abs().max() < 2.0**-8 + 500 * 2.0**-17  # half a gap of w, and of c each step
+    exact, noise = drifted("stochastic", 500).mean(), 2.0**-7 * (500 * 1e-4 / 2.0**-7 / 512) ** 0.5
+    assert abs(exact + 0.05) < 4 * noise
+
+
+def test_a_kahan_step_changes_weight_and_remainder_by_the_update():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(1000).bfloat16())
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=1.0), "kahan")
+    for _ in range(20):
+        before = w.double() + optimizer.state_dict()["lost"][0].double()
+        w.grad = (torch.randn(1000) * 1e-3).bfloat16()
+        optimizer.step()
+        after = w.double() + optimizer.state_dict()["lost"][0].double()
+        error = (after - (before - w.grad.double())).abs()
+        assert (error <= 2.0**-16 * w.abs().double() + 2.0**-24).all()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has some of its own
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_kahan_step_keeps_what_rounding_lost(backend):
+    torch.compiler.reset()
+    w = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=2.0**-12), "kahan")
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(64):
+        w.grad = torch.ones_like(w)
+        step()
+    assert set(w.tolist()) == {1 - 64 * 2.0**-12}
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("before", [1000.0, -1000.0, 3.0e38])
+@pytest.mark.parametrize("after", [0.0, 2.0**-7, -2.0])
+def test_a_weight_that_somebody_writes_leaves_no_remainder_of_the_old_one(before, after):
+    w = nn.Parameter(torch.tensor([before], dtype=torch.bfloat16))
+    optimizer = BFloat16Weights(torch.optim.SGD([w], lr=1.0), "kahan")
+    w.grad = torch.tensor([-1.0 if before > 0 else 1.0], dtype=torch.bfloat16) * abs(before) * 2.0**-9
+    optimizer.step()
+    if before > 3e38:  # past the largest number the weight is inf and what was lost NaN
+        for _ in range(8):
+            optimizer.step()
+        assert w.isinf()
+    with torch.no_grad():
+        w.fill_(after)
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    assert w.item() == after
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+def test_adam_resumes_bit_for_bit_and_schedulers_reach_it(way):
+    def made() -> tuple[nn.Module, BFloat16Weights]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4).to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(3)
+        return net, BFloat16Weights(torch.optim.AdamW(net.parameters(), 1e-2), way, generator=generator)
+
+    def train(net: nn.Module, optimizer: BFloat16Weights, start: int) -> None:
+        for step in range(start, start + 4):
+            optimizer.zero_grad()
+            net(torch.full((2, 8), 0.1 * step, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+
+    net, optimizer = made()
+    train(net, optimizer, 0)
+    other, resumed = made()
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(net, optimizer, 4)
+    train(other, resumed, 4)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters()))
+    assert all(p.dtype is torch.bfloat16 for p in net.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = [p.clone() for p in net.parameters()]
+    train(net, optimizer, 8)
+    if way == "kahan":
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0
+
+
+def test_an_optimizer_that_has_made_steps_goes_on_in_float32():
+    w = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    inner = torch.optim.Adam([w])
+    w.grad = torch.full_like(w, 3.0)
+    inner.step()
+    first = inner.state[w]["exp_avg"].float()
+    optimizer = BFloat16Weights(inner, "kahan")
+    optimizer.step()
+    (state,) = inner.state.values()
+    assert {x.dtype for x in state.values()} == {torch.float32}
+    assert torch.equal(state["exp_avg"], first.lerp(w.grad.float(), 0.1))  # in bfloat16 this would be 0.5703125
+    assert state["exp_avg"].bfloat16().float().ne(state["exp_avg"]).all()
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    low = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    for wrong, error, words in (
+        (lambda: BFloat16Weights([low]), TypeError, "torch.optim.Optimizer"),
+        (lambda: BFloat16Weights(torch.optim.SGD([low]), "nearest"), ValueError, "kahan"),
+        (lambda: BFloat16Weights(torch.optim.SGD([nn.Parameter(torch.ones(1))])), ValueError, "bfloat16"),
+        (lambda: BFloat16Weights(torch.optim.LBFGS([low])), TypeError, "LBFGS calls the loss several times"),
+        (lambda: BFloat16Weights(FreezeOpt(torch.optim.SGD([low]))), TypeError, "FreezeOpt.BFloat16Weights"),
+        (lambda: stochastic_bf16(low), TypeError, "float32"),
+        (lambda: stochastic_bf16(torch.ones(2), torch.ones(1)), ValueError, "shape"),
+    ):
+        with pytest.raises(error, match=words):
+            wrong()
+    optimizer = BFloat16Weights(torch.optim.SGD([low]), "kahan")
+    with pytest.raises(ValueError, match="way"):
+        BFloat16Weights(torch.optim.SGD([low]), "stochastic").load_state_dict(optimizer.state_dict())
+
+
+def bfloat16_weights(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.full((4,), value, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", [opt.Adam, opt.AdaMax, opt.Lamb, opt.ASGD, opt.SGD], ids=lambda make: make.__name__)
+def test_an_optimizer_of_ours_counts_its_steps_on_bfloat16_weights(make):
+    torch.manual_seed(0)
+    p = nn.Parameter((1 + torch.rand(64)).bfloat16())
+    wide = nn.Parameter(p.detach().float())
+    low, high = opt.BFloat16Weights(make([p], 1e-2), "kahan"), make([wide], 1e-2)
+    for gradient in torch.randn(8, 64).bfloat16():
+        p.grad, wide.grad = gradient, gradient.float()
+        low.step()
+        high.step()
+    exact = p.detach().double() + low.state_dict()["lost"][0].double()
+    # the wide run never rounds to bfloat16; Kahan's remainder keeps 16 bits, eight times
+    assert (exact - wide.detach().double()).abs().max() < 8 * 2.0**-16 * 2
+    assert low.optimizer.param_groups[0]["updates"] == low.state_dict()["inner"]["param_groups"][0]["updates"] == 8
+
+
+@pytest.mark.parametrize("adds", [lambda o: o, lambda o: o.optimizer], ids=["outside", "inside"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_added_to_bfloat16_weights_is_trained_and_saved(way, adds):
+    def made() -> opt.BFloat16Weights:
+        optimizer = opt.BFloat16Weights(torch.optim.SGD([bfloat16_weights()], 0.5, momentum=0.5), way)
+        adds(optimizer).add_param_group({"params": [bfloat16_weights(2.0)], "lr": 0.25})
+        return optimizer
+
+    optimizer, other = made(), made()
+    stepped(optimizer)
+    first, second = (group["params"][0] for group in optimizer.param_groups)
+    assert (first.tolist(), second.tolist()) == ([0.5] * 4, [1.75] * 4)
+    assert {p.dtype for p in (first, second)} == {torch.bfloat16}
+    other.load_state_dict(optimizer.state_dict())
+    stepped(other, 0.0)
+    assert other.param_groups[1]["params"][0].tolist() == [2.0 - 0.25 * 0.5] * 4  # the momentum of the step before
+
+
+def test_a_scheduler_of_the_optimizer_inside_reaches_bfloat16_weights():
+    p = bfloat16_weights()
+    inner = torch.optim.SGD([p], 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
+    optimizer = opt.BFloat16Weights(inner, "kahan")
+    for want in (0.0, -0.5, -0.75):
+        stepped(optimizer)
+        scheduler.step()
+        assert p.tolist() == [want] * 4
+
+
+def test_a_momentum_from_before_goes_on_in_bfloat16_weights():
+    p, q = bfloat16_weights(), bfloat16_weights()
+    inner, plain = (torch.optim.SGD([w], 0.5, momentum=0.5) for w in (p, q))
+    stepped(inner)
+    stepped(plain)
+    stepped(opt.BFloat16Weights(inner, "kahan"))
+    stepped(plain)
+    assert p.tolist() == q.tolist() == [-0.25] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_bfloat16_weights_trains_itself_on_the_same_bits(way, copied):
+    generator = torch.Generator().manual_seed(1)
+    optimizer = opt.BFloat16Weights(opt.Adam([bfloat16_weights()], 1e-3), way, generator=generator)
+    stepped(optimizer)
+    twin = copied(optimizer)
+    before = optimizer.param_groups[0]["params"][0].clone()
+    for _ in range(5):
+        stepped(twin)
+    assert torch.equal(before, optimizer.param_groups[0]["params"][0])
+    for _ in range(5):
+        stepped(optimizer)
+    assert torch.equal(twin.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
+
+
+def test_an_error_inside_leaves_bfloat16_weights_in_their_place():
+    p = bfloat16_weights()
+    optimizer = opt.BFloat16Weights(opt.SGD([p], 1.0, gradient_transform=lambda grads, params, group: 1 / 0), "kahan")
+    with pytest.raises(ZeroDivisionError):
+        stepped(optimizer)
+    assert optimizer.param_groups[0]["params"] == [p]
+    assert p.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["epsilon", "coefficient"])
+def test_the_numbers_of_lars_are_above_zero(name: str) -> None:
+    inner = opt.Momentum([nn.Parameter(torch.ones(2))], 0.1, 0.9)
+    with pytest.raises(ValueError, match=name):
+        opt.LARS(inner, **{name: 0.0})

@@ -1,0 +1,408 @@
+"""What every optimizer does: skip, resume, be copied, follow a master, compile, and stay in its memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from oracles import FIXED_RATE, MEMBERS
+from stepping import bits, give_gradients, parameters, same, snapshot, stepped, train
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit import optimizers as opt
+from mpkit.optimizers import base
+from mpkit.schedules import CosineDecayLR, PolynomialDecayLR
+
+SIGNED = {"master", "velocity", "moment1", "mean", "before", "average", "linear"}
+DECAYING = {name for name in MEMBERS if not name.startswith("AdaFactor")}
+
+
+@pytest.fixture(params=MEMBERS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("at", "decay"), [(0, 0.0), (3, 0.01)])
+def test_a_skipped_step_changes_no_bit(name, at, decay, dtype):
+    params = parameters(dtype)
+    optimizer = MEMBERS[name](params, weight_decay=decay)
+    train(optimizer, params, range(at), found=0.0)
+    if not at:  # state begins with the first step, applied or not: let it begin under a skip
+        give_gradients(params, 0)
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+    with torch.no_grad():
+        params[1][0] = -0.0
+    for key in SIGNED & optimizer.state[params[1]].keys():
+        optimizer.state[params[1]][key][0] = -0.0  # m * 1 + 0.0 would lose this sign
+    before = snapshot(optimizer, params)
+
+    for bad in (math.inf, math.nan):
+        for p in params:
+            p.grad = torch.full_like(p, bad)
+        optimizer.found_inf = torch.full((1,), 2.0)  # GradScaler adds the flags of several devices
+        optimizer.step()
+
+    assert same(snapshot(optimizer, params), before)
+    assert optimizer.global_step == at
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_weight_decay_may_meet_nothing_but_gammas_and_betas(name, found):
+    def trained(decay):
+        params = parameters()[:2]
+        train(MEMBERS[name](list(zip(("gamma", "beta"), params)), weight_decay=decay), params, range(3), found)
+        return [bits(p) for p in params]
+
+    exempt = getattr(getattr(opt, name.split("-")[0]), "decay_filter", False)  # LARS asks a filter of its own
+    assert same(trained(0.01), trained(0.0)) == exempt
+
+
+@pytest.mark.usefixtures("flags")
+def test_host_and_device_counters_give_the_same_weights(name):
+    on_host, on_device = parameters(), parameters()
+    train(MEMBERS[name](on_host, weight_decay=0.01), on_host, range(6))
+    train(MEMBERS[name](on_device, weight_decay=0.01), on_device, range(6), found=0.0)
+    for a, b in zip(on_host, on_device):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that read a tensor's value on the host."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("flags")
+def test_a_step_that_may_skip_reads_nothing_on_the_host(name):
+    params = parameters()
+    rate = {} if name in FIXED_RATE else {"lr": CosineDecayLR(0.0, 0.1, 10)}
+    optimizer = MEMBERS[name](params, weight_decay=0.01, **rate)
+    give_gradients(params, 0)
+    optimizer.found_inf = torch.zeros(())
+    with HostReads() as counter:
+        optimizer.step()
+        optimizer.step()
+    assert counter.reads == 0
+    with counter:
+        torch.ones(()).item()
+    assert counter.reads == 1  # the counter counts
+
+
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_steps_write_to_the_same_memory_and_keep_no_more_of_it(name, found):
+    """What the capture of a CUDA graph needs; on the meta device, which refuses every read as well."""
+    params = [nn.Parameter(torch.empty(shape, device="meta", dtype=torch.float16)) for shape in ((3, 4), (5,))]
+    decay = {"weight_decay": 0.01} if name in DECAYING else {}
+    optimizer = MEMBERS[name](
+        params, **decay, **({} if name in FIXED_RATE else {"lr": PolynomialDecayLR(0.1, 0.01, 3, 1.0)})
+    )
+
+    def kept() -> list[Tensor]:
+        counts = [group["updates"] for group in optimizer.param_groups] + [optimizer._counts["global_step"]]
+        state = [t for p in params for t in optimizer.state.get(p, {}).values()]
+        return [t for t in [*params, *state, *counts] if isinstance(t, Tensor)]
+
+    for step in range(4):
+        for p in params:
+            p.grad = torch.empty_like(p)
+        optimizer.found_inf = None if found is None else torch.empty((), device="meta")
+        optimizer.step()
+        if not step:
+            held = kept()
+    assert len(kept()) == len(held) > len(params)
+    assert all(a is b for a, b in zip(kept(), held))
+
+
+@pytest.mark.parametrize("name", [name for name in MEMBERS if "-" not in name])
+def test_a_step_that_may_skip_is_one_graph(name):
+    made = []
+
+    def counted(graph, inputs):
+        made.append(graph)
+        return graph
+
+    pair = [(params, MEMBERS[name](params, weight_decay=0.01)) for params in (parameters()[:2], parameters()[:2])]
+    torch._dynamo.reset()
+    compiled = torch.compile(pair[0][1].step, fullgraph=True, backend=counted)
+    for step in range(4):
+        for (params, optimizer), call in zip(pair, (compiled, pair[1][1].step)):
+            give_gradients(params, step)
+            optimizer.found_inf = torch.full((), float(step == 2))
+            call()
+    assert len(made) == 2  # the first step begins the state
+    assert pair[0][1].global_step == pair[1][1].global_step == 3
+    for p, q in zip(pair[0][0], pair[1][0]):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-7)
+
+
+def test_a_large_tensor_moves_as_a_small_one(name, monkeypatch):
+    pair = []
+    for large in (base.LARGE, 4):
+        monkeypatch.setattr(base, "LARGE", large)
+        params = parameters()
+        train(MEMBERS[name](params, weight_decay=0.01), params, range(3))
+        pair.append([bits(p) for p in params])
+    assert same(*pair)
+
+
+@pytest.mark.usefixtures("flags")
+def test_torch_grad_scaler_drives_it_without_unscaling_first(name):
+    params, plain = parameters(), parameters()
+    optimizer, other = MEMBERS[name](params), MEMBERS[name](plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        scaler.scale(torch.ones(()))  # makes its scale tensor
+        give_gradients(params, step, scaler.get_scale())
+        give_gradients(plain, step)
+        if step == 1:
+            params[0].grad[0, 0] = math.inf
+        else:
+            other.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.global_step == 2
+    for a, b in zip(params, plain):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.usefixtures("flags")
+@pytest.mark.parametrize(("found", "dtype"), [(None, torch.float32), (0.0, torch.float16)])
+def test_a_loaded_state_continues_bit_for_bit(name, found, dtype):
+    through, copied = parameters(dtype), parameters(dtype)
+    whole, half = MEMBERS[name](through, weight_decay=0.01), MEMBERS[name](copied, weight_decay=0.01)
+    train(whole, through, range(5), found)
+    train(half, copied, range(3), found)
+    file = io.BytesIO()
+    torch.save({"opt": half.state_dict(), "net": copied}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    fresh = [nn.Parameter(p.detach().clone()) for p in loaded["net"]]
+    resumed = MEMBERS[name](fresh)
+    resumed.load_state_dict(loaded["opt"])
+    assert resumed.global_step == 3
+    train(resumed, fresh, range(3, 5), found)
+    assert same(snapshot(whole, through), snapshot(resumed, fresh))
+    assert resumed.state_dict()["global_step"] == 5
+
+
+def test_a_loaded_state_shares_no_memory_with_the_file(name):
+    params = parameters(torch.float16)
+    optimizer = MEMBERS[name](params, weight_decay=0.01)
+    train(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    before = snapshot(optimizer, params)
+    for state in saved["state"].values():
+        for tensor in state.values():
+            tensor.zero_()
+    assert same(snapshot(optimizer, params), before)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_the_state_of_another_number_of_parameters_is_refused_in_our_words(name, kept):
+    saved = MEMBERS[name](parameters()[:kept]).state_dict()
+    with pytest.raises(ValueError, match=rf"groups of \[{kept}\] parameters, this \w+ of \[2\]; build it as it was"):
+        MEMBERS[name](parameters()[:2]).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_parameters_follow_a_float32_master(name, dtype):
+    narrow = parameters(dtype)
+    wide = [nn.Parameter(p.detach().float()) for p in narrow]
+    a, b = MEMBERS[name](narrow, weight_decay=0.01), MEMBERS[name](wide, weight_decay=0.01)
+    for step in range(5):
+        give_gradients(narrow, step)
+        for p, q in zip(wide, narrow):
+            p.grad = q.grad.float()
+        a.step()
+        b.step()
+    for p, q in zip(wide, narrow):
+        assert torch.equal(p.to(dtype), q)
+        assert torch.equal(a.state[q]["master"], p)
+
+
+@pytest.mark.parametrize("found", [None, 0.0])
+def test_gradients_stay_as_they_were(name, found):
+    params = parameters()
+    optimizer = MEMBERS[name](params, weight_decay=0.1)
+    give_gradients(params, 0)
+    before = [p.grad.clone() for p in params]
+    optimizer.found_inf = None if found is None else torch.zeros(())
+    optimizer.step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, before))
+
+
+def test_a_closure_is_called_once_with_gradients_enabled(name):
+    params = parameters()
+    optimizer = MEMBERS[name](params)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in params)
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is calls[0]
+    assert len(calls) == 1
+    assert optimizer.global_step == 1
+
+
+def test_parameters_without_gradient_are_left_out(name):
+    params = parameters()
+    optimizer = MEMBERS[name](params, weight_decay=0.1)
+    give_gradients(params, 0)
+    params[0].grad = None
+    before = bits(params[0])
+    optimizer.step()
+    assert torch.equal(bits(params[0]), before)
+    assert params[0] not in optimizer.state or not optimizer.state[params[0]]
+
+
+def test_a_group_added_later_is_trained_from_its_own_first_step(name):
+    params = parameters()
+    fresh = nn.Parameter(torch.ones(3, 2))
+    optimizer = MEMBERS[name](params)
+    train(optimizer, params, range(3))
+    optimizer.add_param_group({"params": [fresh]})
+    alone = nn.Parameter(torch.ones(3, 2))
+    other = MEMBERS[name]([alone])
+    fresh.grad, alone.grad = torch.full_like(fresh, 0.5), torch.full_like(alone, 0.5)
+    optimizer.step()
+    other.step()
+    assert torch.equal(fresh, alone)
+
+
+@pytest.mark.parametrize("name", sorted(DECAYING - {"AdamWeightDecay", "Lamb"}))
+def test_the_static_loss_scale_is_divided_out_after_decay_was_multiplied_by_it(name):
+    if name in ("ASGD", "Rprop"):
+        pytest.skip("the reference gives it no loss_scale")
+    plain, scaled = parameters(), parameters()
+    a = MEMBERS[name](plain, weight_decay=0.01)
+    b = MEMBERS[name](scaled, weight_decay=0.01, loss_scale=256.0)
+    for step in range(4):
+        give_gradients(plain, step)
+        give_gradients(scaled, step, 256.0)
+        a.step()
+        b.step()
+    assert same(snapshot(a, plain), snapshot(b, scaled))  # a power of two is exact
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_weights_of_the_cpu_and_skips_without_a_host_read(name):
+    here, there = parameters(), parameters(device="cuda")
+    a, b = MEMBERS[name](here, weight_decay=0.01), MEMBERS[name](there, weight_decay=0.01)
+    train(a, here, range(3), found=0.0)
+    train(b, there, range(3), found=0.0)
+    give_gradients(there, 3)
+    there[0].grad.fill_(math.nan)
+    before = snapshot(b, there)
+    b.found_inf = torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        b.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(snapshot(b, there), before)
+    for p, q in zip(here, there):
+        torch.testing.assert_close(p, q.cpu(), rtol=2e-5, atol=2e-6)
+
+
+def test_plain_descent_in_float32_keeps_no_state_and_in_float16_its_masters() -> None:
+    wide, narrow = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    for p, kept in ((wide, []), (narrow, ["master"])):
+        optimizer = opt.SGD([p], 0.1)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert [key for state in optimizer.state_dict()["state"].values() for key in state] == kept
+        assert len(optimizer.state) == len(kept)
+
+
+SWITCHES = {  # optimizer, what is switched on later, to what
+    "SGD": (lambda p: opt.SGD(p, 0.25), "momentum", 0.5),
+    "RMSProp": (lambda p: opt.RMSProp(p, 0.25), "momentum", 0.5),
+    "RMSProp centered": (lambda p: opt.RMSProp(p, 0.25), "centered", True),
+    "Adam": (lambda p: opt.Adam(p, 0.25), "use_amsgrad", True),
+    "AdaFactor": (lambda p: opt.AdaFactor(p, beta1=0.0), "beta1", 0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_an_option_that_needs_state_may_be_switched_on_and_off(name, dtype):
+    make, key, value = SWITCHES[name]
+    first, late = (nn.Parameter(torch.ones(2, 2, dtype=dtype)) for _ in range(2))
+    optimizer = make([first, late])
+    off = optimizer.param_groups[0][key]
+    for setting, params in ((off, [first]), (value, [first]), (off, [first, late]), (value, [first, late])):
+        optimizer.param_groups[0][key] = setting
+        for p in params:
+            p.grad = torch.ones_like(p)
+        before = [p.clone() for p in params]
+        optimizer.step()
+        assert all((p < old).all() and p.isfinite().all() for p, old in zip(params, before))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3), ()], ids=str)
+@pytest.mark.parametrize("make", [opt.AdaFactor, opt.Adam, opt.Rprop, lambda p: opt.Lamb(p, 0.1)])
+def test_a_parameter_without_values_is_no_obstacle(make, shape):
+    empty, full = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(2))
+    optimizer = make([empty, full])
+    for _ in range(2):
+        stepped(optimizer)
+    assert full.isfinite().all()
+    assert (full < 1).all()
+    assert empty.isfinite().all()
+
+
+def test_hooks_around_loading_see_the_whole_state_and_have_the_last_word():
+    p = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = opt.Momentum([p], 0.25, 0.5)
+    stepped(optimizer)
+    saved = optimizer.state_dict()
+
+    def doubled(_, state):
+        assert state["global_step"] == 1
+        state = copy.deepcopy(state)
+        state["state"][0]["velocity"] *= 2
+        return state
+
+    def counted(loaded):
+        assert loaded.state[p]["velocity"].dtype == torch.float32
+        assert loaded.global_step == 1
+        loaded.state[p]["velocity"] += 1
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(counted)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[p]["velocity"].tolist() == [3.0, 3.0]
+    copy.deepcopy(optimizer).load_state_dict(saved)  # nothing of ours is left among the hooks
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_what_a_hook_makes_of_a_state_is_checked_before_anything_is_loaded():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = opt.Momentum([p], 0.25, 0.5)
+    stepped(optimizer)
+    saved = optimizer.state_dict()
+    stepped(optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "global_step": -1})
+    with pytest.raises(ValueError, match="global_step"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["global_step"] == before["global_step"] == 2
+    assert torch.equal(after["state"][0]["velocity"], before["state"][0]["velocity"])
