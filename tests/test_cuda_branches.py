@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from mpkit import device as devices
 from mpkit.blocks import BLOCK_FORMATS, quantize_blocks
-from mpkit.blocks.storage import casts, widened
 from mpkit.boost import adasum as merging
 from mpkit.boost.dim_reduce.descent import _RandomState
 from mpkit.casting import auto_mixed_precision, calls, handlers, ledger, products
@@ -94,10 +93,6 @@ def test_blocks_in_one_piece(fmt):
     x = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
     want, got = quantize_blocks(x, fmt), quantize_blocks(posing(x, spreads=True, is_cpu=False), fmt)
     assert torch.equal(got.dequantize().as_subclass(Tensor), want.dequantize())
-    stored = posing(want.stored, is_cpu=False)
-    assert torch.equal(widened(stored), widened(want.stored))
-    assert casts(posing(x, device=GPU))
-    assert not casts(posing(x, device=torch.device("mps", 0)))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
@@ -306,7 +301,6 @@ def test_a_lesson_computes_in_float16_on_a_gpu():
 
 TESTED = {  # lines that ask, by file
     "blocks/quantize.py": 2,
-    "blocks/storage.py": 2,
     "boost/adasum.py": 1,
     "boost/dim_reduce/descent.py": 1,
     "casting/calls.py": 1,
