@@ -111,22 +111,12 @@ class DynamicLossScaleManager(LossScaleManager):
         need_number("scale_factor", scale_factor)
         if init_loss_scale < 1:
             raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
-        self._settings = scale_factor, check_count("scale_window", scale_window)
+        self.scale_factor, self.scale_window = scale_factor, check_count("scale_window", scale_window)
         self._rule = preset(
             "mindspore_manager", init_loss_scale=init_loss_scale, scale_factor=scale_factor, scale_window=scale_window
         )
         self._state = initial(self._rule)  # numbers: a manager lives on the host, and a `Scale` on the device
         self.cur_iter, self.last_overflow_iter = 1, 0
-
-    @property
-    def scale_factor(self) -> float:
-        """As given to the constructor, or loaded."""
-        return self._settings[0]
-
-    @property
-    def scale_window(self) -> int:
-        """As given to the constructor, or loaded."""
-        return self._settings[1]
 
     @property
     def policy(self) -> ScalePolicy:
@@ -167,13 +157,8 @@ class DynamicLossScaleManager(LossScaleManager):
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, every counter and the settings, as Python numbers."""
-        settings = dict(zip(("scale_factor", "scale_window"), self._settings))
-        return {
-            **self._state._asdict(),
-            "cur_iter": self.cur_iter,
-            "last_overflow_iter": self.last_overflow_iter,
-            **settings,
-        }
+        own = ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        return {**self._state._asdict(), **{name: getattr(self, name) for name in own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, settings too."""
@@ -236,25 +221,16 @@ class DynamicLossScaleUpdateCell(nn.Module):
             check_number(name, value, low=-math.inf)
         check_number("scale_window", scale_window, low=-math.inf)
         super().__init__()
-        self.loss_scale_value, self._settings = loss_scale_value, (scale_factor, scale_window)
+        self.loss_scale_value, self.scale_factor, self.scale_window = loss_scale_value, scale_factor, scale_window
         self.register_buffer("cur_iter", torch.ones((), dtype=torch.int64))
         self.register_buffer("streak", torch.zeros((), dtype=torch.int32))
         self._live: Scale | None = None
-
-    @property
-    def scale_factor(self) -> float:
-        """As given to the constructor."""
-        return self._settings[0]
-
-    @property
-    def scale_window(self) -> float:
-        """As given to the constructor."""
-        return self._settings[1]
+        self._made: tuple[float, float] | None = None
 
     @property
     def policy(self) -> ScalePolicy:
         """Preset "mindspore_cell" from the first scale."""
-        return _cell_policy(self.loss_scale_value, *self._settings)
+        return _cell_policy(self.loss_scale_value, self.scale_factor, self.scale_window)
 
     @property
     def last_overflow_iter(self) -> Tensor:
@@ -283,8 +259,9 @@ class DynamicLossScaleUpdateCell(nn.Module):
             self(loss_scale, found_inf.bool())
 
     def _advance_(self, loss_scale: Tensor, found_inf: Tensor) -> None:
-        if self._live is None:  # not before: a factor that no rule can use is told by the first step
-            self._live = Scale(_cell_policy(1.0, *self._settings), loss_scale)
+        settings = self.scale_factor, self.scale_window
+        if self._live is None or settings != self._made:  # not before: the first step tells of a factor out of range
+            self._live, self._made = Scale(_cell_policy(1.0, *settings), loss_scale), settings
         if self.streak.device != loss_scale.device:
             self.to(loss_scale.device)
         # the scale is the caller's, and whoever moved this module has replaced its buffers

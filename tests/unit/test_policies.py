@@ -260,67 +260,6 @@ def test_naive_rule_runs_away_in_both_directions():
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: preset("pytorch"), ValueError, "unknown framework 'pytorch'; known are mpkit, torch"),
-        (lambda: preset("torch", interval=3), TypeError, "growth_interval"),
-        (lambda: preset("jmp"), TypeError, "loss_scale"),
-        (lambda: preset("torch", growth_factor=1.0), ValueError, "growth_factor must be above 1"),
-        (lambda: preset("torch", backoff_factor=1.0), ValueError, "backoff_factor must be below 1"),
-        (lambda: preset("torch", init_scale="big"), (TypeError, ValueError), "init_scale|float"),
-        (lambda: preset("deepspeed", scale_window=0), ValueError, "scale_window must be at least 1"),
-        (lambda: preset("paddle", decr_ratio=1.0), ValueError, "decr_ratio"),
-        (lambda: preset("paddle", incr_ratio=1.0), ValueError, "incr_ratio must be above 1"),
-        (lambda: preset("paddle_static", incr_ratio=1.0), ValueError, "incr_ratio must be above 1"),
-        (lambda: preset("fairscale_layerwise", layer_scale_dict={}), ValueError, "needs at least one layer"),
-        (lambda: preset("megatron", hysteresis=0), ValueError, "hysteresis must be above 0"),
-        (lambda: preset("megatron", growth_interval=0), ValueError, "growth_interval must be above 0"),
-        (lambda: preset("megatron", min_scale=2.0**33), ValueError, "min_scale <= initial_scale"),
-        *[
-            (lambda name=name, key=key, v=v: of(name, **{key: v}), ValueError, "growth_factor > 1 > backoff_factor")
-            for name in ("mpkit", "megatron", "colossalai", "fairscale_layerwise")
-            for key, v in (("growth_factor", 1.0), ("backoff_factor", 1.0), ("backoff_factor", 0.0))
-            if (name, v) != ("fairscale_layerwise", 0.0)
-        ],
-        (lambda: preset("mpkit", min_scale=0.0), ValueError, "0 < min_scale"),
-        (lambda: preset("mpkit", init_scale=2.0**25), ValueError, "init_scale <= max_scale"),
-        (lambda: preset("megatron", min_scale=0.0), ValueError, "0 < min_scale"),
-        (lambda: preset("paddle", decr_ratio=0.0), ValueError, "decr_ratio"),
-        (lambda: of("fairscale_layerwise", layer_scale_dict={"a": 0.0}), ValueError, "above 0"),
-        (lambda: preset("colossalai", hysteresis=-1), ValueError, "hysteresis must be at least 0"),
-        (lambda: preset("fairseq", scale_window=0), ValueError, "scale_window must be at least 1"),
-        (lambda: preset("fairseq", scale_factor=0), ValueError, "growth_factor must lie in"),
-        (lambda: preset("jmp", loss_scale=8.0, dtype="bfloat16"), ValueError, "dtype is 'float16'"),
-        (lambda: preset("jmp", loss_scale=8.0, factor=0), ValueError, "factor must be above 0"),
-        (lambda: preset("tf_v1", multiplier=0), ValueError, "multiplier must be above 0"),
-        (lambda: of("mindspore_cell", scale_factor=0), ValueError, "scale_factor must be above 0"),
-        (lambda: preset("mindspore_manager", scale_factor=0), ValueError, "scale_factor must be above 0"),
-        (lambda: preset("fairscale_layerwise", layer_scale_dict=[8.0]), TypeError, "{name: scale}, got list"),
-        (lambda: preset("fairscale_layerwise", layer_scale_dict={"a": -1.0}), ValueError, "above 0"),
-        (lambda: preset("torch", growth_interval=2.5), ValueError, "growth_interval counts steps and must be whole"),
-        (lambda: stack([1]), TypeError, "single policies, got 1"),
-        (lambda: stack([stack([preset("torch")])]), TypeError, "single policies, got a vector"),
-        (lambda: preset("tf_keras", dynamic=False), ValueError, "initial_scale"),
-        (lambda: preset("fairscale_layerwise", layer_scale_dict={}), ValueError, "at least one layer"),
-        (lambda: preset("mpkit", min_scale=2.0**20), ValueError, "min_scale <= init_scale"),
-        (lambda: preset("mpkit", max_scale=math.inf), ValueError, "inf"),
-        (lambda: ScalePolicy(init_scale=-1.0), ValueError, "init_scale must lie in"),
-        (lambda: ScalePolicy(init_scale=math.nan), ValueError, "init_scale must lie in"),
-        (lambda: ScalePolicy(growth_factor=True), TypeError, "growth_factor must be a number"),
-        (lambda: ScalePolicy(scale_bits=8), ValueError, "scale_bits"),
-        (lambda: stack([]), ValueError, "at least one policy"),
-        (lambda: run(preset("torch"), [1, 0]), TypeError, "booleans"),
-        (lambda: run(preset("torch"), np.ones((2, 2), dtype=bool)), ValueError, r"shape \(steps,\)"),
-        (lambda: run(stack([preset("torch")] * 2), np.ones((2, 3), dtype=bool)), ValueError, "2 policies"),
-        (lambda: preset("torch")[0], TypeError, "one policy, not a vector"),
-    ],
-)
-def test_bad_input(call, error, words):
-    with pytest.raises(error, match=words):
-        call()
-
-
 def test_the_ends_of_a_range_that_belong_to_it():
     same = preset("mpkit", init_scale=4.0, min_scale=4.0, max_scale=4.0, growth_interval=1, raise_at_min=False)
     assert run(same, [True, False, True]).scale.tolist() == [4.0] * 3
