@@ -1,0 +1,273 @@
+"""The committed digits, MNIST from disk, the lessons' networks, and one epoch of the main job on the real MNIST."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from support import ROOT
+from torch import nn
+
+from mpkit import data, networks
+from mpkit.casting import auto_mixed_precision
+from mpkit.data import mnist
+from mpkit.formats import FP16
+from mpkit.networks import Network
+from mpkit.scalers import DynamicLossScaler, all_finite
+
+
+def test_digits_are_the_1797_images_with_pixels_between_0_and_1():
+    images, labels = data.digits("all", size=8)
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert images.min() == 0
+    assert images.max() == 1
+    # class sizes of the UCI test set, as its description lists them
+    assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_train_and_test_split_the_digits_in_order():
+    everything = data.digits("all")[0]
+    parts = [data.digits(split)[0] for split in ("train", "test")]
+    assert [len(p) for p in parts] == [1500, 297]
+    assert torch.equal(torch.cat(parts), everything)
+    assert everything.shape[1:] == (1, 28, 28)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other images", "not a zip", "missing array"])
+def test_a_damaged_digits_file_is_refused_by_name(tmp_path, monkeypatch, damage):
+    path = tmp_path / "digits.npz"
+    original = (ROOT / "data" / "digits.npz").read_bytes()
+    if damage == "truncated":
+        path.write_bytes(original[:20000])
+    elif damage == "other images":
+        np.savez(path, images=np.zeros((1797, 8, 8), np.uint8), labels=np.zeros(1797, np.uint8))
+    elif damage == "not a zip":
+        path.write_bytes(b"digits")
+    else:
+        np.savez(path, images=np.zeros((1797, 8, 8), np.uint8))
+    before = path.read_bytes()
+    monkeypatch.setenv("MPKIT_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"digits\.npz"):
+        data.digits()
+    assert path.read_bytes() == before
+
+
+def idx(magic: int, shape: tuple[int, ...], body: bytes) -> bytes:
+    return gzip.compress(b"".join(n.to_bytes(4, "big") for n in (magic, *shape)) + body, mtime=0)
+
+
+@pytest.fixture
+def small_mnist(tmp_path, monkeypatch):
+    """Four valid idx files of three images, with the table of what is expected set to match."""
+    table, rng = {}, np.random.default_rng(0)
+    for name, (magic, shape, _) in data._MNIST.items():
+        shape = (3, *shape[1:])
+        file = idx(magic, shape, rng.integers(0, 256, np.prod(shape), np.uint8).tobytes())
+        (tmp_path / name).write_bytes(file)
+        table[name] = (magic, shape, hashlib.sha256(gzip.decompress(file)).hexdigest())
+    monkeypatch.setattr(data, "_MNIST", table)
+    return tmp_path
+
+
+def test_mnist_reads_images_and_labels(small_mnist):
+    for split in ("train", "test"):
+        images, labels = data.mnist(small_mnist, split=split)
+        assert images.shape == (3, 1, 28, 28)
+        assert 0 <= images.min() <= images.max() <= 1
+        assert labels.shape == (3,)
+
+
+def test_mnist_is_found_through_the_environment(small_mnist, tmp_path, monkeypatch):
+    (tmp_path / "mnist").mkdir()
+    for name in data._MNIST:
+        shutil.move(tmp_path / name, tmp_path / "mnist" / name)
+    monkeypatch.setenv("MPKIT_DATA", str(tmp_path))
+    assert len(data.mnist()[0]) == 3
+
+
+BREAKS = {
+    "truncated": (lambda f: f[: len(f) // 2], "not a whole gzip file"),
+    "not gzip": (lambda f: b"<html>", "not a whole gzip file"),
+    "magic": (lambda f: idx(0x802, (3,), b"abc"), "magic number"),
+    "short": (lambda f: gzip.compress(gzip.decompress(f)[:-1]), "header"),
+    "flipped": (lambda f: gzip.compress(gzip.decompress(f)[:-1] + b"\x07"), "SHA-256"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+@pytest.mark.parametrize("name", data._MNIST)
+def test_a_damaged_mnist_file_is_refused_by_name_and_left_alone(small_mnist, name, kind):
+    break_it, message = BREAKS[kind]
+    path = small_mnist / name
+    path.write_bytes(break_it(path.read_bytes()))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
+        data.mnist(small_mnist, split="train" if name.startswith("train") else "test")
+    assert path.read_bytes() == before
+
+
+def test_missing_mnist_says_how_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"download=True"):
+        data.mnist(tmp_path)
+
+
+def test_a_wrong_download_is_refused_and_removed(small_mnist, tmp_path, monkeypatch):
+    served = tmp_path / "served"
+    served.mkdir()
+    name = next(iter(data._MNIST))
+    (served / name).write_bytes(idx(0x803, (3, 28, 28), bytes(3 * 784)))
+    (small_mnist / name).unlink()
+    monkeypatch.setattr(data, "_MNIST_MIRROR", served.as_uri() + "/")
+    with pytest.raises(ValueError, match="SHA-256"):
+        data.mnist(small_mnist, download=True)
+    assert not (small_mnist / name).exists()
+
+
+def test_a_right_download_arrives_and_is_read(small_mnist, tmp_path, monkeypatch):
+    served = tmp_path / "served"
+    served.mkdir()
+    for name in data._MNIST:
+        shutil.move(small_mnist / name, served / name)
+    monkeypatch.setattr(data, "_MNIST_MIRROR", served.as_uri() + "/")
+    assert len(data.mnist(small_mnist, download=True)[0]) == 3
+
+
+# --- networks
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def batch_norms(module: nn.Module) -> int:
+    return sum(isinstance(m, nn.BatchNorm2d) for m in module.modules())
+
+
+# counts as published: torchvision's model cards for the ResNets, the GPT-2 report (124 M, here with 50304 tokens)
+@pytest.mark.parametrize(
+    ("build", "count", "norms"),
+    [
+        (lambda: networks.Network(), 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10, 0),
+        (lambda: networks.resnet18(classes=1000, small_input=False), 11_689_512, 20),
+        (lambda: networks.resnet34(classes=1000, small_input=False), 21_797_672, 36),
+        (lambda: networks.resnet50(classes=1000, small_input=False), 25_557_032, 53),
+        (lambda: networks.MobileNetV2(classes=1000), 3_504_872, 52),
+        (lambda: networks.TinyGPT.gpt2_124m(), 124_439_808 + (50304 - 50257) * 768, 0),
+    ],
+    ids=["Network", "resnet18", "resnet34", "resnet50", "mobilenet_v2", "gpt2"],
+)
+def test_sizes_are_those_of_the_papers(build, count, norms):
+    with torch.device("meta"):
+        network = build()
+    assert parameters(network) == count
+    assert batch_norms(network) == norms
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"),
+    [
+        (networks.Network(), (2, 1, 28, 28)),
+        (networks.LeNet5(), (2, 1, 28, 28)),
+        (networks.LeNet5(), (2, 1, 32, 32)),
+        (networks.resnet18(width=4), (2, 3, 16, 16)),
+        (networks.resnet50(width=4, in_channels=1, small_input=False), (2, 1, 32, 32)),
+        (networks.MobileNetV2(((1, 4, 1, 1), (6, 8, 2, 2)), stem=4, head=16), (2, 3, 16, 16)),
+        (networks.DenseNet((2, 2), growth=4), (2, 3, 16, 16)),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_images_become_ten_logits_and_every_parameter_gets_a_gradient(network, shape):
+    logits = network(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    assert logits.shape == (2, 10)
+    logits.square().sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+def test_a_token_of_tiny_gpt_sees_only_its_past():
+    torch.manual_seed(0)
+    network = networks.TinyGPT().eval()
+    tokens = torch.randint(128, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 128
+    before, after = network(tokens), network(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+# --- one epoch of MNIST
+
+BATCH = 64
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """The 938 batches of the tutorial: shuffled, mean 0.1307 and deviation 0.3081 taken out."""
+    try:
+        images, labels = mnist()
+    except FileNotFoundError as missing:
+        beside = ROOT.parent / "shared" / "data" / "mnist"
+        if not beside.is_dir():
+            pytest.skip(f"needs the MNIST files: {missing}")
+        images, labels = mnist(beside)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    images = images.sub_(0.1307).div_(0.3081)
+    return [(images[part], labels[part]) for part in order.split(BATCH)]
+
+
+def trained(batches, dtype):
+    """One epoch of the tutorial's training step, plain SGD with rate 0.01; float32 when `dtype` is None."""
+    torch.manual_seed(1)
+    model = Network()
+    if dtype is not None:
+        auto_mixed_precision(model, "O2", dtype)
+    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-2)
+    loss_scaler = DynamicLossScaler(scale_value=2**16, scale_factor=2, scale_window=50)
+    losses, skipped = [], 0
+    for x, label in batches:
+        loss = loss_fn(model(x), label)
+        optimizer.zero_grad()
+        loss_scaler.scale(loss).backward()
+        grads = [p.grad for p in model.parameters()]
+        is_finite = all_finite(grads)
+        if is_finite:
+            for p, grad in zip(model.parameters(), loss_scaler.unscale(grads)):
+                p.grad = grad
+            optimizer.step()
+        skipped += not is_finite
+        loss_scaler.adjust(is_finite)
+        losses.append(loss.item())
+    return model, torch.tensor(losses), skipped, loss_scaler
+
+
+@pytest.fixture(scope="module")
+def plain(batches):
+    return trained(batches, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16], ids=["bfloat16", "emulated fp16"])
+def test_one_epoch_of_mnist_at_o2(batches, plain, dtype):
+    model, losses, skipped, scaler = trained(batches, dtype)
+    assert len(losses) == 938
+    assert abs(losses[0] - 2.3) <= 0.05
+    assert losses[-100:].mean() < 0.40
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    smooth = torch.stack([run.unfold(0, 50, 50).mean(1) for run in (losses, plain[1])])
+    assert ((smooth[0] - smooth[1]).abs() <= 0.05 * smooth[1]).all()
+    if dtype == FP16:
+        assert skipped > 0  # the scale found the ceiling of float16 and came back
+        assert scaler.scale_value < 2.0**20
+    else:
+        assert skipped == 0
+        assert scaler.scale_value == 2.0 ** (16 + 938 // 50)
+
+
+def test_plain_float32_learns_too(plain):
+    assert plain[1][-100:].mean() < 0.40
+    assert plain[2] == 0
