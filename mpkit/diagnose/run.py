@@ -66,7 +66,7 @@ def diagnose(
     asked, scale = scale, scale or 1.0
     dtype = torch.get_autocast_dtype(_device(network)) if level is None and _in_autocast(network) else dtype
     with _same_numbers() as again, torch.inference_mode(False), torch.enable_grad():
-        report = _diagnosed(network, batch, loss_fn, level, scale, dtype, again)
+        report = _diagnosed(_Question(network, batch, loss_fn, level, dtype, again), scale)
     if kept or not asked:
         verdict = "gradients_non_finite" if kept else "scale_zero"
         beside = "" if report.verdict == "healthy" else f"{report.verdict} in {report.module or 'the backward pass'}"
@@ -74,39 +74,53 @@ def diagnose(
     return report
 
 
-def _diagnosed(
-    network: nn.Module,
-    batch: object,
-    loss_fn: LossFn | None,
-    level: str | None,
-    scale: float,
-    dtype: torch.dtype | FloatFormat,
-    again: Callable[[], None],
-) -> Report:
-    with _saying("the batch does not even run in float32"):
-        full = _run(*_plain_copy(network, loss_fn), batch, 1.0, plain=True)
+@dataclass(frozen=True)
+class _Question:
+    """What is asked about; `again` makes the next pass meet the random numbers of the first."""
+
+    network: nn.Module
+    batch: object
+    loss_fn: LossFn | None
+    level: str | None
+    dtype: torch.dtype | FloatFormat
+    again: Callable[[], None]
+
+    def plain(self) -> _Run:
+        with _saying("the batch does not even run in float32"):
+            network, loss_fn = copied(self.network, self.loss_fn)
+            loss_fn = loss_fn.float() if isinstance(loss_fn, nn.Module) else loss_fn
+            return _run(remove_mixed_precision(network).float(), loss_fn, self.batch, 1.0, plain=True)
+
+    def low(self) -> tuple[nn.Module, LossFn | None]:
+        network, loss_fn = copied(self.network, self.loss_fn)
+        if self.level is None:
+            return network, loss_fn
+        return auto_mixed_precision(remove_mixed_precision(network).float(), self.level, self.dtype), loss_fn
+
+    def at(self, scale: float) -> _Run:
+        where = f"at level {self.level}" if self.level is not None else "with the levels that the network has"
+        self.again()
+        with _saying(f"the batch runs in float32 but not {where} in {self.dtype}"):
+            return _run(*self.low(), self.batch, scale)
+
+
+def _diagnosed(asked: _Question, scale: float) -> Report:
+    full = asked.plain()
     if not full.finite:
-        return _report(_blame_model(full), full, full, None, scale, level, dtype)
-    where = f"at level {level}" if level is not None else "with the levels that the network has"
-
-    def at_level(loss_scale: float) -> _Run:
-        again()
-        with _saying(f"the batch runs in float32 but not {where} in {dtype}"):
-            return _run(*_low_copy(network, loss_fn, level, dtype), batch, loss_scale)
-
-    low = at_level(scale)
+        return _report(_blame_model(full), full, full, None, scale, asked)
+    low = asked.at(scale)
     largest = None if not math.isfinite(low.loss) else low.largest_scale()
     without = math.isfinite(low.loss) and not low.finite and scale > 1 > (largest or 0.0)
-    blame = _blame_precision(full, at_level(1.0) if without else low, largest)  # not what this scale adds
-    report = _report(blame, full, low, largest, scale, level, dtype)
-    if level is None and report.verdict == "healthy":
-        again()
-        report = _with_stale_scales(report, *copied(network, loss_fn), copied_batch(batch))
-    modules, first = module_losses(full.outputs, low.outputs, _step(dtype))
+    blame = _blame_precision(full, asked.at(1.0) if without else low, largest)  # not what this scale adds
+    report = _report(blame, full, low, largest, scale, asked)
+    if asked.level is None and report.verdict == "healthy":
+        asked.again()
+        report = _with_stale_scales(report, *copied(asked.network, asked.loss_fn), copied_batch(asked.batch))
+    modules, first = module_losses(full.outputs, low.outputs, _step(asked.dtype))
     report = replace(report, modules=modules)
     if report.verdict == "healthy":
         report = _lost_in_silence(report, full, low, first)
-    return _with_cures(report, full, network, batch, loss_fn, level, dtype, again)
+    return _with_cures(report, full, asked)
 
 
 def _lost_in_silence(report: Report, full: _Run, low: _Run, first: ModuleLoss | None) -> Report:
@@ -128,35 +142,26 @@ def _lost_in_silence(report: Report, full: _Run, low: _Run, first: ModuleLoss | 
     return report
 
 
-def _with_cures(
-    report: Report,
-    full: _Run,
-    network: nn.Module,
-    batch: object,
-    loss_fn: LossFn | None,
-    level: str | None,
-    dtype: torch.dtype | FloatFormat,
-    again: Callable[[], None],
-) -> Report:
+def _with_cures(report: Report, full: _Run, asked: _Question) -> Report:
     """The report with those changes that end what it found, each tried on this batch."""
 
     def works(cure: Cure) -> bool:
-        again()
-        run = _with_cure(cure, network, batch, loss_fn, level, dtype)
+        asked.again()
+        run = _with_cure(cure, asked)
         if run is None or not run.finite:
             return False
         if report.verdict == "lost_in_forward":
             return _lost(full, run.again(run.largest_scale() or 1.0)) <= LOST_TOO_MUCH
         if report.verdict == "precision_lost":
-            return module_losses(full.outputs, run.outputs, _step(dtype))[1] is None
+            return module_losses(full.outputs, run.outputs, _step(asked.dtype))[1] is None
         return full.watch.hidden() is not None or run.watch.hidden() is None
 
     if report.verdict not in ("forward_overflow", "gradient_overflow", "lost_in_forward", "precision_lost"):
         return report
     if report.phase == "" or report.module.startswith("buffer "):
         return report
-    autocast = level is None and _in_autocast(network)
-    tried = candidates(report.module, level, _light_class(network, report.module), autocast)
+    autocast = asked.level is None and _in_autocast(asked.network)
+    tried = candidates(report.module, asked.level, _light_class(asked.network, report.module), autocast)
     return replace(report, cures=cures(tried, works))
 
 
@@ -221,34 +226,27 @@ def _with_stale_scales(report: Report, network: nn.Module, loss_fn: LossFn | Non
     return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
 
 
-def _with_cure(
-    cure: Cure,
-    network: nn.Module,
-    batch: object,
-    loss_fn: LossFn | None,
-    level: str | None,
-    dtype: torch.dtype | FloatFormat,
-) -> _Run | None:
+def _with_cure(cure: Cure, asked: _Question) -> _Run | None:
     """The batch at scale 1 once the advice is followed; None where a float32 result then meets a 16-bit weight."""
     if cure.kind == "bfloat16":
-        dtype = BF16 if isinstance(dtype, FloatFormat) else torch.bfloat16
-    tried, loss_fn = _low_copy(network, loss_fn, cure.what if cure.kind == "level" else level, dtype)
+        asked = replace(asked, dtype=BF16 if isinstance(asked.dtype, FloatFormat) else torch.bfloat16)
+    tried, loss_fn = replace(asked, level=cure.what if cure.kind == "level" else asked.level).low()
     kept = [tried.get_submodule(cure.what)] if cure.kind == "keep" else []
     if cure.kind == "class":
         kept = [module for module in tried.modules() if type(module).__name__ == cure.what]
     for module in kept:
         to_float(module, torch.float32)
     if cure.kind == "autocast":
-        _without_autocast(tried.get_submodule(cure.what), _device(network))
+        _without_autocast(tried.get_submodule(cure.what), _device(tried))
 
     def of_float32(output: object, *target: object) -> Tensor:
         assert loss_fn is not None
         return loss_fn(_widened(output), *target)
 
-    inside = level is None and cure.kind == "bfloat16"
+    inside = asked.level is None and cure.kind == "bfloat16"
     try:
-        with torch.autocast(_device(network), torch.bfloat16) if inside else nullcontext():
-            return _run(tried, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, batch, 1.0)
+        with torch.autocast(_device(tried), torch.bfloat16) if inside else nullcontext():
+            return _run(tried, of_float32 if cure.kind == "loss" and loss_fn is not None else loss_fn, asked.batch, 1.0)
     except Exception:  # whatever a network or a loss raises for a dtype that it does not take
         return None
 
@@ -377,20 +375,6 @@ def _leaves(network: nn.Module, batch: object) -> dict[str, Tensor]:
     return found | {f"buffer {name}": b for name, b in network.named_buffers()}
 
 
-def _plain_copy(network: nn.Module, loss_fn: LossFn | None) -> tuple[nn.Module, LossFn | None]:
-    network, loss_fn = copied(network, loss_fn)
-    return remove_mixed_precision(network).float(), loss_fn.float() if isinstance(loss_fn, nn.Module) else loss_fn
-
-
-def _low_copy(
-    network: nn.Module, loss_fn: LossFn | None, level: str | None, dtype: torch.dtype | FloatFormat
-) -> tuple[nn.Module, LossFn | None]:
-    network, loss_fn = copied(network, loss_fn)
-    if level is None:
-        return network, loss_fn
-    return auto_mixed_precision(remove_mixed_precision(network).float(), level, dtype), loss_fn
-
-
 def _blame_model(full: _Run) -> tuple[str, Event | None, tuple[str, ...]]:
     event, leaves = full.born()
     if not leaves:
@@ -429,8 +413,7 @@ def _report(
     low: _Run,
     largest: float | None,
     scale: float,
-    level: str | None,
-    dtype: torch.dtype | FloatFormat,
+    asked: _Question,
 ) -> Report:
     verdict, event, leaves = blame
     fields = operation_of(event)
@@ -449,8 +432,8 @@ def _report(
         loss=full.loss,
         low_loss=low.loss,
         scale=scale,
-        level=level or (IN_AUTOCAST if _in_autocast(full.network) else AS_IT_IS),
-        dtype=dtype_name(dtype),
+        level=asked.level or (IN_AUTOCAST if _in_autocast(full.network) else AS_IT_IS),
+        dtype=dtype_name(asked.dtype),
         lost_at_best=math.nan if zeros or largest is None else _lost(full, low.again(largest)),
         scaled_later=bool(one_factor),
     )
