@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.precision import ModuleLoss
-from mpkit.diagnose.watch import ROUND_TO, Event, Operand
+from mpkit.diagnose.watch import Event, Operand
+from mpkit.formats import get_format
 from mpkit.replay.percent import percent
 
 VERDICTS = {
@@ -248,10 +249,11 @@ def _hint(operation: str) -> str:
 
 
 def _hint_at_a_mask(report: Report) -> str:
-    if not report.operation.startswith(ROUND_TO) or not any(operand.nonfinite for operand in report.operands):
+    native = report.dtype in ("float16", "bfloat16", "float32", "float64")
+    brought = report.operation == "masked_fill" or any(operand.nonfinite for operand in report.operands)
+    if native or not brought or get_format(report.dtype).has_inf:
         return ""
-    fmt = report.operation.removeprefix(ROUND_TO)
-    return f"{fmt} has no infinity: the -inf of a mask becomes NaN in it, so mask with minus its max instead"
+    return f"{report.dtype} has no infinity: the -inf of a mask becomes NaN in it, so mask with minus its max instead"
 
 
 def operation_of(event: Event | None) -> dict[str, object]:
