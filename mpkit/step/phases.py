@@ -58,9 +58,12 @@ def backward(loss: Tensor, seed: Tensor, **options: object) -> None:
 
 
 def widen_(parameters: Iterable[Tensor]) -> None:
-    """Let autograd sum the gradients of 16-bit parameters in float32; they must have none yet."""
+    """Let autograd sum the gradients of 16-bit parameters in float32; they must have none yet.
+
+    Sharded ones (FSDP's) stay as they are: it is FSDP that gives them their gradients, in their own dtype.
+    """
     for p in parameters:
-        if p.dtype.itemsize < 4:
+        if p.dtype.itemsize < 4 and type(p) in (Tensor, nn.Parameter):
             p.grad_dtype = torch.float32
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.boost.grad_accumulation import GradientAccumulation
@@ -195,3 +198,18 @@ def test_a_thousand_micro_batches_are_one_batch_in_every_dtype(way: Any, dtype: 
         way(weight, make, 1024)
         assert weight.item() == update
         assert weight.grad_dtype == dtype
+
+
+def test_sharded_weights_get_their_gradients_from_fsdp(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        net = nn.Linear(2, 1, bias=False).bfloat16()
+        nn.init.zeros_(net.weight)
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        step = ScaledStep(torch.optim.SGD(net.parameters(), 1.0), torch.tensor(8.0))
+        for _ in range(2):
+            step.backward(net(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+        assert not step.update()
+        assert net.weight.to_local().tolist() == [[-2.0, -2.0]]  # type: ignore[operator]
+    finally:
+        torch.distributed.destroy_process_group()
