@@ -15,6 +15,7 @@ from mpkit.files import FULL
 # name -> (module:function, what it does); the function takes the arguments after the name and returns the exit status
 COMMANDS: dict[str, tuple[str, str]] = {
     "lab": ("mpkit.lab:main", "copy the lessons into a folder and open JupyterLab there"),
+    "check": ("mpkit.handin:main", "can a lab be handed in as it is?"),
     "info": ("mpkit.info:main", "device, versions, and what is installed"),
     "experiment": ("mpkit.experiment.command:main", "run a grid from a JSON file, or go on with it"),
     "bench": ("mpkit.bench.__main__:main", "measure what precision and boost cost on this machine"),

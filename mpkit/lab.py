@@ -87,10 +87,10 @@ def copy_lessons(folder: str | os.PathLike[str]) -> tuple[int, list[str]]:
     Raises:  OSError if the folder cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        return _copy(installed_lessons() or _shipped(Path(scratch)), Path(folder))
+        return _copy(installed_lessons() or shipped_lessons(Path(scratch)), Path(folder))
 
 
-def _shipped(scratch: Path) -> Path:
+def shipped_lessons(scratch: Path) -> Path:
     """What would travel in the wheel, made from the checkout that this file stands in."""
     script = Path(__file__).resolve().parent.parent / "notebooks" / "ship.py"
     if not script.exists():
