@@ -17,7 +17,7 @@ LAYERS = (
     ("record", "replay", "diagnose", "experiment", "bench"),
     ("view", "plots"),
     ("lessons", "explorers", "widgets", "check"),
-    ("command", "info", "lab", "__main__"),
+    ("command", "handin", "info", "lab", "__main__"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 UPWARD = "# upward:"  # marks a lazy import against the layers, with its reason on the same line
