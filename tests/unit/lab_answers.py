@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """What a wrong answer loses and a right one in another form earns: rows of (lab, question, text of the solution, its
 replacement), each once judged wrongly by somebody.
 """
