@@ -18,7 +18,7 @@ from typing import Any
 STUB = "YOUR CODE HERE"
 TEXT_STUB = "YOUR ANSWER HERE"
 SIGNS = {b"PK": "a zip archive", b"%PDF": "a PDF", b"\x89PNG": "a picture", b"\xff\xd8": "a picture"}
-_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+_FIRST_BYTES = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
 
 @dataclass
@@ -65,7 +65,7 @@ def read_text(text: str) -> dict[str, Any]:
 
 def _decoded(raw: bytes) -> str:
     """The text of a file in whichever encoding an editor has saved it."""
-    encoding = next((name for mark, name in _MARKS if raw.startswith(mark)), "utf-8")
+    encoding = next((name for first, name in _FIRST_BYTES if raw.startswith(first)), "utf-8")
     if encoding == "utf-8" and b"\0" in raw[:4]:  # UTF-16 without a mark: every second byte of JSON's first ones is 0
         encoding = "utf-16-le" if raw[1:2] == b"\0" else "utf-16-be"
     try:
