@@ -1,7 +1,7 @@
 """Files from strangers: read for what they are, refused in a sentence, written whole or not at all.
 
-Nothing in a file is ever run, and the sizes that a zip file names are looked at before anything is unpacked. Numpy and
-torch are imported where they are needed: a worker of an experiment starts without them.
+Nothing in a file is ever run, and the sizes that a zip file names are looked at before anything is unpacked. torch is
+imported where it is needed: the command starts without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import stat
-import sys
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 DENSEST = 300  # times that a file may grow when it is unpacked; recorded traces grow 20-fold
@@ -56,10 +56,6 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
     Raises:  IsADirectoryError for a folder; OSError where the file cannot be written: then nothing has changed.
     """
     path = Path(os.path.realpath(Path(path)))
-    if not callable(write):
-        raise TypeError(f"write must be a function of an open file, got {type(write).__name__}")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     old, device = path.is_file(), path.exists() and not path.is_file()  # nothing may take the place of a device
     draft = path if device else path.with_name(f"{_draft(path)}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
@@ -114,8 +110,6 @@ def read_json(path: str | Path) -> Any:
 
 def read_npy(path: str | Path) -> np.ndarray:
     """The array of an npy file. Raises ValueError, which names the file, for a damaged or pickled one; OSError."""
-    import numpy as np
-
     with _refused(path := regular(path), "npy"):
         return np.load(path, allow_pickle=False)
 
@@ -125,18 +119,12 @@ def read_npz(path: str | Path, names: Iterable[str] = ()) -> dict[str, np.ndarra
 
     Raises:  ValueError, which names the file, for a damaged or pickled one; OSError.
     """
-    import numpy as np
-
     with _refused(path := regular(path), "npz"), zipfile.ZipFile(path) as entries:
         check_growth(entries)
         with np.load(path, allow_pickle=False) as held:
             arrays = {name: held[name] for name in names or held}
-        for (
-            array
-        ) in arrays.values():  # NumPy reads a text beyond Unicode, and raises a SystemError when it is looked at
-            letters = np.dtype("u4").newbyteorder(array.dtype.byteorder)
-            if array.dtype.kind == "U" and (np.frombuffer(array.tobytes(), letters) > sys.maxunicode).any():
-                raise ValueError("a text has a character that Unicode does not have")
+        for text in (array for array in arrays.values() if array.dtype.kind == "U"):
+            text.tolist()  # raises where a letter is none of Unicode
         return arrays
 
 
