@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -55,7 +56,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self,
         network: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         networks: list[Any] = list(network) if isinstance(network, list | tuple) else [network]
         if not networks or not all(isinstance(n, nn.Module) for n in networks):
@@ -91,18 +92,15 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
         swap(torch.autocast, "__enter__", self._autocast)
-        for kind in {*_family(torch.amp.GradScaler), *_kinds(self._scaler)}:
+        for kind in {*_family(GradScaler), *_kinds(self._scaler)}:
             for name in ("scale", "unscale_", "step", "update"):
                 if name in vars(kind):
                     swap(kind, name, getattr(self, f"_{name}"))
         for kind in _family(LRScheduler):
             if "step" in vars(kind):
                 swap(kind, "step", self._schedule)
-        for hook in (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self._stack.callback(hook.remove)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self.report
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -155,7 +153,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         finally:
             self._backward_depth -= 1
         scaler = self._through[0] if self._through else None
-        scale = 1.0 if scaler is None else _scale_of(scaler)
+        scale = _scale_of(scaler)
         this = Pass(
             site=_site(),
             scaler=scaler,
@@ -230,7 +228,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     # --- the scaler
 
-    def _scale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: object) -> object:
+    def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: object) -> object:
         scaled = original(scaler, outputs)
         if not self._scaler_depth and _enabled(scaler):
             self._done(scaler)
@@ -246,7 +244,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         finally:
             self._scaler_depth -= 1
 
-    def _unscale_(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer) -> object:
+    def _unscale_(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> object:
         if self._scaler_depth or not _enabled(scaler):
             return original(scaler, optimizer)
         watched = self._of(optimizer)
@@ -262,12 +260,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         return result
 
     def _step(
-        self,
-        original: Callable[..., Any],
-        scaler: torch.amp.GradScaler,
-        optimizer: Optimizer,
-        *args: object,
-        **more: object,
+        self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: object, **more: object
     ) -> object:
         watched = self._of(optimizer)
         if self._scaler_depth or not _enabled(scaler) or watched is None:
@@ -280,9 +273,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self._stepped(watched)
         return result
 
-    def _update(
-        self, original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: object, **more: object
-    ) -> object:
+    def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: object, **more: object) -> object:
         if self._scaler_depth or not _enabled(scaler):
             return original(scaler, *args, **more)
         done = self._pending.pop(id(scaler), set())
@@ -301,11 +292,11 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 watched.life[last] = "skipped"
         return result
 
-    def _missing_update(self, scaler: torch.amp.GradScaler, watched: Watched) -> None:
+    def _missing_update(self, scaler: GradScaler, watched: Watched) -> None:
         if f"step {self._watched.index(watched)}" in self._done(scaler):
             self._say("no_update", watched)
 
-    def _done(self, scaler: torch.amp.GradScaler) -> set[str]:
+    def _done(self, scaler: GradScaler) -> set[str]:
         return self._pending.setdefault(id(scaler), set())
 
     # --- the step
@@ -357,7 +348,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if watched is not None and not self._scaler_depth:
             self._stepped(watched)
 
-    def _about_to_step(self, watched: Watched, scaler: torch.amp.GradScaler | None) -> None:
+    def _about_to_step(self, watched: Watched, scaler: GradScaler | None) -> None:
         if watched.rates != rates(watched.optimizer):
             watched.schedule_moved()
         fresh = watched.fresh
@@ -365,7 +356,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             self._say("inside_autocast", watched)
         if scaler is not None and not any(scaler is s for s in watched.scalers):
             watched.scalers.append(scaler)
-            known = isinstance(self._scaler, torch.amp.GradScaler) and scaler is not self._scaler
+            known = isinstance(self._scaler, GradScaler) and scaler is not self._scaler
             if len(watched.scalers) > 1 or known:
                 self._say("new_scaler", watched)
         if fresh and look(watched.few) != watched.marks and watched.cleared():
@@ -380,10 +371,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         plain = [p for p in fresh if p.scaler is None and p.factor < _BY_HAND]
         if scaler is not None and plain:
             self._say("unscaled_backward", watched)
-        if scaler is None and scaled_by is not None:
-            by_hand = not watched.unscaled and math.isclose(watched.shrunk(), _scale_of(scaled_by), rel_tol=1e-5)
-            if not by_hand:
-                self._say("bare_step", watched)
+        bare = scaler is None and scaled_by is not None
+        if bare and (watched.unscaled or not math.isclose(watched.shrunk(), _scale_of(scaled_by), rel_tol=1e-5)):
+            self._say("bare_step", watched)
         if scaler is None and any(p.low for p in plain):
             self._say("no_scaler", watched)
         if undivided(fresh) and not self._divided_later(watched, len(fresh)):
@@ -391,9 +381,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _divided_later(self, watched: Watched, count: int) -> bool:
         """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
-        edits = max(
-            (new[1] - old[1] for old, new in zip(watched.marks, look(watched.few)) if old[0] == new[0]), default=2
-        )
+        pairs = zip(watched.marks, look(watched.few))
+        edits = max((new[1] - old[1] for old, new in pairs if old[0] == new[0]), default=2)
         return edits > 1 or math.isclose(watched.shrunk(), count, rel_tol=1e-5)
 
     def _stepped(self, watched: Watched) -> None:
@@ -410,13 +399,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _autocast(self, original: Callable[..., Any], context: torch.autocast) -> object:
         result = original(context)
-        kind = context.device
-        if (
-            torch.is_autocast_enabled(kind)
-            and torch.get_autocast_dtype(kind) == torch.float16
-            and torch.is_grad_enabled()
-        ):
-            self._low = True
+        low = torch.get_autocast_dtype(context.device) == torch.float16 and torch.is_autocast_enabled(context.device)
+        self._low = self._low or (low and torch.is_grad_enabled())
         return result
 
     def _schedule(self, original: Callable[..., Any], schedule: object, *args: object, **more: object) -> object:
@@ -446,15 +430,19 @@ def _autocast_is_on(watched: Watched) -> bool:
     return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
-def _scale_of(scaler: torch.amp.GradScaler) -> float:
-    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
+def _scale_of(scaler: GradScaler | None) -> float:
+    return float(
+        scaler.get_scale()
+        if scaler is not None and hasattr(scaler, "get_scale")
+        else getattr(scaler, "scale_value", 1.0)
+    )
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
 
 
-def _enabled(scaler: torch.amp.GradScaler) -> bool:
+def _enabled(scaler: GradScaler) -> bool:
     return bool(scaler.is_enabled()) if hasattr(scaler, "is_enabled") else True
 
 

@@ -98,20 +98,12 @@ def _dtypes(network: nn.Module, level: str, remedied: bool) -> Iterator[Finding]
             what, way = "the parameter holds inf or NaN", "initialize it anew, or load a checkpoint that is whole"
             yield Finding("error", name, what, way)
         if p.dtype in _LOW and level != "O0" and not (remedied and p.dtype is torch.bfloat16):
-            yield Finding(
-                "error",
-                name,
-                f"the parameter is stored in {dtype_name(p.dtype)}, so small updates vanish and a GradScaler refuses "
-                "its gradient",
-                f"keep parameters in float32 (network.float()) and let {cast} cast them where they are used",
-            )
+            what = f"the parameter is stored in {dtype_name(p.dtype)}, so small updates vanish and a GradScaler "
+            way = f"keep parameters in float32 (network.float()) and let {cast} cast them where they are used"
+            yield Finding("error", name, what + "refuses its gradient", way)
         if p.grad is not None and p.grad.dtype == torch.float16:
-            yield Finding(
-                "error",
-                name,
-                "the gradient is float16, and dividing it by the scale would flush it to zero again",
-                "store the parameter in float32; then its gradient is float32 too",
-            )
+            what = "the gradient is float16, and dividing it by the scale would flush it to zero again"
+            yield Finding("error", name, what, "store the parameter in float32; then its gradient is float32 too")
     for name, buffer in network.named_buffers():
         if not _is_finite(buffer, mask=True):
             yield Finding(
@@ -127,12 +119,9 @@ def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) 
     held = {id(p) for p in parameters_of(optimizer)}
     strangers = held - set(named)
     if strangers:
-        yield Finding(
-            "error",
-            "optimizer",
-            f"{len(strangers)} of its parameters are not in this network: it would train another network",
-            "build the optimizer from this network's parameters, after replacing any of them",
-        )
+        what = f"{len(strangers)} of its parameters are not in this network: it would train another network"
+        way = "build the optimizer from this network's parameters, after replacing any of them"
+        yield Finding("error", "optimizer", what, way)
     left = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]
     if left:
         what = f"{len(left)} trainable parameters are in no group of the optimizer"
@@ -149,12 +138,9 @@ def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[F
             value = min((v for v in several if isinstance(v, float)), default=None)  # torch's Adafactor has a None
             for one in low or ([fmt] if level == "O3" else []):
                 if isinstance(value, float) and 0 < value <= one.zero_up_to:
-                    yield Finding(
-                        "error" if low else "warning",
-                        f"optimizer group {index}",
-                        f"{key}={value:g} is zero in {one.name} (smallest value {one.min_subnormal:.3g})",
-                        f"use {key} >= {one.min_normal:.2g}, or keep parameters and states in float32",
-                    )
+                    what = f"{key}={value:g} is zero in {one.name} (smallest value {one.min_subnormal:.3g})"
+                    way = f"use {key} >= {one.min_normal:.2g}, or keep parameters and states in float32"
+                    yield Finding("error" if low else "warning", f"optimizer group {index}", what, way)
 
 
 def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:

@@ -113,13 +113,8 @@ class Watch(TorchDispatchMode):
             node = torch.autograd._get_sequence_nr() - 1
             if node not in self._nodes:
                 self._nodes[node] = self._where(), _operation(func, args, kwargs)
-        if (
-            not self.backward
-            and name in _FLUSHING
-            and ROUNDING.get() is None
-            and isinstance(out, Tensor)
-            and _checkable(out)
-        ):
+        flushes = not self.backward and name in _FLUSHING and ROUNDING.get() is None
+        if flushes and isinstance(out, Tensor) and _checkable(out):
             share = _share_zeroed(name, inputs, out)
             key = self._where(), _operation(func, args, kwargs)
             self.zeroed[key] = max(share, self.zeroed.get(key, 0.0))
