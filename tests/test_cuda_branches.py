@@ -318,7 +318,7 @@ TESTED = {  # lines that ask, by file
     "record/columns.py": 1,
     "record/counts.py": 2,
     "rounding.py": 1,
-    "scalers/finite.py": 2,  # one for any accelerator, see `test_scalers.py`
+    "scalers/finite.py": 2,  # one for any accelerator: the GPU test of `unit/test_scalers.py`
 }
 
 
