@@ -136,6 +136,23 @@ def test_torchs_grad_scaler_drives_every_optimizer(name):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Momentum", "SGD-dampening", "Adam", "AdamWeightDecay", "AdaMax", "Lamb", "LARS"])
+def test_torchs_cyclic_schedulers_drive_rate_and_momentum(name):
+    def seen(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[tuple[float, float]]:
+        scheduler, found = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=6), []
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            group = optimizer.param_groups[0]
+            found.append((group["lr"], group["betas"][0] if "betas" in group else group["momentum"]))
+            scheduler.step()
+        return found
+
+    ours, theirs = (list(network().parameters()) for _ in "ab")
+    torch.testing.assert_close(seen(MEMBERS[name](ours), ours), seen(torch.optim.SGD(theirs, 0.1, 0.9), theirs))
+
+
 def test_a_step_is_the_loop_written_out():
     """Scale, backward, unscale, check, clip, update or skip, adjust: beside torch alone."""
     net, plain = network(), network()
