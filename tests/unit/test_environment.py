@@ -106,12 +106,6 @@ def test_a_taken_port_is_named_or_passed_over(bootstrap):
         bootstrap.port_of(["--port=²"])
 
 
-@pytest.mark.parametrize("word", ["--port=8897", "--ServerApp.port=8897"])
-def test_a_port_by_any_of_its_names_is_the_only_one(bootstrap, monkeypatch, word):
-    monkeypatch.setattr(bootstrap, "free", lambda port: True)
-    assert bootstrap.port_of([word]) == []
-
-
 def test_an_environment_of_another_python_is_made_anew(bootstrap, monkeypatch, tmp_path):
     """Somebody's own .venv of Python 3.9 stood in the folder: pip then found no version that fits."""
     monkeypatch.setattr(bootstrap, "VENV", str(tmp_path))
@@ -131,14 +125,6 @@ def test_an_environment_of_another_python_is_made_anew(bootstrap, monkeypatch, t
     assert made == [{"with_pip": True, "clear": True}] * 2
 
 
-def test_a_folder_that_may_not_be_written_is_told(bootstrap, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "file" / "venv"))
-    monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "file" / "venv" / "bin"))
-    with pytest.raises(SystemExit, match=r"\.venv could not be made in .*copy mpkit to a folder that you may write in"):
-        bootstrap.setup("lab")
-
-
 def test_what_cannot_be_set_up_is_refused_before_anything_is_made(bootstrap, monkeypatch, tmp_path):
     monkeypatch.setattr(bootstrap, "VENV", str(tmp_path / "venv"))
     monkeypatch.setattr(bootstrap, "BIN", str(tmp_path / "venv" / "bin"))
@@ -154,12 +140,6 @@ def test_the_address_that_is_printed_leads_to_the_first_lesson(bootstrap, monkey
     command = bootstrap.lab(["--no-browser"])
     assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in command
     assert (ROOT / "notebooks" / "00_start_here.ipynb").exists()
-
-
-def test_a_wrong_port_is_told_before_anything_is_set_up(bootstrap, monkeypatch):
-    monkeypatch.setattr(bootstrap, "setup", lambda extra: pytest.fail("the set-up came first"))
-    with pytest.raises(SystemExit, match="needs a number from 1 to 65535, got 'x'"):
-        bootstrap.lab(["--port=x"])
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python3", "ls", "true"])
