@@ -35,6 +35,7 @@ class ScaledStep(Step):
         average:      average the gradients over the processes of a distributed run; False when
                       DistributedDataParallel has done so in the backward pass.
 
+    >>> import torch
     >>> net = torch.nn.Linear(2, 1)
     >>> step = ScaledStep(torch.optim.SGD(net.parameters(), 0.1, fused=True), torch.tensor(1024.0))
     >>> for micro_batch in torch.ones(2, 4, 2):
