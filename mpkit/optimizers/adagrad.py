@@ -63,7 +63,7 @@ class RMSProp(Optimizer):
         spread = s + eps
         if u["centered"]:
             a = u.mix("mean", d, u.g)
-            spread = (spread - a * a).at_least_(eps)  # a variance; rounding may take it below 0
+            spread.add_(a, -1.0, a).at_least_(eps)  # a variance; rounding may take it below 0
         spread.sqrt_()
         if u["momentum"]:
             u.descend(u.add("velocity", u.g.times(u.lr).div_(spread), hold=u["momentum"]), 1.0)
@@ -165,11 +165,10 @@ class ProximalAdagrad(Optimizer):
         super().__init__(locals())
 
     def update(self, u: Update) -> None:
-        r = _root(u.add("square", u.g, u.g), u["accum"]) ** -1.0
-        r.mul_(u.lr)
-        p = u.w - r * u.g
-        size = (p.abs() - r * u["l1"]).at_least_(0.0)
-        u.put(u.w, p.sign().mul_(size).div_(r * u["l2"] + 1.0))
+        r = _root(u.add("square", u.g, u.g), u["accum"]).reciprocal().mul_(u.lr)
+        p = (r * u.g).mul_(-1.0).add_(u.w)
+        size = p.abs().add_(r, -u["l1"]).at_least_(0.0)
+        u.put(u.w, p.sign_().mul_(size).div_(r.mul_(u["l2"]).add_(1.0)))
 
 
 class FTRL(Optimizer):
@@ -214,6 +213,6 @@ class FTRL(Optimizer):
         p, before = -u["lr_power"], u.state["square"] ** -u["lr_power"]
         after = u.add("square", u.g, u.g) ** p
         z = u.put(u.state["linear"], (before - after).div_(u.lr).mul_(u.w).add_(u.g).add_(u.state["linear"]))
-        size = (z.abs() - u["l1"]).at_least_(0.0)
+        size = z.abs().add_(-u["l1"]).at_least_(0.0)
         over = after.div_(u.lr).add_(2 * u["l2"]).at_least_(TINY)
         u.put(u.w, z.sign().mul_(size).mul_(-1.0).div_(over))

@@ -7,6 +7,7 @@ device; then they live there, because only the device knows which steps were app
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -40,7 +41,7 @@ AT_HAND = frozenset({"cpu"})
 """Devices whose memory is the host's own: looking at a flag there waits for nothing, and a step that is applied costs
 what it costs without the flag. Elsewhere the decision is taken on the device, by neutral coefficients."""
 
-LARGE = 2**16
+LARGE = 2**18
 """Values above which a tensor on a CPU is updated alone: its intermediate results leave their memory to the next."""
 
 NEEDED = ("params", "learning_rate", "weight_decay", "options")
@@ -290,14 +291,18 @@ class Optimizer(torch.optim.Optimizer):
     def _alike(self, group: Group) -> list[list[int]]:
         """Indices of the parameters that have a gradient, by what one `Update` takes together."""
         found: dict[Any, list[int]] = {}
-        together, lazy = self.gradient_transform is not None, group.get("use_lazy")
+        most, lazy, by_axes = (
+            LARGE if self.gradient_transform is None else math.inf,
+            group.get("use_lazy"),
+            self.by_axes,
+        )
         for i, p in enumerate(group["params"]):
             if (grad := p.grad) is None:
                 continue
             if (rows := grad.layout is not torch.strided) and not (lazy and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
-            alone = rows or (p.is_cpu and not together and p.numel() > LARGE)
-            key = p.device, p.dtype, ~i if alone else self.by_axes and p.ndim > 1  # ~i is negative: no True, no False
+            alone = rows or (p.numel() > most and p.is_cpu)
+            key = p.device, p.dtype, ~i if alone else by_axes and p.ndim > 1  # ~i is negative: no True, no False
             found.setdefault(key, []).append(i)
         return list(found.values())
 
@@ -306,24 +311,23 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Raw gradients -> the gradients of the formula -> new weights and state, in place."""
         params = [group["params"][i] for i in chosen]
-        held = self._states(params, group)
-        narrow, rows = params[0].dtype.itemsize < 4, params[0].grad.is_sparse
+        narrow, rows, needed = params[0].dtype.itemsize < 4, params[0].grad.is_sparse, self.needed(params[0], group)
+        held = self._states(params, group, narrow, needed) if needed or narrow else []
         whole = [state["master"] for state in held] if narrow else params
         if narrow:
             follow_(whole, params)
-        states = {slot: [state[slot] for state in held] for slot in self.needed(params[0], group)}
+        states = {slot: [state[slot] for state in held] for slot in needed}
         grads, weights = [p.grad for p in params], whole
         if rows:  # the formula runs on the rows that a sparse gradient names, and on nothing else
             (grad,) = (grad.coalesce() for grad in grads)
             at = tuple(grad.indices())
             grads, weights, *parts = [grad.values()], *([xs[0][at]] for xs in (whole, *states.values()))
             states = dict(zip(states, parts))
-        dtype, device = weights[0].dtype, weights[0].device
-        t: Number = group["updates"] + 1
-        lr, decay, t = (x.to(device) if isinstance(x, Tensor) else x for x in (lr, decay, t))
+        dtype, device, t = weights[0].dtype, weights[0].device, group["updates"] + 1
+        lr, decay = (x.to(device) if isinstance(x, Tensor) else x for x in (lr, decay))
         keep = None if keep is None else keep.to(device, dtype)
         if isinstance(t, Tensor):
-            t = t.double()  # arithmetic with an int64 tensor would take torch's default dtype
+            t = t.to(device).double()  # arithmetic with an int64 tensor would take torch's default dtype
         g = Many(grads if grads[0].dtype == dtype else [grad.to(dtype) for grad in grads])
         if scale is not None:
             g = g.times(scale.to(device).reshape(()).reciprocal())
@@ -340,11 +344,8 @@ class Optimizer(torch.optim.Optimizer):
         if narrow:
             torch._foreach_copy_(params, whole)
 
-    def _states(self, params: list[Tensor], group: Group) -> list[dict[str, Tensor]]:
+    def _states(self, params: list[Tensor], group: Group, narrow: bool, needed: list[str]) -> list[dict[str, Tensor]]:
         """The state of each parameter, begun or brought up to what its dtype and the options of its group ask now."""
-        narrow, needed = params[0].dtype.itemsize < 4, self.needed(params[0], group)
-        if not needed and not narrow:
-            return [{}] * len(params)
         states = [self.state[p] for p in params]
         for p, state in zip(params, states):
             if narrow != ("master" in state):  # at first, or somebody has cast the network since
@@ -357,7 +358,7 @@ class Optimizer(torch.optim.Optimizer):
     def _prepared(self, u: Update) -> Many:
         """Decay, centralization, the transform, and the static loss scale."""
         g, group = u.g, u.group
-        if where := [] if self.decays_itself else u.decayed():
+        if not self.decays_itself and (where := u.decayed()):
             # the gradient is still S times too large here, so the decay is made so too; 1 / S comes last
             g = g.changed(where, g.part(where).plus(u.w.part(where), u.decay * self.loss_scale))
         if group["grad_centralization"] and self.centralizes:

@@ -62,13 +62,22 @@ class Many:
 
     sqrt = _of_each(torch._foreach_sqrt)
     rsqrt = _of_each(torch._foreach_rsqrt)
+    reciprocal = _of_each(torch._foreach_reciprocal)
     abs = _of_each(torch._foreach_abs)
     sign = _of_each(torch._foreach_sign)
     norms = _of_each(torch._foreach_norm)
 
-    def add_(self, x: Many | Number) -> Many:
-        more = {"alpha": 1.0} if isinstance(x, Tensor) else {}
-        torch._foreach_add_(self.xs, self._fit(x), **more)
+    def add_(self, x: Many | Number, factor: float = 1.0, y: Many | None = None) -> Many:
+        """self += factor * x * y."""
+        if isinstance(x, Many) and y is not None:
+            torch._foreach_addcmul_(self.xs, x.xs, y.xs, value=factor)
+        else:
+            more = {} if isinstance(x, float | int) else {"alpha": factor}
+            torch._foreach_add_(self.xs, self._fit(x), **more)
+        return self
+
+    def sign_(self) -> Many:
+        torch._foreach_sign_(self.xs)
         return self
 
     def mul_(self, x: Many | Number) -> Many:
