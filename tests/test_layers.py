@@ -156,7 +156,7 @@ def test_few_types_say_nothing():
 
 HARD = (
     *("rounding.py", "blocks/quantize.py", "record/counts.py", "policies/rule.py", "scalers/kernel.py"),
-    *("casting/handlers.py", "casting/rules.py", "casting/mode.py", "casting/forward.py", "casting/targets.py"),
+    *("casting/rules.py", "casting/mode.py", "casting/marks.py", "casting/low.py"),
     *("casting/products.py", "optimizers/base.py", "optimizers/update.py", "scalers/finite.py"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mpkit.arguments import check_flags, check_kind
 from mpkit.boost.bn_rules import removable
-from mpkit.casting.forward import mark, mark_of
+from mpkit.casting import copy_to_float
 
 __all__ = [
     "LessBN",
@@ -54,9 +55,7 @@ class NormalizedLinear(nn.Module):
         layer.weight = linear.weight  # type: ignore[assignment]  # annotated as a plain tensor
         layer.bias = linear.bias if keep_bias else None
         layer.multiplier = nn.Parameter(linear.weight.detach().new_ones(1))
-        cast = mark_of(linear)
-        if cast is not None and cast.by_user and cast.rule is not None:  # a level or a recipe stands around the layer
-            mark(layer, cast.rule, result=cast.result, by_user=True, inside=cast.inside)
+        copy_to_float(linear, layer)
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,10 +180,9 @@ def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
         raise ValueError(
             f"the weight of {name!r} is computed from others (weight_norm, say) before each call; {way_out}"
         )
-    cast = mark_of(linear)
-    own = vars(linear).get("forward") if cast is None else cast.inner  # set on this very layer, perhaps below a cast
+    own = getattr(inspect.unwrap(linear.forward), "__func__", None)  # set on this very layer, perhaps below a cast
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    if type(linear).forward is not nn.Linear.forward or own is not None or any(hooks):
+    if own is not nn.Linear.forward or any(hooks):
         raise ValueError(
             f"{name!r} is a {type(linear).__name__} with a forward or hooks of its own, which would be lost; {way_out}"
         )

@@ -6,27 +6,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from mpkit.casting import operations as ops
-from mpkit.casting.forward import Decorated, Forward, mark, mark_of, unmark
+from mpkit.casting import operators as ops
 from mpkit.casting.lists import BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
-from mpkit.casting.marking import (
-    auto_lists,
-    lowered,
-    put_black_list,
-    put_white_list,
-    refuse_scripted,
-    settle,
-)
+from mpkit.casting.low import target_of
+from mpkit.casting.marks import Decorated, Forward, check_castable, mark, mark_of, unmark
 from mpkit.casting.mode import running
-from mpkit.casting.products import drop_scales
-from mpkit.casting.table import MINDSPORE
-from mpkit.casting.targets import target_of
+from mpkit.casting.presets import MINDSPORE, PRESETS, auto_lists, lowered, put_black_list, put_white_list, settle
+from mpkit.casting.products import Keep, cast_by_recipe, drop_scales
+from mpkit.casting.recipe import RECIPES, Recipe
 from mpkit.formats import FloatFormat
 
 LEVELS = tuple(MINDSPORE)
@@ -51,23 +43,27 @@ def auto_mixed_precision(
     | O3 | every operation | float32 |
     | auto | per operation: a list to `dtype`, a list to float32, a list to the promoted dtype | may be `dtype` |
 
-    The call of the network is the way in. Its other methods, and threads that a forward starts, compute at the level
-    inside `within(network)`; outside of it they warn when they call a module, or compute with a parameter, of it.
+    A level is a boundary: at O2 and O3 a module casts its float arguments when it is entered, and parameters where they
+    are used. What is computed otherwise follows its inputs, so a float32 constant beside 16-bit activations promotes
+    them until the next module. At O1 and auto listed operations cast, all others are torch's own affair.
+
+    A level is put on the call of the network. Its other methods, and threads that a forward starts, compute at the
+    level inside `within(network)`. Inside `torch.autocast` a level rules its own modules alone.
 
     The backward of a `torch.autograd.Function` of your own runs without a level, as without an autocast: it finds what
     its forward saved, float32 weights too, beside 16-bit gradients. The way out is a module under `to_float`.
-
-    `torch.compile` takes an `nn.CrossEntropyLoss()` that is made inside a forward past every level: there it computes
-    in the dtype of its input. Make it in `__init__`, or call `F.cross_entropy`.
 
     Args:
         network:    a module; at level "auto" also a function, which comes back decorated.
         amp_level:  one of the above, case matters.
         dtype:      torch.float16 or torch.bfloat16; a FloatFormat is emulated inside float32, forwards and backwards.
                     A number beyond it that fills a tensor, as a mask's, stands for its largest. E4M3FN has no inf: the
-                    -inf of a mask becomes NaN in it, which a warning tells; mask with -E4M3FN.max.
+                    -inf of a mask becomes NaN in it; mask with -E4M3FN.max.
         grad_dtype: format of the gradients of an emulated format; None: the same format.
-    Raises:  TypeError if `network` is no module (function at "auto"); ValueError for another dtype or level.
+    Raises:  TypeError if `network` is no module (function at "auto"), or has a part that no level reaches (TorchScript,
+             nn.DataParallel, a forward that yields or awaits); ValueError for another dtype or level. While it runs:
+             TypeError for sparse and nested operands, and torch's own error, with the way out, where torch has no
+             kernel in 16 bits.
     Warns:   when `network` already runs at a level: it changes to the new one; see also above.
     Source:  MindSpore 2.7 amp.auto_mixed_precision. There O1 returns a rewritten copy, O2 and O3 a wrapper; here
              nothing is wrapped, renamed or replaced. As there, O1 and auto respect `to_float`, O2 and O3 override it,
@@ -86,7 +82,7 @@ def auto_mixed_precision(
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network
-    refuse_scripted(network)
+    check_castable(network)
     _warn_of_repetition(network, amp_level)
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
@@ -121,7 +117,7 @@ def custom_mixed_precision(
         came = "neither" if white_list is None else "both"
         raise ValueError(f"give exactly one of white_list and black_list, got {came}")
     low = target_of(dtype, grad_dtype)
-    refuse_scripted(network)
+    check_castable(network)
     if white_list is not None:
         modules, operators = _checked_white(white_list)
         put_white_list(network, low, modules, operators)
@@ -204,12 +200,11 @@ def to_float(
     if not isinstance(module, nn.Module):
         raise TypeError(f"to_float sets the precision of an nn.Module, got {module!r}; cast a tensor with x.to(dtype)")
     target = target_of(dtype, grad_dtype, also=(torch.float32,))
-    refuse_scripted(module)
+    check_castable(module)
     for inner in module.modules():
         old = mark_of(inner)
         around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
-        inside = inner is not module or (old is not None and old.inside)
-        mark(inner, lowered(inner, target), by_user=True, inside=inside, **around)
+        mark(inner, lowered(inner, target), by_user=target, **around)
     return module
 
 
@@ -230,15 +225,11 @@ def within(network: nn.Module) -> Iterator[None]:
     """
     if not isinstance(network, nn.Module):
         raise TypeError(f"within runs a block at the level of an nn.Module, got {network!r}")
-    rule = getattr(mark_of(network), "rule", None)  # the mark itself is held by nobody else while its module runs
-    if rule is None:
+    found = mark_of(network)
+    if found is None or found.rule is None:
         raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
-    with running(replace(rule)) as mode:  # a rule of its own, so that a forward is known to end into this block
-        outside, mode.base = mode.base, mode.rule
-        try:
-            yield
-        finally:
-            mode.base = outside
+    with running(found.rule, network):
+        yield
 
 
 def remove_mixed_precision(network: Network) -> Network:
@@ -254,3 +245,63 @@ def remove_mixed_precision(network: Network) -> Network:
         unmark(module)
         drop_scales(module)
     return network
+
+
+def cast_like(
+    network: nn.Module,
+    preset: str | Recipe,
+    dtype: torch.dtype | FloatFormat | None = None,
+    *,
+    grad_dtype: FloatFormat | None = None,
+    keep: Keep = None,
+) -> nn.Module:
+    """Cast `network` as another framework does at one of its levels, or its linear layers by a recipe; it comes back.
+
+    Args:
+        preset:     a key of PRESETS (see `preset_table`) or of RECIPES (see the table in `recipe`), or a Recipe.
+        dtype:      of a preset: the low precision; None: the preset's own. A FloatFormat is emulated.
+        grad_dtype: of a preset: format of the gradients of an emulated format.
+        keep:       of a recipe: layers that stay in high precision, as a pattern of their paths ("lm_head",
+                    "blocks.0", "blocks.*.proj"), a list of them, or a function (path, module) -> bool. Everything that
+                    is no linear layer stays high anyway; an attention counts as one layer.
+    Raises:  TypeError if `network` is no module; ValueError for an unknown preset or dtype, an option that is not the
+             preset's, a recipe on a network without linear layers, or a `keep` that matches nothing. While the network
+             runs, RuntimeError for what its framework bans: binary_cross_entropy at torch_autocast; at apex_O1 the
+             same of 16 bits, and `x.exp_()` and the like on 16 bits.
+
+    >>> net = cast_like(nn.Linear(2, 1), "keras_mixed_bfloat16")
+    >>> net(torch.ones(1, 2)).dtype
+    torch.bfloat16
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"cast_like casts an nn.Module, got {network!r}; pass the network object itself")
+    if not isinstance(preset, str | Recipe):
+        raise TypeError(f"preset is a name or a Recipe, got {preset!r}; the names are in PRESETS and RECIPES")
+    check_castable(network)
+    if isinstance(preset, Recipe) or preset in RECIPES:
+        if dtype is not None or grad_dtype is not None:
+            raise ValueError("a recipe names the format of every cast; replace its casts instead of giving a dtype")
+        return cast_by_recipe(network, preset if isinstance(preset, Recipe) else RECIPES[preset], keep)
+    if preset not in PRESETS:
+        known = f"preset is one of {', '.join(PRESETS)}, or a recipe: {', '.join(RECIPES)}"
+        raise ValueError(f"{known}; got {preset!r}")
+    if keep is not None:
+        raise ValueError(f"keep goes with a recipe; {preset} has its own lists of what stays float32")
+    row = PRESETS[preset]
+    row.put(network, target_of(row.dtype if dtype is None else dtype, grad_dtype))
+    settle(network, preset)
+    return network
+
+
+def copy_to_float(source: nn.Module, target: nn.Module) -> nn.Module:
+    """Give `target`, which takes the place of `source`, the precision that `to_float` set there, if any; it comes back.
+
+    Raises:  TypeError if one of them is no module.
+    """
+    for name, module in (("source", source), ("target", target)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name} is an nn.Module, got {module!r}")
+    found = mark_of(source)
+    if found is not None and found.by_user is not None:  # a level or a recipe stands around the layer
+        mark(target, lowered(target, found.by_user), result=found.result, by_user=found.by_user)
+    return target

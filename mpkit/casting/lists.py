@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mpkit.casting.operations import words
+from mpkit.casting.operators import words
 
 # --- MindSpore --------------------------------------------------------------------------------------------------------
 
@@ -132,4 +132,6 @@ APEX_UNLISTED = words(
 
 # --- Keras ------------------------------------------------------------------------------------------------------------
 
-KERAS_PROTECTED: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS: tuple[type[nn.Module], ...] = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+KERAS_PROTECTED = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpkit.arguments import check_kind
-from mpkit.casting import operations as ops
-from mpkit.casting.forward import Forward, mark, mark_of
-from mpkit.casting.handlers import Caster, Handler, looks_inside
-from mpkit.casting.mode import CastMode
+from mpkit.casting import operators as ops
+from mpkit.casting import rules
+from mpkit.casting.low import Emulated
+from mpkit.casting.marks import Forward, mark, mark_of
+from mpkit.casting.mode import LOCAL, Rule, computes
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
-from mpkit.casting.rules import Rule
-from mpkit.casting.targets import Emulated
-from mpkit.casting.updates import writes
 from mpkit.formats import FloatFormat
 from mpkit.scalers.tensor_scale import TensorScaler, several_processes, update_all_
 
@@ -37,60 +38,29 @@ Note = Callable[..., None]
 class RecipeScales(nn.Module):
     """The delayed scales of one layer. It is a child of the layer, so it is saved, loaded, copied and pickled with it.
 
-    A step ends when the weight changes: the first forward after that renews the scales from the amaxes seen since, so
-    accumulated micro-batches count as one step and a recomputed forward has the scale of the first. Where the weight is
-    not trained, or made of what the layer does not hold, every forward outside a backward pass counts as a step.
-
-    Among several processes the forward of the whole network ends the step of all its layers at once, also of those that
-    another process alone has run, such as an expert; see `renew_together`.
+    A step ends with the step of an optimizer that has a parameter of the layer: from the amaxes seen since the last one
+    the scales are renewed, so accumulated micro-batches count as one step and a recomputed forward has the scale of the
+    first. Among several processes the scales of all layers are agreed on at once, also of those that another process
+    alone has run, such as an expert. Other loops call `end_step`.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.sites: dict[str, dict[str, TensorScaler]] = {}
-        self.seen: dict[str, tuple[tuple[int, int, int], ...]] = {}
 
-    def site(self, key: str, weight: Tensor, layer: nn.Module) -> dict[str, TensorScaler]:
-        """The scalers of the product number `key` of `layer`, renewed if a step has ended."""
-        scalers = self._made(key)
-        owner = weight if weight._base is None else weight._base
-        # a weight that is computed in each forward is another tensor each time; what it is computed from is not
-        owners: Sequence[Tensor] = [owner] if owner.is_leaf else list(layer.parameters())
-        if not evaluates_alone(layer) and self._ended(key, owners, owner.requires_grad):
-            self.renew(key)
-        return scalers
-
-    def _made(self, key: str) -> dict[str, TensorScaler]:
+    def site(self, key: str) -> dict[str, TensorScaler]:
+        """The scalers of the product number `key` of the layer."""
         if key not in self.sites:
             self.sites[key] = {name: TensorScaler(policy) for name, policy in self.recipe.delayed().items()}
         return self.sites[key]
 
-    def _ended(self, key: str, owners: Sequence[Tensor], trained: bool) -> bool:
-        # an optimizer step moves the counts on, so new ones say that the step is over
-        now = tuple((id(p), *writes(p)) for p in owners)
-        # a checkpoint runs the forward again there, which is no new step
-        in_backward = torch._C._current_graph_task_id() != -1
-        ended = self.seen.get(key) != now if trained and now else not in_backward
-        if ended:
-            self.seen[key] = now
-        return ended
-
-    def renew(self, key: str) -> None:
-        """End the step of one site, if anything was seen in it."""
-        pending = [scaler for scaler in self.sites[key].values() if scaler.pending]
-        if pending:
-            update_all_(list(self.sites[key].values()))
-
-    def ended(self, layer: nn.Module) -> bool:
-        """Whether a step of the whole layer has ended, which every process answers alike."""
-        owners = list(layer.parameters())
-        return self._ended("", owners, any(p.requires_grad for p in owners))
-
-    def in_all_processes(self, layer: nn.Module) -> list[TensorScaler]:
+    def of_all_products(self, layer: nn.Module) -> list[TensorScaler]:
         """The scalers of all products that the layer has in any process, in one order."""
-        products = MOST_OF_ATTENTION if isinstance(layer, nn.MultiheadAttention) else 1
-        scalers = [scaler for number in range(products) for scaler in self._made(str(number)).values()]
+        if several_processes():
+            for number in range(MOST_OF_ATTENTION if isinstance(layer, nn.MultiheadAttention) else 1):
+                self.site(str(number))
+        scalers = [scaler for key in sorted(self.sites) for scaler in self.sites[key].values()]
         for parameter in islice(layer.parameters(), 1):
             for scaler in scalers:  # some are new: their layer has only run in another process
                 scaler.follow_(parameter.device)
@@ -99,9 +69,6 @@ class RecipeScales(nn.Module):
     def forward(self) -> None:
         """Nothing is computed here."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "seen": {}}  # a copy has other weights; what is pending is renewed at its next forward
-
     def get_extra_state(self) -> dict[str, Any]:
         """Every scale, history and amax, by site and tensor."""
         sites = {key: {n: s.state_dict() for n, s in scalers.items()} for key, scalers in self.sites.items()}
@@ -109,7 +76,7 @@ class RecipeScales(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_extra_state` gave. Raises ValueError if it belongs to another recipe."""
-        self.sites, self.seen = self.fitting(state), {}
+        self.sites = self.fitting(state)
 
     def fitting(self, state: object) -> dict[str, dict[str, TensorScaler]]:
         """The scalers that a saved state describes; nothing changes here. Raises ValueError for another recipe's."""
@@ -128,22 +95,22 @@ class RecipeScales(nn.Module):
 class RecipeForward(Forward):
     """The mark of a layer under a recipe: it also tells the products which layer they belong to."""
 
-    def _run(
-        self, mode: CastMode, rule: Rule, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the layer, whose products are numbered from 0 on."""
         self.calls = 0
-        outer, mode.layer = mode.layer, self
+        outer, LOCAL.layer = LOCAL.layer, self
         try:
-            return super()._run(mode, rule, module, args, kwargs)
+            return super().run(rule, args, kwargs)
         finally:
-            mode.layer = outer
+            LOCAL.layer = outer
 
-    def scalers(self, weight: Tensor) -> dict[str, TensorScaler]:
+    def scalers(self) -> dict[str, TensorScaler]:
         """The delayed scales of the layer's next product, {} without state."""
         assert self.module is not None
         state = self.module._modules.get(STATE)
+        _LAYERS[self.module] = None
         key, self.calls = str(self.calls), self.calls + 1
-        return state.site(key, weight, self.module) if isinstance(state, RecipeScales) else {}
+        return state.site(key) if isinstance(state, RecipeScales) else {}
 
 
 @cache
@@ -151,26 +118,24 @@ def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
 
     linear = _linear
-    if recipe.delayed():  # asked for here, since a look at the compiler imports all of it
-        linear = torch.compiler.disable(_linear, reason="whether a step has ended is decided in Python")
+    if recipe.delayed():
+        linear = torch.compiler.disable(_linear, reason="scales are kept and renewed in Python")
 
-    def handle(mode: Caster, func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, weight, bias = (*args, *(kwargs[k] for k in ("input", "weight", "bias")[len(args) :] if k in kwargs), None)[
             :3
         ]
-        return linear(x, weight, bias, recipe, mode.layer, _notes(mode))
+        return linear(x, weight, bias, recipe, LOCAL.layer, _notes(recipe))
 
+    return Rule(rules.recipe_table(handle), None, None, False, (recipe_rule, (recipe,)))
+
+
+def _notes(recipe: Recipe) -> Note | None:
+    """Tells open ledgers of each operand, and what the product that begins computes in."""
     element = recipe.fprop_input.element if recipe.fprop_input else None
-    grad = recipe.dgrad_grad.element if recipe.dgrad_grad else element
-    computes: Emulated | None = None
     if isinstance(element, FloatFormat):
-        computes = Emulated(element, grad if isinstance(grad, FloatFormat) else element)
-    inside = {func.__name__: looks_inside(inner) for func, inner in ops.COMPOSED.items()}
-    return Rule({**inside, "linear": Handler(handle, computes)}, None, None, (recipe_rule, (recipe,)))
-
-
-def _notes(mode: Caster) -> Note | None:
-    notes = [ledger.operand_notes() for ledger in mode.ledgers]
+        computes(Emulated(element, element))
+    notes = [book.operand_notes() for book in LOCAL.books]
 
     def note(*operand: object) -> None:
         for one in notes:
@@ -182,7 +147,7 @@ def _notes(mode: Caster) -> Note | None:
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: RecipeForward, note: Note | None
 ) -> Tensor:
-    y = recipe_linear(x, weight, recipe, layer.scalers(weight) if recipe.delayed() else {}, note)
+    y = recipe_linear(x, weight, recipe, layer.scalers() if recipe.delayed() else {}, note)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -377,7 +342,7 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     kept = kept_layers(layers.items(), keep)
     for name, module in layers.items():
         old = mark_of(module)
-        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level, "inside": old.inside}
+        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
         drop_scales(module)
         if name in kept:
             if isinstance(old, RecipeForward):
@@ -391,8 +356,8 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     # once per network: cast again it would check twice and warn twice
     if not any(_is_check(hook) for hook in network._load_state_dict_pre_hooks.values()):
         network.register_load_state_dict_pre_hook(_check_state)
-    if recipe.delayed() and renew_together not in network._forward_pre_hooks.values():
-        network.register_forward_pre_hook(renew_together)
+    if recipe.delayed() and _remember not in network._forward_pre_hooks.values():
+        network.register_forward_pre_hook(_remember)
     return network
 
 
@@ -431,59 +396,47 @@ def drop_scales(module: nn.Module) -> None:
         del module._modules[STATE]
     for key in [key for key, hook in module._load_state_dict_pre_hooks.items() if _is_check(hook)]:
         del module._load_state_dict_pre_hooks[key]
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is renew_together]:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _remember]:
         del module._forward_pre_hooks[key]
 
 
-def evaluates_alone(module: nn.Module) -> bool:
-    """Whether this forward is an evaluation beside other processes, which perhaps wait elsewhere: it ends no step."""
-    return not (module.training or torch.is_grad_enabled()) and several_processes()
+# what has run and holds delayed scales, in the order of first use: layers, and whole networks, of which all processes
+# have the same ones in one order whatever layers each of them runs
+_LAYERS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+_NETWORKS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+
+
+def _remember(network: nn.Module, *rest: object) -> None:
+    """Before a forward of the network; a hook, so that copies have it too."""
+    if not torch.compiler.is_compiling():
+        _NETWORKS[network] = None
+
+
+def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """The end of a step for every layer that has a parameter in `optimizer`."""
+    if (_LAYERS or _NETWORKS) and not torch.compiler.is_compiling():
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for part in list(_NETWORKS if several_processes() else _LAYERS):
+            _end(part, lambda layer: any(id(p) in stepped for p in layer.parameters()))
+
+
+register_optimizer_step_post_hook(_after_optimizer)
 
 
 def end_step(network: nn.Module) -> None:
-    """Say that a step is over, for loops that change weights where it cannot be seen (through `.data`).
+    """Say that a step is over, for loops that change weights without an optimizer of torch's kind.
 
     Among several processes each of them calls it, also before a checkpoint: what is seen since the last step is each
     process's own until then.
     """
     check_kind("network", network, nn.Module, "an nn.Module")
-    layers = list(_with_scales(network))
-    if several_processes():
-        _end_in_all_processes(layers)
-    for _, state in layers:
-        for key in state.sites:
-            state.renew(key)
+    _end(network, lambda layer: True)
 
 
-def _with_scales(network: nn.Module) -> Iterator[tuple[nn.Module, RecipeScales]]:
-    for layer in network.modules():
-        if isinstance(state := layer._modules.get(STATE), RecipeScales):
-            yield layer, state
-
-
-def _end_in_all_processes(layers: Iterable[tuple[nn.Module, RecipeScales]]) -> None:
-    update_all_([scaler for layer, state in layers for scaler in state.in_all_processes(layer)], only_seen=True)
-
-
-def renew_together(network: nn.Module, *rest: object) -> None:
-    """Before the network's forward among several processes: one message for all layers whose step has ended.
-
-    Which layers a process has run is its own affair (experts, layer drop); whose weights have changed is the same in
-    all. A layer on its own sends only where it is called outside the forward of the network, and then all processes
-    must call the same ones in one order.
-    """
-    # what is asked here is the same in all: a message that others do not send would meet another one of theirs
-    if several_processes() and not evaluates_alone(network):
-        _outside_graphs()(network)
-
-
-def _end_what_ended(network: nn.Module) -> None:
-    _end_in_all_processes([(layer, state) for layer, state in _with_scales(network) if state.ended(layer)])
-
-
-@cache
-def _outside_graphs() -> Callable[[nn.Module], None]:
-    return torch.compiler.disable(_end_what_ended, reason="whether a step has ended is decided in Python")
+def _end(network: nn.Module, of: Callable[[nn.Module], bool]) -> None:
+    states = [(layer, layer._modules.get(STATE)) for layer in network.modules()]
+    layers = [(layer, state) for layer, state in states if isinstance(state, RecipeScales) and of(layer)]
+    update_all_([scaler for layer, state in layers for scaler in state.of_all_products(layer)], only_seen=True)
 
 
 def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:

@@ -16,8 +16,7 @@ from mpkit import networks, optimizers
 from mpkit.arguments import is_number
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
 from mpkit.boost.auto import FLAGS
-from mpkit.casting import Recipe, auto_mixed_precision, cast_like
-from mpkit.casting.levels import LEVELS
+from mpkit.casting import LEVELS, Recipe, auto_mixed_precision, cast_like
 from mpkit.experiment.batches import found
 from mpkit.formats import FloatFormat, get_format
 from mpkit.optimizers.arguments import Rate

@@ -47,8 +47,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.casting import LEVELS, Ledger, auto_mixed_precision, cast_like, ledger, remove_mixed_precision
-from mpkit.casting.presets import PRESETS
+from mpkit.casting import LEVELS, PRESETS, Ledger, auto_mixed_precision, cast_like, ledger, remove_mixed_precision
 from mpkit.formats import BF16, E4M3FN, E5M2, FloatFormat
 
 STORED = Path(__file__).parents[2] / "data" / "benchmarks" / "compat.json"

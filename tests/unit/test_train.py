@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from mpkit import networks, optimizers
 from mpkit.boost import AutoBoost
-from mpkit.casting import RECIPES, cast_like
-from mpkit.casting.levels import LEVELS
-from mpkit.casting.presets import PRESETS
+from mpkit.casting import LEVELS, PRESETS, RECIPES, cast_like
 from mpkit.experiment import experiment, train
 from mpkit.experiment.parts import boost_of, optimizer_of
 from mpkit.formats import get_format

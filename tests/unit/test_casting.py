@@ -248,7 +248,7 @@ def test_o1_casts_exact_classes_only_and_o2_protects_subclasses() -> None:
     assert [row.compute for row in two.rows] == ["float16", "float16", "float32", "float16"]
 
 
-def test_o2_protects_children_only_and_the_norm_takes_its_low_input_directly() -> None:
+def test_o2_protects_children_only_and_the_norm_takes_the_networks_input_as_it_came() -> None:
     alone = auto_mixed_precision(nn.LayerNorm(4), "O2", torch.bfloat16)
     inside = auto_mixed_precision(nn.Sequential(nn.BatchNorm1d(4)), "O2", torch.bfloat16)
     with ledger(alone) as root:
@@ -256,7 +256,7 @@ def test_o2_protects_children_only_and_the_norm_takes_its_low_input_directly() -
     with ledger(inside) as child:
         inside(torch.randn(3, 4))
     assert [row.compute for row in root.rows] == ["bfloat16"]
-    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("bfloat16", "float32", ("bfloat16",))]
+    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("float32", "float32", ("bfloat16",))]
     assert not [cast for cast in child.casts if cast.target == "float32" and cast.module == "0"]
 
 
@@ -563,32 +563,6 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv1d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv1d(3, 4, 2, dilation=2, padding="same"), nn.Flatten()
     )
-
-
-@pytest.mark.parametrize("dtype", LOWS, ids=str)
-@pytest.mark.parametrize(("build", "shape"), [(dense, (5, 6)), (convolutions, (4, 2, 9))])
-def test_neighbours_at_o1_hand_over_in_16_bits_without_changing_a_bit(
-    build: Callable[[], nn.Sequential], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    def trained(network: nn.Sequential) -> tuple[int, list[Tensor]]:
-        auto_mixed_precision(network, "O1", dtype)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with _Conversions() as conversions:
-            y = network(x)
-            (y * torch.arange(1.0, y.numel() + 1).view_as(y)).sum().backward()
-        return conversions.count, [y, x.grad, *(p.grad for p in network.parameters())]  # type: ignore[list-item]
-
-    seen: list[torch.dtype] = []
-    watched = build()
-    for module in watched:
-        module.register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, out.dtype)))
-    count, got = trained(build())
-    count_watched, want = trained(watched)
-
-    assert set(seen) == {torch.float32}
-    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(got, want))
-    handed_over = 3 if build is dense else 2
-    assert count_watched - count == 4 * handed_over  # up and down, forwards and backwards
 
 
 def _hooked(network: nn.Sequential, seen: list[Any]) -> Any:

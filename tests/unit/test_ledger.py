@@ -108,17 +108,6 @@ def test_without_counting_there_are_no_counts() -> None:
     assert book.summary()[0].flushed is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["convolutional", "transformer", "shared"])
-def test_predicted_activation_memory_is_what_autograd_stored(name: str, level: str) -> None:
-    network, args, kwargs = made(name)
-    auto_mixed_precision(network, level, torch.bfloat16)
-    with ledger(network) as book:
-        network(*args, **kwargs)
-    # the table leaves out the few statistics that norms and attention keep
-    assert 0.85 * book.measured_bytes <= book.predicted_bytes <= 1.02 * book.measured_bytes
-
-
 def test_low_levels_keep_about_half_the_activations() -> None:
     bytes_at = {}
     for level in LEVELS:
@@ -129,13 +118,6 @@ def test_low_levels_keep_about_half_the_activations() -> None:
     assert bytes_at["O2"] == bytes_at["O3"]
     assert bytes_at["O2"] <= 0.55 * bytes_at["O0"]
     assert bytes_at["O1"] > bytes_at["O2"]  # relu's 16-bit result and the next layer's 16-bit input are two tensors
-
-
-def test_nothing_is_kept_without_gradients() -> None:
-    network = auto_mixed_precision(nn.Linear(4, 4), "O2")
-    with torch.no_grad(), ledger(network) as book:
-        network(torch.ones(1, 4))
-    assert (book.predicted_bytes, book.measured_bytes) == (0, 0)
 
 
 def test_an_emulated_format_counts_its_own_bits() -> None:

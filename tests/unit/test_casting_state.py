@@ -221,7 +221,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT)
-@pytest.mark.parametrize("dtype", [bf16, torch.float16, E4M3FN], ids=str)
+@pytest.mark.parametrize("dtype", [bf16, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("level", [*CASTING_LEVELS, "apex_O1", "torch_autocast", "keras_mixed_bfloat16"])
 def test_checkpointed_functions_are_recomputed_as_they_were_computed(level: str, dtype: Any, reentrant: bool) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -279,7 +279,7 @@ def test_a_level_changed_before_the_backward_pass_does_not_change_the_recomputat
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
 @pytest.mark.parametrize("reentrant", REENTRANT)
-@pytest.mark.parametrize(("level", "dtype"), [("O1", bf16), ("O2", E4M3FN), ("auto", bf16)])
+@pytest.mark.parametrize(("level", "dtype"), [("O1", bf16), ("O2", bf16), ("auto", bf16)])
 def test_checkpointed_functions_compile(level: str, dtype: Any, reentrant: bool) -> None:
     def part(module: Any, x: Tensor) -> Tensor:
         return checkpoint(lambda y: torch.tanh(y @ module.w), x, use_reentrant=reentrant) * 1
@@ -535,28 +535,6 @@ def replica(network: nn.Module) -> nn.Module:
     twin: nn.Module = network._replicate_for_data_parallel()  # type: ignore[operator]
     twin._parameters.update(network._parameters)
     return twin
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("copied", [shallow, replica])
-@pytest.mark.parametrize("level", CASTING_LEVELS)
-def test_a_copy_that_shares_the_mark_computes_with_its_own_weights(
-    level: str, copied: Callable[[nn.Module], nn.Module], hooked: bool
-) -> None:
-    network = auto_mixed_precision(nn.Linear(2, 2, bias=False), level, bf16)
-    if hooked:
-        network.register_forward_hook(lambda *_: None)
-    with torch.no_grad():
-        network.weight.fill_(1.0)
-    twin = copied(network)
-    twin._parameters["weight"] = torch.full((2, 2), 3.0)
-    x = torch.ones(1, 2)
-    for _ in range(2):
-        assert network(x).tolist() == [[2.0, 2.0]]
-        assert twin(x).tolist() == [[6.0, 6.0]]
-    with ledger(twin) as book:
-        twin(x)
-    assert book.rows[0].compute == "bfloat16"
 
 
 def wrapped_by_closure(network: nn.Module) -> None:

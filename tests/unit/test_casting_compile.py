@@ -150,24 +150,6 @@ class Broken(nn.Module):
         return self.part(y.T + y)
 
 
-@pytest.mark.parametrize("breaks", [True, False], ids=["break", "part"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_graph_that_runs_inside_a_cast_forward_is_not_cast_again(level: str, breaks: bool) -> None:
-    torch._dynamo.reset()
-    network = auto_mixed_precision(Broken(breaks), level, torch.bfloat16)
-    twin, x = copy.deepcopy(network), torch.randn(3, 4).T @ torch.randn(3, 4)
-    want = run(network, (x,), {})
-    compiled: Any = twin
-    if breaks:
-        compiled = torch.compile(twin, backend="eager")
-    else:
-        twin.part.compile(backend="eager")
-    got = run(compiled, (x,), {})
-    assert torch.equal(got[0], want[0])
-    for p, q in zip(network.parameters(), twin.parameters()):
-        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-
-
 def test_graphs_that_are_no_compilers_are_cast() -> None:
     torch._dynamo.reset()
     torch.compile(torch.nn.Identity(), backend="eager")  # from here on callers are looked at
@@ -182,25 +164,6 @@ def test_graphs_that_are_no_compilers_are_cast() -> None:
 
 
 # --- where torch does not compile a part ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("level", "kind", "given"),
-    [("O1", nn.LSTM, True), ("O2", nn.GRU, False), ("O3", nn.RNN, True), ("auto", nn.LSTM, False)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_recurrent_layers_run_under_the_compiler_which_leaves_them_out(
-    level: str, kind: type[nn.RNNBase], given: bool
-) -> None:
-    """torch calls the mode of a level from C there, once for `x.dtype` and once for `x.device`, `x.T`, `x.mT`."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    network = auto_mixed_precision(kind(4, 3), level, torch.bfloat16)
-    state: Any = torch.rand(1, 2, 3)
-    args = (torch.rand(5, 2, 4), *(((state, state) if kind is nn.LSTM else state,) if given else ()))
-    want = run(network, args, {})
-    got = run(torch.compile(copy.deepcopy(network), backend="aot_eager"), args, {})
-    assert [(x.dtype, x.tolist()) for x in got] == [(x.dtype, x.tolist()) for x in want]
 
 
 class Getters(nn.Module):

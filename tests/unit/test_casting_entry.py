@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import inspect
-import pickle
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +20,6 @@ from mpkit.casting import (
     auto_mixed_precision,
     cast_like,
     custom_mixed_precision,
-    remove_mixed_precision,
     to_float,
     within,
 )
@@ -82,41 +78,6 @@ class Several(nn.Module):
         else:
             found.append(self.encode(x))
         return found[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=["native", "emulated"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "auto"])
-def test_forwards_in_steps_compute_what_a_plain_one_computes(level: str, dtype: Any) -> None:
-    want = auto_mixed_precision(Plain(), level, dtype)(X)
-    generator, coroutine = (auto_mixed_precision(net, level, dtype) for net in (Generator(), Coroutine()))
-    outside = torch.ones(1) / 3
-    got = []
-    for y in generator(X):
-        assert (outside * 1.0).dtype is torch.float32  # between two steps the caller computes as it always did
-        got.append(y)
-    for found in (got, ran(coroutine(X))):
-        assert [y.dtype for y in found] == [y.dtype for y in want]
-        assert all(torch.equal(a, b) for a, b in zip(found, want))
-
-
-def test_two_coroutines_at_a_time_do_not_disturb_each_other() -> None:
-    low, wide = auto_mixed_precision(Coroutine(), "O3", torch.bfloat16), Coroutine()
-
-    async def both() -> Any:
-        return await asyncio.gather(low(X), wide(X), low(X))
-
-    first, plain, second = ran(both())
-    assert torch.equal(first[1], second[1])
-    assert torch.equal(plain[1], (X @ W) * 1.1)
-
-
-def test_an_asynchronous_generator_is_refused_in_words() -> None:
-    class Endless(nn.Module):
-        async def forward(self, x: Tensor) -> AsyncIterator[Tensor]:
-            yield x
-
-    with pytest.raises(TypeError, match="asynchronous generator"):
-        auto_mixed_precision(Endless(), "O2")(X)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, BF16], ids=["native", "emulated"])
@@ -183,47 +144,6 @@ PUT: dict[str, Callable[[nn.Module], Any]] = {
     "own": lambda n: to_float(n, torch.bfloat16),
     "own by part": lambda n: (to_float(n.inner, torch.bfloat16), to_float(n, torch.bfloat16)),
 }
-
-
-@pytest.mark.parametrize("put", PUT)
-def test_a_method_that_passes_the_level_by_says_so(put: str) -> None:
-    network = Several()
-    PUT[put](network)
-    twins = [network, copy.deepcopy(network), pickle.loads(pickle.dumps(network))]
-    for twin in twins:
-        with pytest.warns(UserWarning, match="within") as caught:
-            past(lambda twin=twin: twin.encode(X))
-        (words,) = {str(one.message) for one in caught}
-        assert "Several.encode" in words
-        assert put.startswith("own") or put in words
-        assert {one.filename for one in caught} == {__file__}  # where the method calls the module
-    with pytest.warns(UserWarning, match=r"Several\.(encode|forward)"):
-        past(lambda: Several.forward(network, X))
-    remove_mixed_precision(network)
-    silent(lambda: network.encode(X))
-
-
-@pytest.mark.parametrize("put", PUT)
-def test_calls_at_the_level_and_modules_on_their_own_say_nothing(put: str) -> None:
-    network = Worker()
-    PUT[put](network)
-    holder = nn.ModuleDict({"network": network})  # as DistributedDataParallel and Trainers hold it
-    torch._dynamo.reset()  # after many other networks it would give up on this forward and compile what that calls
-    inside = torch.compile(network, backend="eager")
-
-    def with_level() -> Tensor:
-        with within(network):
-            return network.encode(X)
-
-    for call in (lambda: network(X), lambda: network.generate(X), lambda: network.inner(X), with_level):
-        silent(call)
-    silent(lambda: holder["network"](X))
-    silent(lambda: inside(X))
-    network(X, threaded=True)
-    with pytest.warns(UserWarning, match=r"Worker\.encode|Several\.encode|Worker\.forward"):
-        past(lambda: network.encode(X))
-    part = nn.Sequential(to_float(nn.Linear(4, 4), torch.float16))  # nothing around it has a level
-    silent(lambda: part(X))
 
 
 class Projection(nn.Module):
@@ -300,28 +220,6 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("put", [put for put in PUT if "part" not in put])
-def test_a_method_of_parameters_alone_that_passes_the_level_by_says_so(put: str, name: str) -> None:
-    call, plain = METHODS[name], Projection()
-    want = silent(lambda: call(plain))
-    network = Projection()
-    PUT[put](network)
-    for twin in (network, copy.deepcopy(network), copy.copy(network)):
-        with pytest.warns(UserWarning, match="within") as caught:
-            got = call(twin)
-        assert torch.equal(got, want)
-        assert {one.filename for one in caught} == {__file__}
-        assert f"Projection.{name} " in str(caught[0].message)
-        assert len(caught) == 1
-    silent(lambda: call(plain))
-    with within(network):
-        low = silent(lambda: call(network))
-    assert not torch.equal(low.float(), want)
-    remove_mixed_precision(network)
-    assert torch.equal(silent(lambda: call(network)), want)
-
-
 @pytest.mark.parametrize("put", PUT)
 def test_forwards_penalties_and_losses_with_parameters_say_nothing(put: str) -> None:
     network = Projection()
@@ -329,16 +227,6 @@ def test_forwards_penalties_and_losses_with_parameters_say_nothing(put: str) -> 
     PUT[put](network)
     silent(lambda: network(X[0] * W))
     assert plain == silent(lambda: (network.penalties(), network.loss(X)))
-
-
-def test_a_network_that_was_pickled_in_another_process_says_so_too() -> None:
-    file = pickle.dumps(auto_mixed_precision(Projection(), "O1", torch.bfloat16))
-    watching, plain = Projection.project, inspect.unwrap(Projection.project)
-    assert watching is not plain
-    Projection.project = plain  # type: ignore[method-assign]
-    silent(lambda: auto_mixed_precision(Several(), "O1").forward(X))
-    with pytest.warns(UserWarning, match=r"Projection\.project"):
-        pickle.loads(file).project(X)
 
 
 class Scripted(nn.Module):
@@ -351,18 +239,6 @@ class Scripted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_methods_that_watch_compile_and_other_instances_are_scripted() -> None:
-    network = auto_mixed_precision(Projection(), "O2", torch.bfloat16)
-    x = X[0] * W
-    torch._dynamo.reset()
-    compiled = torch.compile(network, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), network(x), rtol=2**-6, atol=0)
-    torch.jit.script(Scripted())
-    auto_mixed_precision(Scripted(), "O2")
-    torch.jit.script(Scripted())
 
 
 def test_within_is_for_modules_at_a_level() -> None:

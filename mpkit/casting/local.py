@@ -1,0 +1,27 @@
+"""What this thread runs now: which rule, in which module, watched by which ledgers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class _Local(threading.local):
+    """What this thread runs now."""
+
+    def __init__(self) -> None:  # all in every thread's own dict from the start, or the compiler's guards would fail
+        self.rule: Any = None  # of the module that runs; None outside of every level, and while arguments are cast
+        self.module: nn.Module | None = None
+        self.layer: Any = None  # the mark of the layer under a recipe
+        self.on = False  # whether a CastMode sees the operations
+        self.books: tuple[Any, ...] = ()  # open ledgers
+        self.quiet = False  # whether books are told nothing, since a cast is being made
+        # (parameter, target) -> the parameter, its cast from the second use on, and of which state that was
+        self.kept: dict[tuple[int, object], tuple[Tensor, Tensor | None, object]] = {}
+        self.shown = False  # somebody holds memory that he may write into uncounted: no cast is kept
+        self.given: list[tuple[Tensor, Tensor]] = []  # inputs of the network: (cast, as they came)
+
+
+LOCAL = _Local()

@@ -1,0 +1,361 @@
+"""A number format as a dtype: float32 values of a format, whose every result is rounded, forwards and backwards.
+
+Torch asks a tensor class what an operation on it gives, below autograd. `Low` computes it on its float32 values and
+rounds what comes out, so that gradients are rounded too and what is saved for backward is the rounded result, as on
+hardware. What an operation views and what it writes into stands in its schema.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from mpkit.casting.local import LOCAL
+from mpkit.formats import FloatFormat, dtype_name
+from mpkit.rounding import round_to
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A format inside float32: results are rounded to `fmt` forwards and to `grad_fmt` backwards."""
+
+    fmt: FloatFormat
+    grad_fmt: FloatFormat
+
+    def __str__(self) -> str:
+        return self.fmt.name
+
+    def __reduce__(self) -> tuple[Callable[..., Emulated], tuple[FloatFormat, FloatFormat]]:
+        return known, (self.fmt, self.grad_fmt)
+
+
+Target = torch.dtype | Emulated
+
+
+def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[torch.dtype, ...] = ()) -> Target:
+    """The target that an argument `dtype` (with `grad_dtype` for gradients) means.
+
+    Raises:  ValueError unless dtype is float16, bfloat16, one of `also` or a FloatFormat of at most 32 bits, or if
+             `grad_dtype` is wider or given beside a native dtype; TypeError if `grad_dtype` is no FloatFormat.
+    """
+    native = (torch.float16, torch.bfloat16, *also)
+    if isinstance(dtype, FloatFormat):
+        if not isinstance(grad_dtype, FloatFormat | None):
+            raise TypeError(f"grad_dtype is a FloatFormat such as E5M2, got {grad_dtype!r}")
+        if too_wide := [fmt.name for fmt in (dtype, grad_dtype) if fmt is not None and fmt.bits > 32]:
+            raise ValueError(
+                f"formats are emulated inside float32, {too_wide[0]} is wider; network.double() computes in it"
+            )
+        return known(dtype, grad_dtype or dtype)
+    if not isinstance(dtype, torch.dtype) or dtype not in native:
+        names = ", ".join(map(str, native))
+        raise ValueError(
+            f"dtype is {names} or a FloatFormat to emulate (formats.E4M3FN, get_format('e4m7')), got {dtype!r}"
+        )
+    if grad_dtype is not None:
+        raise ValueError(
+            f"grad_dtype goes with an emulated format; with {dtype} gradients are {dtype} too, leave it out"
+        )
+    return dtype
+
+
+# --- what an operator does to its arguments ---------------------------------------------------------------------------
+
+_STATISTICS = (
+    *("native_", "_native_batch_norm", "_batch_norm_with_update", "_batch_norm_impl", "cudnn_batch_norm"),
+    *("_fused_rms_norm", "_scaled_dot_product_"),
+)
+_FILLS = ("masked_fill", "fill", "full_like", "constant_pad_nd", "index_fill", "scatter", "where")
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the schema of an operator says, and its name."""
+
+    views: bool
+    writes: tuple[tuple[int, str], ...]
+    promotes: bool
+    statistics: bool  # after its first result come statistics, which are float32 at every precision
+    fills: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema  # torch's own subclasses read it; there is no public way to ask what an operator writes into
+    name = schema.name.split("::")[1]
+    return _Facts(
+        views=bool(schema.returns) and schema.returns[0].alias_info is not None,
+        writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
+        promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
+        statistics=name.startswith(_STATISTICS),
+        fills=name.startswith(_FILLS),
+    )
+
+
+class _Operands:
+    """Arguments of an operator with formats taken off: which format was among them, and whether a plain float32 was."""
+
+    def __init__(self, bounds: bool) -> None:
+        self.kind: type[Low] | None = None
+        self.plain = False
+        self.bounds = bounds
+
+    def bare(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Low):
+            # two formats promote to the float32 that holds both
+            self.plain = self.plain or (self.kind is not None and self.kind is not kind)
+            self.kind = self.kind or kind
+            return value.values
+        if kind is list or kind is tuple:
+            return [self.bare(x) for x in value]
+        if isinstance(value, Tensor):
+            self.plain = self.plain or (value.dtype is torch.float32 and value.dim() > 0)
+        elif self.bounds and self.kind is not None and kind in (int, float):
+            largest = self.kind.target.fmt.max
+            # a finite number beyond the format, as of a mask, stands for its largest; an infinity stays one
+            return value if abs(value) in (0.0, float("inf")) else max(-largest, min(largest, value))
+        return value
+
+
+class Low(Tensor):
+    """Stands for a tensor of a dtype that torch has not; each format is a class of its own, as compilers need."""
+
+    target: Emulated
+    values: Tensor  # type: ignore[assignment]
+    __slots__ = ["values"]
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Low:
+        # private, and the only way to make such a class; torch's own documents on subclasses use it
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
+            device=values.device,
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self.values!r} in {self.target}"
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Low], tuple[Emulated, Tensor]]:
+        return _restored, (self.target, self.values)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: object, size: object, stride: object) -> Low:
+        return cls(inner["values"])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ in _LEAVES and _leaves(func.__name__, args, kwargs or {}):
+            args = (convert(args[0], torch.float32), *args[1:])
+        # private; the public default of Tensor would make results that are plain into this class
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        facts, options = _facts(func), kwargs or {}
+        operands = _Operands(facts.fills)
+        inner = [operands.bare(x) for x in args]
+        named = {name: operands.bare(x) for name, x in options.items()} if options else {}
+        kind = operands.kind
+        assert kind is not None
+        # private: whether this thread runs a backward pass, where results are gradients; nothing public says so. While
+        # a rule is on, it computes a checkpointed forward again.
+        backward = torch._C._current_graph_task_id() != -1 and LOCAL.rule is None
+        fmt = kind.target.grad_fmt if backward else kind.target.fmt
+        out = func(*inner, **named)
+        if facts.writes:
+            for i, name in facts.writes:
+                if isinstance(x := args[i] if i < len(args) else options.get(name), Low):
+                    round_to(x.values, fmt, out=x.values)
+            # private: what a write gives is the very tensor, in its new shape; torch's own subclasses use it
+            return return_and_correct_aliasing(func, args, options, kind(out) if isinstance(out, Tensor) else out)
+        if facts.promotes and operands.plain and not backward:  # as float16 beside a float32 tensor
+            return out
+
+        def finished(i: int, x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.dtype is not torch.float32 or (facts.statistics and i):
+                return x
+            return kind(x if facts.views else round_to(x, fmt, out=x))
+
+        if isinstance(out, tuple | list):
+            return type(out)(finished(i, x) for i, x in enumerate(out))
+        return finished(0, out)
+
+
+_LEAVES = frozenset(("float", "to", "type", "type_as", "numpy", "tolist", "__format__", "__array__", "resolve_neg"))
+# the last one is what asks for memory to work on, as `round_to` does
+
+
+def _leaves(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a conversion of a tensor in a format asks for plain float32, which holds it."""
+    if name not in ("to", "type", "type_as"):
+        return True
+    asked = (*args[1:], *kwargs.values())
+    return any(x is torch.float32 or (isinstance(x, Tensor) and not isinstance(x, Low)) for x in asked)
+
+
+# --- into a format and out of it --------------------------------------------------------------------------------------
+
+
+class _Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Emulated, fmt: FloatFormat) -> Low:
+        ctx.target, ctx.dtype = target, x.dtype
+        # float32 holds 16-bit values exactly, so they are rounded once
+        return KINDS[target](round_to(x if x.dtype is torch.float32 else x.to(torch.float32), fmt))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0] if isinstance(grads[0], Low) else _Narrow.apply(grads[0], ctx.target, ctx.target.grad_fmt)
+        return _Widen.apply(grad).to(ctx.dtype), None, None
+
+
+class _Widen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Low) -> Tensor:
+        ctx.target = x.target
+        return x.values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0]
+        return grad if isinstance(grad, Low) else _Narrow.apply(grad, ctx.target, ctx.target.grad_fmt)
+
+
+KINDS: dict[Emulated, type[Low]] = {}
+_IN_GRAPH: dict[Emulated | None, Callable[[Tensor], Tensor]] = {}
+
+
+def known(fmt: FloatFormat, grad_fmt: FloatFormat) -> Emulated:
+    """The target of two formats, with its class of tensors made and the compiler told what a cast to it is."""
+    target = Emulated(fmt, grad_fmt)
+    if target not in KINDS:
+        KINDS[target] = type(f"Low_{fmt.name}", (Low,), {"target": target, "__slots__": ()})
+        _IN_GRAPH[target] = torch.compiler.allow_in_graph(lambda x: _Narrow.apply(x, target, target.fmt))
+        _IN_GRAPH.setdefault(None, torch.compiler.allow_in_graph(lambda x: _Widen.apply(x)))
+    return target
+
+
+def _restored(target: Emulated, values: Tensor) -> Low:
+    return KINDS[target](values)
+
+
+def convert(x: Tensor, target: Target) -> Tensor:
+    """A float tensor of any shape in `target`, differentiable; `x` itself if it is in it already."""
+    if x.layout is not torch.strided or x.is_nested:
+        raise TypeError(
+            f"levels cast dense tensors, got a {'nested' if x.is_nested else x.layout} one; keep the module that takes "
+            "it in float32 (take its level off with remove_mixed_precision), or give x.to_dense()"
+        )
+    if isinstance(target, Emulated):
+        if type(x) is KINDS[target]:
+            return x
+        x = convert(x, torch.float32) if isinstance(x, Low) else x
+        return _IN_GRAPH[target](x) if is_compiling() else _Narrow.apply(x, target, target.fmt)
+    if isinstance(x, Low):
+        x = _IN_GRAPH[None](x) if is_compiling() else _Widen.apply(x)
+    return x.to(target)
+
+
+def precision(x: Tensor) -> Target:
+    """The target `x` is in: its format, else its dtype."""
+    return x.target if isinstance(x, Low) else x.dtype
+
+
+def values_of(x: Tensor) -> Tensor:
+    """The values that a float tensor of any layout or format stores, without its graph.
+
+    Raises:  TypeError if `x` is no tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a tensor, got {x!r:.80}")
+    x = x.detach()
+    if isinstance(x, Low):
+        return x.values
+    if x.layout is torch.strided and not x.is_nested:
+        return x
+    return x.coalesce().values() if x.layout is torch.sparse_coo else x.values()
+
+
+def name_of(target: Target) -> str:
+    """ "float16" for a dtype, the format's name for an emulated one."""
+    return dtype_name(target.fmt if isinstance(target, Emulated) else target)
+
+
+# --- nests of tensors -------------------------------------------------------------------------------------------------
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
+    """`change` applied to every tensor in a nest of tuples (named too), lists, dicts and dataclasses.
+
+    The nest keeps its types, and what hangs on them beside their items.
+
+    >>> map_tensors(Tensor.sum, {"a": [torch.ones(2)], "b": 1})
+    {'a': [tensor(2.)], 'b': 1}
+    """
+    if not callable(change):
+        raise TypeError(f"change is a function of one tensor, got {change!r}")
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        items = [map_tensors(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(change, item) for key, item in value.items()}
+        if type(value) is dict:
+            return changed
+        own = copy.copy(value)  # of the same type, with the same attributes
+        for key, item in changed.items():
+            own[key] = item
+        return own
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
+        mapped = {name: map_tensors(change, part) for name, part in parts.items()}
+        replaced = {name: part for name, part in mapped.items() if part is not parts[name]}
+        # a copy, since the caller may still hold the nest with the tensors as they were
+        twin = copy.copy(value) if replaced else value
+        for name, part in replaced.items():
+            object.__setattr__(twin, name, part)  # frozen ones too
+        return twin
+    return value
+
+
+def float_tensors(value: object) -> list[Tensor]:
+    """The float tensors in a nest of tuples, lists, dicts and dataclasses, in order.
+
+    >>> float_tensors({"a": [torch.ones(2)], "b": torch.tensor(1)})
+    [tensor([1., 1.])]
+    """
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name, None) for part in fields(value)]
+    if isinstance(value, tuple | list):
+        return [x for item in value for x in float_tensors(item)]
+    return []

@@ -1,0 +1,225 @@
+"""What stands in the `forward` of a cast module: it casts arguments and results, and sets the rule in between."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.casting.low import Low, Target, convert, map_tensors
+from mpkit.casting.mode import LOCAL, CastMode, Rule, cast_all
+from mpkit.casting.rules import way_out
+
+_OF_A_FUNCTION = frozenset(
+    ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
+)
+_DEVICES = ("cpu", "cuda")
+
+
+class Forward:
+    """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
+
+    It refers to the module alone, so `copy.deepcopy` and `pickle` carry it to the copy; `state_dict`, module types and
+    names stay as they are. Its signature, name and code are those of the forward that it runs.
+
+    Args:
+        module:  the module whose forward this is; None for a plain function.
+        rule:    how operations in it compute; None once it was taken off, while somebody's wrapper still holds it.
+        result:  float results are cast to this on the way out; None leaves them.
+        level:   level recorded on the root of `auto_mixed_precision`, else "".
+        by_user: the precision that `to_float` set, which O1 and auto then respect; None if it did not.
+        inner:   a callable that stood in the instance's `forward` before, or None for the class's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        rule: Rule | None,
+        *,
+        result: Target | None = None,
+        level: str = "",
+        by_user: Target | None = None,
+        inner: Callable[..., Any] | None = None,
+    ) -> None:
+        self.module = module
+        self.rule = rule
+        self.result = result
+        self.level = level
+        self.by_user = by_user
+        self.inner = inner
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        # a level rules its own module alone; around it an autocast goes on as before
+        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")) and self.rule is not None:
+            with ExitStack() as off:
+                for device in _DEVICES:
+                    if torch.is_autocast_enabled(device):
+                        off.enter_context(torch.autocast(device, enabled=False))
+                return self._entered(args, kwargs)
+        return self._entered(args, kwargs)
+
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rule = self.rule
+        if rule is None:
+            return self.plain()(*args, **kwargs)
+        if LOCAL.on:
+            return self.run(rule, args, kwargs)
+        if not torch.compiler.is_compiling():
+            _refuse_proxies((*args, *kwargs.values()))
+        # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
+        LOCAL.on = True
+        try:
+            with CastMode():
+                # whoever is outside of every level knows dtypes alone: of a format he gets the float32 that holds it
+                return map_tensors(_left_format, self.run(rule, args, kwargs))
+        finally:
+            LOCAL.on = LOCAL.shown = False
+            LOCAL.kept, LOCAL.given = {}, []
+
+    def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward under `rule`."""
+        # also after an error the caller goes on as it was
+        outer, outside = LOCAL.rule, LOCAL.module
+        LOCAL.rule = None  # a cast is no operation of the module
+        try:
+            if rule.protected and LOCAL.given:
+                args = tuple([_as_it_came(x) for x in args])
+            if rule.entry is not None:
+                given = args
+                args, kwargs = cast_all(args, rule.entry), cast_all(kwargs, rule.entry)
+                if outside is None:
+                    LOCAL.given = [(y, x) for y, x in zip(args, given) if y is not x]
+            LOCAL.rule, LOCAL.module = rule, self.module
+            if self.inner is not None:
+                out = self.inner(*args, **kwargs)
+            else:
+                out = type(self.module).forward(self.module, *args, **kwargs)  # type: ignore[union-attr]
+            LOCAL.rule = None
+            return out if self.result is None else cast_all(out, self.result)
+        except RuntimeError as error:
+            told = way_out(error, self.module)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            LOCAL.rule, LOCAL.module = outer, outside
+
+    def plain(self) -> Callable[..., Any]:
+        """The forward without any cast."""
+        if self.inner is not None:
+            return self.inner
+        assert self.module is not None
+        return MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.plain()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.plain())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_FUNCTION and "inner" in self.__dict__:
+            return getattr(self.plain(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class Decorated(Forward):
+    """A function decorated at a level; in the body of a class a method, as any other function.
+
+    The mark of a module has no `__get__`: it stands in the instance, where torch 2.11 would compile that all the same.
+    """
+
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
+        return self if owner is None else MethodType(self, owner)
+
+
+def _left_format(x: Tensor) -> Tensor:
+    return convert(x, torch.float32) if isinstance(x, Low) else x
+
+
+def _refuse_proxies(values: tuple[Any, ...]) -> None:
+    if any(isinstance(value, torch.fx.Proxy) for value in values):
+        raise RuntimeError(
+            "torch.fx cannot trace a network through its casts; take the level off with "
+            "remove_mixed_precision(network), trace it, and cast what the tracing gives"
+        )
+
+
+def _as_it_came(x: object) -> object:
+    """An input of the network before its entrance cast it, if `x` is what became of one; else `x`."""
+    return next((original for cast, original in LOCAL.given if cast is x), x)
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+_MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
+_REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel asks of each module that it copies to a device
+
+
+def _refuse_replicas() -> None:
+    raise TypeError(
+        "nn.DataParallel copies modules without their forwards, so a level does not reach its replicas; use "
+        "nn.parallel.DistributedDataParallel, one process for each device"
+    )
+
+
+def mark_of(module: object) -> Forward | None:
+    """The casting mark on this very module (or decorated function), if any."""
+    forward = module.__dict__.get(_MARK) if isinstance(module, nn.Module) else module
+    return forward if isinstance(forward, Forward) else None
+
+
+def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:
+    """Put `rule` on this one module in place of any mark it has; `kind` is the class of the mark."""
+    unmark(module)
+    forward = kind(module, rule, inner=module.__dict__.get("forward"), **options)
+    module.__dict__["forward"] = module.__dict__[_MARK] = forward
+    module.__dict__[_REPLICATE] = _refuse_replicas
+    return forward
+
+
+def unmark(module: nn.Module) -> None:
+    """Take the mark off this one module; whatever stood in its `forward` before is back.
+
+    A mark that somebody wrapped stays inside the wrapper and does nothing any more.
+    """
+    forward = mark_of(module)
+    if forward is None:
+        return
+    del module.__dict__[_MARK], module.__dict__[_REPLICATE]
+    forward.rule = None
+    stands_there: object = module.__dict__.get("forward")
+    if stands_there is forward:
+        del module.__dict__["forward"]
+        if (inner := forward.inner) is not None:
+            module.__dict__["forward"] = inner
+
+
+def check_castable(network: object) -> None:
+    """Raise TypeError if a part of `network` is what no level can reach, and say which and why."""
+    for name, module in network.named_modules() if isinstance(network, nn.Module) else ():
+        where = name or "the network"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{where} is TorchScript, which runs in an interpreter of its own and cannot be cast; cast the network "
+                "before torch.jit.trace, or use torch.compile or torch.export"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise TypeError(
+                f"{where} is nn.DataParallel, whose replicas a level does not reach; use "
+                "nn.parallel.DistributedDataParallel, one process for each device"
+            )
+        forward = getattr(type(module), "forward", None)
+        for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+            if kind(forward):
+                raise TypeError(
+                    f"the forward of {where} runs in steps (yield or await), in which a level cannot stay; put the "
+                    "level on the modules that it calls, or give a result in one piece"
+                )
