@@ -415,6 +415,7 @@ def _remember(network: nn.Module, *rest: object) -> None:
 def _after_optimizer(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """The end of a step for every layer that has a parameter in `optimizer`."""
     if (_LAYERS or _NETWORKS) and not torch.compiler.is_compiling():
+        # a second optimizer of the same network ends the step of its own layers alone
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for part in list(_NETWORKS if several_processes() else _LAYERS):
             _end(part, lambda layer: any(id(p) in stepped for p in layer.parameters()))
