@@ -54,7 +54,7 @@ def autocast_lists(low: Target, entry: Target | None = None) -> Rule:
 def _sparing_float64(handler: Handler) -> Handler:
     """An operation with a float64 among its inputs is torch's own: it widens the others, or refuses the mixture."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         wide = any(x.dtype is torch.float64 for x in float_tensors((args, kwargs)))
         return (as_is if wide else handler)(func, args, kwargs)
 
@@ -65,19 +65,19 @@ def _unless_told(handler: Handler) -> Handler:
     return lambda func, args, kwargs: (as_is if kwargs.get("dtype") is not None else handler)(func, args, kwargs)
 
 
-def _interpolated(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def _interpolated(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """Every mode but "area", which is an average pool, in float32."""
     way = args[3] if len(args) > 3 else kwargs.get("mode", "nearest")
     return (as_is if way == "area" else _sparing_float64(computed(WIDE)))(func, args, kwargs)
 
 
-def _inner(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def _inner(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """With a single number it is a product like any other, whose dtype a single number does not decide."""
     numbers = any(x.dim() == 0 for x in float_tensors((args, kwargs)))
     return (as_is if numbers else promoted)(func, args, kwargs)
 
 
-def _summed_to_size(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def _summed_to_size(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """In float32 where anything is added up: to its own size a tensor is not summed."""
     x, size = args[0], kwargs.get("size", args[1:])
     wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
@@ -88,7 +88,7 @@ def _summed_to_size(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
 def _matrix_power(low: Target) -> Handler:
     """Repeated products in `low`; an inverse is taken before them as the input comes."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         n = args[1] if len(args) > 1 else kwargs.get("n")
         if not isinstance(n, int) or abs(n) < 2 or "out" in kwargs or not float_tensors(args[:1]):
             return func(*args, **kwargs)
@@ -118,7 +118,7 @@ def apex_lists(low: Target, entry: Target | None = None) -> Rule:
 
 
 def _refused_in_low(low: Target, way_out: str) -> Handler:
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         given = float_tensors((args, kwargs))
         first = given[:1] if func.__name__ == BANNED else given
         if any(precision(x) in (low, torch.float16, torch.bfloat16) for x in first):
@@ -130,6 +130,6 @@ def _refused_in_low(low: Target, way_out: str) -> Handler:
     return run
 
 
-def _as_its_input(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def _as_its_input(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     out = func(*args, **kwargs)
     return cast(out, precision(args[0])) if args and isinstance(args[0], Tensor) else out

@@ -31,7 +31,7 @@ WIDE = torch.float32
 def computed(low: Target, result: Target | None = None) -> Handler:
     """Float inputs to `low`; the result cast to `result` (None: as computed)."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         if not kwargs:
             out = func(*cast_all(args, low))
             return out if result is None else cast_all(out, result)
@@ -64,7 +64,7 @@ def delivered_in(low: Target) -> Handler:
 def parameters_in(low: Target) -> Handler:
     """Parameters take the precision of the activations; everything else is torch's own affair."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         if not is_compiling() and "." in func.__name__ and getattr(func, "namespace", "") in _KERNELS:
             return as_is(func, args, kwargs)  # an overload that a compiled graph consists of, which holds its casts
         args = tuple(_own_cast(args, low))
@@ -116,7 +116,7 @@ def viewed(low: Target) -> Handler:
     return lambda func, args, kwargs: inner(func, args, kwargs) if is_compiling() else as_is(func, args, kwargs)
 
 
-def written(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def written(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """The tensor that is written into, or beside, decides; the other float inputs are cast to it."""
     LOCAL.given.clear()  # an input of the network may be what is written into
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
@@ -125,7 +125,7 @@ def written(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0], *cast_all(args[1:], into), **cast_all(kwargs, into))
 
 
-def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """Torch casts what it writes."""
     LOCAL.given.clear()
     return as_is(func, args, kwargs)
@@ -138,7 +138,7 @@ def written_back(low: Target, result: Target) -> Handler:
     return lambda func, args, kwargs: args[0].copy_(new(torch.relu, args, kwargs))
 
 
-def shown(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def shown(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """Who has the memory of a tensor may write into it uncounted. All attributes have one name, `.data` is one."""
     if func is _DATA or func.__name__ != "__get__":
         LOCAL.shown = True
@@ -148,7 +148,7 @@ def shown(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """A finite number that 16 bits cannot hold, such as the -1e9 of a mask, stands for their largest."""
     dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -172,7 +172,7 @@ def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Ha
     On CUDA a bias in a native `low` stays fused in the product: one kernel, one rounding less.
     """
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         # the parts are taken by position, whichever way they were given
         x, weight, bias, *rest = _positional(func, args, kwargs) if kwargs or len(args) < 3 else args
         x, weight = cast(x, low), cast(weight, low)
@@ -203,7 +203,7 @@ def _positional(func: ops.Function, args: Args, kwargs: Kwargs) -> Args:
 def product_then_sum(low: Target) -> Handler:
     """beta * input + alpha * (a @ b): the product in `low`, the sum in float32."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         if len(args) != 3 or "out" in kwargs:
             return func(*args, **kwargs)
         # torch.addmm takes one dtype for all three, and this sum is in float32
@@ -217,7 +217,7 @@ def product_then_sum(low: Target) -> Handler:
 def attention(low: Target, result: Target | None) -> Handler:
     """Attention in a format: the mask that is added to its scores stays as it comes, since -inf may be no number."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         named = {name: value if name == "attn_mask" else cast(value, low) for name, value in kwargs.items()}
         out = func(*cast_all(args[:3], low), *args[3:], **named)
         return out if result is None else cast(out, result)
@@ -225,7 +225,7 @@ def attention(low: Target, result: Target | None) -> Handler:
     return run
 
 
-def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """All float inputs to the widest of them; a format counts as the float32 that holds it."""
     inputs = {precision(x) for x in float_tensors((args, kwargs))}
     if len(inputs) < 2:
@@ -244,7 +244,7 @@ def norm_with_statistics(low: Target) -> Handler:
     def settled(x: Tensor) -> Tensor:
         return cast(cast(x, low), WIDE) if x.is_floating_point() else x
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(low)
         if kwargs.get("training") or kwargs.get("use_input_stats"):
             return func(cast(args[0], low), *args[1:], **kwargs)
@@ -260,7 +260,7 @@ def layer_norm_in_float32(low: Target) -> Handler:
     Its gamma and beta are rounded to the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
     """
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(WIDE)
         # native kernels read 16-bit input as it is, so a cast of its own would only cost memory
         given = precision(args[0])
@@ -276,7 +276,7 @@ def layer_norm_in_float32(low: Target) -> Handler:
 def batch_norm_in_float32(low: Target) -> Handler:
     """A protected batch norm: float32 parameters and statistics on the input as it comes, the result in `low`."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         computes(WIDE)
         # the float32 kernel reads a native 16-bit input itself; a format has no kernel of its own
         x = cast(args[0], WIDE) if isinstance(args[0], Low) else args[0]
@@ -285,19 +285,19 @@ def batch_norm_in_float32(low: Target) -> Handler:
     return run
 
 
-def looks_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def looks_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """A function that Python makes of others: run so that the rule sees these."""
     inner = ops.COMPOSED.get(func.__name__) or ops.COMPOSED_OF_LISTED[func.__name__]
     with CastMode():
         return inner(*args, **kwargs)
 
 
-def unflattened(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def unflattened(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """`x.unflatten`, which the compiler can follow only as a function."""
     return torch.unflatten(*args, **kwargs)
 
 
-def differentiated(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def differentiated(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """A backward pass inside a forward: what is computed again in it enters its levels anew, since no mode listens."""
     outer, LOCAL.on = LOCAL.on, False
     rule, LOCAL.rule = LOCAL.rule, None
@@ -307,7 +307,7 @@ def differentiated(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
         LOCAL.on, LOCAL.rule = outer, rule
 
 
-def refused(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+def refused(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """An operation that the lists ban, since its float16 result would overflow or lose all precision."""
     name = func.__name__
     raise RuntimeError(f"{name} is unsafe in 16 bits and banned here; use {name}_with_logits, or to_float")
@@ -462,7 +462,7 @@ def way_out(error: Exception, module: nn.Module | None) -> Exception:
 def one_dtype_said(handler: Handler | None) -> Handler:
     """What a framework lists nowhere: as it comes, and where torch refuses several dtypes, that with a way out."""
 
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> Any:
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         try:
             return (handler or as_is)(func, args, kwargs)
         except RuntimeError as error:
