@@ -6,7 +6,6 @@ Source:  torch 2.13, ATen/autocast_mode.h; NVIDIA apex, amp/lists and amp/wrap.p
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
