@@ -28,6 +28,7 @@ _MEAN = 1  # what torch stores as the reduction of a loss
 def terms(loss: Tensor) -> Iterator[tuple[float, bool]]:
     """(factor in front of it, is it a mean) of every term that `loss` is a sum of, as far as only numbers multiply it.
 
+    >>> import torch
     >>> x = torch.ones(4, requires_grad=True)
     >>> list(terms(x.mean() / 4 + 3 * torch.nn.functional.mse_loss(x, x * 0))), list(terms(x.sum() * 2))
     ([(0.25, True), (3.0, True)], [(2.0, False)])
