@@ -156,7 +156,8 @@ def aside(value: object, truth: object, rel: float) -> str:
         return f"A number is asked for, such as 0.1, 1e-5, 1/3 or 2^-14, got {value!r:.60}. "
     if isinstance(truth, float) and 0 < truth < 1 and same(value, 100 * truth, rel):
         return f"If that is meant in percent, its sign is missing: write '{number(value):g} %' in quotes. "
-    if type(value) is int and value in [2 ^ n for n in range(-60, 61) if abs(n) > 3] and isinstance(truth, int | float):
+    power = math.log2(truth) if isinstance(truth, int | float) and 0 < truth < math.inf else 0.5
+    if type(value) is int and power.is_integer() and abs(power) > 3 and value == 2 ^ int(power):
         return "If you wrote a power with ^: in Python the sign ^ is no power. Write 2**n, or the power in quotes. "
     return ""
 

@@ -26,6 +26,7 @@ const within = (v, [a, b]) => a <= v && v <= b;
 const reveal = (node, yes) => (node.style.display = yes ? "" : "none");
 const px = (v) => round(v * 10) / 10;
 const RAISED = { "-": "⁻", ".": "·", ..."⁰¹²³⁴⁵⁶⁷⁸⁹" };
+const raised = (text) => String(text ?? "").replace(/\b2\^(-?[\d.]*\d)/g, (_, n) => "2" + [...n].map((c) => RAISED[c]).join(""));
 const plain = (v) => String(+(+v).toPrecision(4));
 const said = (v, axis) => axis.names?.[round(v)] ?? (axis.format === "log2" ? "2" + [...String(px(v))].map((c) => RAISED[c]).join("")
 	: plain(axis.format === "log10" ? 10 ** v : v));
@@ -185,7 +186,8 @@ const DRAW = {
 			const [x, y] = m.frame ? [p.left + at(m.x, k) * (p.right - p.left), p.bottom - at(m.y, k) * (p.bottom - p.top)] : [p.X(at(m.x, k)), p.Y(at(m.y, k))];
 			nodes.push(words(g, x + (m.dx ?? 0), y + (m.dy ?? 0), fields ? "" : at(m.text, k), { ...m, color: at(m.color ?? "ink", k) }));
 		}
-		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = m.text[0].replace(/\{\}/g, () => plain(at(fields[k++], i))); };
+		const part = (text) => (p.right - p.left > 400 ? text : text.split(";")[0]); // what has no room the sentence tells
+		if (fields) return (i) => { let k = 0; nodes[0].firstChild.textContent = raised(part(m.text[0]).replace(/\{\}/g, () => plain(at(fields[k++], i)))); };
 		return m.show === "at" ? (i) => nodes.forEach((node, k) => reveal(node, k === i)) : undefined;
 	},
 	arrows(g, p, m) {
@@ -196,7 +198,7 @@ const DRAW = {
 };
 
 function words(g, x, y, text, { color = "ink", size = 12, anchor = "middle", valign = "middle", halo, rotate, weight } = {}) {
-	const lines = String(text ?? "").split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
+	const lines = raised(text).split("\n"), [first, up] = { top: [0.8, 0], middle: [0.35, 0.6], bottom: [-0.2, 1.2] }[valign], shift = first - up * (lines.length - 1);
 	const node = svg(g, "text", { "text-anchor": anchor, "font-size": size, "font-weight": weight, class: halo ? "halo" : null, transform: `translate(${px(x)} ${px(y)})` + (rotate ? ` rotate(${-rotate})` : "") });
 	node.style.color = paint(color);
 	lines.forEach((line, k) => svg(node, "tspan", { x: 0, y: px((shift + 1.2 * k) * size) }, line));
@@ -224,7 +226,7 @@ function arrange(spec, kept, width, ids, before) {
 		const [up, right, down, left] = given.pad, [x0, x1, y0, y1] = places[k];
 		const marks = given.marks.map((m) => Object.fromEntries(Object.entries(m).map(([key, v]) => [key, numbers(v, kept)])));
 		for (const m of marks) if (m.ghost) m.was = before?.[k]?.marks.find((q) => q.label === m.label)?.y;
-		const p = { ...given, marks, ids, kept, height, first: spec.index?.first, real: true, off: 0 };
+		const p = { ...given, marks, ids, kept, height, wide: width * x1, first: spec.index?.first, real: true, off: 0 };
 		Object.assign(p, { left: width * x0 + left, right: width * x1 - right, top: height * y0 + up, bottom: height * y1 - down });
 		if (given.equal) { // one unit is as long on both axes
 			const [wide, high] = [p.x, p.y].map((a) => abs(a.hi - a.lo)), unit = min((p.right - p.left) / wide, (p.bottom - p.top) / high);
@@ -237,16 +239,19 @@ function arrange(spec, kept, width, ids, before) {
 
 function axes(g, moved, names, p) {
 	const { left, right, top, bottom } = p;
-	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: p.title_size ?? 13, weight: 600 });
+	const size = p.title_size ?? 13, room = (p.wide - left) / (0.58 * (p.title?.length ?? 1)); // pixels for a letter's height
+	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: clamp(room, 9, size), weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
+		let free = -Infinity; // names that would run together are left out
 		for (const [value, name] of axis.ticks) {
-			const v = across ? p.X(value) : p.Y(value);
+			const v = across ? p.X(value) : p.Y(value), half = 3.1 * name.length;
 			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
-			else if (across) words(names, v, bottom + 6, name, { valign: "top" }).at = value;
+			else if (across && v - half < free && !axis.names) continue;
+			else if (across) [words(names, v, bottom + 6, name, { valign: "top" }).at, free] = [value, v + half + 4];
 			else words(g, left - 7, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });
@@ -291,7 +296,7 @@ function render({ model, el }) {
 	const legend = part("legend", { "aria-hidden": "true" }), stage = part("stage");
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
 	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
-	const player = part("player"), form = part("form"), presses = part("form"), tries = part("form tries", { role: "group", "aria-label": "Try" });
+	const player = part("player"), bar = part("bar"), form = part("form", {}, bar), presses = part("form", {}, bar), tries = part("form tries", { role: "group", "aria-label": "Try" });
 	const status = part("status", { role: "status" }), phrase = html(status, "span"), word = html(status, "b"), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
 	let spec, panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
@@ -391,7 +396,8 @@ function render({ model, el }) {
 	function draw() {
 		if (!get("spec")?.panels) return;
 		spec = local?.spec ?? get("spec");
-		const width = round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width));
+		const width = max(spec.least, round(clamp(stage.clientWidth || spec.width, 280, 1.3 * spec.width)));
+		stage.style.overflowX = width > stage.clientWidth + 1 ? "auto" : "";
 		picture.replaceChildren();
 		picture.classList.remove("fresh");
 		const defs = svg(picture, "defs"), hatch = svg(defs, "pattern", { id: ids + "h", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
@@ -429,7 +435,7 @@ function render({ model, el }) {
 		for (const step of moving) step(index, pos);
 		if (telling !== spec.says || telling.at !== index) { // the sentence walks, too; read out where it rests
 			(telling = spec.says).at = index;
-			phrase.textContent = sentence(spec.says, index, { ...(local?.kept ?? get("kept")), ...spec.data }) + " ";
+			phrase.textContent = raised(sentence(spec.says, index, { ...(local?.kept ?? get("kept")), ...spec.data })) + " ";
 			status.ariaLive = frame ? "off" : "polite";
 			if (!frame) picture.ariaLabel = phrase.textContent;
 		}

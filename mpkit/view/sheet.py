@@ -70,6 +70,11 @@ def power_of_two(exponent: float) -> str:
     return "2" + f"{exponent:g}".translate(_RAISED)
 
 
+def raised(text: str) -> str:
+    """Words with every 2^n in superscript digits, as both pictures show them."""
+    return re.sub(r"\b2\^(-?[\d.]*\d)", lambda found: "2" + found[1].translate(_RAISED), text)
+
+
 def _check_ends(label: str, low: float, high: float) -> None:
     if not (math.isfinite(low) and math.isfinite(high) and low != high):
         raise ValueError(f"the axis {label!r} needs two ends that are finite and not equal, got {low} and {high}")
@@ -326,10 +331,16 @@ class Sheet:
         self.grid()
 
     def grid(
-        self, height: int = 360, width: int = 840, rows: Sequence[float] = (1,), cols: Sequence[float] = (1,)
+        self,
+        height: int = 360,
+        width: int = 840,
+        rows: Sequence[float] = (1,),
+        cols: Sequence[float] = (1,),
+        least: int = 280,
     ) -> None:
-        """The size of the picture in pixels, and the shares of its rows and columns."""
-        self.size, self.shares = (width, height), (list(rows), list(cols))
+        """The size of the picture in pixels, the shares of its rows and columns, and its `least` width: on a narrower
+        page it is moved sideways."""
+        self.size, self.shares, self.least = (width, height), (list(rows), list(cols)), least
 
     @property
     def was(self) -> dict[str, Any]:
@@ -400,7 +411,7 @@ class Sheet:
                 p.given["pad"] = [max(a[i] for a in peers) if i in sides else v for i, v in enumerate(p.given["pad"])]
         for p in self.panels:
             self._tag(p)
-        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1]}
+        spec: dict[str, Any] = {"width": self.size[0], "height": self.size[1], "least": self.least}
         spec["panels"] = [{**p.given, "marks": p.marks} for p in self.panels]
         says = {name: _column(self.numbers[name]) for name, _ in fields(self.template)}
         spec |= {"kept": self.kept, "data": {}, "legend": self._legend(), "says": [self.template, says]}

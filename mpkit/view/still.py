@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Arc, FancyBboxPatch, Patch, Rectangle
 from PIL import Image
 
-from mpkit.view.sheet import ROLES, Sheet, rounded, unpack
+from mpkit.view.sheet import ROLES, Sheet, raised, rounded, unpack
 
 PT = 0.72  # points per pixel at 100 dots per inch
 STEPS = {"mid": "steps-mid", "post": "steps-post", None: "default"}
@@ -314,7 +314,7 @@ def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: floa
     where: dict[str, Any] = {"xycoords": "axes fraction"} if m.get("frame") else {}
     turned: dict[str, Any] = {"rotation": m["rotate"], "rotation_mode": "anchor"} if m.get("rotate") else {}
     axes.annotate(
-        text,
+        raised(text),
         (x, y),
         xytext=(PT * m.get("dx", 0), -PT * m.get("dy", 0)),
         textcoords="offset points",
