@@ -1,0 +1,299 @@
+"""Lesson 03: a network at a level, operation by operation; and one number through softmax and log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
+from mpkit.casting.operations import EXACT_NAMES
+from mpkit.data import digits
+from mpkit.formats import get_format
+from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.sheet import exponents, linear, log2, names, space
+from mpkit.view.words import counted
+
+FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
+SHOWN_ANYWAY = ("relu", "max_pool2d")
+
+
+def _rows_as_tokens(images: Tensor) -> Tensor:
+    return images.squeeze(1)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
+    "MLP": (Network, lambda images: images),
+    "LeNet5": (LeNet5, lambda images: images),
+    "residual block": (lambda: ResidualBlock(1, 8, stride=2), lambda images: images),
+    "transformer block": (lambda: TransformerBlock(28, 4), _rows_as_tokens),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of the network as the picture shows it.
+
+    Args:
+        module:     path of the module, "" for the network itself.
+        operation:  name of the operation.
+        inputs:     precisions of its inputs as given.
+        compute:    precision it computed in.
+        output:     precision of its result.
+        casts:      tensors cast for it.
+        error:      root mean square error of the result against float64, relative to the result (dimensionless).
+        flushed:    non-zero values that became zero in its casts and result.
+        overflowed: finite values that became infinite or NaN there.
+        saved:      bytes that it keeps for the backward pass.
+    """
+
+    module: str
+    operation: str
+    inputs: tuple[str, ...]
+    compute: str
+    output: str
+    casts: int
+    error: float
+    flushed: int
+    overflowed: int
+    saved: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A network seen operation by operation at one level: steps, layer names, bytes kept, error of the result."""
+
+    steps: tuple[Step, ...]
+    layers: tuple[str, ...]
+    kept_bytes: int
+    parameter_casts: int
+    activation_casts: int
+    error: float
+
+
+def batch(count: int = 8) -> Tensor:
+    """The first real handwritten digits, (count, 1, 28, 28) float32 in [0, 1]."""
+    return digits("test")[0][:count]
+
+
+def layers_of(network: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that hold parameters of their own."""
+    return tuple(name for name, m in network.named_modules() if any(True for _ in m.parameters(recurse=False)))
+
+
+def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
+    build, inputs = NETWORKS[kind]
+    torch.manual_seed(0)
+    return build(), inputs(batch()) * 2.0**exponent
+
+
+@lru_cache(maxsize=64)
+def _exact(kind: str, exponent: int) -> list[Tensor]:
+    """What every operation gives in float64."""
+    network, x = _built(kind, exponent)
+    with ledger(network.double(), keep=True) as book:
+        network(x.double())
+    return book.results
+
+
+@lru_cache(maxsize=64)
+def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> Walk:
+    """Run one forward pass of a network in an emulated format and compare every operation with float64.
+
+    Args:
+        kind:     a key of NETWORKS.
+        level:    a MindSpore level or a preset of another framework.
+        fmt:      name of the low format.
+        kept:     number of the layer that `to_float` puts into float32, from 1; 0: none.
+        exponent: the inputs are multiplied by 2**exponent.
+    Raises:  ValueError if the network has fewer layers than `kept`.
+    """
+    network, x = _built(kind, exponent)
+    layers = layers_of(network)
+    if not 0 <= kept <= len(layers):
+        raise ValueError(f"the {kind} has {len(layers)} layers, got layer {kept}")
+    low = get_format(fmt)
+    (cast_like if level in PRESETS else auto_mixed_precision)(network, level, low)
+    if kept:
+        to_float(network.get_submodule(layers[kept - 1]), torch.float32)
+    with ledger(network, count=True, keep=True) as book:
+        network(x)
+    steps = tuple(
+        Step(
+            row.module,
+            row.operation,
+            row.inputs,
+            row.compute,
+            row.output[0],
+            row.casts,
+            relative_error(got, want),
+            row.flushed or 0,
+            row.overflowed or 0,
+            row.saved,
+        )
+        for row, got, want in zip(book.rows, book.results, _exact(kind, exponent))
+        if row.operation not in EXACT_NAMES or row.operation in SHOWN_ANYWAY
+    )
+    border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
+    flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
+    first = replace(steps[0], flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
+    steps = (first, *steps[1:])
+    weights = sum(cast.tensor != "activation" for cast in book.casts)
+    kept_bytes = book.predicted_bytes
+    return Walk(steps, layers, kept_bytes, weights, len(book.casts) - weights, steps[-1].error)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Root mean square of the difference over that of `want`; inf where a value is not finite."""
+    if not bool(got.isfinite().all()):
+        return math.inf
+    difference = (got.double() - want.double()).square().mean().sqrt()
+    return float(difference / want.double().square().mean().sqrt().clamp(min=1e-300))
+
+
+# ---- a network at a level
+LOWEST, HIGHEST = -30, 3  # powers of two on the error axis
+EVERY = [*LEVELS, "apex_O1", "apex_O2", "keras_mixed_float16", "torch_autocast"]
+
+
+@view(
+    network=Choice({n: n for n in NETWORKS}, "network"),
+    level=Choice({n: n for n in EVERY}, "level"),
+    fmt=Choice({n: n for n in FORMATS}, "format"),
+    kept=Range(0, 6, label="float32 layer (0: none)", costly=True),
+    exponent=Range(-24, 18, label="inputs times 2 to the", costly=True),
+)
+def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0) -> None:
+    """A network at a level: what each operation computed in, what was cast, and what that cost in accuracy.
+
+    Numbers: `walk` and `plain`, that at O0 (a `Walk` each).
+    """
+    seen, plain = walk(network, level, fmt, kept, exponent), walk(network, "O0", fmt, 0, exponent)
+    see.grid(500, 960, rows=(1, 3.2), least=640)
+    _operations(see, seen.steps, fmt)
+    _errors(see, seen, plain, fmt)
+    low = sum(step.compute != "float32" for step in seen.steps)
+    lost = sum(s.flushed for s in seen.steps), sum(s.overflowed for s in seen.steps)
+    moved = f", layer {seen.layers[kept - 1]} in float32" if kept else ""
+    told = (
+        f"{network} at {level} in {fmt}{moved}: {low} of {len(seen.steps)} operations compute in {fmt}. Parameters are "
+        f"cast {counted(seen.parameter_casts, 'time')}, activations {counted(seen.activation_casts, 'time')}. "
+        f"{counted(lost[0], 'value')} became zero and {lost[1]} overflowed. {seen.kept_bytes / 1024:.0f} KiB are kept "
+        f"for the backward pass, against {plain.kept_bytes / 1024:.0f} KiB in float32."
+    )
+    error = "not finite" if math.isinf(seen.error) else f"{seen.error:.2g}"
+    see.say(f"{told} The relative error of the result is {error}.", stored=told, walk=seen, plain=plain)
+    see.rows = [
+        {"module": s.module or "(network)", "operation": s.operation, "inputs": ", ".join(s.inputs),
+         "computes in": s.compute, "gives": s.output, "casts": s.casts, "error": f"{s.error:.2g}",
+         "to zero": s.flushed, "overflow": s.overflowed}
+        for s in seen.steps
+    ]  # fmt: skip
+
+
+def _operations(see: Sheet, steps: tuple[Step, ...], fmt: str) -> None:
+    """Above: the operations in order, by what they compute in."""
+    n = len(steps)
+    above = see.panel(title="what each operation computes in", x=space(-0.6, n - 0.4), y=space(0, 1))
+    for wide, role, label in ((True, "reference", "computes in float32"), (False, "own", f"computes in {fmt}")):
+        at = np.array([i for i, s in enumerate(steps) if (s.compute == "float32") == wide])
+        if len(at):
+            look: dict[str, Any] = {
+                "fill": f"{role}/0.2",
+                "edge": role,
+                "hatch": None if wide else True,
+                "label": label,
+            }
+            texts = ["32" if wide else steps[i].compute for i in at]
+            ends = at - 0.42, [0.34] * len(at), at + 0.42, [0.94] * len(at)
+            above.boxes(*ends, text=texts, names=[_label(steps[i]) for i in at], **look)
+    for i, step in enumerate(steps):
+        if step.casts:
+            unit = (" cast" if step.casts == 1 else " casts") if n <= 12 else ""
+            above.text(f"{step.casts}{unit}", i, 0.14, color="muted")
+
+
+def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
+    """Below: error against float64, and lost values."""
+    steps = seen.steps
+    ends = {"lo": -0.6, "hi": len(steps) - 0.4}
+    x = names([_label(step) for step in steps], bare=False) | ends | {"slant": 40}
+    y = log2("relative error", LOWEST - 1, HIGHEST + 1, 6)
+    inner = [tick for tick in y["ticks"] if LOWEST < tick[0] < HIGHEST]
+    y["ticks"] = [[LOWEST, "0"], *inner, [HIGHEST, "not finite"]]
+    below = see.panel(1, title="how far each result is from float64", x=x, y=y)
+    own, wide = (exponents([s.error for s in w.steps], LOWEST, HIGHEST) for w in (seen, plain))
+    below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
+    below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
+    rows: tuple[tuple[str, str, str, float, str], ...] = (
+        ("flushed", "zero", "v", LOWEST + 1.5, "flushed to zero"),
+        ("overflowed", "overflow", "x", HIGHEST - 1.2, "overflowed"),
+    )
+    for name, color, glyph, height, label in rows:
+        at = np.array([i for i, s in enumerate(steps) if getattr(s, name)])
+        if len(at):
+            told = [f"{getattr(steps[i], name)} of the values" for i in at]
+            below.points([height] * len(at), at, color, glyph=glyph, size=5, label=label, told=told)
+
+
+def _label(step: Step) -> str:
+    operation = step.operation.removeprefix("scaled_dot_product_").removeprefix("layer_").removeprefix("batch_")
+    named = [part for part in step.module.split(".") if not part.isdigit()]
+    number = [part for part in step.module.split(".")[-1:] if part.isdigit()]
+    module = ".".join([*named[-1:], *number]).replace("dense_relu_sequential.", "").replace("downsample", "down")
+    return f"{module}: {operation}" if module else operation
+
+
+# ---- softmax and log
+LOGITS = torch.arange(0, -33.0, -1.0)
+
+
+class _Head(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
+
+
+@view(
+    level=Choice({n: n for n in LEVELS}, "level"),
+    fmt=Choice({n: n for n in FORMATS}, "format"),
+    fused="log_softmax in one operation",
+)
+def log_softmax(see: Sheet, level="O2", fmt="fp16", fused=False) -> None:
+    """log(softmax(z)) for logits 0, -1, ..., -32, computed at a level in a format. Numbers: `got want lost error`."""
+    got = auto_mixed_precision(_Head(fused), level, get_format(fmt))(LOGITS).double().numpy()
+    want, finite = F.log_softmax(LOGITS.double(), 0).numpy(), np.isfinite(got)
+    lost, becomes = int((~finite).sum()), "NaN" if np.isnan(got).any() else "-inf"  # e4m3fn has no infinity
+    error = float(np.abs(got - want)[finite].max()) if finite.any() else math.inf
+    floor, logits = -37.0, LOGITS.numpy()
+    see.grid(380)
+    see.idle = {"fmt"} if level == "O0" else set()
+    x, y = linear("logit z", 0.8, -32.8, 7), linear("log softmax(z), nats", floor - 1.5, 1.5, 6)
+    panel = see.panel(title="log-probabilities, as computed", x=x, y=y)
+    panel.rule("y", floor, "muted", dash=":")
+    panel.text(becomes, 0.4, floor, anchor="start", valign="bottom", dy=-3, color="overflow")
+    panel.line(want, logits, "reference", width=1.6, label="exact")
+    if finite.any():
+        panel.points(got[finite], logits[finite], "own", size=3.5, label="computed")
+    if lost:
+        name = f"lost: log(0), stored as {becomes}"
+        panel.points([floor] * lost, logits[~finite], "overflow", glyph="v", size=5, label=name, told=becomes)
+    how, used = "log_softmax" if fused else "log(softmax)", "float32" if level == "O0" else fmt
+    see.say(
+        f"{how} at {level} in {used}: {lost} of {len(LOGITS)} log-probabilities became {becomes}. The largest error"
+        f"{' of the others' if lost else ''} is {error:.2g}.",
+        got=got, want=want, lost=lost, error=error,
+    )  # fmt: skip
+    rows = zip(logits, want, got)
+    see.rows = [{"logit": f"{z:g}", "exact": f"{w:.4f}", "computed": f"{g:.4f}"} for z, w, g in rows]

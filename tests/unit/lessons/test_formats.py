@@ -1,0 +1,131 @@
+"""Lesson 01: bits, ranges and gaps against torch's own formats; answers a second way."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.formats import FP16, get_format
+from mpkit.lessons.formats import (
+    GAPS,
+    NAMES,
+    POWERS,
+    bits,
+    bits_kept,
+    everywhere,
+    format_rows,
+    gap,
+    neighbour,
+    precision,
+    ranges,
+    store,
+    value_of,
+)
+from mpkit.view.words import words
+
+WORDS = words("formats")
+
+
+@pytest.mark.parametrize("number", ["0.1", "-3", "65504", "6e-8", "1/3", "2^-14", "−2⁻²⁴"])
+def test_a_number_is_stored_as_torch_stores_it(number):
+    seen = bits(number=number).numbers
+    exact = {"1/3": 1 / 3, "2^-14": 2.0**-14, "−2⁻²⁴": -(2.0**-24)}.get(number) or float(number)
+    half = torch.tensor(exact, dtype=torch.float64).half()
+    assert seen["value"] == half.item()
+    assert seen["pattern"] == half.view(torch.int16).item() % 2**16
+    assert seen["below"] < seen["value"] < seen["above"] or seen["value"] == 65504
+
+
+def test_every_bit_that_is_pressed_is_flipped():
+    view = bits(number="0.1")
+    row = next(m for p in view.sheet.panels for m in p.marks if m.get("name") == "bits")
+    for place, sets in enumerate(row["sets"]):
+        view.reset()
+        before = view.numbers["pattern"]
+        view.set(**sets)
+        assert view.numbers["pattern"] == before ^ 1 << 15 - place
+
+
+def test_buttons_walk_to_neighbours_and_stop_at_the_end():
+    view = bits(number="65504")
+    view.press("Next value up")
+    assert view.numbers["value"] == math.inf
+    assert "Next value up" not in view.sheet.buttons
+    view.set(number="0")
+    view.press("Next value down")
+    assert view.numbers["value"] == -(2.0**-24)
+
+
+def test_what_is_too_large_keeps_its_picture():
+    view = bits(number="70000")
+    assert view.numbers["value"] == math.inf
+    handles = {m["name"] for p in view.sheet.panels for m in p.marks if m["type"] == "handle"}
+    assert handles == {"number", "power"}
+
+
+def test_formats_without_nan_refuse_it_and_payloads_stay():
+    with pytest.raises(ValueError, match="NaN"):
+        bits(fmt="e3m2", number="nan")
+    assert bits(number="nan(0x7e01)").numbers["pattern"] == 0x7E01
+    with pytest.raises(ValueError, match="number"):
+        bits(number="many")
+
+
+def test_neighbours_are_the_values_in_their_order():
+    for name in ("e4m3fn", "e3m2", "e2m1"):
+        fmt = get_format(name)
+        values = sorted({v for v in fmt.values().tolist() if math.isfinite(v)})
+        walked = [-fmt.max]
+        pattern = store(-fmt.max, fmt)
+        while (pattern := neighbour(pattern, fmt, True)) is not None and math.isfinite(value_of(pattern, fmt)):
+            if value_of(pattern, fmt) != walked[-1]:
+                walked.append(value_of(pattern, fmt))
+        assert walked == values
+
+
+def test_bits_kept_are_those_of_numbers_stored():
+    kept = ranges(exponent=-20).numbers["kept"]
+    assert kept == {name: bits_kept(get_format(name), -20) for name in NAMES}
+    assert (kept["fp16"], kept["bf16"]) == (5, 8)  # as the lesson says
+    assert ranges(exponent=-25).numbers["kept"]["fp16"] == 0
+    after = ranges(exponent=16).numbers["kept"]
+    assert (after["fp16"], after["bf16"]) == (-1, 8)
+
+
+def test_the_gaps_are_those_of_torch():
+    one = torch.exp2(torch.from_numpy(POWERS).double()).half()
+    above = (one.view(torch.int16) + 1).view(torch.float16)
+    np.testing.assert_array_equal(GAPS, np.log2((above.double() - one.double()).numpy()))
+    view = gap()
+    view.add(drawn={str(k): float(v) for k, v in enumerate(GAPS)})
+    view.press("Show what happened")
+    assert view.numbers["near"] == 40
+    for typed in ("-10 -10", "1 2 3 4 5 6 7 8 nine", "99 0 0 0 0 0 0 0 0"):
+        with pytest.raises(ValueError, match="nine exponents"):
+            gap(typed=typed)
+
+
+def test_tables_and_stills():
+    rows = {row["format"]: row for row in format_rows()}
+    assert rows["fp16"]["largest"] == "65504"
+    assert rows["bf16"]["gap at 1"] == "2^-7"
+    errors = {row["format"]: row["relative error"] for row in everywhere(0.1, Fraction("0.1"))}
+    assert float(errors["fp32"]) < float(errors["fp16"]) < float(errors["bf16"]) < float(errors["e5m2"])
+    assert "2^-10 in fp16" in precision().sentence()
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in WORDS["question"].items()}
+    assert asked["smallest"] == 2.0 ** (1 - 7) / 2**7
+    assert asked["pattern"] == torch.tensor(-2.0).half().view(torch.int16).item() % 2**16
+    assert asked["bf16"] == 8 - (130 - 126)
+    assert asked["beyond"] == 28.0
+    assert asked["range"] == 127 + 126 + 1
+    assert WORDS["predict"]["tenth"]["right"] == "b"
+    assert WORDS["predict"]["last_bit"]["right"] == "c"
+    for (sign, exponent, fraction), value in WORDS["task"]["cases"]:
+        pattern = torch.tensor(sign << 15 | exponent << 10 | fraction, dtype=torch.int32).to(torch.int16)
+        assert pattern.view(torch.float16).item() == value
+    assert FP16.max == 65504

@@ -1,0 +1,98 @@
+"""Lesson 02: modes, stairs, tiny updates and long sums against torch and by hand; answers a second way."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.formats import BF16, E2M1, FP16, FP32, get_format
+from mpkit.lessons.rounding import (
+    NARROW,
+    added,
+    grid_around,
+    kahan_add,
+    modes,
+    ones,
+    running_sum,
+    staircase,
+    total,
+    updates,
+)
+from mpkit.rounding import round_to
+from mpkit.view.words import words
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+@pytest.mark.parametrize("negative", [False, True])
+def test_each_mode_goes_where_its_name_says(fmt, negative):
+    for offset in (0.25, 0.5, 0.75):
+        seen = modes(fmt=fmt, lower="1", offset=offset, negative=negative).numbers
+        x, left, right, found = seen["x"], seen["left"], seen["right"], seen["results"]
+        assert left < x < right
+        assert (found["down"], found["up"]) == (left, right)
+        assert found["toward_zero"] == (right if negative else left)
+        assert abs(found["nearest_even"] - x) == min(x - left, right - x)
+        assert seen["chance"] == (x - left) / (right - left)
+
+
+def test_ties_and_the_end_of_the_format():
+    view = modes()
+    view.press("Halfway")
+    assert view.numbers["results"]["nearest_even"] == 1.0 != view.numbers["results"]["nearest_away"]
+    top = modes(lower="65504", offset=0.5).numbers["results"]
+    assert (top["nearest_even"], top["down"], top["toward_zero"]) == (np.inf, 65504, 65504)
+    with pytest.raises(ValueError, match="65504"):
+        modes(lower="65505")
+    ties = torch.tensor([2049.0, 2051.0, 2053.0, 2055.0])
+    assert round_to(ties, FP16).tolist() == ties.half().tolist() == [2048, 2052, 2052, 2056]
+
+
+def test_stairs_have_the_values_of_the_format():
+    assert staircase(fmt="e2m1", span=3).numbers["values"] == len(E2M1.values()) == 15
+    seen = staircase(fmt="e3m2", span=2).numbers
+    assert set(seen["y"]) == {v for v in get_format("e3m2").values().tolist() if abs(v) <= 4}
+    down, zero = (staircase(mode=m).numbers for m in ("down", "toward_zero"))
+    assert (down["y"][down["x"] > 0] == zero["y"][zero["x"] > 0]).all()
+    assert (down["y"] != zero["y"]).any()
+
+
+def test_tiny_updates_are_lost_and_three_remedies_keep_them():
+    paths = added("fp16", 1e-4)
+    assert (paths["nearest"] == 1).all()
+    assert all(abs(paths[s][-1] - 1.2) < 0.001 for s in ("master", "kahan"))
+    assert abs(paths["stochastic"][-1] - 1.2) < 0.07
+    assert added("fp16", 6e-4, steps=200)["nearest"][-1] == 1 + 200 * 2**-10
+    seen = updates().numbers
+    assert seen["half"] == 2**-11
+    np.testing.assert_array_equal(seen["kahan"], paths["kahan"][::20])
+
+
+def test_kahan_carries_what_a_sum_loses():
+    one, lost, small = torch.tensor(1.0).half(), torch.tensor(0.0).half(), torch.tensor(2.0**-12).half()
+    for _ in range(4):
+        one, lost = kahan_add(one, lost, small)
+    assert one.item() - lost.item() == 1 + 2.0**-10
+
+
+def test_sums_stall_where_the_gap_is_two():
+    many = torch.ones(2500)
+    ends = [running_sum(many.to(f.torch_dtype))[-1].item() for f in (FP32, FP16, BF16)]
+    assert ends == [2500, 2048, 256]
+    assert grid_around(2048, FP16) == [2046, 2047, 2048, 2050, 2052]
+    view = total()
+    view.add(drawn={str(k): float(v) for k, v in enumerate(ones())})
+    view.press("Show what happened")
+    assert view.numbers["near"] == 35
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in words("rounding")["question"].items()}
+    assert asked["tie"] == torch.tensor(4102.0).half().item()
+    assert asked["ulp"] == np.spacing(np.float16(1000))
+    total_of_ones = torch.tensor(0.0)
+    for _ in range(40):
+        total_of_ones = (total_of_ones + 1).to(torch.float8_e5m2).float()
+    assert asked["stall"] == total_of_ones
+    assert asked["lost"] == 4 * 2.0**-7 / 2
+    assert asked["mean"] == 2.0**-12 / 2.0**-10
+    for (x,), expected in words("rounding")["task"]["cases"]:
+        assert torch.tensor(float(x)).half().item() == expected

@@ -1,0 +1,63 @@
+"""Lesson 06: one step against its formulas; the order of clipping and unscaling; answers a second way."""
+
+import pytest
+import torch
+
+from mpkit.lessons.step import ORDERS, clipped, handed_over, micro_gradients, one_step, order, phases
+from mpkit.view.words import words
+
+
+def test_a_good_step_moves_and_a_bad_one_does_not():
+    good, bad, high = one_step(16, False), one_step(16, True), one_step(30, False)
+    assert 0.001 < good.change < 0.01
+    assert not good.skipped
+    assert bad.skipped
+    assert bad.change == 0
+    assert high.skipped  # the batch is fine; 2^30 is too large a scale for float16
+    assert [float(w.phases[-1].seen.split()[-1]) for w in (good, bad, high)] == [2.0**16, 2.0**15, 2.0**29]
+
+
+def test_in_the_wrong_order_the_weights_are_lost_and_no_box_says_otherwise():
+    late = one_step(16, True, late=True)
+    assert late.lost > 0
+    assert not late.skipped
+    view = phases(bad=True, late=True, phase=8)
+    first = next(m for p in view.sheet.panels for m in p.marks if "largest weight" in str(m.get("text")))
+    assert first["only"] == (0, 5)
+    assert "too late" in view.sentence
+
+
+def test_each_phase_is_told_with_its_values():
+    view = phases(bad=True)
+    told = []
+    for phase in range(1, 9):
+        view.set(phase=phase)
+        told.append(view.sentence)
+    assert len(set(told)) == 8
+    assert [row["phase"] for row in view.table()] == [*range(1, 9)]
+
+
+def test_the_right_order_alone_does_not_depend_on_the_scale():
+    seen = order().numbers["norms"]
+    right, early = seen[ORDERS[0]], seen[ORDERS[1]]
+    assert max(right) / min(right) < 1.001
+    assert abs(early[0] / early[20] / 2**20 - 1) < 0.01
+    assert order(max_norm=4.0).numbers["norms"][ORDERS[0]][10] == pytest.approx(
+        float(micro_gradients(4).mean(0).norm())
+    )
+
+
+def test_with_one_micro_batch_unscaling_each_is_unscaling_once():
+    micro = micro_gradients(1)
+    once, each = (handed_over(micro, 1024.0, 0.25, o) for o in (ORDERS[0], ORDERS[2]))
+    torch.testing.assert_close(once, each)
+    assert float(clipped(torch.tensor([3.0, 4.0]), 1.0).norm()) == pytest.approx(1)
+    torch.testing.assert_close(micro_gradients(4).mean(0), micro[0], rtol=1e-4, atol=1e-6)
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in words("step")["question"].items()}
+    assert asked["scale"] == 4096 / 2
+    assert asked["weights"] == 100 - 4
+    assert asked["clip"] == pytest.approx(0.25 / 4096, rel=1e-4)
+    assert asked["divisions"] == 2**3
