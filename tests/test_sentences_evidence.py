@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from mpkit.explorers.training import StepExplorer
 from sentences import NARROW, PERCENT, power, read, ridden, swept, tells, zeroed
 
 from mpkit.data import data_dir, digits
@@ -19,7 +20,6 @@ from mpkit.explorers.evidence import DetectiveExplorer, GridExplorer, NaiveRuleE
 from mpkit.explorers.own_experiment import OwnExperimentExplorer
 from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
 from mpkit.explorers.scaling import LiveExplorer
-from mpkit.explorers.training import StepExplorer
 
 
 @cache

@@ -238,7 +238,7 @@ def _number(value: Any) -> float | None:
     try:
         if not isinstance(value, str):
             return float(value)
-        from mpkit.explorers.formats import read_number  # its module needs packages that a question does not
+        from mpkit.view.answers import read_number  # its module needs packages that a question does not
 
         value = value.lstrip(" '\"\n").rstrip(" .'\"\n")
         share, text = 0.01 if value.endswith("%") else 1.0, value.removesuffix("%")

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
-from mpkit.casting.operations import EXACT_NAMES
+from mpkit.casting import EXACT, LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
 from mpkit.data import digits
 from mpkit.formats import get_format
 from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock
@@ -140,14 +139,14 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
             row.saved,
         )
         for row, got, want in zip(book.rows, book.results, _exact(kind, exponent))
-        if row.operation not in EXACT_NAMES or row.operation in SHOWN_ANYWAY
+        if row.operation not in EXACT or row.operation in SHOWN_ANYWAY
     )
     border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
     flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
     first = replace(steps[0], flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
     steps = (first, *steps[1:])
     weights = sum(cast.tensor != "activation" for cast in book.casts)
-    kept_bytes = book.predicted_bytes
+    kept_bytes = book.measured_bytes
     return Walk(steps, layers, kept_bytes, weights, len(book.casts) - weights, steps[-1].error)
 
 

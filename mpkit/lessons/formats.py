@@ -267,8 +267,8 @@ def _neighbours(see: Sheet, form: FloatFormat, pinned: str, asked: Any, gap: flo
         text += ", its nearest values" if len(values) > 60 else ""
         line.text(text, low, height, anchor="start", valign="bottom", dy=-9, color="muted", halo=True)
     away = -1 if math.copysign(1, value) < 0 else 1  # from zero, where one ulp ends at the next number
-    gaps = [("gap before", before, "reference")] if math.isfinite(before) and before != gap else []
-    for row, (name, size, role) in enumerate([*gaps, ("gap now", gap, "own")]):
+    both = [("gap before", before, "reference")] if math.isfinite(before) and before != gap else []
+    for row, (name, size, role) in enumerate([*both, ("gap now", gap, "own")]):
         y, end = 1.28 - 0.22 * row, min(max(value + away * size, low), high)
         cut = ", wider than this picture" if end != value + away * size else ""
         bar = {"fill": f"{role}/0.5", "edge": role, "label": name, "told": f"{size:.4g}", "quiet": True}
@@ -334,7 +334,7 @@ GAPS = np.maximum(POWERS, FP16.min_exponent) - FP16.fraction_bits
 
 
 @view(typed="or type it: 2 to the ..., nine gaps at equal distances from 2^-24 to 2^15", drawn=Stroke(40, *ENDS))
-def gap(see: Sheet, typed="", drawn={}, shown=False) -> None:
+def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the gap from each power of two to the next number of float16, from that of 1 on.
 
     Numbers: `guess truth near`.

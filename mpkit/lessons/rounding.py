@@ -75,11 +75,11 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
 
 def running_sum(values: Tensor) -> Tensor:
     """Sum one by one, each total rounded to the dtype of the values; (N,) -> (N,) totals of the same dtype."""
-    total, totals = torch.zeros((), dtype=values.dtype), []
+    total, every = torch.zeros((), dtype=values.dtype), []
     for value in values:
         total = total + value
-        totals.append(total)
-    return torch.stack(totals)
+        every.append(total)
+    return torch.stack(every)
 
 
 def grid_around(value: float, fmt: FloatFormat, count: int = 2) -> list[float]:
@@ -279,14 +279,14 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     )  # fmt: skip
 
 
-def sums(totals: Mapping[str, Any], exact: Any) -> Sheet:
+def sums(ways: Mapping[str, Any], exact: Any) -> Sheet:
     """Running totals over the number of terms, one line per way of summing."""
     see, at, exact = Sheet(), np.linspace(0, len(exact) - 1, 251).astype(int), np.asarray(exact)
     see.grid(340)
     x, y = linear("terms added", 0, len(exact)), linear("total", 0, 1.05 * float(exact.max()))
     panel = see.panel(title="running totals, and where they stall", x=x, y=y)
     panel.line(exact[at], at + 1, "reference", dash=":", width=1.4, label="exact")
-    for (name, values), color, dash, glyph in zip(totals.items(), SERIES, DASHES, GLYPHS):
+    for (name, values), color, dash, glyph in zip(ways.items(), SERIES, DASHES, GLYPHS):
         look = {"dash": dash, "glyph": glyph, "every": 30}
         panel.line(np.asarray(values)[at], at + 1, color, label=name, tag=True, **look)
     return see
@@ -299,12 +299,12 @@ EACH, FIRST, ENDS = 100, 6, (0.0, 4200.0)
 @lru_cache
 def ones() -> np.ndarray:
     """(41,) the float16 sum of 0, 100, ... 4000 ones, added one by one."""
-    totals = running_sum(torch.ones(4000, dtype=torch.float16)).float().numpy()
-    return np.concatenate([[0.0], totals[EACH - 1 :: EACH]])
+    every = running_sum(torch.ones(4000, dtype=torch.float16)).float().numpy()
+    return np.concatenate([[0.0], every[EACH - 1 :: EACH]])
 
 
 @view(typed="or type it: seven sums at equal distances from 600 to 4000 ones", drawn=Stroke(41, *ENDS))
-def total(see: Sheet, typed="", drawn={}, shown=False) -> None:
+def totals(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the float16 sum of ones, from 600 to 4000 of them. Numbers: `guess truth near`."""
     truth, count = ones(), 41 - FIRST
     values = typed_line(typed, 7, *ENDS, "seven sums such as 1000 1500 2000 2500 3000 3500 4000") if typed else None

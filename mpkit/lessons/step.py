@@ -272,7 +272,7 @@ def handed_over(micro: Tensor, scale: float, max_norm: float, order: str) -> Ten
     max_norm=Range(2.0**-6, 4.0, 0.5, "clip to the norm", log=2),
     parts=Range(1, 8, label="micro-batches"),
 )
-def order(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
+def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     """What reaches the optimizer when clipping and unscaling change places, over all scales.
 
     Numbers: `norms` (order -> 21 norms, one for each scale 2^0 to 2^20), `cosines` with the right one at this scale.

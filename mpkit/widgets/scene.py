@@ -274,11 +274,11 @@ class Maker(Protocol):
 def plain(explorer: type[Explorer], scene: Callable[[Any], Scene], says: str) -> Maker:
     """What makes the view of an explorer that needs nothing but a scene, under the scene's own name: a row of a table.
 
-    >>> from mpkit.widgets.formats import bits_view
-    >>> bits_view.__name__, bits_view.__module__
-    ('bits_view', 'mpkit.widgets.formats')
-    >>> bits_view.__doc__
-    'A number and its bits; parameters as `BitsExplorer`.'
+    >>> from mpkit.widgets.scaling import zoo_view
+    >>> zoo_view.__name__, zoo_view.__module__
+    ('zoo_view', 'mpkit.widgets.scaling')
+    >>> zoo_view.__doc__
+    'Every framework on one sequence of overflows; parameters as `ZooExplorer`.'
     """
 
     def make(**params: object) -> View:

@@ -14,7 +14,7 @@ from mpkit.lessons.rounding import (
     ones,
     running_sum,
     staircase,
-    total,
+    totals,
     updates,
 )
 from mpkit.rounding import round_to
@@ -78,7 +78,7 @@ def test_sums_stall_where_the_gap_is_two():
     ends = [running_sum(many.to(f.torch_dtype))[-1].item() for f in (FP32, FP16, BF16)]
     assert ends == [2500, 2048, 256]
     assert grid_around(2048, FP16) == [2046, 2047, 2048, 2050, 2052]
-    view = total()
+    view = totals()
     view.add(drawn={str(k): float(v) for k, v in enumerate(ones())})
     view.press("Show what happened")
     assert view.numbers["near"] == 35

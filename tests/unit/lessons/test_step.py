@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpkit.lessons.step import ORDERS, clipped, handed_over, micro_gradients, one_step, order, phases
+from mpkit.lessons.step import ORDERS, clipped, handed_over, micro_gradients, one_step, orders, phases
 from mpkit.view.words import words
 
 
@@ -38,11 +38,11 @@ def test_each_phase_is_told_with_its_values():
 
 
 def test_the_right_order_alone_does_not_depend_on_the_scale():
-    seen = order().numbers["norms"]
+    seen = orders().numbers["norms"]
     right, early = seen[ORDERS[0]], seen[ORDERS[1]]
     assert max(right) / min(right) < 1.001
     assert abs(early[0] / early[20] / 2**20 - 1) < 0.01
-    assert order(max_norm=4.0).numbers["norms"][ORDERS[0]][10] == pytest.approx(
+    assert orders(max_norm=4.0).numbers["norms"][ORDERS[0]][10] == pytest.approx(
         float(micro_gradients(4).mean(0).norm())
     )
 
