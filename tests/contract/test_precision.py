@@ -277,7 +277,7 @@ def test_a_training_step_compiles_into_one_graph(level):
 
 def test_the_ledger_tells_what_ran_in_which_precision():
     network = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    for level, modules in {"O1": {"0", "2"}, "O3": {"0", "1", "2"}}.items():
+    for level, modules in {"O1": {"0", "2"}, "O2": {"0", "2"}, "O3": {"0", "1", "2"}}.items():
         with ledger(cast := auto_mixed_precision(copy.deepcopy(network), level, BFLOAT16)) as book:
             cast(torch.ones(2, 4))
         assert {row.module for row in book.rows if "bfloat16" in str(row.compute)} == modules
