@@ -547,14 +547,17 @@ function render({ model, el }) {
 		const [x, y] = spot(e), { p, m, stroke, last } = drag, to = clamp(round(p.backX(x)), 0, m.y.length - 1), v = clamp(+p.backY(y).toFixed(2), m.lo, m.hi);
 		for (let i = min(last ?? to, to); i <= max(last ?? to, to); i++) m.y[i] = stroke[i] = v;
 		drag.last = to;
+		for (const q of panels.flatMap((other) => other.marks)) if (q !== m && q.type === "pen" && q.name === m.name) for (const [k, u] of Object.entries(stroke)) q.y[k] = u; // drawn anew meanwhile
 		for (const step of moving) step(index, pos);
 		ask({ add: { [m.name]: stroke } }, stroke);
 	}
+	const pulled = ({ m, p }, x, y) => ((m.axis === "x" ? p.backX(x) - p.off : p.backY(y)) - at(m.base ?? 0, index)) / (m.slope ?? 1);
 	on(over, "pointerdown", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), name = e.target.closest?.("[data-name]")?.dataset.name, m = p?.marks.find((q) => q.type === "pen");
 		if (!name && !m) return;
 		pause();
 		drag = name ? { ...handles.get(name), name, panels, ready: ready(handles.get(name).m.name) } : { p, m, stroke: {}, panels };
+		if (name && drag.m.axis !== "xy") drag.grab = drag.value - pulled(drag, x, y); // it moves by as much as the pointer does, also from beyond the edge
 		if (name) handles.get(name).g.focus(); else draws(e);
 		unhover();
 		over.setPointerCapture(e.pointerId);
@@ -563,8 +566,7 @@ function render({ model, el }) {
 	on(over, "pointermove", (e) => {
 		const [x, y] = spot(e), p = panelAt(x, y), { m, p: q } = drag ?? {};
 		if (drag?.name) { // the axes when the drag began
-			const off = q.off, own = (v) => (v - at(m.base ?? 0, index)) / (m.slope ?? 1);
-			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : own(m.axis === "x" ? q.backX(x) - off : q.backY(y)));
+			move(handles.get(drag.name), m.axis === "xy" ? [q.backX(x), q.backY(y)] : drag.grab + pulled(drag, x, y));
 		} else if (drag) draws(e);
 		else if (p && !p.bare) hover(p, p.backX(x), p.backY(y));
 		else unhover();
