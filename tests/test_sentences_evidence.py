@@ -6,7 +6,6 @@ import math
 import re
 import zipfile
 from functools import cache
-from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +18,6 @@ from mpkit.data import data_dir, digits
 from mpkit.explorers.evidence import DetectiveExplorer, GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
 from mpkit.explorers.own_experiment import OwnExperimentExplorer
 from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
-from mpkit.explorers.scaling import LiveExplorer
 
 
 @cache
@@ -331,20 +329,6 @@ def test_own_experiment():
             losses = [series[name, m.seed][m.step - 1] for name in (m.one, m.other)]
             both = dict(zip((m.one, m.other), losses))
             assert f": {', '.join(f'{name} {loss:.3f}' for name, loss in both.items())}. Run" in m.summary()
-
-
-def test_live_training():
-    m = LiveExplorer(scale_window=7)
-    m.steps = 60
-    m.train()
-    m.wait()
-    rises = [b / a for a, b in pairwise(m.run.scales)]
-    told = read(r"after (\d+) steps: loss (\S+), scale (\S+), (\d+) steps skipped, (\d+) % of", m)
-    assert [int(told[0]), int(told[3])] == [60, rises.count(0.5) + (59 in m.run.skipped)]
-    tops = [-1.0 if i in m.run.skipped else math.inf for i in range(60)]
-    assert power(told[2]) == ridden(tops, 2.0**16, 2, 7)[-1]
-    assert float(told[1]) == pytest.approx(m.run.losses[-1], abs=0.0051)
-    assert int(told[4]) == pytest.approx(100 * m.run.accuracy, abs=0.51)
 
 
 def test_step():
