@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sentences import NARROW, PERCENT, in_percent, power, read, ridden, swept, tells, zeroed
+from sentences import PERCENT, in_percent, power, read, ridden, swept, tells, zeroed
 
 from mpkit.boost import GradientFreeze
 from mpkit.data import data_dir, digits
@@ -16,7 +16,6 @@ from mpkit.explorers.adasum import PairExplorer, WorkersExplorer
 from mpkit.explorers.boost import BoostExplorer
 from mpkit.explorers.dim_reduce import DimReduceExplorer, start
 from mpkit.explorers.group_scale import GroupScaleExplorer, deep_sigmoid, gradient_trace
-from mpkit.explorers.rounding import StaircaseExplorer
 from mpkit.explorers.scaling import SweepExplorer as FactorWindowExplorer
 from mpkit.explorers.scaling import recorded
 
@@ -63,22 +62,6 @@ def test_factor_and_window():
         assert tuple(told) == want
         others = sum(pair["lost"] == pytest.approx(least, abs=1e-12) for pair in pairs.values()) - 1
         assert (f" {others} other pair" in m.summary()) == (others > 0)
-
-
-def test_staircase():
-    for name, dtype in NARROW.items():
-        values = every_value(dtype)
-        for m in swept(StaircaseExplorer(fmt=name), fmt=(), mode=("nearest_even", "up")):
-            assert int(read(r": (\d+) values? within", m)[0]) == (np.abs(values) <= 2.0**m.span).sum()
-            for first in (row["from magnitude"] for row in m.table()):
-                assert first == f"{2.0 ** round(math.log2(float(first))):.4g}", m.state()
-            ends = read(r"from (\S+) to (\S+)\.$", m) if "grows" in m.summary() else read(r"stays (\S+)\.$", m) * 2
-            info, top = ml_dtypes.finfo(dtype), math.floor(math.log2(values.max()))
-            low, high = (
-                max(2.0 ** min(e, top), float(info.smallest_normal)) * float(info.eps)
-                for e in (m.span - 10, m.span - 1)
-            )
-            assert [power(end) for end in ends] == [low, high]
 
 
 @cache

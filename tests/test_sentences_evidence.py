@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from mpkit.explorers.training import StepExplorer
 from sentences import NARROW, PERCENT, power, read, ridden, swept, tells, zeroed
 
 from mpkit.data import data_dir, digits
@@ -329,40 +328,3 @@ def test_own_experiment():
             losses = [series[name, m.seed][m.step - 1] for name in (m.one, m.other)]
             both = dict(zip((m.one, m.other), losses))
             assert f": {', '.join(f'{name} {loss:.3f}' for name, loss in both.items())}. Run" in m.summary()
-
-
-def test_step():
-    """The whole step by hand: products of float16 numbers summed in float32, as O2 computes them."""
-    images, labels = (t[:64] for t in digits("train", 8))
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)]
-    first, second = ((p.weight.detach(), p.bias.detach()) for p in layers)
-
-    def half(x):
-        return x.half().float()
-
-    x = half(images.flatten(1))
-    hidden = half(half(x @ half(first[0]).T) + half(first[1]))
-    logits = half(half(hidden.relu() @ half(second[0]).T) + half(second[1]))
-    loss = torch.nn.functional.cross_entropy(logits, labels)
-    chance = logits.softmax(1) - torch.nn.functional.one_hot(labels, 10)
-    for m in swept(StepExplorer(), phase=range(1, 9), bad=()):
-        scale = 2.0**m.exponent
-        back = half(chance / 64 * scale)
-        flow = half(half(back @ half(second[0])) * (hidden > 0))
-        grads = [half(flow.T @ x), half(flow.sum(0)), half(back.T @ hidden.relu()), half(back.sum(0))]
-        largest = max(float(g.abs().max()) for g in grads)
-        seen = [phase.seen for phase in m.phases]
-        told = [
-            float(seen[i].split(word)[1].split(" in ")[0])
-            for i, word in zip((2, 3, 4, 5), ("loss ", *["largest "] * 3))
-        ]
-        finite = math.isfinite(largest)
-        assert told[0] == pytest.approx(float(loss), rel=2e-3)
-        if finite:
-            flowing = float(flow.abs().max())
-            assert told[1:] == pytest.approx([flowing, largest, largest / scale], rel=5e-3)
-            assert float(read(r"move by up to (\S+)\.$", m)[0]) == pytest.approx(0.1 * largest / scale, rel=1e-2)
-        else:
-            assert "the update is skipped" in m.summary()
-        assert seen[7] == f"next scale {scale if finite else scale / 2:.0f}"
