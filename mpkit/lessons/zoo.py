@@ -1,0 +1,234 @@
+"""Lesson 08: the loss-scale rules of all frameworks on one sequence of overflows, and one rule that cannot work."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpkit.policies import FRAMEWORKS, ScalePolicy, naive_loss_ratio, own_names, preset, stack
+from mpkit.replay import simulate
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.sheet import Panel, exponents, fitted, linear, log2
+from mpkit.view.words import exponent
+
+STEPS = 200
+SITUATIONS = {
+    "drop": "the ceiling falls and returns",
+    "outliers": "one bad batch in 20 steps",
+    "fixed": "the ceiling stays at 2^13",
+    "model": "the model is broken",
+    "free": "nothing ever overflows",
+}
+_TOLD = {
+    "drop": "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120.",
+    "outliers": "The ceiling is 2^18, and one batch in 20 steps is bad.",
+    "fixed": "The ceiling is 2^13 from the start.",
+    "model": "The model is broken: from step 60 on every gradient is NaN.",
+    "free": "Nothing ever overflows.",
+}
+_START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # their classes have no default for it
+_FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
+ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwise")), "mpkit")
+
+
+# ---- numbers
+def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
+    """A framework's policy with this growth interval and, if given, this start; all else is its default."""
+    own_start, own_interval = own_names(framework)
+    parameters: dict[str, Any] = {own_interval: interval}
+    if own_start is not None and (start is not None or framework in _START_NEEDED):
+        parameters[own_start] = 2.0**16 if start is None else start
+    if framework in _FACTOR_NEEDED:
+        parameters["scale_factor"] = 2
+    return preset(framework, **parameters)
+
+
+def situation_of(name: str, steps: int = STEPS) -> np.ndarray:
+    """The largest scale that each step can bear, (steps,); negative where none works."""
+    i = np.arange(steps)
+    return {
+        "drop": np.where((i >= 60) & (i < 120), 2.0**3, 2.0**20),
+        "outliers": np.where(i % 20 == 19, 2.0**2, 2.0**18),
+        "fixed": np.full(steps, 2.0**13),
+        "model": np.where(i >= 60, -1.0, 2.0**20),
+        "free": np.full(steps, math.inf),
+    }[name]
+
+
+def parting(scales: np.ndarray) -> tuple[int, int, int]:
+    """(step, rule, rule) where two rules that had gone together first use another scale; step -1 where none does.
+
+    Of several such pairs the one whose scales lie furthest apart in the end. `scales` is (steps, rules).
+    """
+    with np.errstate(divide="ignore"):
+        powers = np.nan_to_num(np.log2(scales), nan=-200.0, posinf=200.0, neginf=-200.0)
+    changed = np.flatnonzero((powers != powers[:, :1]).any(axis=1))
+    if not len(changed):
+        return -1, 0, 1
+    step = int(changed[0])
+    low = int(powers[step].argmin())
+    others = np.flatnonzero(powers[step] != powers[step, low])
+    far = int(others[np.abs(powers[:, others] - powers[:, [low]]).mean(axis=0).argmax()])
+    return step, min(low, far), max(low, far)
+
+
+def ending(raised_at: int, final: float) -> str:
+    """How a rule ends, in a word or two."""
+    return f"stops at step {raised_at}" if raised_at >= 0 else exponent(final)
+
+
+# ---- every framework
+@view(
+    situation=Choice(SITUATIONS, "what happens"),
+    interval=Range(2, 200, label="growth interval, steps"),
+    together="all start at the same scale",
+    start=Range(4, 24, label="that start, 2 to the"),
+)
+def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16) -> None:
+    """All frameworks on one sequence of overflows, played step by step.
+
+    Numbers: `scales` (steps, rules), `ceiling`, and for each rule `skipped lowest final raised_at`.
+    """
+    ceiling = situation_of(situation)
+    done = simulate(ceiling, stack(zoo_policy(name, interval, 2.0**start if together else None) for name in ZOO))
+    scales, stopped = done.sampled, np.isnan(done.sampled)
+    bad = ~stopped & ~(np.nan_to_num(scales, nan=0.0) <= ceiling[:, None])
+    lowest = np.fmin(done.lowest, done.final)  # the last decision may go below what was used
+    see.idle = set() if together else {"start"}
+    _every_rule(see, scales, bad, ceiling, done.raised_at, done.final)
+
+    counts = np.cumsum(bad, axis=0)
+    least, most = counts.min(axis=1), counts.max(axis=1)
+    span = [
+        f"every rule has skipped {b}" if a == b else f"the rules have skipped between {_who(row, a)} and {_who(row, b)}"
+        for row, a, b in zip(counts, least, most)
+    ]
+    stops = [ZOO[i] for i in np.flatnonzero(done.raised_at >= 0)]
+    raised = f" Rules that raise an error and stop: {', '.join(stops)}." if stops else ""
+    own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
+    see.say(
+        f"{len(ZOO)} rules {f'start at 2^{start}' if together else own}, with a growth interval of {interval} steps. "
+        f"{_TOLD[situation]} In the {{count}} steps shown {{span}}.{raised}",
+        count=np.arange(STEPS) + 1, span=span, scales=scales, ceiling=ceiling, skipped=done.skipped, lowest=lowest,
+        final=done.final, raised_at=done.raised_at,
+    )  # fmt: skip
+    see.rows = [
+        {"framework": name, "skipped": int(skips), "lowest": exponent(float(low)), "ends at": ending(int(at), end)}
+        for name, skips, low, at, end in zip(ZOO, done.skipped, lowest, done.raised_at, done.final)
+    ]
+
+
+def _who(skipped: np.ndarray, count: int) -> str:
+    """A count and the rules that skip so many steps: the one, or how many they are and one of them."""
+    who = [name for name, own in zip(ZOO, skipped) if own == count]
+    return f"{count} ({who[0] if len(who) == 1 else f'{len(who)} rules, such as {who[0]}'})"
+
+
+def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, final: Any) -> None:
+    """Above, the two rules that differ first; below, every rule under the same ceiling."""
+    columns = 6
+    rows = -(-len(ZOO) // columns)
+    see.grid(300 + 96 * rows, 1000, rows=(3.2, *[1] * rows), cols=(1,) * columns)
+    see.play("step", "step", STEPS, every=60)
+    low, high = fitted(scales, ceiling)  # a line cut off would look like a floor or a cap
+    top = see.keep("ceiling", exponents(ceiling, low, high))
+    at, first, second = parting(scales)
+    apart = f"rules differ first at step {at}: here are {ZOO[first]} and {ZOO[second]}"
+    x = linear("step", 0, STEPS - 1, 8)
+    title = apart if at >= 0 else "no two rules differ here"
+    main = see.panel(colspan=columns, title=title, x=x, y=log2("loss scale", low, high))
+    overflows = bool(np.isfinite(ceiling).any())
+    if overflows:
+        main.band(top, high, label="here it would overflow", step="mid")
+
+    def draw(panel: Panel, i: int, color: str, size: float, tag: bool | None, **look: Any) -> None:
+        used = exponents(scales[:, i], low, high)
+        panel.line(used, color=color, step="mid", show="upto", label=ZOO[i] if tag else None, tag=tag, **look)
+        skips = np.flatnonzero(bad[:, i])
+        panel.crosses(used, skips, "skipped step", since=skips, size=size, show="upto")
+        if raised[i] >= 0:
+            look = {"since": [int(raised[i])], "show": "upto", "label": "the rule raises an error"}
+            panel.points(exponents(final[i : i + 1], low, high), [int(raised[i])], "ink", size=4, **look)
+
+    for i, color, dash in ((first, "own", None), (second, "zero", "--")):
+        draw(main, i, color, 4, True, width=2.4, dash=dash)
+    if at >= 0:
+        main.rule("x", at, "muted", dash=":")
+    small = linear("", 0, STEPS - 1, 2) | {"blank": True}, log2("", low, high) | {"blank": True, "ticks": []}
+    for i, name in enumerate(ZOO):
+        where = {"row": i // columns + 1, "col": i % columns, "pad": [24, 6, 6, 8]}
+        panel = see.panel(title=name, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
+        if overflows:
+            panel.line(top, color="overflow", width=1, step="mid")
+        draw(panel, i, "own" if i == first else "zero" if i == second else "reference", 2.2, None, width=1.8)
+
+
+# ---- a rule that cannot work
+SPAN = 400  # steps
+
+
+@view(
+    start=Range(-10, 20, label="start, 2 to the"),
+    loss=Range(0.01, 1000, 0.05, "first loss, nats", log=10),
+    decay=Range(0, 0.05, 0.001, "the loss falls per step by"),
+    ceiling=Range(4, 24, label="ceiling of the gradients, 2 to the"),
+)
+def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
+    """The rule that compares the loss with the scale, beside torch's, which asks whether the gradients are finite.
+
+    Numbers over 400 steps: `scale` of the naive rule, `torch`, `losses`. The naive rule skips nothing, so its steps
+    above the ceiling go into the weights.
+    """
+    losses = loss * np.exp(-decay * np.arange(SPAN))
+    found = [2.0**start]
+    for value in losses[:-1]:
+        found.append(naive_loss_ratio(found[-1], float(value)))
+    scale = np.array(found)
+    torch = simulate(np.full(SPAN, 2.0**ceiling), preset("torch", init_scale=2.0**start, growth_interval=20)).sampled
+    _two_rules(see, scale, torch[:, 0], losses, start, ceiling)
+
+    lost, over = np.flatnonzero(scale < 2.0**-24), np.flatnonzero(scale > 2.0**ceiling)
+    if len(over) and not (len(lost) and lost[0] < over[0]):
+        fate = f"from step {over[0]} on inf goes into the weights"
+    elif len(lost):
+        fate = f"from step {lost[0]} on it is below 2^-24, the smallest number of float16"
+    elif scale[-1] == scale[0]:
+        fate = "it rests, because it lies between the loss and twice the loss"
+    else:
+        fate = "nothing has ended the training yet"
+    falls = f" that falls by {100 * decay:.2g} % a step" if decay else ""
+    see.say(
+        f"The naive rule starts at 2^{start}, with a loss of {loss:.4g}{falls}. At step {SPAN - 1} its scale is "
+        f"{exponent(float(scale[-1]))}: {fate}. The scale of torch's rule is {exponent(float(torch[-1, 0]))} then. "
+        f"The ceiling is 2^{ceiling}.",
+        scale=scale, torch=torch[:, 0], losses=losses,
+    )  # fmt: skip
+
+
+def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceiling: int) -> None:
+    """Both scales and the loss under the ceiling of the gradients."""
+    powers = np.log2(scale)  # a line cut off at the edge would look like rest
+    low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
+    see.grid(400, 900)
+    y = log2("loss scale; loss", low, high, 10 if high - low < 120 else 25)
+    title = "a rule that never looks at a gradient, and one that does"
+    panel = see.panel(title=title, x=linear("step", 0, SPAN, 8), y=y)
+    panel.span("y", ceiling, high, "overflow/0.15", "gradients overflow")
+    panel.span("y", low, -24, "zero/0.15")
+    corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
+    panel.text("below the smallest float16", 0, low, **corner)
+    rows: tuple[tuple[str, str, str | None, Any], ...] = (
+        ("loss", "reference", ":", losses),
+        ("naive rule", "overflow", "--", scale),
+        ("torch's rule", "zero", None, torch),
+    )
+    for name, color, dash, values in rows:
+        panel.line(exponents(values, low, high), color=color, dash=dash, width=2.2, label=name, tag=True)
+    over = np.flatnonzero(scale > 2.0**ceiling)[:1]
+    panel.crosses(exponents(scale, low, high), over, "first inf in the weights", size=7)
+    # apart from each other in both directions: each ring can be grabbed
+    panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
+    panel.text("start", 0, start, color="own", beside=4, dy=20, halo=True)  # below the ring: both lines begin beside it
+    panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.9 * SPAN, note="ceiling")
