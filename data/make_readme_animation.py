@@ -8,10 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mpkit.widgets.scaling import dynamics_view
 from PIL import Image
 from playwright.sync_api import sync_playwright
-
-from mpkit.widgets.scaling import dynamics_view
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
