@@ -158,7 +158,7 @@ def _every_rule(see: Sheet, scales: Any, bad: Any, ceiling: Any, raised: Any, fi
         main.rule("x", at, "muted", dash=":")
     small = linear("", 0, STEPS - 1, 2) | {"blank": True}, log2("", low, high) | {"blank": True, "ticks": []}
     for i, name in enumerate(ZOO):
-        where = {"row": i // columns + 1, "col": i % columns, "pad": [24, 6, 6, 8]}
+        where: dict[str, Any] = {"row": i // columns + 1, "col": i % columns, "pad": [24, 6, 6, 8]}
         panel = see.panel(title=name, title_size=10, x=dict(small[0]), y=dict(small[1]), **where)
         if overflows:
             panel.line(top, color="overflow", width=1, step="mid")
