@@ -290,6 +290,6 @@ def test_what_has_no_numbers_is_not_watched():
 
 
 def test_a_lesson_computes_in_float16_on_a_gpu():
-    start = pytest.importorskip("mpkit.explorers.start")
+    start = pytest.importorskip("mpkit.lessons.digits")
     assert start.computed_in("float16", GPU) is torch.float16
     assert start.computed_in("float16", torch.device("cpu")) is FP16

@@ -1,27 +1,23 @@
-"""Lesson 05: how a dynamic loss scale moves, over a recorded run, over factors and windows, in a live training."""
+"""Lesson 05: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mpkit.data import data_dir
 from mpkit.formats import get_format
-from mpkit.lessons.digits import Run, recorded_run, training
-from mpkit.policies import ScalePolicy, ScaleState, advance, explain, initial, stack
+from mpkit.policies import ScalePolicy, explain, stack
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
 from mpkit.replay.percent import percent
-from mpkit.scalers import LossScaler
 from mpkit.view import Choice, Range, Sheet, Stroke, view
-from mpkit.view.parts import edges, framed, guessed, heat_map, histogram, loss_and_scale, prediction, regions, tenths
+from mpkit.view.parts import edges, framed, guessed, heat_map, histogram, prediction, regions, tenths
 from mpkit.view.parts import typed_line as typed_in
 from mpkit.view.sheet import exponents, linear, log2, power_of_two
 from mpkit.view.words import capital, counted, exponent
@@ -292,71 +288,6 @@ def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
         f"training signal is lost with {pairs if figure == 'lost' else counted(len(best), 'pair')}: {least} %.",
         low=float(f"{grid.min():.4g}"), high=float(f"{grid.max():.4g}"), **dict[str, Any](grids),
     )  # fmt: skip
-
-
-# ---- a training that is steered while it runs
-LIVE, WIDE = 2000, 240  # steps at most, steps in the picture
-FLOOR = (-14, 10)
-
-
-class SteeredScaler(LossScaler):
-    """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""
-
-    def __init__(self, policy: Callable[[], ScalePolicy], kicked: Callable[[], int] = lambda: 0) -> None:
-        self._policy, self._kicked, self._done = policy, kicked, kicked()
-        self._state: ScaleState = initial(policy())
-        self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
-
-    def adjust(self, grads_finite: Tensor) -> bool:
-        """One step of the policy as it is now; then what was asked for by hand, powers of two: `kicked` in all."""
-        self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
-        kick, self._done = self._kicked() - self._done, self._kicked()
-        if kick:  # the running step is over: its gradients were divided by what multiplied its loss
-            scale = min(2.0**100, max(2.0**-40, self._state.scale * 2.0**kick))
-            self._state = self._state._replace(scale=scale, decided=scale, good=0)
-        self.scale_value.fill_(self._state.scale)
-        return True
-
-
-def live_policy(factor: int, window: int, floor: int, **_: Any) -> ScalePolicy:
-    """The policy of the sliders; it starts at 2^16."""
-    return ScalePolicy.by_factor(2.0**16, float(factor), window, 2.0**floor)
-
-
-def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Train until stopped, with the policy and the kicks of the moment."""
-    scaler = SteeredScaler(lambda: live_policy(**now()), lambda: now()["kicks"])
-    for run in training("O2", scaler, steps=(steps := now()["steps"])):
-        yield {"run": run, "progress": len(run.losses) / steps}
-
-
-@view(
-    factor=Range(2, 16, label="scale_factor"),
-    window=Range(1, WIDE, label="scale_window, steps"),
-    floor=Range(*FLOOR, label="floor, 2 to the"),
-)
-def live(see: Sheet, factor=2, window=20, floor=0, kicks=0, steps=LIVE, run: Run | None = None) -> None:
-    """A real training on the digits at O2 in float16 whose scale can be steered while it runs. Numbers: `run`."""
-    see.grid(360, 900, cols=(1, 1.2))
-    see.buttons = {"Train": steered, "Scale × 2^10": {"kicks": kicks + 10}, "Scale / 2^10": {"kicks": kicks - 10}}
-    own = run is not None and bool(run.losses)
-    runs = [("this run", run, "own", None)] if own else [("a recorded run", recorded_run(WIDE), "reference", "--")]
-    last = max(WIDE, len(run.losses) if run else 0)
-    _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(floor,))
-    panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
-    settings = f"factor {factor}, window {window}, floor 2^{floor}"
-    if run is None or not own:
-        words = (
-            "press Train, and move the sliders while it trains. Grey: another training of this network, with momentum"
-        )
-        return see.say(f"Set to {settings}: {words}.", run=run)
-    right = "" if run.accuracy is None else f", {percent(run.accuracy)} of the test digits right"
-    see.say(
-        f"Set to {settings}; after {counted(len(run.losses), 'step')}: loss {run.losses[-1]:.2f}, scale "
-        f"{exponent(run.scales[-1])}, {counted(len(run.skipped), 'step')} skipped{right}.",
-        run=run,
-    )
-    see.rows = [run.row()]
 
 
 # ---- predict: draw the next steps

@@ -173,17 +173,17 @@ BUGS = [
     # one for each cell that stores claims about live figures
     Bug(
         "the level of the run with the fewest right digits",
-        "explorers/start.py",
+        "lessons/digits.py",
         "(network(images).argmax(1) == labels)",
         "(network(images).argmin(1) == labels)",
         "00_start_here",
         9,
     ),
     Bug(
-        "a window that the explorer forgets",
-        "explorers/start.py",
-        "DynamicLossScaler(2.0**self.init_exponent, self.scale_factor, self.scale_window)",
-        "DynamicLossScaler(2.0**self.init_exponent, self.scale_factor, 50)",
+        "a window that the view forgets",
+        "lessons/start.py",
+        "float(factor), window, 2.0",
+        "float(factor), 50, 2.0",
         "00_start_here",
         15,
     ),
@@ -245,7 +245,7 @@ BUGS = [
     ),
     Bug(
         "a step that goes uphill",
-        "explorers/start.py",
+        "lessons/digits.py",
         "parameter.grad = grad\n",
         "parameter.grad = -grad\n",
         "06_training_step",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpkit.lessons.dynamic_scale import SteeredScaler, draw, dynamics, hidden, live, live_policy, sweep
+from mpkit.lessons.dynamic_scale import draw, dynamics, hidden, sweep
 from mpkit.policies import preset, run
 from mpkit.scalers import DynamicLossScaler
 from mpkit.view.words import words
@@ -102,33 +102,6 @@ def test_only_the_cells_that_tell_the_least_loss_are_framed_where_loss_is_shown(
         assert len(framed) == frames
     cells = next(m for m in marks if m.get("names"))
     assert len(cells["text"]) == 49
-
-
-def test_a_steered_scaler_follows_its_policy_and_kicks_between_steps():
-    given, kicks = {"factor": 2, "window": 2, "floor": 0}, [0]
-    scaler = SteeredScaler(lambda: live_policy(**given), lambda: kicks[0])
-    seen = []
-    for step, finite in enumerate([True, True, True, False, True, True]):
-        kicks[0] = -10 if step >= 2 else 0
-        given["factor"] = 4 if step >= 3 else 2
-        scaler.adjust(torch.tensor(finite))
-        seen.append(float(scaler.scale_value))
-    assert seen == [2.0**16, 2.0**17, 2.0**7, 2.0**5, 2.0**5, 2.0**7]
-
-
-@pytest.mark.slow
-def test_a_training_is_steered_while_it_runs_and_stops():
-    view = live(window=10, steps=30)
-    view.press("Train")
-    with pytest.raises(ValueError, match="Stop"):
-        view.press("Train")
-    view.wait(60)
-    made = view.numbers["run"]
-    assert len(made.losses) == 30
-    assert made.accuracy is not None
-    assert not view.busy
-    assert made.losses[-1] < made.losses[0]
-    assert "30 steps" in view.sentence
 
 
 def test_a_drawn_prediction_is_shown_only_after_something_was_drawn():

@@ -1,0 +1,172 @@
+"""Lessons 00 and 05: what float16 holds, the same training at four levels, and a training that is steered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpkit.casting import LEVELS
+from mpkit.formats import FP16
+from mpkit.lessons.digits import Run, recorded_run, training
+from mpkit.policies import ScalePolicy, ScaleState, advance, initial
+from mpkit.replay.percent import percent
+from mpkit.scalers import DynamicLossScaler, LossScaler
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.parts import edges, loss_and_scale, regions
+from mpkit.view.sheet import DASHES, SERIES, exponents, fitted, linear, log2, names, power_of_two
+from mpkit.view.words import counted, exponent
+
+WIDE = 240  # steps in the picture
+FLOOR = (-14, 10)
+
+
+# ---- pictures that stay
+def fates(values: Sequence[float]) -> Sheet:
+    """Where float32 values lie on the range of float16, and what becomes of each."""
+    see, stored = Sheet(), torch.tensor(values).half().double()
+    see.grid(190, 840)
+    y = names([f"{v:.6g} becomes {s:.6g}" for v, s in zip(values, stored.tolist())], down=True)
+    y["hi"] = -1.1  # room for the names of the regions
+    panel = see.panel(title="the range of float16", x=log2("magnitude", -32, 24, 8), y=y, pad=[28, 14, 42, 200])
+    regions(panel, "x", *edges(FP16), subnormal="fewer digits", normal="all digits", zero="becomes 0", overflow="inf")
+    panel.points(range(len(values)), np.log2(np.abs(values)), "ink", size=6)
+    see.say("; ".join(f"{v:.6g} becomes {s:.6g} in float16" for v, s in zip(values, stored.tolist())) + ".")
+    return see
+
+
+def compare(runs: Sequence[Run]) -> Sheet:
+    """Loss (mean of 8 steps) of several trainings in one panel, and the scale of each in its own."""
+    see, count = Sheet(), len(runs)
+    see.grid(480, 900, rows=(1,) * count, cols=(1, 1.2))
+    last = len(runs[0].losses)
+    low, high = fitted(*(run.scales for run in runs), room=1)
+    loss = see.panel(0, 0, rowspan=count, title="loss, mean of 8 steps", x=linear("step", 0, last, 4),
+                     y=linear("loss, nats", 0, 2.5, 5))  # fmt: skip
+    for row, (run, color, dash) in enumerate(zip(runs, SERIES, DASHES)):
+        means = np.array(run.losses[: last // 8 * 8]).reshape(-1, 8).mean(1)
+        loss.line(np.clip(np.nan_to_num(means, nan=2.5), 0, 2.5), 4 + 8 * np.arange(len(means)), color, dash=dash,
+                  width=1.8, label=run.level)  # fmt: skip
+        x, y = linear("", 0, last, 4), log2("", low, high, 2)
+        panel = see.panel(row, 1, title=f"loss scale at {run.level}", x=x, y=y, pad=[24, 14, 24, 52])
+        scale = exponents(run.scales, low, high)
+        panel.line(scale, color=color, dash=dash, step="post", width=1.8)
+        panel.crosses(scale, run.skipped, "skipped step")
+    levels = ", ".join(run.level for run in runs)
+    see.say(f"Loss and loss scale of {count} trainings, {levels}, over {last} steps.")
+    return see
+
+
+# ---- a training that is steered while it runs
+class SteeredScaler(LossScaler):
+    """A loss scaler whose policy is asked for anew before every step, so that it can be steered while it runs."""
+
+    def __init__(self, policy: Callable[[], ScalePolicy], kicked: Callable[[], int] = lambda: 0) -> None:
+        self._policy, self._kicked, self._done = policy, kicked, kicked()
+        self._state: ScaleState = initial(policy())
+        self.scale_value = torch.tensor(self._state.scale, dtype=torch.float32)
+
+    def adjust(self, grads_finite: Tensor) -> bool:
+        """One step of the policy as it is now; then what was asked for by hand, powers of two: `kicked` in all."""
+        self._state, _ = advance(self._policy(), self._state, bool(grads_finite))
+        kick, self._done = self._kicked() - self._done, self._kicked()
+        if kick:  # the running step is over: its gradients were divided by what multiplied its loss
+            scale = min(2.0**100, max(2.0**-40, self._state.scale * 2.0**kick))
+            self._state = self._state._replace(scale=scale, decided=scale, good=0)
+        self.scale_value.fill_(self._state.scale)
+        return True
+
+
+def live_policy(start: int, factor: int, window: int, floor: int, **_: Any) -> ScalePolicy:
+    """The policy of the sliders."""
+    return ScalePolicy.by_factor(2.0**start, float(factor), window, 2.0 ** min(floor, start))
+
+
+def planned(start: int, factor: int, window: int) -> np.ndarray:
+    """The scale of each step if nothing overflowed, (241,): the last is the one after the picture."""
+    scaler, plan = DynamicLossScaler(2.0**start, factor, window), list[float]()
+    for _ in range(WIDE + 1):
+        plan.append(float(scaler.scale_value))
+        scaler.adjust(torch.tensor(True))
+    return np.array(plan)
+
+
+def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Train until stopped, with the policy and the kicks of the moment; the run that was there is the one before."""
+    given = now()
+    yield {"before": given["run"], "run": None}
+    scaler = SteeredScaler(lambda: live_policy(**now()), lambda: now()["kicks"])
+    for run in training(given["level"], scaler, dtype=given["dtype"], steps=given["steps"]):
+        yield {"run": run, "progress": len(run.losses) / given["steps"]}
+
+
+@view(
+    level=Choice({name: name for name in LEVELS if name != "auto"}, "casting level"),
+    dtype=Choice({"float16": "float16", "bfloat16": "bfloat16"}, "16-bit format"),
+    start=Range(0, 30, label="initial scale, 2 to the"),
+    factor=Range(2, 16, label="scale_factor"),
+    window=Range(1, WIDE, label="scale_window, steps"),
+    floor=Range(*FLOOR, label="floor, 2 to the"),
+)
+def live(
+    see: Sheet, level="O2", dtype="float16", start=16, factor=2, window=20, floor=0, kicks=0, steps=2000, hand=True,
+    run: Run | None = None, before: Run | None = None,
+) -> None:  # fmt: skip
+    """A real training on the digits whose scale can be steered while it runs, beside the run before it.
+
+    Numbers: `run before plan` (the scale of each step if nothing overflowed). Without `hand` there are no floor and no
+    kicks: the scaler of the first lesson, which steps as `DynamicLossScaler` does.
+    """
+    see.grid(380, 900, cols=(1, 1.2))
+    see.buttons = {"Train": steered}
+    if hand:
+        see.buttons |= {"Scale × 2^10": {"kicks": kicks + 10}, "Scale / 2^10": {"kicks": kicks - 10}}
+    see.idle = {"hand"} if hand else {"hand", "floor"}
+    runs: list[tuple[str, Run, str, str | None]] = [("run before", before, "reference", "--")] if before else []
+    if run:
+        runs.append(("this run", run, "own", None))
+    if not runs:
+        runs.append(("recorded, with momentum", recorded_run(WIDE), "reference", "--"))
+    last = max(WIDE, len(run.losses) if run else 0)
+    plan = planned(start, factor, window)
+    ends = np.log2(np.minimum(plan, 2.0**40))
+    _, panel = loss_and_scale(see, runs, last - WIDE, last, also=(*((floor,) if hand else ()), ends[0], ends[-1]))
+    if last == WIDE:
+        top = panel.given["y"]["hi"]
+        line = np.where(plan <= 2.0**top, np.log2(np.minimum(plan, 2.0**127)), np.nan)  # along the edge it looks capped
+        panel.line(line[:-1], color="muted", dash=":", width=1.4, step="post", label="without an overflow")
+        panel.handle("y", "start", start, 0, 30, "initial scale, 2 to the", cross=0.03 * WIDE, note="start")
+    if hand:
+        panel.handle("y", "floor", floor, *FLOOR, "floor, 2 to the", note=f"floor {power_of_two(floor)}")
+
+    low = f", floor 2^{floor}" if hand else ""
+    settings = f"Set to {level} in {computed(level, dtype)}, start 2^{start}, factor {factor}, window {window}{low}."
+    numbers: dict[str, Any] = {"run": run, "before": before, "plan": plan[:-1]}
+    see.rows = [{"run": name, **one.row()} for name, one in (("this", run), ("before", before)) if one]
+    if run:
+        earlier = f" Before: {told(before)}." if before else ""
+        return see.say(f"{settings} {told(run)}.{earlier}", **numbers)
+    grown = int((np.diff(plan) > 0).sum())
+    other = "" if before else " Grey: another training of this network, with momentum."
+    see.say(
+        f"{settings} Without an overflow the scale would be multiplied {counted(grown, 'time')} in {WIDE} steps. Press "
+        f"Train; what you move then acts on the running training.{other}",
+        **numbers,
+    )
+
+
+def computed(level: str, dtype: str) -> str:
+    """The format that a level computes in: O0 casts nothing."""
+    return "float32" if level == "O0" else dtype
+
+
+def told(run: Run) -> str:
+    """A run in words."""
+    right = "" if run.accuracy is None else f", {percent(run.accuracy)} of the test digits right"
+    return (
+        f"{run.level} in {computed(run.level, run.dtype)}, {counted(len(run.losses), 'step')}: loss "
+        f"{run.losses[-1]:.2f}{right}, {len(run.skipped)} skipped, last scale {exponent(run.scales[-1])}"
+    )

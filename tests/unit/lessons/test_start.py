@@ -1,0 +1,120 @@
+"""Lessons 00 and 05: the training on the digits, its steered scale, the answers of lesson 00 a second way."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.casting import auto_mixed_precision
+from mpkit.formats import FP16
+from mpkit.lessons.digits import Run, train_step, trained
+from mpkit.lessons.start import SteeredScaler, compare, fates, live, live_policy, planned
+from mpkit.networks import Network
+from mpkit.scalers import DynamicLossScaler, StaticLossScaler, all_finite
+from mpkit.view.still import still
+from mpkit.view.words import words
+
+WORDS = words("start")
+
+
+@pytest.mark.slow
+def test_every_level_learns_the_digits_in_both_formats():
+    for dtype in ("float16", "bfloat16"):
+        runs = [trained(level, DynamicLossScaler(2**16, 2, 50), dtype=dtype) for level in ("O0", "O2")]
+        assert all(run.accuracy > 0.85 for run in runs)
+        assert runs[0].losses[0] == pytest.approx(np.log(10), abs=0.05)  # ten classes, nothing learnt yet
+        assert runs[0].skipped == []  # float32 gradients are far from overflow
+        assert (runs[1].skipped == []) == (dtype == "bfloat16")
+
+
+def test_the_same_seed_gives_the_same_run_and_a_static_scale_of_1_never_skips():
+    first, second = (trained("O2", StaticLossScaler(1.0), dtype="bfloat16", steps=20) for _ in range(2))
+    assert first == second
+    assert first.skipped == []
+    assert set(first.scales) == {1.0}
+
+
+def test_bad_data_change_nothing_but_the_scale():
+    network = auto_mixed_precision(Network(), "O2", torch.float16)
+    scaler, weights = DynamicLossScaler(2**10, 2, 50), [p.detach().clone() for p in network.parameters()]
+    bad = torch.full((4, 1, 28, 28), torch.inf)
+    _, finite = train_step(network, torch.optim.SGD(network.parameters(), 0.1), scaler, bad, torch.zeros(4).long())
+    assert not finite
+    assert all(map(torch.equal, weights, network.parameters()))
+    assert scaler.scale_value == 512
+
+
+def test_the_plan_is_the_scale_without_overflow():
+    assert planned(4, 3, 100)[[0, 99, 100, 199, 200, 240]].tolist() == [16, 16, 48, 48, 144, 144]
+    assert "multiplied 4 times" in live(window=50, hand=False).sentence
+    assert "multiplied 1 time " in live(window=240, hand=False).sentence  # the last step may fill a window too
+
+
+def test_the_first_lesson_has_no_hand_on_the_scale():
+    assert set(live(hand=False).sheet.buttons) == {"Train"}
+    assert "floor" in live(hand=False).sheet.idle
+    assert live(start=0, floor=10).numbers["plan"][0] == 1  # a floor above the start is taken for the start
+
+
+def test_a_steered_scaler_follows_its_policy_and_kicks_between_steps():
+    given, kicks = {"start": 16, "factor": 2, "window": 2, "floor": 0}, [0]
+    scaler = SteeredScaler(lambda: live_policy(**given), lambda: kicks[0])
+    seen = []
+    for step, finite in enumerate([True, True, True, False, True, True]):
+        kicks[0] = -10 if step >= 2 else 0
+        given["factor"] = 4 if step >= 3 else 2
+        scaler.adjust(torch.tensor(finite))
+        seen.append(float(scaler.scale_value))
+    assert seen == [2.0**16, 2.0**17, 2.0**7, 2.0**5, 2.0**5, 2.0**7]
+
+
+@pytest.mark.slow
+def test_a_training_is_steered_stops_and_keeps_the_run_before():
+    view = live(window=10, steps=30)
+    view.press("Train")
+    with pytest.raises(ValueError, match="Stop"):
+        view.press("Train")
+    view.wait(60)
+    first = view.numbers["run"]
+    assert len(first.losses) == 30
+    assert first.accuracy is not None
+    assert first.losses[-1] < first.losses[0]
+    assert "30 steps" in view.sentence
+    view.set(level="O0", steps=2000)
+    view.press("Train")
+    view.press("Stop")
+    view.wait(60)
+    assert view.numbers["before"] == first
+    assert [row["run"] for row in view.table()][-1] == "before"
+    assert view.numbers["run"] is None or view.numbers["run"].accuracy is None
+    view.reset()
+    assert view.table() == []
+
+
+def test_a_run_of_nan_and_a_scale_beyond_the_axis_are_drawn():
+    broken = Run("O3", "float16", [float("nan"), 1e9] * 130, [1.0, 2.0**60] * 130, [1, 250])
+    view = live()
+    view.set(run=broken)
+    assert "260 steps" in view.sentence
+    assert view.png()
+    assert "O3" in still(compare([broken] * 4)).sentence
+
+
+def test_what_becomes_of_values_in_float16():
+    assert still(fates([2.0**-30, 0.5, 1e9])).sentence.count("becomes") == 3
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in WORDS["question"].items()}
+    assert asked["largest"] == FP16.max / 1024
+    assert asked["after"] == 2**14 * 2 / 2**3
+    assert asked["weights"] == 10**6 * torch.float32.itemsize
+    assert torch.tensor(2.0 * 65536).half().isinf()
+    assert WORDS["predict"]["overflow"]["right"] == "b"
+
+
+def test_cases_of_the_task_are_the_scaler():
+    for (gradients, scale), (applied, after) in WORDS["task"]["cases"]:
+        scaler = DynamicLossScaler(scale, 2, 50)
+        finite = all_finite([(torch.tensor(gradients) * scale).half()])
+        scaler.adjust(finite)
+        assert (bool(finite), float(scaler.scale_value)) == (applied, after)
