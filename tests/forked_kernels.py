@@ -112,8 +112,8 @@ def import_all() -> None:
     )  # at its import pandas asks whether it is in a kernel, or in a terminal
     for name in ({*IMPORTED} - {"execute"}) | {"ipykernel.kernelapp", "ipykernel.ipkernel"}:
         importlib.import_module(name)
-    for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
-        importlib.import_module(f"mpkit.widgets.{path.stem}")
+    for path in sorted((ROOT / "mpkit" / "lessons").glob("[a-z]*.py")):
+        importlib.import_module(f"mpkit.lessons.{path.stem}")
     sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]  # a notebook sees no module of the tests
 
 

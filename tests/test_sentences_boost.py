@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sentences import PERCENT, in_percent, power, read, ridden, swept, tells, zeroed
+from sentences import PERCENT, in_percent, power, read, swept, tells
 
 from mpkit.boost import GradientFreeze
 from mpkit.data import data_dir, digits
@@ -16,8 +16,6 @@ from mpkit.explorers.adasum import PairExplorer, WorkersExplorer
 from mpkit.explorers.boost import BoostExplorer
 from mpkit.explorers.dim_reduce import DimReduceExplorer, start
 from mpkit.explorers.group_scale import GroupScaleExplorer, deep_sigmoid, gradient_trace
-from mpkit.explorers.scaling import SweepExplorer as FactorWindowExplorer
-from mpkit.explorers.scaling import recorded
 
 
 def every_value(dtype):
@@ -26,42 +24,6 @@ def every_value(dtype):
     with np.errstate(invalid="ignore"):
         values = patterns.view(dtype).astype(np.float64)
     return np.unique(values[np.isfinite(values)])
-
-
-@cache
-def by_pairs(run, start_exponent):
-    """Skipped, mean headroom, zeros and lost signal of each pair of factor and window, in percent."""
-    trace, tops = recorded(run)
-    part, found = trace.gradients, {}
-    share = part.total().sum(1) / part.size.sum()
-    for factor in FactorWindowExplorer.FACTORS:
-        for window in FactorWindowExplorer.WINDOWS:
-            scale = ridden(tops, 2.0**start_exponent, factor, window, floor=1.0)
-            good, lost = scale <= tops, zeroed(part, scale)
-            zeros = part.zeros.sum(1) / part.size.sum() + lost * share
-            bits, flushed = np.log2(tops / scale)[good], lost[good]
-            missed = 1 - good.mean() * (1 - (flushed.mean() if len(flushed) else 0))
-            figures = (~good).sum(), bits.mean() if len(bits) else 0.0, 100 * zeros.mean(), 100 * missed
-            found[factor, window] = dict(zip(FactorWindowExplorer.FIGURES, figures))
-    return found
-
-
-def test_factor_and_window():
-    for m in swept(FactorWindowExplorer(), samples=4):
-        pairs = by_pairs(m.run, m.init_exponent)
-        low, high = (float(v) for v in read(r" from (\S+) to (\S+) (?:of|bits|%)", m))
-        shown = [pair[m.figure] for pair in pairs.values()]
-        assert (low, high) == (pytest.approx(min(shown), rel=6e-4), pytest.approx(max(shown), rel=6e-4))
-        least = min(pair["lost"] for pair in pairs.values())
-        factor, window, *told = read(
-            r"Factor (\S+) with window (\d+) loses .* signal, (.+): it skips (\d+) of 400 .* and (.+) of the grad", m
-        )
-        best = pairs[float(factor), int(window)]
-        assert best["lost"] == pytest.approx(least, abs=1e-9)
-        want = in_percent(best["lost"] / 100, 1), str(best["skipped"]), in_percent(best["zeros"] / 100, 1)
-        assert tuple(told) == want
-        others = sum(pair["lost"] == pytest.approx(least, abs=1e-12) for pair in pairs.values()) - 1
-        assert (f" {others} other pair" in m.summary()) == (others > 0)
 
 
 @cache

@@ -115,8 +115,8 @@ def serve(package: str) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     if package == str(ROOT):  # the mpkit of all notebooks, imported once; nothing here starts a thread
-        for path in sorted((ROOT / "mpkit" / "widgets").glob("[a-z]*.py")):
-            importlib.import_module(f"mpkit.widgets.{path.stem}")
+        for path in sorted((ROOT / "mpkit" / "lessons").glob("[a-z]*.py")):
+            importlib.import_module(f"mpkit.lessons.{path.stem}")
     for line in sys.stdin:
         job = json.loads(line)
         end, begin = os.pipe()

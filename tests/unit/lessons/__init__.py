@@ -1,0 +1,1 @@
+"""Lessons may be called as parts of the library are: their tests stand in a package, so that both can be collected."""
