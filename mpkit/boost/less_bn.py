@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mpkit.arguments import check_flags, check_kind
 from mpkit.boost.bn_rules import removable
-from mpkit.casting import copy_to_float
+from mpkit.casting.levels import copy_to_float
 
 __all__ = [
     "LessBN",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_count, check_flags
-from mpkit.casting import Recipe, map_tensors
+from mpkit.casting import Recipe
+from mpkit.casting.low import map_tensors
 from mpkit.device import default_device
 from mpkit.experiment.batches import batches_of, pair_of
 from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, is_usual, low_format

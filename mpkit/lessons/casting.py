@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.casting import EXACT, LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
+from mpkit.casting import LEVELS, PRESETS, auto_mixed_precision, cast_like, ledger, to_float
+from mpkit.casting.operators import EXACT
 from mpkit.data import digits
 from mpkit.formats import get_format
 from mpkit.networks import LeNet5, Network, ResidualBlock, TransformerBlock

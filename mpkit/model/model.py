@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpkit.arguments import check_count, check_kind
-from mpkit.casting import map_tensors
+from mpkit.casting.low import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop

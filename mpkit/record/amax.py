@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_kind
-from mpkit.casting import amax_of, linear_layers
+from mpkit.casting.products import linear_layers
+from mpkit.casting.recipe import amax_of
 from mpkit.files import read_npz, write_whole
 from mpkit.record.columns import Columns
 from mpkit.record.ranges import held_as

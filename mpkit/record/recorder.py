@@ -24,7 +24,7 @@ from mpkit.arguments import (
     check_number,
     is_whole,
 )
-from mpkit.casting import float_tensors, values_of
+from mpkit.casting.low import float_tensors, values_of
 from mpkit.formats import get_format
 from mpkit.optimizers.arguments import coming_rate
 from mpkit.record.amax import AmaxRecorder, AmaxTrace

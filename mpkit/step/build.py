@@ -12,16 +12,9 @@ from torch.optim import Optimizer
 
 import mpkit
 from mpkit.arguments import check_flags, check_kind
-from mpkit.casting import (
-    MINDSPORE,
-    Level,
-    amp_level,
-    auto_mixed_precision,
-    get_black_list,
-    map_tensors,
-    protect_children,
-    to_float,
-)
+from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
+from mpkit.casting.low import map_tensors
+from mpkit.casting.presets import MINDSPORE, Level, protect_children
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
 from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_clipped, check_parts
