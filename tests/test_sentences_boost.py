@@ -1,6 +1,5 @@
 """As `test_sentences`, for sweeps, the staircase and the boosts."""
 
-import json
 import math
 from functools import cache
 
@@ -8,12 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sentences import PERCENT, in_percent, power, read, swept, tells
+from sentences import PERCENT, power, read, swept, tells
 
-from mpkit.boost import GradientFreeze
-from mpkit.data import data_dir, digits
+from mpkit.data import digits
 from mpkit.explorers.adasum import PairExplorer, WorkersExplorer
-from mpkit.explorers.boost import BoostExplorer
 from mpkit.explorers.dim_reduce import DimReduceExplorer, start
 from mpkit.explorers.group_scale import GroupScaleExplorer, deep_sigmoid, gradient_trace
 
@@ -24,71 +21,6 @@ def every_value(dtype):
     with np.errstate(invalid="ignore"):
         values = patterns.view(dtype).astype(np.float64)
     return np.unique(values[np.isfinite(values)])
-
-
-@cache
-def strategy_odds(kind, full):
-    """Share of the steps at each index of a strategy of 10 groups, counted: in a cycle of type 0, in all of type 1."""
-    if full == 1 or kind == 1:
-        full = max(full, 1 / 65536)  # of the 65,536 steps of a strategy the first is full
-        return [full] + [(1 - full) * (10 - v) / 45 for v in range(1, 10)]
-    steps = GradientFreeze(10, 0, full, 400).generate_freeze_index_sequence(10, 0, full, 400)
-    cycle = steps[: steps.index(9) + 1]
-    return [cycle.count(v) / len(cycle) for v in range(10)]
-
-
-def test_a_strategy_begins_with_a_full_step_or_rounds_its_cycle():
-    """Of nine frozen steps in a row 5 % cannot be full, and 15 % are one in ten."""
-    for full, told in ((0.05, "100 %"), (0.15, "90 %"), (0.7, "31 %")):
-        model = BoostExplorer(freeze_type=0, full_step_fraction=full)
-        assert f"freezes layers in {told} of the steps" in model.summary()
-        assert model.table()[0]["steps frozen"] == told
-    assert "freezes layers in more than 99 % of the steps" in BoostExplorer(full_step_fraction=0.0).summary()
-
-
-def test_boost():
-    rows = json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
-    ratio = {row["contender"]: row["ratio"] for row in rows["speed"]}
-    ratio["none"] = 1.0
-    firsts = {}
-    for row in rows["accuracy"]:
-        firsts.setdefault(row["configuration"], row["accuracy_percent"])
-    opening = ({}, {"mode": "manual"}, {"mode": "manual", "grad_freeze": True}, {"mode": "tuned"}, {"level": "O2"})
-    for settings in opening:
-        for m in swept(BoostExplorer(**settings), samples=5, mode=("auto", "manual", "tuned")):
-            by_level = m.level in ("O1", "O2")
-            norms = m.less_bn if m.mode == "manual" else by_level
-            freezes = m.grad_freeze if m.mode == "manual" else by_level
-            full, kind = (m.full_step_fraction, m.freeze_type) if freezes else (1.0, 1)
-            names = {(True, 0.7, 1): "O1", (False, 0.7, 1): "freezing", (True, 0.5, 0): "O1 tuned"}
-            names |= {(True, 1.0, 1): "less_bn", (False, 1.0, 1): "none"}
-            freezes = freezes and full < 1
-            name = names.get((norms, full, kind if full < 1 else 1), "")
-            odds = strategy_odds(kind, full)
-            network = "O1" if norms else "plain"
-            mixed = 1 / sum(p / ratio[f"{network} index {v}"] for v, p in enumerate(odds))
-            speed = ratio["O2" if (name, m.level) == ("O1", "O2") else name] if name else mixed
-            told = read(
-                r"runs (.*)\. It removes (\d+) of 20 .* in (.+?) of the st.*"
-                r"speed-up is (\S+), (\w+)[^.]*?(?:; the speed-up of .* is (\d\.\d\d))?\. Its acc",
-                m,
-            )
-            ran = ", ".join(["less_bn"] * norms + ["grad_freeze"] * freezes) or "nothing"
-            assert told[0] == ran, m.state()
-            assert [int(told[1]), told[2]] == [11 * norms, in_percent(1 - odds[0])]
-            itself = m.compare == "none" or (m.compare == name and speed == ratio[name])
-            assert (told[5] is None) == itself, "compared with itself"
-            against = speed if itself else ratio[m.compare]
-            assert [float(told[3]), float(told[5] or speed)] == pytest.approx([speed, against], abs=0.0051), m.state()
-            assert told[4] == ("measured" if name else "computed")
-            if not name:
-                assert "accuracy was not measured" in m.summary()
-                continue
-            seeds, none = np.array(firsts[name]), np.array(firsts["none"])
-            said = read(r"digits is (\S+) ± (\S+) %(?:, (\S+) points against no boost)? .mean of (\d+) seeds", m)
-            want = [seeds.mean(), seeds.std(ddof=1), (seeds - none).mean(), len(seeds)]
-            assert (said[2] is None) == (name == "none")  # nothing is compared with itself
-            assert [float(v or 0) for v in said] == pytest.approx(want, abs=0.056)
 
 
 def added(a, b):

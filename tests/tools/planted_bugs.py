@@ -297,7 +297,7 @@ BUGS = [
         "            opt.step()\n",
         "            opt.step() if index else None\n",
         "09_boost_levels",
-        14,
+        9,
     ),
     Bug(
         "a sum of micro-gradients in place of their mean",
@@ -305,7 +305,7 @@ BUGS = [
         "share = grad.to(torch.promote_types(grad.dtype, torch.float32)) / self.max_accumulation_step",
         "share = grad.to(torch.promote_types(grad.dtype, torch.float32))",
         "09_boost_levels",
-        16,
+        11,
     ),
     Bug(
         "a cosine with a direction that is not the shared one",

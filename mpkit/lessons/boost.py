@@ -1,0 +1,329 @@
+"""Lesson 09: what a boost level switches on, how fast and how accurate it was, and what each step spends time on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpkit import networks
+from mpkit.boost import AutoBoost, GradientFreeze, LessBN
+from mpkit.boost.auto import MODES
+from mpkit.boost.grad_freeze import index_probabilities, stages_by_module
+from mpkit.boost.grad_freeze.strategy import full_steps
+from mpkit.data import data_dir
+from mpkit.replay.percent import percent
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.sheet import Panel, linear, names
+
+COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
+PROMISED = {"O1": 1.2, "O2": 1.3}  # what MindSpore's documents say
+GROUPS = 10  # of stages, in the network that was measured
+CYCLE = 18  # steps that are shown one by one: a whole cycle of the tuned strategy
+ORDERS = {0: "0 continuous", 1: "1 interleaved"}
+PARTS = {  # of a step: role and hatch
+    "forward": ("zero/0.6", False),
+    "batch_norm": ("subnormal/0.9", True),
+    "backward": ("reference/0.55", False),
+    "update": ("normal/0.8", False),
+}
+
+
+# ---- numbers
+@cache
+def measured() -> Mapping[str, Any]:
+    """The stored benchmark: `speed` and `accuracy` rows, and `meta` with the device and the versions."""
+    return json.loads((data_dir() / "benchmarks" / "boost.json").read_text())
+
+
+def relative_time(contender: str) -> float:
+    """Measured time of one step of a contender of the benchmark as a share of the step without boost."""
+    return 1 / next(row["ratio"] for row in measured()["speed"] if row["contender"] == contender)
+
+
+@cache
+def accuracies(configuration: str) -> tuple[float, ...]:
+    """Accuracy on the digits (percent) from each seed, without an entry where it was not trained."""
+    rows = (r for r in measured()["accuracy"] if r["data"].startswith("digits") and r["configuration"] == configuration)
+    return tuple(next(rows, {"accuracy_percent": ()})["accuracy_percent"])
+
+
+def preset(name: str) -> AutoBoost:
+    """The AutoBoost of one of `COMPARED`."""
+    if name in ("less_bn", "freezing"):
+        return AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze" if name == "freezing" else name: True}})
+    tuned = name == "O1 tuned"
+    return AutoBoost("O0" if name == "none" else "O1", {"boost": {"mode": "tuned"}} if tuned else None)
+
+
+def strategy(boost: AutoBoost) -> tuple[float, int]:
+    """`freeze_p` and `freeze_type`; no step is frozen where freezing does not run."""
+    return (boost.hyper["freeze_p"], boost.hyper["freeze_type"]) if "grad_freeze" in boost.active else (1.0, 1)
+
+
+def odds(boost: AutoBoost) -> np.ndarray:
+    """Share of the steps at each freeze index, (10,)."""
+    full, kind = strategy(boost)
+    if full < 1:  # type 0 has whole steps only, type 1 begins with a full one
+        count = full_steps(GROUPS, full)
+        full = max(full, 1 / boost.hyper["total_steps"]) if kind else count / (count + GROUPS - 1)
+    return np.append(full, (1 - full) * np.array(index_probabilities(GROUPS, kind)))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a configuration does: a step takes `step` of the time of one without boost, NaN where nobody measured it.
+
+    `trained` is the one of `COMPARED` that it is, "" for none: its time was measured as a whole. That of others is
+    mixed from the measured steps of each freeze index.
+    """
+
+    boost: AutoBoost
+    odds: np.ndarray
+    step: float
+    trained: str
+
+
+def effect(boost: AutoBoost) -> Effect:
+    """What a configuration does, with times from the stored benchmark."""
+    same = [n for n in COMPARED if (p := preset(n)).active == boost.active and strategy(p) == strategy(boost)]
+    trained, share = same[0] if same else "", odds(boost)
+    if trained:  # O2 in one process trains what O1 trains; its steps were timed on their own
+        step = relative_time("O2" if (boost.level, trained) == ("O2", "O1") else trained)
+    elif set(boost.active) <= {"less_bn", "grad_freeze"}:
+        network = "O1" if "less_bn" in boost.active else "plain"
+        step = float(share @ [relative_time(f"{network} index {v}") for v in range(GROUPS)])
+    else:
+        step = math.nan
+    return Effect(boost, share, step, trained)
+
+
+@cache
+def first_steps(name: str) -> np.ndarray:
+    """What the first steps of one of `COMPARED` spend on each of `PARTS`, (18, 4), in steps without boost.
+
+    The shares of the parts were measured on their own, with hooks.
+    """
+    boost = preset(name)
+    network = "O1" if "less_bn" in boost.active else "plain"
+    full, kind = strategy(boost)
+    given = GROUPS, kind, full, CYCLE
+    split = {row["index"]: [row[p] for p in PARTS] for row in measured()["blocks"]["rows"] if row["network"] == network}
+    indices = GradientFreeze(*given).generate_freeze_index_sequence(*given)
+    return np.array([relative_time(f"{network} index {v}") * np.array(split[v]) / sum(split[v]) for v in indices])
+
+
+@cache
+def stages() -> tuple[list[str], list[bool], int]:
+    """Name of each stage of a ResNet-18, whether LessBN removes its BatchNorm, and how many BatchNorms there were."""
+    net = networks.resnet18(width=4)
+    owner = {id(p): name.rpartition(".")[0] for name, p in net.named_parameters()}
+    modules = [list(dict.fromkeys(owner[id(p)] for p in stage)) for stage in stages_by_module(net)]
+    report = LessBN(networks.resnet18(width=4)).report
+    gone = [not report.removed.keys().isdisjoint(owned) for owned in modules]
+    return [owned[0] for owned in modules], gone, len(report.removed) + len(report.kept)
+
+
+# ---- a configuration beside one that was measured
+@view(
+    level=Choice({level: level for level in AutoBoost.levels}, "boost_level"),
+    mode=[*MODES],
+    less_bn="less_bn",
+    grad_freeze="grad_freeze",
+    adasum="adasum",
+    grad_accumulation="grad_accumulation",
+    own="freezing of your own",
+    full=Range(0, 1, 0.05, "unfrozen steps"),
+    kind=Choice(ORDERS, "freeze_type"),
+    compare=[*COMPARED],
+    beside=Choice({name: name for name in COMPARED}, "with"),
+)
+def levels(
+    see: Sheet, level="O1", mode="auto", less_bn=False, grad_freeze=False, adasum=False, grad_accumulation=False,
+    own=False, full=0.7, kind=1, compare="O1", beside="none",
+) -> None:  # fmt: skip
+    """A boost configuration of your own beside one that was measured, on the ResNet-18 of the benchmark.
+
+    Numbers: `active inactive removed odds speedup frozen` (share of the steps, per stage), `trained` (which measured
+    configuration it is), and `steps` (2, 18, 4), what the first steps of the two compared spend on each part.
+    """
+    switches = {"less_bn": less_bn, "grad_freeze": grad_freeze, "adasum": adasum}
+    switches |= {"grad_accumulation": grad_accumulation}
+    config: dict[str, Any] = {"boost": {"mode": mode, **(switches if mode == "manual" else {})}}
+    freezes = AutoBoost(level, config).flags["grad_freeze"]
+    if own and freezes:
+        config["grad_freeze"] = {"freeze_p": full, "freeze_type": kind}
+    this, other = effect(AutoBoost(level, config)), effect(preset(compare))
+    see.idle = {*(switches if mode != "manual" else ()), *(() if freezes else ("own",))}
+    see.idle |= set() if own and freezes else {"full", "kind"}
+    rows = sorted((compare, beside), key=COMPARED.index)
+    steps = np.array([first_steps(name) for name in rows])
+
+    see.grid(590, 980, rows=(410, 180), cols=(1.25, 1))
+    _field(see, this, compare)
+    frozen = _frozen(this)
+    _stages(see, frozen, _frozen(other), "less_bn" in this.boost.active, compare)
+    _steps(see, rows, steps)
+
+    gone = sum(stages()[1]) if "less_bn" in this.boost.active else 0
+    told = [_told(this), _told(other)]
+    against = "" if other.trained == "none" or told[0] == told[1] else f"; that of {compare} is {told[1]}"
+    how = "measured" if this.trained else "computed from steps that were timed one by one"
+    speed = "speed was not measured" if math.isnan(this.step) else f"speed-up is {told[0]}, {how}{against}"
+    stopped = "".join(f" Inactive: {what} ({reason})." for what, reason in this.boost.inactive)
+    taken = " ".join(dict.fromkeys(f"{_steps_told(*row)}." for row in zip(rows, steps)))
+    see.say(
+        f"boost_level {level} in mode {mode} runs {', '.join(this.boost.active) or 'nothing'}. It removes {gone} of "
+        f"{stages()[2]} BatchNorms and freezes layers in {percent(1 - this.odds[0])} of the steps. Its {speed}. "
+        f"{_accuracy_told(this.trained)}{stopped} {taken}",
+        active=this.boost.active, inactive=this.boost.inactive, removed=gone, odds=this.odds, speedup=1 / this.step,
+        frozen=frozen, trained=this.trained, steps=steps,
+    )  # fmt: skip
+    see.rows = [
+        {"configuration": name, "active": ", ".join(one.boost.active) or "nothing", "speed-up": _told(one),
+         "steps frozen": percent(1 - one.odds[0]), "accuracy, %": _mean_told(one.trained)}
+        for name, one in (("this", this), (compare, other))
+    ]  # fmt: skip
+
+
+def _frozen(of: Effect) -> np.ndarray:
+    """Share of the steps in which each stage stands still."""
+    stride = len(stages()[0]) // GROUPS
+    return np.array([of.odds[s // stride + 1 :].sum() for s in range(len(stages()[0]))])
+
+
+def _told(of: Effect) -> str:
+    return "not measured" if math.isnan(of.step) else f"{1 / of.step:.2f}"
+
+
+def _mean_told(trained: str) -> str:
+    seeds = accuracies(trained)
+    return f"{np.mean(seeds):.1f} ± {np.std(seeds, ddof=1):.1f}" if seeds else "not measured"
+
+
+def _accuracy_told(trained: str) -> str:
+    seeds = accuracies(trained)
+    if not seeds:
+        return "Its accuracy was not measured."
+    difference = np.mean(np.subtract(seeds, accuracies("none")))
+    against = "" if trained == "none" else f", {difference:+.1f} points against no boost"
+    return f"Its accuracy on the digits is {_mean_told(trained)} %{against} (mean of {len(seeds)} seeds)."
+
+
+def _steps_told(name: str, parts: np.ndarray) -> str:
+    norms = percent(parts[0, 1] / parts[0].sum())
+    if name == "none":
+        return f"BatchNorms take {norms} of a step without boost"
+    took = f"The first {CYCLE} steps of {name} take as long as {parts.sum():.1f} steps without boost"
+    return f"{took}, and BatchNorms take {norms} of a full step"
+
+
+def _field(see: Sheet, this: Effect, compare: str) -> None:
+    """Speed-up and accuracy of every measured configuration, its seeds, the promises, and where this one stands."""
+    ordered = sorted(COMPARED, key=relative_time, reverse=True)
+    runs = {name: accuracies(name) for name in ordered}
+    at = {name: (1 / relative_time(name), float(np.mean(runs[name]))) for name in ordered}
+    low, high = np.floor(min(map(min, runs.values()))) - 0.5, np.ceil(max(map(max, runs.values()))) + 0.5
+    own = None if math.isnan(this.step) else 1 / this.step
+    x = linear("speed-up against no boost", 0.96, max(1.4, (own or 0) + 0.1), 5)
+    y = linear("accuracy on the digits, %", low, high, 6)
+    panel = see.panel(title="dots: seeds; lines: ± one standard deviation", x=x, y=y)
+    for name, promise in PROMISED.items():
+        side = -9 if own and 0 < own - promise < 0.03 else 9  # away from the line of this configuration
+        panel.rule("x", promise, "muted", dash="--")
+        text = f"{name} promised {promise:.2f}"
+        panel.text(text, promise, low, color="muted", rotate=90, dx=side, dy=-64, halo=True)
+    lower = False
+    for k, (name, (speed, mean)) in enumerate(at.items()):
+        color, spread = "zero" if name == compare else "reference", float(np.std(runs[name], ddof=1))
+        panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)
+        panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
+        panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
+        _name(panel, [s for s, _ in at.values()], k, name, mean, lower := _close(panel, at, k) and not lower, color)
+    speeds, means = np.array(list(at.values())).T
+    squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
+    sets = [{"compare": name} | ({} if name == compare else {"beside": compare}) for name in at]
+    panel.boxes(*squares, name="compare", sets=sets, names=[f"compare with {name}" for name in at], quiet=True)
+    for (x0, y0), (x1, y1) in pairwise(at[name] for name in ("none", "O1", "O1 tuned")):
+        start, end = ((x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in (0.12, 0.88))
+        panel.arrow(start, end, width=1.6)
+    if own:
+        panel.rule("x", own, "own", width=1.8)
+        panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", dx=36, halo=True)
+
+
+def _close(panel: Panel, at: Mapping[str, tuple[float, float]], k: int) -> bool:
+    """Whether a configuration stands so near to the one before it that their names would touch."""
+    speeds, x = [speed for speed, _ in at.values()], panel.given["x"]
+    return k > 1 and speeds[k] - speeds[k - 1] < 0.16 * (x["hi"] - x["lo"])
+
+
+def _name(panel: Panel, speeds: Sequence[float], k: int, name: str, mean: float, lower: bool, color: str) -> None:
+    """The name of a configuration on the side with more room; of several close ones every second is lower."""
+    before = 0 < k < len(speeds) - 1 and speeds[k] - speeds[k - 1] > speeds[k + 1] - speeds[k]
+    panel.text(name, speeds[k], mean, beside=-8 if before else 8, dy=30 if lower else 14, halo=True, color=color)
+
+
+def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, less_bn: bool, compare: str) -> None:
+    """How often each stage stands still, and which lose their BatchNorm."""
+    x = linear("stage of the ResNet-18, from the input", -0.7, len(this) - 0.3, 6)
+    y = linear("share of the steps, %", -8, 100, 5)
+    panel = see.panel(0, 1, title="frozen steps; × BatchNorm removed", x=x, y=y)
+    panel.bars(100 * this, fill="own/0.55", edge="own", label="this")
+    panel.line(100 * other, color="zero", dash="--", step="mid", label=f"compared: {compare}")
+    gone = np.flatnonzero(stages()[1] if less_bn else [])
+    panel.crosses(np.full(len(this), -4.0), gone, "BatchNorm removed", size=4, told="this stage", quiet=True)
+
+
+def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
+    """The first steps of two configurations: each begins where one without boost would; a frame is what it lacks."""
+    x = linear("step, as wide as one without boost", 0, CYCLE + 0.2)
+    x |= {"ticks": [[v, str(v)] for v in range(0, CYCLE + 1, 3)]}
+    title = "two of them, step by step: click two squares above"
+    panel = see.panel(1, 0, colspan=2, title=title, x=x, y=names(rows, down=True))
+    row, start = (axis.ravel() for axis in np.indices(steps.shape[:2]))
+    ends = start[:, None] + steps.reshape(-1, len(PARTS)).cumsum(1)
+    for k, (part, (fill, hatch)) in enumerate(PARTS.items()):
+        told = [f"{share:.2f} of a step" for share in steps[..., k].ravel()]
+        look = {"fill": fill, "hatch": hatch or None, "label": part.replace("_", " "), "told": told}
+        begin = ends[:, k - 1] if k else start
+        panel.boxes(begin, row - 0.2, ends[:, k], row + 0.4, edge="muted", width=1, **look)
+    gone = ends[:, -1] - start < 0.985
+    if gone.any():
+        at = ends[gone, -1], row[gone] - 0.2, start[gone] + 1, row[gone] + 0.4
+        panel.boxes(*at, edge="overflow", dash="3 2", width=1, label="time saved", leaves=" and ".join(rows))
+    for k, name in enumerate(rows):
+        words = f"{CYCLE} steps" if name == "none" else f"{CYCLE} steps in the time of {steps[k].sum():.1f}"
+        panel.text(words, CYCLE, k - 0.22, anchor="end", valign="bottom", weight="bold")
+
+
+def speedups(rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Speed-up of each measured contender with its quartiles, and what was promised for it where something was."""
+    see, high = Sheet(), max(row["quartiles"][1] for row in rows)
+    see.grid(90 + 34 * len(rows), 900)
+    x = linear("speed-up against no boost", 0, max(1.6, 1.12 * high), 8)
+    title, y = "bar: all rounds together; line: quartiles of single rounds", [row["contender"] for row in rows]
+    panel = see.panel(title=title, x=x, y=names(y, down=True))
+    look: dict[str, Any] = {"fill": "zero/0.4", "edge": "zero", "label": "speed-up", "quiet": True}
+    panel.bars(np.array([row["ratio"] for row in rows]), axis="y", width=0.6, **look)
+    panel.rule("x", 1, "ink", width=1)
+    told = []
+    for place, row in enumerate(rows):
+        panel.line([place] * 2, row["quartiles"], "ink", width=1.6, quiet=True)
+        panel.text(f"{row['ratio']:.2f}", 0, place, beside=8)  # in its bar: a mark has a number of its own
+        promise = PROMISED.get(row["contender"])
+        if promise:
+            look = {"width": 3.5, "label": "promised by MindSpore"}
+            panel.line([place - 0.38, place + 0.38], [promise] * 2, "overflow", **look)
+            end = max(promise, row["quartiles"][1])
+            panel.text(f"promised {promise:.2f}", end, place, color="overflow", beside=8)
+        if promise or row["contender"] == "O1 tuned":
+            told.append(f"{row['contender']} {row['ratio']:.2f}" + (f" (promised {promise:.2f})" if promise else ""))
+    see.say(f"Measured speed-up of {len(rows)} configurations: {', '.join(told)}.")
+    return see
