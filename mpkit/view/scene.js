@@ -531,8 +531,12 @@ function render({ model, el }) {
 		if (name === spec.index?.name) return go(to - spec.index.first);
 		pause();
 		h.sent = true; // stays where it is put until drawn there
-		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.gesture ? { add: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
+		const { m } = h, what = m.sets ? { set: m.sets[round((to - m.lo) / m.step)] } : m.turns ? { set: polar(m, to) } : m.gesture ? { add: { [name]: { [index]: to } } } : { set: { [name]: m.log2 ? 2 ** to : to } };
 		choose(name, to, what, m.gesture ? name + index : name);
+	}
+	function polar(m, [x, y]) { // a tip as its length and its angle in degrees, from 0 to 180
+		const size = min(+Math.hypot(x, y).toFixed(1), m.hi);
+		return { [m.name]: size, ...(size && { [m.turns]: round(Math.atan2(Math.abs(y), x) * 180 / Math.PI) }) };
 	}
 	function key(e, h) {
 		const { m, value: v } = h, by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[e.key], end = { Home: m.lo, End: m.hi }[e.key];
