@@ -1,4 +1,4 @@
-"""One loss scale for a deep network, or one for each of its groups of layers."""
+"""Lesson 13: one loss scale for a deep network, or one for each of its groups of layers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from traitlets import Enum, Int
 
 from mpkit.boost.group_loss_scale import GroupLossScaleManager
 from mpkit.data import digits
-from mpkit.explorers.base import Explorer, counted
 from mpkit.formats import E5M2, FP16, FP32, FloatFormat
-from mpkit.replay.percent import percent
 from mpkit.rounding import quantize, round_to
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.parts import tenths
+from mpkit.view.sheet import DASHES, SERIES, exponents, linear, log2, names
+from mpkit.view.words import counted
 
 FORMATS = {"float16": FP16, "E5M2": E5M2}
 GROUPS, WIDTH, BATCH, DISTINCT, STEPS = 4, 24, 64, 23, 160
@@ -25,6 +26,7 @@ LARGEST = 2.0**100
 WAYS = ("one scale", "scale per group")
 
 
+# ---- the network and its gradients
 class DeepSigmoid(nn.Module):
     """64 inputs, 4 groups of `depth` sigmoid layers, 10 outputs; gradients in any format, one loss scale or four.
 
@@ -169,49 +171,52 @@ def surviving_at(depth: int, way: str, fmt_name: str, init_exponent: int, window
     return shares.double().numpy()
 
 
-class GroupScaleExplorer(Explorer):
-    """One scale against four, step by step."""
+# ---- one scale against four
+@view(
+    fmt=Choice({name: name for name in FORMATS}, "gradient format"),
+    depth=Range(1, 5, label="layers per group", costly=True),
+    start=Range(0, 30, label="start, 2 to the", costly=True),
+    window=Range(1, 50, label="steps to double", costly=True),
+    step=Range(0, STEPS - 1, hidden=True),
+)
+def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS - 1) -> None:
+    """One scale against four on recorded gradients, step by step.
 
-    controls = ("format", "depth", "init_exponent", "window", "step")
-    format = Enum(list(FORMATS), "E5M2").tag(label="gradient format")
-    depth = Int(3, min=1, max=5).tag(label="layers per group", costly=True)
-    init_exponent = Int(12, min=0, max=30).tag(label="initial exponent", costly=True)
-    window = Int(4, min=1, max=50).tag(label="steps to double", costly=True)
-    step = Int(STEPS - 1, min=0, max=STEPS - 1).tag(label="step")
+    Numbers by way, "one" and "own": `scales_`, `survive_` (steps, groups), `skipped_` (steps,) so far; `largest`.
+    """
+    runs = [replayed(depth, way, fmt, start, window) for way in WAYS]
+    survive = [surviving_at(depth, way, fmt, start, window) for way in WAYS]
+    one, own = runs
+    see.grid(410, 960, cols=(1.5, 1))
+    see.play("step", "step", STEPS, every=100)
+    high = float(np.ceil(np.log2(max(one.scales.max(), own.scales.max())))) + 2
+    x = linear("step", 0, STEPS, 6)
+    left = see.panel(title="loss scale; × an overflow began", x=x, y=log2("loss scale", 0, high))
+    look: dict[str, Any] = {"step": "post", "show": "upto", "tag": True}
+    left.line(exponents(one.scales[:, 0], 0, high), color="reference", label="one scale", width=2.6, dash="1 2", **look)
+    for i, (color, dash) in enumerate(zip(SERIES[:GROUPS], DASHES)):
+        at = exponents(own.scales[:, i], 0, high)
+        left.line(at, color=color, dash=dash, label=f"group {i + 1}", **look)
+        bad = np.flatnonzero(own.overflows[:, i])
+        left.crosses(at, bad, color=color, since=bad, size=3.5, show="upto")
+    left.rule("x", "index", "muted", dash=":")
+    left.handle("x", "step", step, 0, STEPS - 1, "step")
+    y = names([f"group {i + 1}" for i in range(GROUPS)], down=True)
+    right = see.panel(0, 1, title="not rounded to zero", x=linear("values that survive, %", 0, 100, 5), y=y)
+    for way, shares, shift, role, hatch in zip(WAYS, survive, (-0.2, 0.2), ("reference", "own"), (True, None)):
+        look = {"axis": "y", "width": 0.36, "fill": f"{role}/0.5", "edge": role, "hatch": hatch}
+        right.bars(100 * shares, np.arange(GROUPS) + shift, label=way, **look)
 
-    def compute(self) -> None:
-        """Both runs; of each way the shares of values that survive: `survive_all` (steps, groups), `survive` now."""
-        settings = (self.format, self.init_exponent, self.window)
-        self.runs = {way: replayed(self.depth, way, *settings) for way in WAYS}
-        self.survive_all = {way: surviving_at(self.depth, way, *settings) for way in WAYS}
-        self.survive = {way: shares[self.step].tolist() for way, shares in self.survive_all.items()}
-
-    def skipped(self, way: str) -> int:
-        """Steps without an update up to and with this one."""
-        return int(self.runs[way].overflows[: self.step + 1].any(axis=1).sum())
-
-    def summary(self) -> str:
-        one, own = (self.runs[way].scales[self.step] for way in WAYS)
-        kept = [percent(self.survive[way][0]) for way in WAYS]
-        return (
-            f"{self.format}, {counted(self.depth, 'layer')} per group, step {self.step}: "
-            f"the one scale is {_power(one[0])}, the scales per group are {', '.join(_power(s) for s in own)}. "
-            f"Gradient values of group 1 that are not rounded to zero: {kept[0]} with one scale and {kept[1]} with "
-            "four. "
-            f"Steps skipped: {self.skipped(WAYS[0])} with one scale and {self.skipped(WAYS[1])} with four."
-        )
-
-    def table(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "group": i + 1,
-                "largest gradient": _power(gradient_trace(self.depth).largest[self.step, i]),
-                **{f"{way}": _power(run.scales[self.step, i]) for way, run in self.runs.items()},
-                **{f"survive, {way}": percent(self.survive[way][i]) for way in WAYS},
-            }
-            for i in range(GROUPS)
-        ]
-
-
-def _power(value: float) -> str:
-    return f"2^{np.log2(value):.1f}"
+    skipped = [np.cumsum(run.overflows.any(axis=1)) for run in runs]
+    largest = gradient_trace(depth).largest
+    see.say(
+        f"{fmt}, {counted(depth, 'layer')} per group, step {{at}}: the one scale is {{s:2^}}, the scales per group are "
+        "{s1:2^}, {s2:2^}, {s3:2^}, {s4:2^}. Gradient values of group 1 that are not rounded to zero: {kept_one} % "
+        "with one scale and {kept_own} % with four. Steps skipped: {skipped_one} with one scale and {skipped_own} with "
+        "four.",
+        at=np.arange(STEPS), s=np.round(np.log2(one.scales[:, 0]), 1),
+        **{f"s{i + 1}": np.round(np.log2(own.scales[:, i]), 1) for i in range(GROUPS)},
+        kept_one=tenths(survive[0][:, 0]), kept_own=tenths(survive[1][:, 0]),
+        skipped_one=skipped[0], skipped_own=skipped[1], survive_one=survive[0], survive_own=survive[1],
+        scales_one=one.scales, scales_own=own.scales, largest=largest,
+    )  # fmt: skip

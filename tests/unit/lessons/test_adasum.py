@@ -1,0 +1,110 @@
+"""Lesson 12: AdaSum by its formula in NumPy, many workers as a tree of pairs, the answers a second way."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mpkit.lessons.adasum import RULES, WORKERS, pair, trained_with, training_curves, workers
+from mpkit.view.still import still
+from mpkit.view.words import words
+
+WORDS = words("adasum")
+
+
+def added(a, b):
+    """AdaSum of two, from the lesson's formula; a zero vector changes nothing."""
+    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    d, aa, bb = a @ b, a @ a, b @ b
+    return (1 - d / (2 * aa) if aa else 1) * a + (1 - d / (2 * bb) if bb else 1) * b
+
+
+def tree(updates):
+    while len(updates) > 1:
+        updates = [added(a, b) for a, b in zip(updates[::2], updates[1::2])]
+    return updates[0]
+
+
+@pytest.mark.parametrize("a", [0.0, 1.0, 2.4, 3.0])
+@pytest.mark.parametrize("b", [0.0, 1.5, 2.1])
+@pytest.mark.parametrize("angle", [0, 1, 17, 60, 90, 150, 179, 180])
+def test_two_vectors_by_the_formula(a, b, angle):
+    view = pair(a=a, b=b, angle=angle)
+    turn = math.radians(angle)
+    first, second = np.array([a, 0.0]), b * np.array([math.cos(turn), math.sin(turn)])
+    want = {"sum": first + second, "mean": (first + second) / 2, "AdaSum": added(first, second)}
+    for rule in RULES:
+        np.testing.assert_allclose(view.numbers["results"][rule].numpy(), want[rule], atol=1e-9)
+        assert f"{rule} {np.linalg.norm(want[rule]):.2f}" in view.sentence
+    assert "-0.00" not in view.sentence + str(view.table())
+    assert "- 0.00" not in view.sentence
+
+
+def test_what_the_lesson_says_of_two():
+    def length(rule, **given):
+        return float(pair(**given).numbers["results"][rule].norm())
+
+    wide = {"a": 2.0, "b": 2.0, "angle": 150}
+    assert length("AdaSum", **wide) > length("sum", **wide)
+    assert length("AdaSum", a=2.0, b=0.0) == 2
+    assert length("mean", a=2.0, b=0.0) == 1
+    view = pair(a=2.0, b=2.0)
+    seen = []
+    for angle in (0, 30, 60, 90):
+        view.set(angle=angle)
+        seen.append(float(view.numbers["results"]["AdaSum"].norm()))
+    assert seen == sorted(seen)
+    assert seen[0] == pytest.approx(2)
+    assert seen[-1] == pytest.approx(math.sqrt(8))
+
+
+def test_the_tip_of_b_sets_its_length_and_its_angle():
+    (tip,) = [m for m in pair().sheet.panels[0].marks if m["type"] == "handle" and m["axis"] == "xy"]
+    assert (tip["name"], tip["turns"]) == ("b", "angle")
+
+
+@pytest.mark.parametrize(("agreement", "dimension", "seed"), [(0.3, 64, 0), (0.0, 2, 18), (1.0, 256, 99), (0.0, 26, 9)])
+def test_many_workers_are_pairs_of_pairs(agreement, dimension, seed):
+    view = workers(agreement=agreement, dimension=dimension, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    common, *own = torch.randn(17, dimension, generator=draw, dtype=torch.float64).numpy()
+    common = common / np.linalg.norm(common)
+    mixed = [math.sqrt(agreement) * common + math.sqrt(1 - agreement) * v / np.linalg.norm(v) for v in own]
+    part = [v / np.linalg.norm(v) for v in mixed]
+    for i, count in enumerate(WORKERS):
+        for rule, merged in (
+            ("sum", sum(part[:count])),
+            ("mean", sum(part[:count]) / count),
+            ("AdaSum", tree(part[:count])),
+        ):
+            assert view.numbers["lengths"][rule][i] == pytest.approx(np.linalg.norm(merged))
+            assert view.numbers["cosines"][rule][i] == pytest.approx(merged @ common / np.linalg.norm(merged), abs=1e-9)
+    for panel, shown in zip(
+        view.sheet.panels, (np.log2(list(view.numbers["lengths"].values())), list(view.numbers["cosines"].values()))
+    ):
+        assert panel.given["y"]["lo"] <= np.min(shown) <= np.max(shown) <= panel.given["y"]["hi"]
+
+
+def test_workers_that_agree_average_and_others_add_up():
+    alike, apart = (workers(agreement=share, dimension=256).numbers["lengths"] for share in (1.0, 0.0))
+    assert alike["AdaSum"] == pytest.approx([1.0] * 5)
+    assert alike["sum"] == pytest.approx(WORKERS)
+    assert apart["AdaSum"][-1] == pytest.approx(math.sqrt(16), rel=0.15)
+
+
+def test_what_the_lesson_says_of_a_training():
+    ends = {rule: trained_with(rule, 8)[-1] for rule in RULES}
+    assert ends["AdaSum"] < 0.8 * ends["mean"] < 1 < 10 < ends["sum"]
+    assert trained_with("mean", 1) == trained_with("AdaSum", 1)
+    assert still(training_curves({rule: trained_with(rule, 8) for rule in RULES}, "Three rules."))
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in WORDS["question"].items()}
+    assert asked["against"] == added([1, 0], [-3, 0])[0] == -1
+    assert asked["sixteen"] == pytest.approx(np.linalg.norm(tree(list(3 * np.eye(16)))))
+    assert asked["sizes"] == [n for n in (24, 32, 40, 48, 64) if n & (n - 1) == 0]
+    assert WORDS["predict"]["rule"]["right"] == "b"
+    for (a, b), merged in WORDS["task"]["cases"]:
+        assert merged == pytest.approx(added(a, b).tolist())
