@@ -75,7 +75,7 @@ def trained_with(rule: str, workers: int, rate: float = 0.5, steps: int = 40, ba
         updates = [[rate * g for g in torch.autograd.grad(loss_of(pick), params)] for pick in picks]
         with torch.no_grad():
             for p, parts in zip(params, zip(*updates)):
-                p -= combined(rule, parts)
+                p.sub_(combined(rule, parts))
         losses.append(loss_of(everything).item())
     return tuple(losses)
 
@@ -108,7 +108,9 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     over = see.panel(0, 1, title="length over the angle", x=x, y=y)
     for rule, vector in results.items():
         over.line(
-            [float(combined(rule, two(a, b, k)).norm()) for k in angles], angles, **(LOOK[rule] | {"glyph": None})
+            [float(combined(rule, two(a, b, float(k))).norm()) for k in angles],
+            angles,
+            **(LOOK[rule] | {"glyph": None}),
         )
         over.points([float(vector.norm())], [angle], LOOK[rule]["color"], glyph=LOOK[rule]["glyph"])
     over.handle("x", "angle", angle, 0, 180, "angle, degrees", step=5)

@@ -299,10 +299,10 @@ class Panel:
         """A grip that the reader drags, or moves with the arrow keys, to set the parameter `name`.
 
         It lies at base + slope * value of its axis, "x" or "y", across the whole panel or, with `cross`, at one place
-        of the other axis. On "xy" it is the tip of a vector: it sets its length, and `turns`, its angle in degrees. `log2=True` sets 2^value; `gesture=True` adds {step: value} to a
-        parameter that is a `Stroke`; `note` is written beside it. `look` "plain" has no ring of its own, "glides"
-        goes slowly to where it is sent. `sets`, one dict for each place, are the parameters that it sets in place of
-        `name`.
+        of the other axis. On "xy" it is the tip of a vector: it sets its length, and `turns`, its angle in degrees.
+        `log2=True` sets 2^value; `gesture=True` adds {step: value} to a parameter that is a `Stroke`; `note` is
+        written beside it. `look` "plain" has no ring of its own, "glides" goes slowly to where it is sent. `sets`, one
+        dict for each place, are the parameters that it sets in place of `name`.
         """
         self.add("handle", axis=axis, name=name, at=at, lo=low, hi=high, label=label, **{"step": 1, **more})
 

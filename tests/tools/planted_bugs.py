@@ -281,7 +281,7 @@ BUGS = [
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
         "08_scaler_zoo",
-        24,
+        16,
     ),
     Bug(
         "an overflow that leaves the count of finite steps as it was",
@@ -289,7 +289,7 @@ BUGS = [
         "    good = _where(bad, -1 * p.first_growth_lag, good)\n",
         "    good = _where(bad, state.good, good)\n",
         "08_scaler_zoo",
-        3,
+        2,
     ),
     Bug(
         "a frozen step in place of every full one",
@@ -313,7 +313,7 @@ BUGS = [
         "float(v @ common / v.norm())",
         "float(v @ updates[0] / v.norm())",
         "12_adasum",
-        13,
+        9,
     ),
     Bug(
         "an inf that never reached the batch",
@@ -328,7 +328,7 @@ BUGS = [
         "updates = [[rate * g for g",
         "updates = [[g for g",
         "12_adasum",
-        16,
+        11,
     ),
     Bug(
         "gradients that are not rounded to the format",
@@ -344,7 +344,7 @@ BUGS = [
         "x = x if self.together and i else self.manager(x, i, i + 1)",
         "x = x if i else self.manager(x, i, i + 1)",
         "13_group_loss_scale",
-        10,
+        7,
     ),
     Bug(
         "an advice that is lost",

@@ -1,1 +1,1 @@
-"""Modules of views may be called as parts of the library are: their tests stand in a package, so that both can be collected."""
+"""A package, so that its tests and those of the library may have modules of one name."""
