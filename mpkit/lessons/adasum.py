@@ -52,7 +52,7 @@ def shared_updates(agreement: float, dimension: int, seed: int) -> tuple[Tensor,
 
 
 @cache
-def trained_with(rule: str, workers: int, rate: float = 0.5, steps: int = 40, batch: int = 16) -> tuple[float, ...]:
+def trained_with(rule: str, count: int, rate: float = 0.5, steps: int = 40, batch: int = 16) -> tuple[float, ...]:
     """Loss over all training digits before and after each step; every worker has `batch` images of its own.
 
     In float64: at large rates a training doubles every difference many times over, and that of two processors in
@@ -71,7 +71,7 @@ def trained_with(rule: str, workers: int, rate: float = 0.5, steps: int = 40, ba
     everything = torch.arange(len(images))
     losses = [loss_of(everything).item()]
     for _ in range(steps):
-        picks = torch.randint(len(images), (workers, batch), generator=rows)
+        picks = torch.randint(len(images), (count, batch), generator=rows)
         updates = [[rate * g for g in torch.autograd.grad(loss_of(pick), params)] for pick in picks]
         with torch.no_grad():
             for p, parts in zip(params, zip(*updates)):
@@ -133,16 +133,16 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
 @view(
     agreement=Range(0.0, 1.0, 0.05, "shared part"),
     dimension=Range(2, 256, 2, "dimensions"),
-    workers=Choice({n: str(n) for n in WORKERS}, "workers"),
+    count=Choice({n: str(n) for n in WORKERS}, "workers"),
     seed=Range(0, 99, label="random draw"),
 )
-def workers(see: Sheet, agreement=0.3, dimension=64, workers=8, seed=0) -> None:
+def workers(see: Sheet, agreement=0.3, dimension=64, count=8, seed=0) -> None:
     """Updates of 1 to 16 workers that share a direction to a chosen degree, each with noise of its own.
 
     Numbers: `lengths` in single updates and `cosines` with the shared direction, by rule over 1, 2, 4, 8, 16 workers.
     """
     common, updates = shared_updates(agreement, dimension, seed)
-    merged = {rule: [combined(rule, updates[:count]) for count in WORKERS] for rule in RULES}
+    merged = {rule: [combined(rule, updates[:n]) for n in WORKERS] for rule in RULES}
     lengths = {rule: [float(v.norm()) for v in vs] for rule, vs in merged.items()}
     cosines = {rule: [float(v @ common / v.norm()) for v in vs] for rule, vs in merged.items()}
     see.grid(380, 940, cols=(1, 1))
@@ -153,16 +153,16 @@ def workers(see: Sheet, agreement=0.3, dimension=64, workers=8, seed=0) -> None:
     y = linear("cosine", min(-0.5, min(map(min, cosines.values())) - 0.05), 1.05, 4)
     near = see.panel(0, 1, title="cosine with the shared direction", x=dict(x), y=y)
     for panel in (long, near):
-        panel.rule("x", math.log2(workers), "own", width=2)
+        panel.rule("x", math.log2(count), "own", width=2)
     for rule, look in LOOK.items():
         long.line(exponents(lengths[rule], least, 4.2), counts, label=rule, tag=True, **look)
     for rule, name in (("mean", "mean and sum"), ("AdaSum", "AdaSum")):
         near.line(cosines[rule], counts, label=name, tag=True, **LOOK[rule])
 
-    at = WORKERS.index(workers)
+    at = WORKERS.index(count)
     told = ", ".join(f"{rule} {lengths[rule][at]:.2f}" for rule in RULES)
     see.say(
-        f"{counted(workers, 'worker')}; {agreement:.2f} of every update is shared, the rest is noise. Lengths, in "
+        f"{counted(count, 'worker')}; {agreement:.2f} of every update is shared, the rest is noise. Lengths, in "
         f"single updates: {told}. The cosine with the shared direction is {cosines['AdaSum'][at]:z.2f} for AdaSum and "
         f"{cosines['mean'][at]:z.2f} for the mean.",
         lengths=lengths, cosines=cosines,
