@@ -7,16 +7,14 @@ import re
 import zipfile
 from functools import cache
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from sentences import NARROW, PERCENT, power, read, ridden, swept, tells, zeroed
+from sentences import PERCENT, power, read, ridden, swept, tells, zeroed
 
 from mpkit.data import data_dir, digits
 from mpkit.explorers.evidence import DetectiveExplorer, GridExplorer, NaiveRuleExplorer, RunExplorer, WhatIfExplorer
 from mpkit.explorers.own_experiment import OwnExperimentExplorer
-from mpkit.explorers.recipes import AmaxExplorer, BlockExplorer, RecipeExplorer, gaussian
 
 
 @cache
@@ -205,85 +203,6 @@ def test_the_loss_rule():
         ends = np.flatnonzero((seen < 2.0**-24) | (seen > 2.0**17))
         assert (f"at step {ends[0]} " if len(ends) else "nothing has ended it") in m.summary()
         assert int(told[2]) == round(ridden([2.0**17] * 1000, 2.0**m.exponent, 2, 50)[-1])
-
-
-def test_delayed_scales():
-    for m in swept(AmaxExplorer(), samples=5):
-        top, scale, clipped, worst, unused = float(ml_dtypes.finfo(NARROW[m.element.name]).max), 1.0, 0, 0.0, []
-        for step, amax in enumerate(m.amax):
-            past = m.amax[max(0, step - m.history_len) : step]
-            if m.current:
-                scale = top / amax
-            elif len(past) and (held := past[-1] if m.most_recent else past.max()) > 0:
-                scale = top / held / 2.0**m.margin
-            over = amax * scale / top
-            clipped += over > 1 + 2.0**-22
-            worst = max(worst, over)
-            if over <= 1 + 2.0**-22:  # whole powers of two, as floor(log2) of both
-                unused.append(math.floor(math.log2(top)) - math.floor(math.log2(np.float32(amax * scale))))
-        told = read(r"clipped in (\d+) of (\d+) steps.*; (\S+) bits .*, counted in whole bits\.$", m)
-        assert [int(told[0]), int(told[1])] == [clipped, 300], m.state()
-        assert float(told[2]) == pytest.approx(np.mean(unused), abs=0.051), m.state()
-        if clipped:
-            assert float(read(r"factor of (\S+);", m)[0]) == pytest.approx(worst, rel=6e-3)
-
-
-def test_blocks():
-    elements = {"MXFP8": ("e4m3fn", 448.0, 8), "MXFP4": ("e2m1", 6.0, 2), "NVFP4": ("e2m1", 6.0, 2)}
-    for fmt in elements:
-        for m in swept(BlockExplorer(fmt=fmt), samples=4, fmt=()):
-            x = gaussian(257).clone().numpy().astype(np.float64)
-            if m.outlier:
-                x[:, 40] = np.sign(x[:, 40]) * 2.0**m.outlier * 1.9
-            name, largest, lead = elements[fmt]
-            blocks = x.reshape(257, -1, m.size)
-            tops = np.abs(blocks).max(-1, keepdims=True)
-            if fmt == "NVFP4":
-                whole = tops.max() / 6 / 448  # one more scale, for the tensor
-                scale = (tops / 6 / whole).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * whole
-            elif m.rule in ("floor", "even"):
-                size = tops
-                if m.rule == "even":  # the largest value rounded to the elements' precision first
-                    bits = {"MXFP8": 3, "MXFP4": 1}[fmt]
-                    ulp = 2.0 ** (np.floor(np.log2(tops)) - bits)
-                    size = np.floor(tops / ulp + 0.5) * ulp
-                scale = 2.0 ** (np.floor(np.log2(size)) - lead)
-            elif m.rule == "rceil":
-                scale = 2.0 ** np.ceil(np.log2(tops / largest))
-            else:
-                scale = 2.0 ** (np.ceil(np.log2(tops)) - lead)
-            held = np.clip(blocks / scale, -largest, largest).astype(np.float32).astype(NARROW[name])
-            y = (held.astype(np.float64) * scale).reshape(x.shape)
-            plain = np.arange(128) != 40
-            noise = ((y - x)[:, plain] ** 2).sum()
-            told = read(rf"rows: (\S+) dB .*, {PERCENT} of the blocks clipped, {PERCENT} of the values zero\.", m)
-            gone = (y[0] == 0).sum()
-            become = "becomes" if gone == 1 else "become"
-            assert f"In the row that is shown {gone} of 128 values {become} zero. Over 257 such rows: " in m.summary()
-            assert (m.x == x[0].astype(np.float32)).all()
-            clipped, zeros = (tops > largest * scale * (1 + 2.0**-22)).mean(), (y == 0).mean()
-            assert float(told[0]) == pytest.approx(10 * math.log10((x[:, plain] ** 2).sum() / noise), abs=0.051)
-            assert tells(told[1], clipped, 1), m.summary()
-            assert tells(told[2], zeros, 1), m.summary()
-            shown = [float(row["scale"]) for row in m.table()]  # that of the block, times that of the tensor
-            assert shown == pytest.approx(np.broadcast_to(scale[0], blocks[0].shape).ravel().tolist(), rel=6e-4)
-
-
-def test_recipes():
-    with np.load(data_dir() / "recipes.npz") as file:
-        names, losses, end = file["names"].tolist(), file["losses"].astype(float), file["end"].astype(float)
-    for m in swept(RecipeExplorer(), samples=15):
-        i, at = names.index(m.recipe), m.step // 10
-        gaps = [*(end[i] - end[0]), *(losses[i] - losses[0])[:, at - 1]]
-        pattern = r"training by (\S+) to (\S+) \(.*in step (\d+) by (\S+) to (\S+), on average by (\S+) \("
-        told = read(pattern + r".*themselves differ by (\S+) after the training, and by (\S+) in step (\d+)\.$", m)
-        want = [min(gaps[:3]), max(gaps[:3]), 10 * at, min(gaps[3:]), max(gaps[3:]), sum(gaps[3:]) / 3]
-        want += [np.ptp(end[0]), np.ptp(losses[0][:, at - 1]), 10 * at]
-        assert [float(v) for v in told] == pytest.approx(want, abs=6e-4)
-        plain = [row["operand"] for row in m.table() if row["clipped"] == row["flushed"] == "not cast"]
-        wanted = ["wgrad.input", "wgrad.grad"] if m.recipe == "mxfp4, weight gradient high" else []
-        assert sorted(plain) == sorted(wanted)
-        assert len(m.table()) == 6
 
 
 def two_sided(t, freedom):

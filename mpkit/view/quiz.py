@@ -7,6 +7,7 @@
       ["answer", "a word"],       hint = "..."                 cases = [[[8.0, 0, true], [8.0, 1]]]
     ]                             hints = [[15, "..."]]        rel = 1e-9
 
+A topic of several lessons has `[tasks.NAME]`. {linear = [16, 48]} in a case is a linear layer of these sizes.
 The wrong answer of a hint is a value, or {above = , below = } for numbers, or {more_than = } or {fewer_than = } items.
 Each truth is computed a second way in `tests/unit/lessons/test_<topic>.py`.
 """
@@ -44,14 +45,16 @@ def answer(topic: str, name: str, value: object = None) -> None:
     print(verdict(topic, name, value)[1])
 
 
-def judge(topic: str, function: Callable[..., Any]) -> None:
+def judge(topic: str, function: Callable[..., Any], name: str = "") -> None:
     """Run the function that the reader of a lesson wrote on all cases of its task, and print a sentence.
+
+    A topic of several lessons has several tasks, each with a name.
 
     Raises:  TypeError if it is no function; ValueError for a topic without a task.
     """
     if not callable(function):
         raise TypeError(f"judge needs the function that you wrote, got {function!r}: leave its parentheses out")
-    print(judged(_of(topic, "task"), function)[1])
+    print(judged(_of(topic, "tasks" if name else "task", name), function)[1])
 
 
 def _of(topic: str, kind: str, name: str = "") -> dict[str, Any]:
@@ -95,7 +98,8 @@ def _meant(given: Any, wrong: Any, rel: float) -> bool:
 def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool | None, str]:
     """(right or wrong or None while nothing is written, the sentence) for a function on all cases of a task."""
     name = getattr(function, "__name__", "it")
-    for k, (arguments, expected) in enumerate(task["cases"]):
+    for k, (given, expected) in enumerate(task["cases"]):
+        arguments = [_layer(one) for one in given]
         call = f"{name}({', '.join(map(_shown, arguments))})"
         try:
             found = function(*copy.deepcopy(arguments))
@@ -112,6 +116,15 @@ def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool 
             none = ", as a function without return does" if got is None else ""
             return False, f"Not yet. {call} must give {both[0]}, and gave {both[1]}{none}. {task['hint']}"
     return True, f"Right, in all {len(task['cases'])} cases. {task['right']}"
+
+
+def _layer(given: Any) -> Any:
+    """The linear layer that {linear = [inputs, outputs]} stands for; anything else as it is."""
+    if not isinstance(given, Mapping) or "linear" not in given:
+        return given
+    from torch import nn  # heavy, and for one lesson's task alone
+
+    return nn.Linear(*given["linear"])
 
 
 def _alike(got: Any, expected: Any, rel: float) -> bool:
