@@ -111,7 +111,7 @@ def gaussian(rows: int, columns: int = 128) -> torch.Tensor:
     rule=Choice({name: name for name in ("floor", "even", "rceil", "ceil")}, "rounding of the scale"),
     outlier=Range(0, 10, label="outlier, powers of two"),
 )
-def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=0) -> None:
+def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     """A row of 128 values in blocks: what one outlier does to its neighbours, by block size and scale rounding.
 
     Numbers: `x decoded` (128,), `scales` per block; over many rows `snr` (dB, beside the outlier), `clipped` (share of
