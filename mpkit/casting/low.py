@@ -95,7 +95,8 @@ def _facts(func: Any) -> _Facts:
         views=bool(schema.returns) and schema.returns[0].alias_info is not None,
         writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
         promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
-        statistics=name.startswith(_STATISTICS),
+        # a backward gives gradients after its first result; those of a batch norm are of its float32 parameters
+        statistics=name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
         fills=name.startswith(_FILLS),
     )
 

@@ -167,6 +167,9 @@ WRITTEN_BESIDE = frozenset(
     )
 )
 
+# their class weights take the dtype of the scores, which a network may have made float32 on purpose
+WEIGHTED_LOSSES = frozenset(words("cross_entropy nll_loss multi_margin_loss"))
+
 
 def opened(function: FunctionType) -> Function:
     """A torch function written in Python, without the check that hands it over as a whole."""

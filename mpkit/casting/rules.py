@@ -351,7 +351,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.MAY_VIEW - {"unflatten"}, viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
         *_of_one_dtype(low),
-        (ops.WRITTEN_BESIDE, written),
+        (ops.WRITTEN_BESIDE | ops.WEIGHTED_LOSSES, written),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, None)),
         (ops.WITH_STATISTICS, norm_with_statistics(low)),
         (("embedding", "embedding_bag"), delivered_in(low)),
