@@ -292,6 +292,16 @@ def looks_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
         return inner(*args, **kwargs)
 
 
+def cast_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A checkpoint, which the compiler alone takes for one operation: the function in it is cast."""
+
+    def function(*inner: Any, **named: Any) -> object:
+        with CastMode():
+            return args[0](*inner, **named)
+
+    return func(function, *args[1:], **kwargs)
+
+
 def unflattened(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
     """`x.unflatten`, which the compiler can follow only as a function."""
     return torch.unflatten(*args, **kwargs)
@@ -322,6 +332,7 @@ def _table(*parts: Part) -> dict[str, Handler]:
     """Handlers by the name of the function; later parts win."""
     always: list[Part] = [
         (ops.COMPOSED, looks_inside),
+        (("checkpoint", "tag_activation_checkpoint"), cast_inside),
         (("unflatten",), unflattened),
         (("backward", "grad"), differentiated),
         (("__get__", *ops.SHOWS_MEMORY), shown),
