@@ -111,6 +111,7 @@ def prediction(see: Sheet, panel: Panel, guess: np.ndarray, first: int, shown: b
     """
     if shown and not made:
         raise ValueError("draw or type your prediction first; then it is shown")
+    see.idle |= {"shown"}  # the button shows it, once
     mine = np.concatenate([np.full(first, np.nan), guess])
     look: dict[str, Any] = {"color": "own", "label": "your line", "width": 2.4, "dash": "--"}
     if shown:
