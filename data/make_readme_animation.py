@@ -8,12 +8,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mpkit.widgets.scaling import dynamics_view
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from mpkit.lessons.dynamic_scale import dynamics
+from mpkit.view.page import Page
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "page")]
 STEPS = range(96, 206)
 WIDTH, COLOURS, EACH = 700, 160, 90  # pixels, colours, milliseconds a frame
 
@@ -22,7 +24,7 @@ def main() -> None:
     from browser import CHROMIUM, QUIET
     from scenes import page
 
-    view = dynamics_view(scale_window=16, step=STEPS[0])
+    view = Page(dynamics(window=16, step=STEPS[0]))
     frames = []
     with sync_playwright() as tool, tempfile.TemporaryDirectory() as folder:
         browser = tool.chromium.launch(executable_path=CHROMIUM, args=QUIET)

@@ -139,7 +139,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """`make test` ends with one line: what passed, and what is left to `make more`."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("MPKIT_TELL") and terminal and not hasattr(config, "workerinput"):
-        rest = [path for part in ("unit", "page", ".") for path in (config.rootpath / "tests" / part).glob("test_*.py")]
+        apart, tests = ("contract", "tools"), config.rootpath / "tests"
+        rest = [path for path in tests.rglob("test_*.py") if path.relative_to(tests).parts[0] not in apart]
         functions = sum(path.read_text("utf-8").count("\ndef test_") for path in rest)
         passed, failed = (len(terminal.stats.get(key, ())) for key in ("passed", "failed"))
         more = f"`make more` would add {functions} tests in {len(rest)} files: units, pages, labs, compilers, processes"

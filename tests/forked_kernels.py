@@ -103,7 +103,8 @@ def import_all() -> None:
     import importlib
 
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # as a kernel sets it
-    sys.path.insert(0, str(HERE.parent))
+    beside = [str(HERE.parent), str(HERE.parent / "tools")]
+    sys.path[:0] = beside
     import pandas
     from other_machines import IMPORTED, ROOT
 
@@ -114,7 +115,7 @@ def import_all() -> None:
         importlib.import_module(name)
     for path in sorted((ROOT / "mpkit" / "lessons").glob("[a-z]*.py")):
         importlib.import_module(f"mpkit.lessons.{path.stem}")
-    sys.path[:] = [path for path in sys.path if path != str(HERE.parent)]  # a notebook sees no module of the tests
+    sys.path[:] = [path for path in sys.path if path not in beside]  # a notebook sees no module of the tests
 
 
 def run(sock: socket.socket) -> None:

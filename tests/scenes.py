@@ -11,7 +11,7 @@ from typing import Any
 
 from support import ROOT
 
-TRAITS = ("spec", "kept", "controls", "state", "index", "wish", "ahead", "sentence", "rows")
+TRAITS = ("spec", "kept", "controls", "tries", "state", "index", "wish", "ahead", "message", "rows")
 # what every page but JupyterLab's has, whatever its theme: the variables that ipywidgets brings along
 BROUGHT = ":root{--jp-content-font-color1:#000;--jp-layout-color0:#fff;--jp-layout-color1:#fff}"
 THEMES = {  # of a front end: attributes of its html, of its body, and its style
@@ -90,7 +90,7 @@ def page(views: Sequence[Any], theme: str = "light") -> str:
     `slow` answers a question when `done()` is called.
     """
     data = json.dumps([{name: plain(getattr(view, name)) for name in TRAITS} for view in views])
-    source, style = (ROOT / "mpkit" / "widgets" / "scene.js").read_text(), views[0]._css
+    source, style = (ROOT / "mpkit" / "view" / "scene.js").read_text(), views[0]._css
     root, body, around = THEMES[theme]
     return f"""<!doctype html><html lang=en {root}><meta charset=utf-8><title>scenes</title><style>{around}{style}
 body{{font:13px sans-serif;margin:8px}} section{{margin-bottom:20px}}</style>

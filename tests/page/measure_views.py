@@ -1,6 +1,6 @@
 """How quick the views are in a real JupyterLab: `python tests/page/measure_views.py --out data/benchmarks/views.json`.
 
-One browser, one JupyterLab; with `--old COMMIT`, a commit whose views were PNG pictures behind ipywidgets, the same is
+One browser, one JupyterLab; with `--old COMMIT`, a commit before views were functions of `mpkit/lessons`, lesson 05 is
 measured of both, in turn, from a copy of that commit in a temporary folder. Medians; needs Chromium and git.
 """
 
@@ -16,25 +16,39 @@ import tarfile
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from browser import CHROMIUM, QUIET, Lab, Page
 from playwright.sync_api import sync_playwright
 from support import ROOT
 
-OLD = "03d345f"
-"""The last commit in which lesson 05 was a PNG."""
-TEN = (
-    *("scaling.dynamics", "scaling.sweep", "formats.bits", "formats.ranges", "rounding.modes", "training.underflow"),
-    *("training.step", "boost.freeze", "evidence.what_if", "evidence.run"),
-)
-ANIMATED = (
-    *("scaling.dynamics", "scaling.zoo", "training.underflow", "training.step", "boost.freeze", "evidence.run"),
-    *("evidence.detective", "dim_reduce.dim_reduce", "experiment.own_experiment"),
-    *("formats.gradients", "group_scale.group_scale", "optimizers.schedules", "rounding.updates"),
-)
+from mpkit.view.views import Maker
+
+DYNAMICS = {
+    None: "from mpkit.lessons.dynamic_scale import dynamics as view\nview()",
+    "old": "from mpkit.widgets.scaling import dynamics_view as view\nview()",
+}
+HANDLES = {None: ("window", "factor", "puts"), "old": ("scale_window", "scale_factor", "init_exponent")}
+"""Of a window, a factor and a scale, now and in a commit before."""
+
+
+def views() -> dict[str, tuple[str, bool]]:
+    """Every view that opens without being told anything -> (the code that shows it, whether it plays)."""
+    import mpkit.lessons
+
+    found = {}
+    for module in iter_modules(mpkit.lessons.__path__):
+        for name, maker in vars(import_module(f"mpkit.lessons.{module.name}")).items():
+            if isinstance(maker, Maker) and maker.__module__.endswith(f".{module.name}"):
+                code = f"from mpkit.lessons.{module.name} import {name}\n{name}()"
+                found[f"{module.name}.{name}"] = code, bool(maker().sheet.step)
+    return found
+
+
 FRAMES = """([cell, wait]) => new Promise((done) => {
   const area = document.querySelectorAll('.jp-Cell')[cell].querySelector('.jp-OutputArea');
   let changed = false, offered = 0, drawn = 0;
@@ -71,8 +85,8 @@ class Wire:
         self.bytes += len(payload)
 
 
-def notebook(lab: Lab, name: str, views: tuple[str, ...], source: Path | None) -> str:
-    """Write a notebook with these views, of this library or of the sources in a folder."""
+def notebook(lab: Lab, name: str, sources: list[str], source: Path | None = None) -> str:
+    """Write a notebook with the cells `sources`, of this library or of the one in a folder."""
     start = (
         "import sys"
         if source is None
@@ -82,12 +96,8 @@ def notebook(lab: Lab, name: str, views: tuple[str, ...], source: Path | None) -
         )
     )
     cells = [
-        start,
-        *(f"from mpkit.widgets.{v.split('.')[0]} import {v.split('.')[1]}_view as view\nview()" for v in views),
-    ]
-    cells = [
         {"id": f"c{i}", "cell_type": "code", "metadata": {}, "outputs": [], "source": text, "execution_count": None}
-        for i, text in enumerate(cells)
+        for i, text in enumerate([start, *sources])
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     text = json.dumps({"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
@@ -137,21 +147,16 @@ def play(page: Page, wire: Wire, cell: int, seconds: float = 3.0) -> dict[str, f
 
 def dynamics(lab: Lab, context: Any, wire: Wire, source: Path | None, times: int) -> dict[str, float]:
     """Lesson 05: a parameter, the step, play, the picture's place."""
-    page = Page(lab, context, notebook(lab, "dynamics.ipynb", ("scaling.dynamics",), source))
+    age = source and "old"
+    page = Page(lab, context, notebook(lab, "dynamics.ipynb", [DYNAMICS[age]], source))
     try:
         page.run_all()
         area = page.page.locator(".jp-Cell").nth(1)
-        if source is None:
-            window, factor, run = (
-                area.locator(f"[data-name={n}]") for n in ("scale_window", "scale_factor", "init_exponent")
-            )
-            step = area.locator(".mpk-player input[type=range]")
-        else:
-            sliders = area.locator(".widget-slider .noUi-handle")  # initial scale, factor, window, floor, step
-            run, factor, window, step = (sliders.nth(i) for i in (0, 1, 2, 4))
+        window, factor, scale = (area.locator(f"[data-name={name}]") for name in HANDLES[age])
+        step = area.locator(".mpk-player input[type=range]")
         window.scroll_into_view_if_needed()
         found: dict[str, float] = {"picture_offset_px": page.page.evaluate(TOP, 1)}
-        for name, control in (("window", window), ("factor", factor), ("start", run), ("step", step)):
+        for name, control in (("window", window), ("factor", factor), ("scale", scale), ("step", step)):
             delay, frames, weight = presses(page, wire, 1, control, times)
             found |= {f"{name}_ms": delay, f"{name}_frames": frames, f"{name}_bytes": weight}
         return found | play(page, wire, 1)
@@ -159,9 +164,9 @@ def dynamics(lab: Lab, context: Any, wire: Wire, source: Path | None, times: int
         page.close()
 
 
-def ten(lab: Lab, context: Any, source: Path | None) -> float:
-    """Seconds until a page with ten views has run and is drawn."""
-    page = Page(lab, context, notebook(lab, "ten.ipynb", TEN, source))
+def ten(lab: Lab, context: Any) -> float:
+    """Seconds until a page with the first ten views has run and is drawn."""
+    page = Page(lab, context, notebook(lab, "ten.ipynb", [code for code, _ in list(views().values())[:10]]))
     try:
         start = time.perf_counter()
         page.run_all()
@@ -191,15 +196,15 @@ def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--old", default=OLD, help="commit with PNG views; empty: none is measured")
+    parser.add_argument("--old", default="", help="a commit with mpkit/widgets; empty: none is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--times", type=int, default=8, help="keys pressed for every control and round")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
         scratch = Path(folder)
-        kinds: dict[str, Path | None] = {"scene": None}
+        kinds: dict[str, Path | None] = {"now": None}
         if options.old:
-            kinds["png"] = checked_out(options.old, scratch / "old")
+            kinds["old"] = checked_out(options.old, scratch / "old")
         lab = Lab(scratch / "lab")
         context = tool.chromium.launch_persistent_context(
             scratch / "profile", executable_path=CHROMIUM, args=QUIET, viewport={"width": 1280, "height": 1600}
@@ -212,11 +217,14 @@ def main() -> None:
             for _ in range(options.rounds):
                 for kind, source in kinds.items():
                     row = dynamics(lab, context, wire, source, options.times)
-                    runs[kind].append(row | {"ten_views_s": ten(lab, context, source)})
+                    runs[kind].append(row)
                     print(kind, rounded(runs[kind][-1]), flush=True)
+            seconds = statistics.median(ten(lab, context) for _ in range(options.rounds))
             moving = {}
-            for view in ANIMATED:
-                page = Page(lab, context, notebook(lab, "moving.ipynb", (view,), None))
+            for view, (code, plays) in views().items():
+                if not plays:
+                    continue
+                page = Page(lab, context, notebook(lab, "moving.ipynb", [code]))
                 try:
                     page.run_all()
                     moving[view] = play(page, wire, 1) | {"picture_offset_px": page.page.evaluate(TOP, 1)}
@@ -235,7 +243,8 @@ def main() -> None:
     meta |= {"load_at_the_end": load, "rounds": options.rounds, "old": options.old}
     lesson = {kind: median_of(rows) for kind, rows in runs.items()}
     options.out.write_text(
-        json.dumps(rounded({"meta": meta, "lesson_05": lesson, "animated": moving}), indent=1) + "\n"
+        json.dumps(rounded({"meta": meta, "lesson_05": lesson, "ten_views_s": seconds, "animated": moving}), indent=1)
+        + "\n"
     )
 
 

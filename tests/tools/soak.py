@@ -25,16 +25,17 @@ from jupyter_client.provisioning import LocalProvisioner
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = """
-from mpkit.widgets.scaling import live_view
-view = live_view()
-view.explorer.steps = 60
+from mpkit.lessons.start import live
+from mpkit.view.page import Page
+page = Page(live(steps=60))
+view = page.view
 def press(what):
-    view.ask(what)
-    e = view.explorer
-    with e.lock:
-        run = e.run
-        return {"state": e.state(), "sentence": e.summary(), "busy": e.busy,
-                "run": run and [len(run.losses), len(run.scales), max(run.skipped, default=-1)]}
+    page.ask(what)
+    with view.lock:
+        run = view.params["run"]
+        params = {name: view.params[name] for name in ("factor", "window", "floor")}
+        return {"params": params, "sentence": view.sentence,
+                "busy": view.busy, "run": run and [len(run.losses), len(run.scales), max(run.skipped, default=-1)]}
 """
 
 
@@ -42,14 +43,10 @@ def presses(rng: random.Random) -> dict[str, object]:
     """What a reader does next."""
     return rng.choice(
         [
-            {"train": True},
-            {"stop": True},
-            {"kick_up": True},
-            {"kick_down": True},
-            {"reset": True},
-            {"scale_factor": rng.randint(2, 16)},
-            {"scale_window": rng.randint(1, 240)},
-            {"floor_exponent": rng.randint(-14, 10)},
+            *({"press": label} for label in ("Train", "Stop", "Scale × 2^10", "Scale / 2^10", "Reset")),
+            {"set": {"factor": rng.randint(2, 16)}},
+            {"set": {"window": rng.randint(1, 240)}},
+            {"set": {"floor": rng.randint(-14, 10)}},
         ]
     )
 
@@ -57,8 +54,9 @@ def presses(rng: random.Random) -> dict[str, object]:
 def torn(answer: dict) -> bool:
     """Whether this is not one moment."""
     losses, scales, skipped = answer["run"] or (0, 0, -1)
-    told = f"Set to factor {answer['state']['scale_factor']}, window {answer['state']['scale_window']}, floor"
-    return losses != scales or skipped >= losses or not answer["sentence"].startswith(told)
+    params = answer["params"]
+    told = f", factor {params['factor']}, window {params['window']}, floor 2^{params['floor']}. "
+    return losses != scales or skipped >= losses or told not in answer["sentence"]
 
 
 class Reader(threading.Thread):

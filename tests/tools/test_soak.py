@@ -12,12 +12,12 @@ import soak
 def test_every_press_is_answered_and_half_a_run_is_torn() -> None:
     space: dict[str, Any] = {}
     exec(soak.SET_UP, space)
-    rng, explorer = random.Random(0), space["view"].explorer
-    for what in ({"train": True}, *(soak.presses(rng) for _ in range(30)), {"reset": True}, {"train": True}):
+    rng, view = random.Random(0), space["view"]
+    for what in ({"press": "Train"}, *(soak.presses(rng) for _ in range(30)), {"press": "Reset"}, {"press": "Train"}):
         answer = ast.literal_eval(repr(space["press"](what)))  # as it comes out of a kernel
         assert not soak.torn(answer), answer
-    explorer.wait()
-    answer = space["press"]({"stop": True})
+    view.wait(120)
+    answer = space["press"]({"press": "Stop"})
     losses, scales, skipped = answer["run"]
     assert losses > 0
     assert not soak.torn(answer)
