@@ -319,7 +319,7 @@ function render({ model, el }) {
 		if (away) {
 			late = setTimeout(() => say(LATE), 5000);
 			if (spec.index) model.set("index", index); // or a Reset would not know of it
-			return model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) });
+			return heard(() => model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) }));
 		}
 		if (!gone && [GONE, LATE].includes(word.textContent)) say(get("message"));
 		back();
@@ -332,22 +332,23 @@ function render({ model, el }) {
 	}
 	function settle() { if (!rest) return; rest = clearTimeout(rest); queue(owed); owed = null; }
 
+	function heard(tells) { try { tells(); } catch { lost(); } } // a page learns that a kernel was ended where it asks it
 	function say(text) { word.textContent = text ?? ""; }
 	function lost() {
 		gone = true;
-		[away, waiting, late] = [null, [], clearTimeout(late)];
+		[away, waiting, owed, late, rest] = [null, [], null, clearTimeout(late), clearTimeout(rest)];
 		for (const part of [form, presses, tries]) part.inert = true;
 		say(GONE);
-		mark();
+		back();
 	}
 
 	// ---- pictures of other values: wished for near a handle, so a drag asks nothing; not if closed
 	const ready = (name) => { const { tokens } = get("state"); return (sent.get(name) ?? []).filter((b) => b.token === tokens?.[name] && (b.index ?? index) === index); };
 	function want(name) {
 		const { tokens, busy } = get("state"), have = ready((near = name)), last = have.at(-1), key = [name, tokens?.[""], index, have.length].join();
-		if (!root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
+		if (gone || !root.isConnected || !tokens?.[name] || busy || key === wished || (last?.whole && last.full === tokens?.[""])) return;
 		model.set("wish", { name, have: have.flatMap((b) => b.values), n: (wished = key) });
-		model.save_changes();
+		heard(() => model.save_changes());
 	}
 	async function arrived() {
 		const given = get("ahead"), base = { spec: get("spec"), kept: get("kept") };
