@@ -297,7 +297,7 @@ function render({ model, el }) {
 	const picture = svg(stage, "svg", { role: "img" }), over = svg(stage, "svg", { class: "mpk-over", role: "group", tabindex: 0, "aria-label": "Arrow keys read the values" });
 	const cross = svg(over, "line", { class: "cross" }), layer = svg(over, "g"), tip = part("tip", { hidden: "" }, stage);
 	const player = part("player"), bar = part("bar"), form = part("form", {}, bar), presses = part("form", {}, bar), tries = part("form tries", { role: "group", "aria-label": "Try" });
-	const status = part("status", { role: "status" }), phrase = html(status, "span"), word = html(status, "b"), more = html(root, "details");
+	const status = part("status", { role: "status" }), phrase = html(status, "span", { class: "mpk-said" }), word = html(status, "b"), more = html(root, "details");
 	const table = (html(more, "summary", {}, "Show as table"), html(part("rows", { tabindex: 0, role: "group", "aria-label": "Table" }, more), "table"));
 	let spec, panels = [], moving = [], index = get("index"), pos = index, drag = null, timer = 0, frame = 0, asked = 0, rest = 0, owed = null, waiting = [], away = null, local = null, near, wished, typing, slider, output, typed, button, fast, gone = false, late = 0, telling;
 	const of = (kind, name) => form.querySelector(`[data-${kind}="${name}"]`);
@@ -319,7 +319,7 @@ function render({ model, el }) {
 		if (away) {
 			late = setTimeout(() => say(LATE), 5000);
 			if (spec.index) model.set("index", index); // or a Reset would not know of it
-			return heard(() => model.send({ ask: away.what, n: (away.n = ++asked), ...(spec.index && { index }) }));
+			return heard(() => model.send({ ask: away.what.call ? away.what() : away.what, n: (away.n = ++asked), ...(spec.index && { index }) }));
 		}
 		if (!gone && [GONE, LATE].includes(word.textContent)) say(get("message"));
 		back();
@@ -357,10 +357,10 @@ function render({ model, el }) {
 		sent.set(given.name, [...ready(given.name), { ...given, base, columns }]);
 		if (given.name === near) want(near);
 	}
-	function choose(name, place, what, id = name) { // the kernel hears where it rests
+	function choose(name, place, what, id = name, later = what) { // the kernel hears where it rests
 		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // else the pictures are of another
 		const key = +(+place).toPrecision(9), found = alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
-		if (!found) return ask(what, id);
+		if (!found) return ask(later, id);
 		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
 		local = found.columns.reduce((tree, [path, values]) => replaced(tree, path, values[k]), found.base);
 		if (box && what.set?.[name] != null) box.value = what.set[name];
@@ -381,7 +381,8 @@ function render({ model, el }) {
 		pick(m, k, d) {
 			const name = `${m.name} ${k}`;
 			if (!picks.has(name)) {
-				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), pick = () => choose(m.name, k, { set: node.sets }, NaN);
+				const node = svg(layer, "path", { class: "pick", role: "button", "data-for": m.name, tabindex: picks.size ? -1 : 0 }), fresh = () => get("spec").panels.flatMap((q) => q.marks).find((q) => q.sets && q.name === m.name); // after what was pressed before
+				const pick = () => choose(m.name, k, { set: node.sets }, NaN, () => ({ set: fresh()?.sets[k] ?? {} }));
 				on(node, "click", pick);
 				on(node, "keydown", (e) => {
 					const to = { ArrowRight: node.nextSibling, ArrowLeft: node.previousSibling }[e.key];

@@ -181,7 +181,7 @@ OPEN = """(path) => { const app = window.jupyterapp;
 # MPKIT_AXE="01_number_formats.ipynb" python -m pytest tests/page/test_browser.py -k 01
 WITH_ALL = "05_dynamic_loss_scale.ipynb"
 AXE = os.environ.get("MPKIT_AXE", WITH_ALL).split()
-PARTS = {"mpk-status": ".mpk-status", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
+PARTS = {"mpk-said": ".mpk-said", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
 ERRORS = ['[data-mime-type$="jupyter.error"] pre, [data-mime-type$="jupyter.stderr"] pre']
 ROUNDS = 3  # the first notebook of a tab is laid out to its new height when the theme changes once more
 THEME = "(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
