@@ -261,19 +261,19 @@ BUGS = [
     ),
     Bug(
         "the least likely digit counted as the answer",
-        "explorers/optimizers.py",
+        "lessons/optimizers.py",
         "(network(tests).argmax(1) == truth)",
         "(network(tests).argmin(1) == truth)",
         "07_optimizer",
-        7,
+        5,
     ),
     Bug(
         "a static scale that the optimizer forgets",
-        "explorers/optimizers.py",
+        "lessons/optimizers.py",
         "Momentum(p, 0.05, 0.9, decay, scale)",
         "Momentum(p, 0.05, 0.9, decay)",
         "07_optimizer",
-        14,
+        9,
     ),
     Bug(
         "an overflow check that sees NaN only, in a training",

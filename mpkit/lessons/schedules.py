@@ -1,0 +1,162 @@
+"""Lesson 21: learning-rate schedules side by side, and which weights weight decay reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpkit.optimizers import SGD, Adam, AdamWeightDecay
+from mpkit.schedules import (
+    CosineDecayLR,
+    ExponentialDecayLR,
+    InverseDecayLR,
+    LearningRateSchedule,
+    NaturalExpDecayLR,
+    PolynomialDecayLR,
+    WarmUpLR,
+)
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.sheet import DASHES, GLYPHS, SERIES, Panel, linear
+
+STEPS = 200
+
+
+def _curves(see: Sheet, panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> None:
+    """A line for each curve with its name at the end, a marker at the step that is played, and a handle there."""
+    see.play("step", "step", (count := len(next(iter(curves.values())))), every=80)
+    for (name, seen), color, dash, glyph in zip(curves.items(), SERIES, DASHES, GLYPHS):
+        panel.line(seen, color=color, dash=dash, width=1.8, label=name, tag=True)
+        panel.points(seen, color=color, glyph=glyph, show="at", size=4.5)
+    panel.rule("x", "index", "muted", dash=":")
+    panel.handle("x", "step", step, 0, count - 1, "marked step")
+
+
+# ---- schedules
+def schedules_of(rate: float, factor: float, span: int, power: float, stair: bool, warmup: int) -> dict[str, Any]:
+    """The five schedules with the same numbers, after a common warm-up, by a short name."""
+    found: dict[str, LearningRateSchedule] = {
+        "exponential": ExponentialDecayLR(rate, factor, span, stair),
+        "natural exp": NaturalExpDecayLR(rate, factor, span, stair),
+        "inverse": InverseDecayLR(rate, factor, span, stair),
+        "cosine": CosineDecayLR(0.0, rate, span),
+        "polynomial": PolynomialDecayLR(rate, 0.0, span, power),
+    }
+    return {name: WarmUpLR(rate, warmup).then(s, at=warmup) if warmup else s for name, s in found.items()}
+
+
+@view(
+    rate=Range(1e-4, 1.0, 0.25, "learning_rate", log=10),
+    factor=Range(0.05, 1.5, 0.05, "decay_rate"),
+    span=Range(1, STEPS, label="decay_steps"),
+    power=Range(0.25, 4.0, 0.25, "power"),
+    stair="is_stair",
+    warmup=Range(0, 100, label="warm-up, steps"),
+    step=Range(0, STEPS - 1, hidden=True),
+)
+def schedules(see: Sheet, rate=0.1, factor=0.5, span=60, power=0.5, stair=False, warmup=0, step=60) -> None:
+    """Five schedules with the same numbers. Numbers: `curves`, name -> (200,) learning rates."""
+    found = schedules_of(rate, factor, span, power, stair, warmup)
+    curves = {name: schedule(torch.arange(STEPS)).numpy() for name, schedule in found.items()}
+    most = max(float(c.max()) for c in curves.values())  # a decay_rate above 1 makes one of them grow
+    top = float(f"{min(max(rate, most), 4 * rate):.3g}")
+    see.grid(380)
+    x, y = linear("step", 0, STEPS - 1, 8), linear("learning rate", -0.02 * top, 1.05 * top, 5)
+    _curves(see, see.panel(title="the same numbers, five schedules", x=x, y=y), curves, step)
+    columns: dict[str, Any] = {f"c{i}": c for i, c in enumerate(curves.values())}
+    told = ", ".join(f"{name} {{c{i}}}" for i, name in enumerate(curves))
+    see.say(
+        f"Learning rates at step {{at}}, with learning_rate {rate:.3g}, decay_rate {factor:.3g} and decay_steps "
+        f"{span}: {told}.",
+        at=np.arange(STEPS), **columns, curves=curves,
+    )  # fmt: skip
+
+
+# ---- weight decay
+NAMES = ("fc.weight", "fc.bias", "bn.gamma", "bn.beta")
+PLACES = ("no groups", "in a group", "in a group with weight_decay 0", "left out of all groups")
+
+
+def _handed(place: str, name: str, weight: nn.Parameter) -> list[Any]:
+    """What the optimizer is given: the parameter with its name, alone or in a group, or a group that lacks it."""
+    if place == PLACES[0]:
+        return [(name, weight)]
+    if place == PLACES[3]:
+        return [{"params": [("another.weight", nn.Parameter(torch.ones(1)))]}]
+    return [{"params": [(name, weight)]} | ({"weight_decay": 0.0} if place == PLACES[2] else {})]
+
+
+@cache
+def decay_curves(
+    size: float, rate: float = 0.01, amount: float = 0.1, name: str = NAMES[0], place: str = PLACES[0], steps: int = 200
+) -> dict[str, list[float]]:
+    """A weight of 1 before each step and after the last, while its gradients alternate, -size and +size.
+
+    Args:
+        size:   of the gradients (>= 0).
+        rate:   learning rate; `amount` the weight_decay of the optimizer.
+        name:   of the parameter; `place`, one of `PLACES`, how the optimizer gets it.
+    Returns:  SGD, Adam, AdamWeightDecay -> steps + 1 values.
+    """
+    curves = {}
+    for kind in (SGD, Adam, AdamWeightDecay):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = kind(_handed(place, name, weight), rate, weight_decay=amount)
+        seen = [1.0]
+        for step in range(steps):
+            weight.grad = torch.tensor([size if step % 2 else -size])
+            optimizer.step()
+            seen.append(weight.item())
+        curves[kind.__name__] = seen
+    return curves
+
+
+@view(
+    parameter=list(NAMES),
+    place=Choice({place: place for place in PLACES}, "handed over"),
+    size=Range(1e-4, 10.0, 0.25, "gradient size", log=10),
+    rate=Range(0.0, 0.03, 0.001, "learning rate"),
+    amount=Range(0.0, 0.5, 0.01, "weight_decay"),
+    step=Range(0, STEPS, hidden=True),
+)
+def decay(see: Sheet, parameter=NAMES[0], place=PLACES[0], size=0.1, rate=0.01, amount=0.1, step=STEPS) -> None:
+    """The weight decay of three optimizers at work on one weight, by its name and by how the optimizer got it.
+
+    Numbers: `curves`, name -> the weight before each step and after the last; `reached`, whether decay reaches it.
+    """
+    curves = decay_curves(size, rate, amount, parameter, place, STEPS)
+    probe = decay_curves(0.0, 0.1, 0.5, parameter, place, 1)["SGD"][-1]  # only decay can move it
+    reached = "weight decay reaches it" if amount else "its weight_decay is 0"
+    reach = reached if probe < 1 else "weight decay does not reach it"
+    if place == PLACES[3]:
+        reach = "it is not trained"
+    elif not rate:
+        reach = "a learning rate of 0 moves nothing"
+    see.grid(380)
+    x, y = linear("step", 0, STEPS, 8), linear("weight", -0.2, 1.4, 8)
+    room = [28, 136, 42, 60]  # for the name AdamWeightDecay
+    panel = see.panel(title=f"{parameter}, {place}: {reach}", x=x, y=y, pad=room)
+    alone = (1 - rate * amount) ** np.arange(STEPS + 1)
+    panel.line(alone, color="reference", dash=":", width=5, label="× (1 − rate × decay) each step")
+    _curves(see, panel, curves, step)
+    columns: dict[str, Any] = {f"c{i}": shortly(c) for i, c in enumerate(curves.values())}
+    elsewhere = " outside of this group" if place == PLACES[2] else ""
+    see.say(
+        f"{parameter}, {place}: {reach}. The learning rate is {rate:.3g}, weight_decay is {amount:.3g}{elsewhere}, and "
+        f"the gradients are -{size:.3g} and +{size:.3g} in turn. After {{at}} steps a weight of 1 becomes {{c0}} in "
+        "SGD, {c1} in Adam, {c2} in AdamWeightDecay.",
+        at=np.arange(STEPS + 1), curves=curves, reached=probe < 1, **columns,
+    )  # fmt: skip
+
+
+def shortly(weights: Sequence[float]) -> np.ndarray:
+    """Weights to two digits after the point; a small one keeps its first digit, or it would look like 0."""
+    found = np.asarray(weights, dtype=float)
+    with np.errstate(divide="ignore"):
+        first = 10.0 ** np.floor(np.log10(np.abs(found)))
+    first[~(first > 0)] = 1
+    return np.where(np.abs(found) >= 0.005, np.round(found, 2), np.round(found / first) * first)
