@@ -272,14 +272,7 @@ class Maker(Protocol):
 
 
 def plain(explorer: type[Explorer], scene: Callable[[Any], Scene], says: str) -> Maker:
-    """What makes the view of an explorer that needs nothing but a scene, under the scene's own name: a row of a table.
-
-    >>> from mpkit.widgets.evidence import run_view
-    >>> run_view.__name__, run_view.__module__
-    ('run_view', 'mpkit.widgets.evidence')
-    >>> run_view.__doc__
-    'A recorded run, step by step; parameters as `RunExplorer`.'
-    """
+    """What makes the view of an explorer that needs nothing but a scene, under the scene's own name: a row of a table."""
 
     def make(**params: object) -> View:
         return View(explorer(**params), scene)
