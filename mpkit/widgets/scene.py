@@ -272,7 +272,7 @@ class Maker(Protocol):
 
 
 def plain(explorer: type[Explorer], scene: Callable[[Any], Scene], says: str) -> Maker:
-    """What makes the view of an explorer that needs nothing but a scene, under the scene's own name: a row of a table."""
+    """What makes the view of an explorer that needs nothing but a scene, under the scene's own name."""
 
     def make(**params: object) -> View:
         return View(explorer(**params), scene)
