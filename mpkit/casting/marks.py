@@ -89,11 +89,12 @@ class Forward:
         try:
             if rule.protected and LOCAL.given:
                 args = tuple([_as_it_came(x) for x in args])
+                kwargs = {name: _as_it_came(x) for name, x in kwargs.items()}
             if rule.entry is not None:
-                given = args
+                given = (*args, *kwargs.values())
                 args, kwargs = cast_all(args, rule.entry), cast_all(kwargs, rule.entry)
                 if outside is None:
-                    LOCAL.given = [(y, x) for y, x in zip(args, given) if y is not x]
+                    LOCAL.given = [(y, x) for y, x in zip((*args, *kwargs.values()), given) if y is not x]
             LOCAL.rule, LOCAL.module = rule, self.module
             if self.inner is not None:
                 out = self.inner(*args, **kwargs)

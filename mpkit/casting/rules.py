@@ -65,14 +65,22 @@ def parameters_in(low: Target) -> Handler:
     """Parameters take the precision of the activations; everything else is torch's own affair."""
 
     def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        if not is_compiling() and "." in func.__name__ and getattr(func, "namespace", "") in _KERNELS:
-            return as_is(func, args, kwargs)  # an overload that a compiled graph consists of, which holds its casts
         args = tuple(_own_cast(args, low))
         if not kwargs:
             return func(*args)
         if kwargs.get("inplace"):
             LOCAL.given.clear()
         return func(*args, **dict(zip(kwargs, _own_cast(tuple(kwargs.values()), low))))
+
+    return run
+
+
+def sparing_kernels(handler: Handler) -> Handler:
+    """A default that leaves alone the overloads of which a compiled graph consists: the graph holds its casts."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        kernel = not is_compiling() and "." in func.__name__ and getattr(func, "namespace", "") in _KERNELS
+        return (as_is if kernel else handler)(func, args, kwargs)
 
     return run
 
@@ -367,7 +375,7 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.WITH_STATISTICS, norm_with_statistics(low)),
         (("embedding", "embedding_bag"), delivered_in(low)),
     )
-    return Rule(handlers, parameters_in(low), entry, False, (everything, (low, entry)))
+    return Rule(handlers, sparing_kernels(parameters_in(low)), entry, False, (everything, (low, entry)))
 
 
 @cache
@@ -396,7 +404,7 @@ def forced(low: Target) -> Rule:
         *_of_one_dtype(low, WIDE),
         (ops.PRODUCT_WITH_BIAS, product_then_bias(low, low, WIDE)),
     )
-    return Rule(handlers, computed(low, WIDE), None, False, (forced, (low,)))
+    return Rule(handlers, sparing_kernels(computed(low, WIDE)), None, False, (forced, (low,)))
 
 
 @cache

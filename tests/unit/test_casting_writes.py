@@ -1,0 +1,197 @@
+"""What is written arrives at every level and format; what no level reaches is refused in words; lists as tables."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpkit.casting import auto_mixed_precision, cast_like, ledger
+from mpkit.formats import BF16, E4M3FN
+
+LEVELS = ("O1", "O2", "O3", "auto")
+
+
+class Calls(nn.Module):
+    """Calls a function of its inputs, and has one weight."""
+
+    def __init__(self, function: Callable[..., Any], part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.part = function, part
+        self.w = nn.Parameter(torch.eye(4))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def into_slice(y: Tensor) -> None:
+    y[1:3, ::2] = 3
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "setitem": into_slice,
+    "copy_": lambda y: y[0].copy_(y[1] * 2),
+    "fill_": lambda y: y[:, 1].fill_(5),
+    "zero_": lambda y: y.t()[2].zero_(),
+    "add_": lambda y: y.view(-1)[3:9].add_(1),
+    "mul_ of a chunk": lambda y: y.chunk(2)[1].mul_(2),
+    "out=": lambda y: torch.add(y[:2], 1, out=y[:2]),
+    "relu_": lambda y: F.relu(y.select(0, 3), inplace=True),
+    "masked_fill_": lambda y: y[1:].masked_fill_(y[1:] > 2, -1),
+    "index_add_": lambda y: y.index_add_(0, torch.tensor([0, 0]), y[2:4].clone()),
+    "unbind": lambda y: y.unbind(1)[0].sub_(4),
+    "diagonal": lambda y: y.diagonal().fill_(-7),
+    "detach": lambda y: y.detach()[0].zero_(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_through_a_view_arrives(write: Callable[[Tensor], object], level: str, dtype: Any) -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        y = x @ module.w  # in the format, where the level says so; small integers are in every format
+        write(y)
+        return y * 1
+
+    x = torch.arange(16.0).view(4, 4) - 8
+    want = x.clone()
+    write(want)
+    with torch.no_grad():
+        assert torch.equal(auto_mixed_precision(Calls(run), level, dtype)(x).float(), want)
+
+
+class Steps(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield x
+
+
+class Awaits(nn.Module):
+    async def forward(self, x: Tensor) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [(nn.DataParallel(nn.Linear(2, 2)), "DistributedDataParallel"), (Steps(), "yield"), (Awaits(), "await")],
+    ids=["DataParallel", "generator", "coroutine"],
+)
+def test_what_no_level_reaches_is_refused_before_anything_changes(network: nn.Module, words: str) -> None:
+    outer = nn.Sequential(nn.Linear(2, 2), network)
+    for level in LEVELS:
+        with pytest.raises(TypeError, match=words):
+            auto_mixed_precision(outer, level)
+    assert "forward" not in vars(outer[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3FN], ids=str)
+@pytest.mark.parametrize(
+    "operand",
+    [torch.eye(4).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)],
+    ids=["sparse", "nested"],
+)
+def test_operands_that_are_not_dense_are_refused_with_a_way_out(operand: Tensor, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"remove_mixed_precision.*to_dense"):
+        auto_mixed_precision(Calls(lambda module, x: x), "O2", dtype)(operand)
+
+
+# what a list says of an operation: its results for a float32 and for a bfloat16 tensor
+bf16, f32 = torch.bfloat16, torch.float32
+LOW, WIDE, FOLLOWS, BACK = (bf16, bf16), (f32, f32), (f32, bf16), (f32, f32)
+LISTS = ("O1", "auto", "apex_O1", "torch_autocast")
+LISTED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[Any, ...]]] = {
+    "matmul": (lambda x: x @ x, (BACK, LOW, LOW, LOW)),
+    "relu": (torch.relu, (BACK, FOLLOWS, FOLLOWS, FOLLOWS)),
+    "softmax": (lambda x: x.softmax(-1), (FOLLOWS, WIDE, WIDE, WIDE)),
+    "gelu": (F.gelu, (FOLLOWS, FOLLOWS, WIDE, FOLLOWS)),
+    "tan": (torch.tan, (FOLLOWS, WIDE, WIDE, WIDE)),
+    "tanh": (torch.tanh, (FOLLOWS, FOLLOWS, FOLLOWS, FOLLOWS)),
+    "sum": (torch.sum, (FOLLOWS, WIDE, WIDE, WIDE)),
+}
+
+
+@pytest.mark.parametrize("level", LISTS)
+@pytest.mark.parametrize("name", LISTED)
+def test_an_operation_computes_as_its_list_says(name: str, level: str) -> None:
+    function, results = LISTED[name]
+    network = Calls(lambda module, x: (function(x), function(x.to(bf16))))
+    cast = cast_like if "_" in level else auto_mixed_precision
+    wide, low = cast(network, level, dtype=bf16)(torch.ones(2, 2))
+    assert (wide.dtype, low.dtype) == results[LISTS.index(level)]
+
+
+def test_a_black_listed_module_sees_the_networks_keyword_as_it_came() -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)) * 1000 + 0.123
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    positional = auto_mixed_precision(Calls(lambda module, x: module.part(x), norm), "O2", E4M3FN)
+    named = auto_mixed_precision(Calls(lambda module, x: module.part(input=x), copy.deepcopy(norm)), "O2", E4M3FN)
+    assert torch.equal(named(x=x), positional(x))
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_class_weights_take_the_dtype_of_the_scores(loss: Any) -> None:
+    part = loss(weight=torch.tensor([0.5, 1.0, 2.0, 4.0]))
+    network = auto_mixed_precision(Calls(lambda module, x, y: module.part(x, y), part), "O2", bf16)
+    x, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 3])
+    want = part.__class__(weight=part.weight)(x, y)
+    torch.testing.assert_close(network(x, y), want, rtol=2**-6, atol=2**-9)
+    inside = Calls(lambda module, x, y: F.cross_entropy((x @ module.w).float(), y, torch.ones(4)))
+    with ledger(auto_mixed_precision(inside, "O2", bf16)) as book:
+        inside(x, y)
+    assert [row.compute for row in book.rows if row.operation == "cross_entropy"] == ["float32"]
+
+
+def test_the_gradient_of_gamma_is_in_the_format_at_every_use() -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = F.layer_norm(x @ module.w, (4,), module.part.weight) * 1.5
+        return x.square().sum()
+
+    network = auto_mixed_precision(Calls(run, nn.LayerNorm(4, bias=False)), "O3", BF16)
+    again = Calls(lambda module, x: checkpoint(run, module, x, use_reentrant=True), nn.LayerNorm(4, bias=False))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for net in (network, auto_mixed_precision(again, "O3", BF16)):
+        net(x.clone().requires_grad_()).backward()
+    torch.testing.assert_close(network.part.weight.grad, again.part.weight.grad, rtol=1e-6, atol=1e-6)  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler raises some
+@pytest.mark.parametrize("dtype", [bf16, E4M3FN], ids=str)
+@pytest.mark.parametrize("level", ["O2", "auto"])
+def test_modules_in_a_compiled_checkpoint_are_cast(level: str, dtype: Any) -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(module.part(y)), x * 1.5, use_reentrant=False).square().sum()
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    network = auto_mixed_precision(Calls(run, nn.Linear(4, 4)), level, dtype)
+    twin = copy.deepcopy(network)
+    x = torch.randn(3, 4)
+    network(x).backward()
+    # torch's compiler asks for this where a checkpointed function changes what is outside, here which rule is on
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        torch.compile(twin, backend="aot_eager", fullgraph=True)(x).backward()
+    assert torch.equal(twin.part.weight.grad, network.part.weight.grad)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_part_of_an_eager_forward_is_cast_once(level: str) -> None:
+    def run(compiles: bool) -> Any:
+        def forward(module: Any, x: Tensor) -> Tensor:
+            part = torch.compile(module.part, backend="aot_eager") if compiles else module.part
+            return part(x @ module.w).float().square().sum()
+
+        torch.manual_seed(0)
+        network = auto_mixed_precision(Calls(forward, nn.Sequential(nn.Linear(4, 4), nn.Tanh())), level, bf16)
+        network(torch.linspace(-1, 1, 12).view(3, 4)).backward()
+        return network.part[0].weight.grad  # type: ignore[index, union-attr]
+
+    torch._dynamo.reset()
+    assert torch.equal(run(True), run(False))
