@@ -20,7 +20,7 @@ from mpkit.boost.grad_freeze.strategy import full_steps
 from mpkit.data import data_dir
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import Panel, linear, names
+from mpkit.view.sheet import linear, names
 
 COMPARED = ("none", "less_bn", "freezing", "O1", "O1 tuned")
 PROMISED = {"O1": 1.2, "O2": 1.3}  # what MindSpore's documents say
@@ -239,13 +239,15 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
         panel.rule("x", promise, "muted", dash="--")
         text = f"{name} promised {promise:.2f}"
         panel.text(text, promise, low, color="muted", rotate=90, dx=side, dy=-64, halo=True)
-    lower = False
     for k, (name, (speed, mean)) in enumerate(at.items()):
         color, spread = "zero" if name == compare else "reference", float(np.std(runs[name], ddof=1))
         panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
-        _name(panel, [s for s, _ in at.values()], k, name, mean, lower := _close(panel, at, k) and not lower, color)
+        room = (
+            {"beside": -8, "dy": 14} if k == 1 else {"beside": 8, "dy": 30 if k == 2 else 14}
+        )  # between its neighbours
+        panel.text(name, speed, mean, halo=True, color=color, **room)
     speeds, means = np.array(list(at.values())).T
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} | ({} if name == compare else {"beside": compare}) for name in at]
@@ -256,18 +258,6 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
     if own:
         panel.rule("x", own, "own", width=1.8)
         panel.text(f"this: {own:.2f}", own, high, color="own", valign="top", dx=36, halo=True)
-
-
-def _close(panel: Panel, at: Mapping[str, tuple[float, float]], k: int) -> bool:
-    """Whether a configuration stands so near to the one before it that their names would touch."""
-    speeds, x = [speed for speed, _ in at.values()], panel.given["x"]
-    return k > 1 and speeds[k] - speeds[k - 1] < 0.16 * (x["hi"] - x["lo"])
-
-
-def _name(panel: Panel, speeds: Sequence[float], k: int, name: str, mean: float, lower: bool, color: str) -> None:
-    """The name of a configuration on the side with more room; of several close ones every second is lower."""
-    before = 0 < k < len(speeds) - 1 and speeds[k] - speeds[k - 1] > speeds[k + 1] - speeds[k]
-    panel.text(name, speeds[k], mean, beside=-8 if before else 8, dy=30 if lower else 14, halo=True, color=color)
 
 
 def _stages(see: Sheet, this: np.ndarray, other: np.ndarray, less_bn: bool, compare: str) -> None:

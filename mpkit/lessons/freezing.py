@@ -58,7 +58,7 @@ def timeline(see: Sheet, groups=10, kind=1, full=0.7, seed=0, step=10) -> None:
     see.play("step", "step", STEPS, every=100)
     y = {"label": "stage, input at the top", "lo": len(every), "hi": 0}
     y["ticks"] = [[i + 0.5, every[i].replace("downsample.0", "shortcut")] for i in range(0, len(every), 2)]
-    left = see.panel(title="bars reach down over the frozen stages", x=linear("step", -0.5, STEPS - 0.5, 6), y=y)
+    left = see.panel(title="bars cover the frozen stages", x=linear("step", -0.5, STEPS - 0.5, 6), y=y)
     left.bars(frozen, width=1, fill="reference/0.75", edge="reference", label="frozen stages", quiet=True)
     left.rule("x", "index", "own", width=2)
     left.handle("x", "step", step, 0, STEPS - 1, "step")
@@ -158,8 +158,8 @@ def less_bn(see: Sheet, network="ResNet-18", fn_flag=False, faithful=False) -> N
     norms = gone + kinds.count("kept")
     parts = rows_of(every)
     see.grid(110 + 72 * len(parts), 900)
-    told = f"{network}: {gone} of {norms} BatchNorms removed" if norms else f"{network} has no BatchNorm"
-    title = f"{told}; layers in definition order{'; arrows are shortcuts' if shortcuts else ''}"
+    told = f"{gone} of {norms} BatchNorms removed" if norms else "no BatchNorm"
+    title = f"{told}{'; arrows are shortcuts' if shortcuts else ''}"
     x, y = linear("", -1, max(map(len, parts))), linear("", len(parts) - 0.4, -0.7)
     panel = see.panel(title=title, x=x, y=y, bare=True)
     for row, part in enumerate(parts):
@@ -174,7 +174,7 @@ def less_bn(see: Sheet, network="ResNet-18", fn_flag=False, faithful=False) -> N
             panel.points(row_of, column_of, color, glyph=glyph, size=5.5, fill=fill, label=label)
     last = "".join(f" The last FC, {name}, is normalised." for name, kind in every if kind == "normalised")
     rule = " by MindSpore's own patterns" if faithful else ""
-    see.say(f"{told}{rule if norms else ''}.{last}", layers=every, removed=gone, norms=norms)
+    see.say(f"{network}: {told}{rule if norms else ''}.{last}", layers=every, removed=gone, norms=norms)
     see.rows = [{"layer": name, "kind": KINDS[kind][2]} for name, kind in every]
 
 
@@ -238,7 +238,7 @@ def centralize(see: Sheet, layer="conv1.weight", output=0, subtract=True) -> Non
     see.grid(390, 940, cols=(1.15, 1))
     reach = 1.15 * float(grad.abs().max())
     x, y = linear("entry", -1, count, 5), linear("gradient", -reach, reach, 4)
-    entries = see.panel(title=f"{layer}, output {output}: entries and mean", x=x, y=y)
+    entries = see.panel(title=f"{layer}, output {output}", x=x, y=y)
     entries.rule("y", 0, "muted", width=0.8)
     entries.points(grad[output].numpy(), color="reference", size=1.8, width=1, label="before")
     entries.points(used[output].numpy(), color="own", size=2.6, width=1.2, fill="none", label="used")
