@@ -92,7 +92,7 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     results = {rule: combined(rule, [first, second]) for rule in RULES}
     see.grid(420, 960, cols=(1.35, 1))
     x, y = linear("first weight's update", -3.4, 6.4, 5), linear("second weight's update", -0.8, 5.2, 4)
-    plane = see.panel(title="two updates a, b and the merged update: drag a and b", x=x, y=y, equal=True)
+    plane = see.panel(title="two updates: drag a and b", x=x, y=y, equal=True)
     for name, vector in (("a", first), ("b", second)):
         across, up = vector.tolist()
         plane.line([0, up], [0, across], width=4)

@@ -83,7 +83,7 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
     y = log2("first step, in learning rates", LOW - 1, HIGH + 2)
     inner = [[e, power_of_two(e)] for e in range(-9, HIGH, 3)]
     y["ticks"] = [[LOW, f"up to {power_of_two(LOW)}"], *inner, [HIGH, f"from {power_of_two(HIGH)}"]]
-    title = "Adam's first step: 1 where v fits the format and eps is small"
+    title = "Adam's first step over the gradient"
     panel = see.panel(title=title, x=log2("size of the gradient", -26, 16, 6), y=y)
     x, own = EXPONENTS.numpy(), _shown(narrow.size)
     panel.line(_shown(wide.size), x, "reference", dash="--", label="float32", tag=True)

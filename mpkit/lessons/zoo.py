@@ -213,7 +213,7 @@ def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceil
     low, high = min(-50, math.floor(powers.min()) - 2), max(50, math.ceil(powers.max()) + 2)
     see.grid(400, 900)
     y = log2("loss scale; loss", low, high, 10 if high - low < 120 else 25)
-    title = "a rule that never looks at a gradient, and one that does"
+    title = "only torch's rule looks at the gradients"
     panel = see.panel(title=title, x=linear("step", 0, SPAN, 8), y=y)
     panel.span("y", ceiling, high, "overflow/0.15", "gradients overflow")
     panel.span("y", low, -24, "zero/0.15")
@@ -231,4 +231,4 @@ def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceil
     # apart from each other in both directions: each ring can be grabbed
     panel.handle("y", "start", start, -10, 20, "start, 2 to the", cross=0.015 * SPAN)
     panel.text("start", 0, start, color="own", beside=4, dy=20, halo=True)  # below the ring: both lines begin beside it
-    panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.9 * SPAN, note="ceiling")
+    panel.handle("y", "ceiling", ceiling, 4, 24, "ceiling of the gradients, 2 to the", cross=0.6 * SPAN, note="ceiling")

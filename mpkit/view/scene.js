@@ -618,7 +618,7 @@ function render({ model, el }) {
 			if (box) on(box, "change", () => (box.value ? ask({ set: { [c.name]: +box.value } }, c.name) : (box.value = get("state").values[c.name])));
 		}
 		if (get("tries").length) html(tries, "span", {}, "Try:");
-		for (const [k, text] of get("tries").entries()) press(tries, text, () => ask({ try: k }, NaN));
+		for (const [k, text] of get("tries").entries()) press(tries, raised(text), () => ask({ try: k }, NaN));
 		showState();
 	}
 	function showState() {
