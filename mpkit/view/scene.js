@@ -359,7 +359,7 @@ function render({ model, el }) {
 	}
 	function choose(name, place, what, id = name, later = what) { // the kernel hears where it rests
 		const alone = [owed, ...waiting, away].every((q) => !q || q.id === id); // else the pictures are of another
-		const key = +(+place).toPrecision(9), found = alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
+		const key = +(+place).toPrecision(9), found = !gone && alone && (drag?.ready ?? ready(name)).find((b) => b.values.includes(key));
 		if (!found) return ask(later, id);
 		const k = found.values.indexOf(key), box = of("box", name), h = handles.get(name);
 		local = found.columns.reduce((tree, [path, values]) => replaced(tree, path, values[k]), found.base);
