@@ -76,7 +76,7 @@ CELLS = {  # source, what is stored, whether it must be named
     "another number": ("print(6 * 7)", "41\n", True),
     "an error": ("1 / 0", "", True),
     "a result": ("6 * 7", None, False),
-    "a claim": ("from mpkit.check import claim\nclaim('it is small', 0.1, below=0.5)", "it is small\n", False),
+    "a claim": ("from mpkit.view import quiz\nquiz.claim('it is small', 0.1, below=0.5)", "it is small\n", False),
 }
 
 
