@@ -149,14 +149,14 @@ def run_here(notebook: str, seed: int | None = None, package: str = "", first: b
     from nbformat.v4 import new_code_cell, new_notebook, new_output
 
     start = time.perf_counter()
-    from mpkit import check
+    from mpkit.view import quiz
 
     if seed is not None:
         install(seed, TIMES)
     os.chdir(Path(notebook).parent)
     pd.set_option("display.max_columns", 20)  # as in a notebook, not as in a terminal
     claims: list[list[Any]] = []
-    check.heard.append(lambda *claim: claims.append(list(claim)))
+    quiz.heard.append(lambda *claim: claims.append(list(claim)))
     shell = InteractiveShell.instance()
     shell.display_pub = published = CapturingDisplayPublisher()
     shell.display_trap.hook = CapturingDisplayHook(shell, published.outputs)
