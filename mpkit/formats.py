@@ -133,7 +133,8 @@ class FloatFormat:
     @property
     def max(self) -> float:
         """The largest finite value."""
-        return float(self._magnitude(self._last))
+        significand, exponent = self._magnitude(self._last)
+        return significand * 2.0**exponent  # exact: at most 53 bits
 
     @property
     def min_normal(self) -> float:
@@ -221,10 +222,12 @@ class FloatFormat:
             return self._last + 1 + (1 << (self.fraction_bits - 1))
         return self._top + 1 if self.signed and not self.has_minus_zero else self._top
 
-    def _magnitude(self, pattern: int) -> Fraction:
-        exponent, fraction = divmod(pattern, 2**self.fraction_bits)
+    def _magnitude(self, pattern: int) -> tuple[int, int]:
+        """(whole number, power of two) whose product is the value of a pattern without its sign."""
+        exponent = pattern >> self.fraction_bits
+        fraction = pattern - (exponent << self.fraction_bits)
         significand = fraction + (2**self.fraction_bits if exponent else 0)
-        return significand * Fraction(2) ** (max(exponent, 1) - self.bias - self.fraction_bits)
+        return significand, max(exponent, 1) - self.bias - self.fraction_bits
 
     def values(self) -> Tensor:
         """Every finite value once (one zero), ascending, float32, on the CPU.
@@ -337,7 +340,8 @@ class FloatFormat:
         if magnitude > self._last or (self.has_nan and pattern == self._quiet_nan):
             return Fields(sign, exponent, fraction, "nan", None)
         kind: Kind = "normal" if exponent else "subnormal" if fraction else "zero"
-        return Fields(sign, exponent, fraction, kind, (-1) ** sign * self._magnitude(magnitude))
+        significand, power = self._magnitude(magnitude)
+        return Fields(sign, exponent, fraction, kind, (-1) ** sign * significand * Fraction(2) ** power)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -318,16 +318,6 @@ def test_sentences_that_had_to_be_read_twice_stay_gone():
     assert read > 1_000_000
 
 
-def test_the_unit_of_a_loss_is_explained_before_it_is_drawn():
-    """Ten pictures have an axis in nats; no lesson said what a nat is."""
-    cells = nbformat.read(LESSONS[0], as_version=4).cells
-    told = next(i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and "*nats*" in cell.source)
-    drawn = next(
-        i for i, cell in enumerate(cells) if any("image/png" in o.get("data", {}) for o in cell.get("outputs", ()))
-    )
-    assert told < drawn
-
-
 def test_sanitize_rules_are_in_pairs():
     lines = (ROOT / "tests" / "nbval_sanitize.cfg").read_text().splitlines()
     rules = [i for i, line in enumerate(lines) if line.startswith("regex:")]

@@ -65,18 +65,6 @@ def test_what_the_master_holds_beyond_sixteen_bits_survives_steps_without_a_writ
     assert optimizer.state[p]["master"].item() == 1 - 5 * 2**-14
 
 
-def test_masters_are_followed_tensor_by_tensor_and_flat_alike():
-    masters = [torch.randn(5), torch.randn(2, 3)]
-    params = [m.half() for m in masters]
-    params[1][0, 0] = 7.0
-    want = [m.clone() for m in masters]
-    want[1][0, 0] = 7.0
-    flat = opt.base._followed(*map(torch._utils._flatten_dense_tensors, (masters, params)))
-    assert torch.equal(flat, torch.cat([w.view(-1) for w in want]))
-    opt.base.follow_(masters, params)
-    assert all(map(torch.equal, masters, want))
-
-
 def test_a_network_cast_after_its_optimizer_was_used_trains_on():
     net = nn.Linear(1, 1, bias=False)
     net.weight.data.fill_(1.0)

@@ -161,4 +161,4 @@ def test_kinds_of_controls_stand_for_their_short_forms():
     kinds = {"run": Choice, "hold": Flag, "window": Range, "step": Range, "drawn": Stroke}
     assert all(isinstance(controls[name], kind) for name, kind in kinds.items())
     assert isinstance(MAKERS["dynamic_scale.draw"].controls["typed"], Text)
-    assert isinstance(MAKERS["dynamic_scale.live"].controls["kicks"], Inner)
+    assert isinstance(MAKERS["start.live"].controls["kicks"], Inner)
