@@ -82,7 +82,7 @@ window.__sight = (index) => {
   const all = (what, of) => [...cell.querySelectorAll('.jp-OutputArea ' + what)].map(of).join('|');
   const words = (what) => all(what, (e) => e.textContent);
   const drawn = all(':is(svg[role=img], .handle)', (e) => e.innerHTML.replaceAll(' style=""', ''));
-  const bar = all('progress', (e) => e.style.visibility + e.value);
+  const bar = all('progress', (e) => (e.style.visibility === 'hidden' ? '' : e.value));
   const text = [all('img', (e) => e.src), drawn, bar, words('[role=status]'), words('table')].join('#');
   window.__shown = text;
   let hash = 2166136261;
@@ -417,6 +417,10 @@ def poke(page, cell, control, patience=0.25):
     return None
 
 
+END = """(cell) => [...document.querySelectorAll('.jp-Cell')[cell].querySelectorAll('.mpk button')]
+  .find((button) => button.textContent === 'Stop')?.click()"""
+
+
 def by_name(cell, name):
     return next((c for c in cell["controls"] if c["name"] == name and c["kind"] == "button"), None)
 
@@ -520,8 +524,8 @@ def use(page, cell):
             press(page, control, "Space")  # back again: other controls may depend on it
         if control["name"] == "Show as table":
             press(page, control, "Enter")  # hides it
-        if stop and control["kind"] == "button":
-            press(page, stop, "Enter")  # whatever the button started
+        if control["kind"] == "button":
+            page.page.evaluate(END, index)  # whatever the button started
         page.settled(index, quiet=0.3 if starts else 0.1)
     assert dead == [], f"controls of cell {index} that change nothing, where the key arrived, questions so far: {dead}"
     if reset and not stop:
