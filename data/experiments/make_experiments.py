@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from mpkit.experiment import experiment, train
-from mpkit.explorers.own_experiment import CELLS, perceptron
+from mpkit.lessons.experiments import CELLS, perceptron
 
 FOLDER = Path(__file__).parent
 

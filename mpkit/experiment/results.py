@@ -283,7 +283,7 @@ class Results:
                  `metric`, all seeds; "scales" the loss scale. cells: up to five for the latter two; None: all.
         Raises:  ValueError for another kind, too many cells, or a metric that is not there.
         """
-        from mpkit.plots import experiment as pictures  # upward: pictures need matplotlib, and only here
+        from mpkit.view import intervals as pictures  # upward: pictures need matplotlib, and only here
 
         if kind == "cost":
             return pictures.cost(self, metric, against)

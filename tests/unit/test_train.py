@@ -309,7 +309,7 @@ def test_the_seed_decides_and_nothing_else():
 
 def test_numbers_of_cells_that_would_cover_each_other_stand_side_by_side(monkeypatch):
     drawn = []
-    monkeypatch.setattr("mpkit.plots.experiment.still", lambda scene, sentence: drawn.append(scene.spec()))
+    monkeypatch.setattr("mpkit.view.intervals.still", lambda see: drawn.append(see.spec()))
 
     def run(seed, up, cost):
         return {"accuracy": up + seed % 2, "price": cost}

@@ -1,4 +1,4 @@
-"""Pictures of an experiment: every cell with its interval, what it costs, and runs side by side, step by step."""
+"""Pictures of an experiment: every cell with its interval, what it costs, and its series."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.plots.scene import DASHES, SERIES, Panel, Scene, exponents, fitted, linear, log2, names
-from mpkit.plots.static import Still, still
+from mpkit.view.sheet import DASHES, SERIES, Panel, Sheet, exponents, fitted, linear, log2, names
+from mpkit.view.still import Still, still
 
 UNITS = {
     "accuracy": "accuracy, percent",
@@ -47,7 +47,7 @@ def axis(label: str, values: Sequence[float], count: int = 5) -> dict[str, Any]:
     return linear(label, low - room, high + room, count)
 
 
-def _beside(labels: Sequence[str]) -> list[int]:
+def beside(labels: Sequence[str]) -> list[int]:
     """Room of a panel whose rows are named: top, right, bottom, left."""
     return [28, 14, 42, 18 + math.ceil(7.6 * max(map(len, labels), default=1))]
 
@@ -58,13 +58,14 @@ def cost(results: Any, metric: str, against: str) -> Still:
     both = {m: [results.interval(label, m) for label in labels] for m in (metric, against)}
     runs = {m: [list(results.values(label, m).values()) for label in labels] for m in (metric, against)}
     shown = {m: [v for one, ends in zip(runs[m], both[m]) for v in (*one, *ends)] for m in both}
-    scene = Scene(height=90 + 34 * max(len(labels), 5), width=900, cols=(1.7, 1))
+    see = Sheet()
+    see.grid(90 + 34 * max(len(labels), 5), 900, cols=(1.7, 1))
     told = [f"{i + 1}  {label}" for i, label in enumerate(labels)]
     x, y = axis(named(metric), shown[metric]), names(told, down=True, bare=False)
-    left = scene.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=_beside(told))
+    left = see.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=beside(told))
     intervals(left, runs[metric], both[metric])
     dear, good = axis(named(against), shown[against], 3), axis(named(metric), shown[metric])
-    right = scene.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
+    right = see.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
     near = [0.04 * (scale["hi"] - scale["lo"]) for scale in (dear, good)]
     together: dict[tuple[float, float], list[str]] = {}  # numbers that would cover each other stand side by side
     for i, (up, across) in enumerate(zip(both[metric], both[against])):
@@ -86,7 +87,8 @@ def cost(results: Any, metric: str, against: str) -> Still:
         f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)}): "
         f"{'; '.join(parts)}. {results.note}"
     )
-    return still(scene, sentence)
+    see.say("{told}", told=sentence)  # names of cells may hold braces
+    return still(see)
 
 
 def _interval(low: float, mean: float, high: float) -> str:
@@ -107,8 +109,9 @@ def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) ->
     y = log2(named(name), low, high) if whole else axis(named(name.removesuffix("_curve")), every.tolist())
     length = max(len(run) for runs in found.values() for run in runs)
     x = linear("epoch" if name.endswith("_curve") else "step", 1, max(length, 2))
-    scene = Scene(height=380)
-    panel = scene.panel(title=f"{named(name)}: mean of the seeds, every seed behind it", x=x, y=y)
+    see = Sheet()
+    see.grid(380)
+    panel = see.panel(title=f"{named(name)}: mean of the seeds, every seed behind it", x=x, y=y)
     ends = []
     for label, color, dash in zip(found, SERIES, DASHES):
         shortest = min(map(len, found[label]))
@@ -118,7 +121,8 @@ def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) ->
             more: dict[str, Any] = look or {"width": 2, "dash": dash, "label": label, "tag": True}
             panel.line(place, np.arange(1, len(line) + 1), color if look is None else f"{color}/0.35", **more)
         ends.append(f"{label} {mean[-1]:.4g}")
-    return still(scene, f"Mean of the last point of {name}: {'; '.join(ends)}.")
+    see.say("{told}", told=f"Mean of the last point of {name}: {'; '.join(ends)}.")
+    return still(see)
 
 
 def _runs(results: Any, label: str, name: str) -> list[np.ndarray]:
@@ -129,36 +133,3 @@ def _runs(results: Any, label: str, name: str) -> list[np.ndarray]:
         except ValueError:  # failed, not done, or a run without this series
             continue
     return [run for run in runs if run.size]
-
-
-def own_experiment_scene(data: Any) -> Scene:
-    """Left: accuracy of every chosen cell as its runs arrive; a click on a row chooses it or leaves it out. Right: two
-    of the runs, step by step.
-    """
-    scene = Scene(height=420, width=900, cols=(1.25, 1))
-    steps = max((len(run) for run in data.losses), default=0)
-    if steps:
-        scene.play("step", "step", steps, every=80, first=1)
-    shown = [v for row in data.rows for v in (*row.values, *row.interval)]
-    rows = {row.name: row for row in data.rows}
-    told = [f"{'☑' if name in rows else '☐'} {name}" for name in data.labels]
-    x, y = axis("accuracy on the test digits, percent", shown), names(told, down=True, bare=False)
-    left = scene.panel(title=data.title, x=x, y=y, pad=_beside(told))
-    every, none = np.arange(len(told)), (np.nan,) * 3
-    ends = [x["lo"]], every - 0.45, [x["hi"]], every + 0.45
-    left.boxes(*ends, pick="choose", keys=every.tolist(), names=told, quiet=True)
-    found = [rows.get(name) for name in data.labels]
-    intervals(left, [row.values if row else () for row in found], [row.interval if row else none for row in found])
-    if data.rows and math.isfinite(data.rows[0].interval[1]):
-        left.rule("x", data.rows[0].interval[1], "reference", dash=":")
-    seen = np.concatenate(data.losses)
-    seen = seen[np.isfinite(seen)] if np.isfinite(seen).any() else np.array([2.5])
-    low, high = 1.05 * min(seen.min(), 0.0), 1.05 * max(seen.max(), 0.0)
-    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", low, high if high > low else 1.0, 5)
-    title = ("no run", "one run", "two runs")[len(data.compared)]
-    right = scene.panel(0, 1, title=f"{title} from seed {data.seed}", x=x, y=y)
-    for (name, run), color, dash in zip(data.compared.items(), SERIES, DASHES):
-        right.line(run, np.arange(1, len(run) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
-    if steps:
-        right.rule("x", "index", "muted")
-    return scene

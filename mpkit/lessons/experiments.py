@@ -1,0 +1,245 @@
+"""Lesson 20: an experiment of one's own: choose cells, watch runs arrive, stop, go on, and compare two runs."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from mpkit.data import data_dir
+from mpkit.experiment import Results, experiment, train
+from mpkit.networks import LeNet5, Network, resnet18
+from mpkit.view import Choice, Range, Sheet, view
+from mpkit.view.intervals import axis, beside, intervals
+from mpkit.view.sheet import DASHES, SERIES, linear, names
+from mpkit.view.words import counted
+
+CELLS: Mapping[str, Mapping[str, Any]] = {
+    name: {"level": level, "dtype": dtype, "scaler": scaler, "boost": boost}
+    for name, level, dtype, scaler, boost in (
+        ("float32", "O0", "float16", None, "O0"),
+        ("fp16 O2", "O2", "fp16", None, "O0"),
+        ("fp16 O2, scaled", "O2", "fp16", "torch", "O0"),
+        ("bf16 O2", "O2", "bf16", None, "O0"),
+        ("e5m2 O2, scaled", "O2", "e5m2", "torch", "O0"),
+        ("e5m1 O2, scaled", "O2", "e5m1", "torch", "O0"),
+        ("freezing", "O0", "float16", None, "grad_freeze"),
+        ("centralized", "O0", "float16", None, "grad_centralization"),
+    )
+}
+"""What the lesson compares: formats are emulated, so that any machine can compute in them."""
+
+
+# ---- networks and runs
+def perceptron() -> nn.Module:
+    """64-32-10, the quickest network that is worth a question."""
+    return Network(inputs=64, hidden=32)
+
+
+def lenet() -> nn.Module:
+    """LeNet-5 for 28x28 digits."""
+    return LeNet5()
+
+
+def residual() -> nn.Module:
+    """A ResNet-18 of width 4 for 8x8 digits."""
+    return resnet18(width=4, in_channels=1)
+
+
+NETWORKS: dict[str, Any] = {  # name -> how it is trained, small enough for a minute of several cells and seeds
+    "perceptron": partial(train, perceptron, "digits8", lr=0.1, epochs=2, batch=64),
+    "LeNet-5": partial(train, lenet, "digits", lr=0.05, epochs=1, batch=64),
+    "ResNet-18, width 4": partial(train, residual, "digits8", lr=0.05, epochs=1, batch=64),
+}
+
+
+@cache
+def recorded() -> Results:
+    """The experiment in `data/experiments`: the perceptron, eight cells, ten seeds, six epochs."""
+    return Results.load(data_dir() / "experiments" / "digits_levels.zip")
+
+
+@cache
+def recorded_first(count: int) -> Results:
+    """What the recorded experiment would have said with its first `count` seeds."""
+    return recorded().first(count)
+
+
+@cache
+def own_folder() -> str:
+    """Where the runs of this kernel lie until it ends."""
+    path = tempfile.mkdtemp(prefix="mpkit-own-experiment-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def chosen(left_out: list[int]) -> dict[str, Mapping[str, Any]]:
+    """The cells that are ticked. Raises ValueError without float32 or without another one."""
+    cells = {name: cell for i, (name, cell) in enumerate(CELLS.items()) if i not in left_out}
+    if "float32" not in cells or len(cells) < 2:
+        raise ValueError("choose float32, with which the others are compared, and at least one other cell")
+    return cells
+
+
+def made_by(now: Mapping[str, Any]) -> str:
+    """Whose runs Run would make."""
+    return "your network" if now["run"] else str(now["network"])
+
+
+def running(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Make what is missing of the chosen cells, one run after the other; what was made before is kept."""
+    given = now()
+    name, cells = made_by(given), chosen(given["left_out"])
+    run, folder = given["run"] or NETWORKS[name], Path(given["folder"] or own_folder()) / name
+    while True:
+        found = experiment(
+            run, cells, seeds=given["seeds"], baseline="float32", folder=folder, progress=lambda *_: False
+        )
+        left = missing(found, list(cells), given["seeds"])
+        yield {"results": found, "made": name, "progress": 1 - left / (len(cells) * given["seeds"])}
+        if not found.stopped or not left:
+            return
+
+
+def missing(results: Results | None, cells: list[str], seeds: int) -> int:
+    """Runs that are neither finished nor failed."""
+    if results is None:
+        return len(cells) * seeds
+    there = {(name, seed) for name in cells if name in results.labels for seed in results.values(name, "run_seconds")}
+    there |= {(label, seed) for label, seed in results.failures}
+    return sum((name, seed) not in there for name in cells for seed in range(seeds))
+
+
+# ---- the view
+@view(
+    network=Choice({name: name for name in NETWORKS}, "network"),
+    recorded_seeds=Range(1, 10, label="recorded seeds"),
+    seeds=Range(1, 10, label="your seeds"),
+    one=Choice({name: name for name in CELLS}, "compare"),
+    other=Choice({name: name for name in CELLS}, "with"),
+    seed=(0, 9),
+    step=(1, 144),
+)
+def own_experiment(
+    see: Sheet, network="perceptron", recorded_seeds=10, seeds=5, one="float32", other="fp16 O2, scaled", seed=0,
+    step=1, left_out=[], results: Results | None = None, made: str | None = None, run: Any = None,
+    folder: str | None = None,
+) -> None:  # fmt: skip
+    """Recorded runs until Run is pressed; then the reader's own, as they arrive.
+
+    Stop ends after the current run, and Run goes on with the missing runs; a run is made once, whatever cells and seeds
+    are chosen later. Of the recorded runs the first `recorded_seeds` are shown. `run` is a function of the reader's own
+    in place of the three networks, `left_out` the numbers of the cells that are not ticked. Numbers: `results losses`
+    (of the two that are compared), `left`, the runs that Run would make.
+    """
+    cells, shown = chosen(left_out), results or recorded_first(recorded_seeds)
+    losses = {name: loss for name in dict.fromkeys((one, other)) if len(loss := _loss(shown, name, seed))}
+    name = made_by({"run": run, "network": network})
+    left = missing(results if made == name else None, list(cells), seeds)
+    see.idle = {"network"} if run else set()
+    see.idle |= {"recorded_seeds"} if results else set()
+    see.buttons = ({"Run": running} if left else {}) | ({"Show recorded runs": {"results": None}} if results else {})
+    title = f"your runs: {made}" if results else f"recorded: perceptron, {counted(recorded_seeds, 'seed')}"
+
+    see.grid(420, 900, cols=(1.25, 1))
+    steps = max(map(len, losses.values()), default=0)
+    if steps:
+        see.play("step", "step", steps, every=80, first=1)
+    _accuracies(see, shown, cells, left_out, title)
+    _two_losses(see, losses, seed, steps)
+
+    make = f"Run would now make {counted(left, 'run')} of {name}." if left else f"All these runs of {name} are made."
+    if not steps:
+        pair = " or ".join(dict.fromkeys((one, other)))
+        at: Any = f"From seed {seed} there is no run of {pair}."
+    else:
+        at = [_at(i, losses, seed) for i in range(steps)]
+    see.say(f"{{found}} {{at}} {make}", found=_found(shown, cells, title), at=at, results=shown, left=left,
+            losses=losses)  # fmt: skip
+    ends = {label: _interval(shown, label) for label in cells}
+    see.rows = [
+        {"cell": label, "runs": len(_values(shown, label))}
+        | {f"{k}, %": None if math.isnan(v) else round(v, 1) for k, v in zip(("from", "accuracy", "to"), ends[label])}
+        for label in cells
+    ]
+
+
+def _values(results: Results, name: str) -> list[float]:
+    there = name in results.labels and "accuracy" in results.metrics
+    return [*results.values(name, "accuracy").values()] if there else []
+
+
+def _interval(results: Results, name: str) -> tuple[float, float, float]:
+    there = name in results.labels and "accuracy" in results.metrics
+    return results.interval(name, "accuracy") if there else (math.nan,) * 3
+
+
+def _loss(results: Results, name: str, seed: int) -> np.ndarray:
+    try:
+        return np.asarray(results.series(name, "loss", seed), dtype=float)
+    except ValueError:  # not chosen or not there yet
+        return np.empty(0)
+
+
+def _accuracies(see: Sheet, results: Results, cells: Mapping[str, Any], left_out: list[int], title: str) -> None:
+    """Every chosen cell as its runs arrive; a press on a row chooses it or leaves it out."""
+    values = [_values(results, name) if name in cells else [] for name in CELLS]
+    ends = [_interval(results, name) if name in cells else (math.nan,) * 3 for name in CELLS]
+    told = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS]
+    x = axis("accuracy on the test digits, percent", [v for a, b in zip(values, ends) for v in (*a, *b)])
+    panel = see.panel(title=title, x=x, y=names(told, down=True, bare=False), pad=beside(told))
+    every = np.arange(len(told))
+    sets = [{"left_out": sorted({*left_out} ^ {i})} for i in range(len(told))]
+    panel.boxes([x["lo"]], every - 0.45, [x["hi"]], every + 0.45, name="cell", sets=sets, names=told, quiet=True)
+    intervals(panel, values, ends)
+    if math.isfinite(ends[0][1]):
+        panel.rule("x", ends[0][1], "reference", dash=":")
+
+
+def _two_losses(see: Sheet, losses: Mapping[str, np.ndarray], seed: int, steps: int) -> None:
+    seen = np.concatenate([*losses.values(), np.empty(0)])
+    seen = seen[np.isfinite(seen)] if np.isfinite(seen).any() else np.array([2.5])
+    low, high = 1.05 * min(seen.min(), 0.0), 1.05 * max(seen.max(), 0.0)
+    x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", low, high if high > low else 1.0, 5)
+    panel = see.panel(0, 1, title=f"{('no run', 'one run', 'two runs')[len(losses)]} from seed {seed}", x=x, y=y)
+    for (name, loss), color, dash in zip(losses.items(), SERIES, DASHES):
+        panel.line(loss, np.arange(1, len(loss) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
+    if steps:
+        panel.rule("x", "index", "muted")
+
+
+def _at(i: int, losses: Mapping[str, np.ndarray], seed: int) -> str:
+    here = {name: loss[i] for name, loss in losses.items() if i < len(loss)}
+    told = [f"{name} {loss:.3f}" if np.isfinite(loss) else f"{name} not finite" for name, loss in here.items()]
+    return f"Loss at step {i + 1} from seed {seed}: {', '.join(told)}."
+
+
+def _found(results: Results, cells: Mapping[str, Any], title: str) -> str:
+    """Mean and verdict of each cell, and what became of its runs without a number."""
+    if "accuracy" not in results.metrics:
+        why = "no run has returned an accuracy" if len(results) else "no run is finished yet"
+        failed = next(iter(results.failures.values()), why).strip().splitlines()[-1]
+        return f"{title}: {failed}."
+    verdicts = results.summary("accuracy")["verdict"]
+    return f"{title}. Accuracy in percent: {'; '.join(f'{n} {_verdict(results, n, verdicts.get(n))}' for n in cells)}."
+
+
+def _verdict(results: Results, name: str, verdict: str | None) -> str:
+    if verdict is None:
+        return "not among these runs"
+    runs, mean = results.values(name, "run_seconds"), results.interval(name, "accuracy")[1]
+    failed = sum(label == name for label, _ in results.failures)
+    strange = len(runs) - int(np.isfinite([*results.values(name, "accuracy").values()]).sum())
+    done = counted(failed + len(runs), "run")
+    lost = [f"{n} of {done} {what}" for n, what in ((failed, "failed"), (strange, "gave no finite number")) if n]
+    if np.isnan(mean):
+        return " and ".join(lost) or "none yet"
+    return f"{mean:.1f}, {verdict}" + (f" ({' and '.join(lost)})" if lost else "")

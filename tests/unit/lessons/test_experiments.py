@@ -1,0 +1,180 @@
+"""Lesson 20: runs of one's own, the verdicts of the recorded ones by Student's t, the answers a second way."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from mpkit.experiment.statistics import more_seeds, paired
+from mpkit.lessons.experiments import CELLS, NETWORKS, own_experiment, recorded
+from mpkit.view.words import words
+
+WORDS = words("experiments")
+
+
+def fake(seed, level, dtype, scaler, boost):
+    """A run in no time: the accuracy falls with the level."""
+    return {"accuracy": 90.0 - 3 * (level == "O2") + seed, "loss": [2.0, 1.0 + seed + (level == "O2"), 0.5]}
+
+
+def without(*names):
+    return [i for i, name in enumerate(CELLS) if name not in names]
+
+
+TWO = without("float32", "fp16 O2")
+
+
+def ran(view):
+    view.press("Run")
+    view.wait(60)
+    assert not view.message
+    return view
+
+
+def two_sided(t, freedom):
+    """P(|T| > |t|) of Student's t, by Simpson's rule on its density."""
+    x = np.linspace(0, abs(t), 20_001)
+    front = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    y = front * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    return 1 - 2 * (y[0] + y[-1] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum()) * (x[1] - x[0]) / 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_means_and_verdicts_of_the_recorded_runs(count):
+    view, p, gaps = own_experiment(recorded_seeds=count), {}, {}
+    numbers = {name: [recorded().values(name, "accuracy")[s] for s in range(count)] for name in CELLS}
+    for name in [*CELLS][1:]:
+        gaps[name] = np.subtract(numbers[name], numbers["float32"])
+        if count > 1:
+            p[name] = two_sided(gaps[name].mean() / (gaps[name].std(ddof=1) / math.sqrt(count)), count - 1)
+    floor, said = 0.0, {"float32": "baseline"}
+    for rank, name in enumerate(sorted(p, key=p.get)):  # Holm 1979
+        floor = max(floor, p[name] * (len(p) - rank))
+        better = "worse" if gaps[name].mean() < 0 else "better"
+        said[name] = better if floor < 0.05 else "not distinguishable"
+    for name in CELLS:
+        assert f"{name} {np.mean(numbers[name]):.1f}, {said.get(name, 'one seed')}" in view.sentence
+    assert len(view.numbers["losses"]["float32"]) == 144
+
+
+def test_runs_are_made_once_and_what_is_missing_is_told(tmp_path):
+    view = own_experiment(run=fake, left_out=TWO, other="fp16 O2", seeds=2, folder=str(tmp_path))
+    assert view.numbers["left"] == 4
+    assert "network" in view.sheet.idle
+    ran(view)
+    assert view.numbers["left"] == 0
+    assert "Run" not in view.sheet.buttons  # nothing is offered that is made already
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.npz")}
+    view.set(seeds=3)
+    assert view.numbers["left"] == 2
+    ran(view)
+    after = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.npz")}
+    assert len(after) == 6
+    assert before.items() <= after.items()
+    assert "fp16 O2 88.0, worse" in view.sentence  # 87, 88, 89
+    view.set(seed=2, step=2)
+    assert "Loss at step 2 from seed 2: float32 3.000, fp16 O2 4.000." in view.sentence
+    view.set(step=100)  # as the longer recorded runs allow
+    assert "Loss at step 3 from seed 2: " in view.sentence
+    view.press("Show recorded runs")
+    assert "recorded: perceptron" in view.sentence
+
+
+def test_a_stopped_experiment_keeps_what_is_made_and_goes_on(tmp_path):
+    view = own_experiment(run=fake, left_out=TWO, seeds=3, folder=str(tmp_path))
+    view.listeners.append(view.stop)  # at once: the run that goes on is finished all the same
+    for left in (5, 4):
+        ran(view)
+        assert view.numbers["left"] == left
+
+
+def test_each_network_has_runs_of_its_own(monkeypatch, tmp_path):
+    for name in ("perceptron", "LeNet-5"):
+        monkeypatch.setitem(NETWORKS, name, fake)
+    view = own_experiment(left_out=TWO, seeds=1, folder=str(tmp_path))
+    for name in ("perceptron", "LeNet-5"):
+        view.set(network=name)
+        assert view.numbers["left"] == 2
+        ran(view)
+        assert f"your runs: {name}" in view.sentence
+
+
+def test_a_press_on_a_row_chooses_its_cell_and_two_cells_are_needed():
+    view = own_experiment()
+    rows = next(m for p in view.sheet.panels for m in p.marks if m.get("sets"))
+    view.set(**rows["sets"][3])
+    assert [row["cell"] for row in view.table()] == [name for name in CELLS if name != "bf16 O2"]
+    for wrong in ([0], without("float32")):
+        with pytest.raises(ValueError, match="choose float32"):
+            view.set(left_out=wrong)
+    rows = next(m for p in view.sheet.panels for m in p.marks if m.get("sets"))
+    view.set(**rows["sets"][3])
+    assert view.params["left_out"] == []
+
+
+def strange(seed, level, dtype, scaler, boost):
+    """Runs that end in every way: a number, no number, an error in one seed or in all; losses that are no numbers."""
+    if boost == "grad_freeze" or (dtype == "e5m2" and seed == 1):
+        raise RuntimeError("no layer\nto freeze")
+    if dtype == "e5m1":
+        return {"accuracy": math.nan, "loss": [2.0, math.inf, math.nan]}
+    if boost == "grad_centralization":
+        return {"accuracy": 50.0, "loss": [math.nan] * 3}
+    return {"accuracy": 80.0 + seed + (level == "O2"), "loss": [0.0] * 3 if dtype == "bf16" else [2.0, -1.0, -3.0]}
+
+
+def test_each_cell_is_told_with_what_became_of_its_runs(tmp_path):
+    view = ran(own_experiment(run=strange, seeds=3, folder=str(tmp_path)))
+    for told in (
+        "float32 81.0, baseline; fp16 O2 82.0, better;",
+        "e5m2 O2, scaled 82.0, better (1 of 3 runs failed);",
+        "e5m1 O2, scaled 3 of 3 runs gave no finite number; freezing 3 of 3 runs failed;",
+    ):
+        assert told in view.sentence
+    view.set(one="e5m1 O2, scaled", other="float32", step=2)
+    assert ": e5m1 O2, scaled not finite, float32 -1.000." in view.sentence
+    for one in CELLS:
+        view.set(one=one)
+        assert view.png()
+    view.set(one="freezing", other="freezing")
+    assert "there is no run of freezing" in view.sentence
+    assert view.numbers["left"] == 0  # failed runs are made, too
+
+
+def test_results_without_an_accuracy_are_told(tmp_path):
+    view = ran(own_experiment(run=lambda seed, **cell: {"score": 1.0}, left_out=TWO, seeds=1, folder=str(tmp_path)))
+    assert "no run has returned an accuracy" in view.sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_trains_a_cell(name):
+    result = NETWORKS[name].func(*NETWORKS[name].args, **{**NETWORKS[name].keywords, "epochs": 1})
+    assert result["seconds_per_step"] > 0
+
+
+def test_what_the_lesson_says_of_the_recorded_runs():
+    table = recorded().summary("accuracy")
+    assert [cell for cell in table.index if table["verdict"][cell] in ("better", "worse")] == ["e5m1 O2, scaled"]
+    assert WORDS["predict"]["differs"]["right"] == "b"
+    own, base = (recorded().values(cell, "accuracy") for cell in ("bf16 O2", "float32"))
+    assert min(own[s] - base[s] for s in own) < -1
+    assert max(own[s] - base[s] for s in own) > 1
+    curves = [recorded().series(c, "accuracy_curve", s) for c in CELLS for s in recorded().seeds]
+    assert paired([float(curve.max() - curve[-1]) for curve in curves]).low > 0
+
+
+def test_answers_a_second_way():
+    asked = {name: q["truth"] for name, q in WORDS["question"].items()}
+    verdicts = recorded().summary("final_loss")["verdict"]
+    assert asked["better"] == [cell for cell in verdicts.index if verdicts[cell] == "better"]
+    wrong = WORDS["question"]["better"]["hints"][0][0]
+    assert wrong == [cell for cell in verdicts.index if verdicts[cell] == "worse"]
+    assert asked["half"] == round((more_seeds(0.1, 1.0, 2) + 2) / (more_seeds(0.2, 1.0, 2) + 2))
+    assert asked["chance"] == pytest.approx(1 - 0.95**20)
+    assert asked["interval"] == "not distinguishable"
+    for (base, other), ends in WORDS["task"]["cases"]:
+        gaps = [b - a for a, b in zip(base, other)]
+        half = 2.7764 * statistics.stdev(gaps) / math.sqrt(5)
+        assert ends == pytest.approx([statistics.mean(gaps) - half, statistics.mean(gaps) + half], rel=1e-3)
