@@ -15,8 +15,8 @@ LAYERS = (
     ("schedules", "optimizers", "step", "model"),
     ("boost",),
     ("record", "replay", "diagnose", "experiment", "bench"),
-    ("view", "plots"),
-    ("lessons", "explorers", "widgets", "check"),
+    ("view",),
+    ("lessons",),
     ("command", "handin", "info", "lab", "__main__"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -12,10 +12,10 @@ EXAMPLES = {
     "benchmarks/gpu-<name>.json",
     "data/benchmarks/gpu-<name>.json",
     "check/lesson_NN.py",
-    "mpkit/check/lesson_NN.py",
+    "mpkit/lessons/<topic>.toml",
 }
 EXAMPLES |= {"lab02_loss_scaling_lin.ipynb", "points.texts.md", ".github/workflows/course.yml"}  # what a reader makes
-HOMES = ("", "mpkit", "notebooks", "mpkit/widgets", "notebooks/instructor", "data")  # where a text may begin its names
+HOMES = ("", "mpkit", "notebooks", "mpkit/view", "notebooks/instructor", "data")  # where a text may begin its names
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,1 +1,0 @@
-"""Pictures: an explorer in, a scene out; and the scene as a still picture."""

@@ -1,1 +1,0 @@
-"""Views: controls and a picture bound to an explorer."""
