@@ -27,7 +27,7 @@ from joblib.hashing import NumpyHasher
 
 Plain = str | float | bool | list[Any] | dict[str, Any] | None
 """What JSON can hold."""
-_DRAW = ("plots", "explorers", "widgets", "view", "lessons", "check", "bench")  # parts that no run computes with
+_DRAW = ("view", "lessons", "bench")  # parts that no run computes with
 _COMPUTE = ("batches", "parts", "training")  # what `train` is; the rest of this part only runs and stores
 _PARTS = {  # what is in the way between a class and its code
     property: ("fget", "fset", "fdel"),

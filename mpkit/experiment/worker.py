@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import pickle
@@ -78,12 +79,20 @@ def _as_if_alone(task: Task) -> Iterator[None]:
         after.enter_context(np.errstate())
         after.enter_context(torch.random.fork_rng())
         after.callback(_restore, [(put, take()) for take, put in _SETTINGS])
-        after.callback(set_generator_states, generator_states([task.run, *task.arguments.values()]))
+        after.callback(set_generator_states, generator_states([*_named_in(task.run), *task.arguments.values()]))
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
         torch.set_num_threads(task.threads)
         yield
+
+
+def _named_in(run: Callable[..., Any]) -> list[object]:
+    """The run, and what its code names: a loader or a generator beside it."""
+    if not isinstance(run, FunctionType):
+        return [run]
+    named = inspect.getclosurevars(run)
+    return [run, *named.nonlocals.values(), *named.globals.values()]
 
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
