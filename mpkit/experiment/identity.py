@@ -119,7 +119,8 @@ class _Hasher(NumpyHasher):
         if isinstance(value, types.ModuleType):
             self.is_library(value.__name__)
             return _shown(value.__name__)
-        if isinstance(value, types.FunctionType | type) and not self.is_library(value.__module__):
+        named = isinstance(value, types.FunctionType | type) and "<" not in value.__qualname__
+        if isinstance(value, types.FunctionType | type) and not (self.is_library(value.__module__) and named):
             return self.once(value, self.class_ if isinstance(value, type) else self.function)
         return NotImplemented
 
