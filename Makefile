@@ -21,7 +21,7 @@ test:  ## what mpkit promises: contract, doctests, every notebook, one lesson in
 	$(RUN) $(PYTEST) $(or $(ARGS),tests/contract tests/page/test_browser.py mpkit notebooks -k "not test_browser or 05_dynamic")
 
 more:  ## everything else that is tested: units, pages, labs, compilers, processes
-	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools $(or $(ARGS),tests)
+	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools --ignore=tests/page $(or $(ARGS),tests)
 
 tools:  ## mutants, planted bugs, other machines, soak, compat in turn; make tools ARGS="mutants --sample 60"
 	$(RUN) python tests/tools $(ARGS)
