@@ -20,7 +20,7 @@ def test_help_names_every_subcommand_and_an_unknown_one_is_refused_with_them(cap
     listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in command.COMMANDS)
     assert command.main(["lba"]) == 2
-    assert "there is no 'lba'; the subcommands are lab, info" in capsys.readouterr().err
+    assert "there is no 'lba'; the subcommands are lab, check, info" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

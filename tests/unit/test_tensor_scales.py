@@ -208,22 +208,6 @@ def test_recorded_amaxes_give_the_scales_that_a_recipe_trains_with():
         assert [row[name] for row in seen] == scales[0].tolist()
 
 
-def test_frozen_weights_end_a_step_with_every_forward():
-    """Nothing else tells: their version never changes. A backward pass through them, which computes again, is none."""
-    policy = tensor_scale_preset("te_delayed", amax_history_len=2)
-    net = nn.Linear(16, 16).requires_grad_(False)
-    cast_like(net, uniform("short", Cast(E4M3FN, "tensor", policy)))
-    x, seen = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), []
-    amax = [float(x.abs().max()) * 4.0**step for step in range(4)]
-    for step in range(4):
-        given = (x * 4.0**step).requires_grad_()
-        with ledger(net) as log:
-            out = torch.utils.checkpoint.checkpoint(net, given, use_reentrant=False)
-            out.sum().backward()
-        seen.append(next(row.scale_max for row in log.operands if row.operand == "input"))
-    assert seen == replay_tensor_scales(amax, [policy], scales=True).scales[0].tolist()
-
-
 def test_the_tensor_with_a_stale_scale_is_named():
     amax = np.ones((10, 3), dtype=np.float32)
     amax[6, 1], amax[7, 2] = 50, 4

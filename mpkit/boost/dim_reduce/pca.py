@@ -187,7 +187,7 @@ def prepare_pca(
         else:
             matrix = pca_matrix(read_snapshots(source, network), n_components, method=method, generator=generator)
             _save(full_path, matrix)
-        _need_rows(matrix[:n_components], (n_components, weights), f"from {source.name!r}")
+        _need_rows(np.atleast_1d(matrix)[:n_components], (n_components, weights), f"from {source.name!r}")
         write_pca_files(full_path, matrix[:n_components], rank_size)
     rows = read_pca_rows(full_path, rank, timeout)
     own = len(range(n_components)[row_block(n_components, rank, rank_size)])
