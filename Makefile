@@ -18,7 +18,7 @@ lab:  ## JupyterLab at the first lesson; make lab ARGS=--no-browser only serves 
 
 test: export MPKIT_TELL = 1
 test:  ## what mpkit promises: contract, doctests, every notebook, one lesson in a browser (5 minutes on two cores)
-	$(RUN) $(PYTEST) $(or $(ARGS),tests/contract tests/page/test_browser.py mpkit notebooks -k "not test_browser or 05_dynamic")
+	$(RUN) $(PYTEST) $(or $(ARGS),tests/contract tests/page/test_browser.py mpkit notebooks -k "not test_browser or 04_dynamic")
 
 more:  ## everything else that is tested: units, pages, labs, compilers, processes
 	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools --ignore=tests/page $(or $(ARGS),tests)

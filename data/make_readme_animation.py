@@ -1,4 +1,4 @@
-"""Makes `readme.gif`, the animation of the README, from the living view of lesson 05.
+"""Makes `readme.gif`, the animation of the README, from the living view of lesson 04.
 
 `python data/make_readme_animation.py`; needs Chromium and playwright, as the browser tests do.
 """

@@ -75,7 +75,7 @@ def tidy(notebook: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="notebooks; all lessons and labs when none is named")
+    parser.add_argument("files", nargs="*", type=Path, help="notebooks; all lessons when none is named")
     parser.add_argument("--check", action="store_true", help="store nothing, exit with 1 if a text differs")
     options = parser.parse_args()
     from mpkit.files import write_whole  # here: who takes this file for its `texts` may bring an mpkit of its own
@@ -84,7 +84,7 @@ def main() -> int:
         parser.error(f"there is no notebook {missing[0]}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     changed = 0
-    for path in options.files or sorted([*HERE.glob("*.ipynb"), *HERE.glob("instructor/*.ipynb")]):
+    for path in options.files or sorted([*HERE.glob("*.ipynb"), *HERE.glob("more/*/*.ipynb")]):
         notebook, difference, seconds = execute(path)
         print(f"{path.name}: {seconds:.1f} s, {len(difference)} lines of text differ", flush=True)
         print("\n".join(difference[:80]))

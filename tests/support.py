@@ -18,6 +18,9 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+LESSONS = [
+    path for below in ("", "more/*/") for path in sorted(ROOT.glob(f"notebooks/{below}*.ipynb"))
+]  # the course, then more
 GOLDEN = Path(os.environ.get("MPKIT_GOLDEN", ROOT / "tests" / "golden"))
 
 

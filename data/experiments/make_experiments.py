@@ -1,4 +1,4 @@
-"""The experiment that lesson 20 opens: `python data/experiments/make_experiments.py [FOLDER]`, minutes on two cores.
+"""What *Your own experiment* opens: `python data/experiments/make_experiments.py [FOLDER]`, minutes on two cores.
 
 A perceptron on the 8x8 digits at eight settings from ten seeds, one run at a time. Accuracies are those of any CPU up
 to last bits; times are of the machine that ran it, whose load the run states: run it again on a quiet one.

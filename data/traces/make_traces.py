@@ -1,5 +1,5 @@
 """Record the traces in this folder: `python data/traces/make_traces.py [name ...]`, all of them without a name;
-`what_if` trains the runs of lesson 05 under other policies, for the tests.
+`what_if` trains the runs of lesson 04 under other policies, for the tests.
 
 Every trace is a real training run on one CPU thread, recorded by `mpkit.record.Recorder` with the seed below. The
 numbers of another machine differ in the last bits of the arithmetic, and with them a skipped step here or there.
@@ -311,7 +311,7 @@ def what_if(make: Callable[..., Trace]) -> None:
     print(f"{path.name}: skipped {[len(run['skipped']) for run in runs]}")
 
 
-SHOWN = (mlp_digits, gpt_sums, rare_outliers, growing_activations)  # the runs of lesson 05
+SHOWN = (mlp_digits, gpt_sums, rare_outliers, growing_activations)  # the runs of lesson 04
 MAKERS: dict[str, Callable[[], Trace]] = {
     f.__name__: f
     for f in (

@@ -1,4 +1,4 @@
-"""Lesson 12: AdaSum of two updates in the plane, over many workers, and in a small training."""
+"""*AdaSum*: AdaSum of two updates in the plane, over many workers, and in a small training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 09: what a boost level switches on, how fast and how accurate it was, and what each step spends time on."""
+"""Lesson 07: what a boost level switches on, how fast and how accurate it was, and what each step spends time on."""
 
 from __future__ import annotations
 

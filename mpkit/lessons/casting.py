@@ -1,4 +1,4 @@
-"""Lesson 03: a network at a level, operation by operation; and one number through softmax and log."""
+"""Lesson 06: a network at a level, operation by operation; and one number through softmax and log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 11: training in the plane of the principal components of an earlier training path."""
+"""*Dimension reduction*: training in the plane of the principal components of an earlier training path."""
 
 from __future__ import annotations
 

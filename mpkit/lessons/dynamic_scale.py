@@ -1,4 +1,4 @@
-"""Lesson 05: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
+"""Lesson 04: how a dynamic loss scale moves, over a recorded run, and over factors and windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lessons 14 and 15: four broken trainings to look into, recorded runs, and what other policies had done on them."""
+"""Lesson 08 and *What if*: four broken trainings to look into, recorded runs, what other policies had done on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMATS = {"float16": FP16, "bfloat16": BF16}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-# ---- lesson 14: four broken trainings
+# ---- lesson 08: four broken trainings
 class Layer(nn.Module):
     """A function as a module, so that the detective can name it."""
 
@@ -249,7 +249,7 @@ def _bars(see: Sheet, bars: Any, fmt: Any, report: Report, scale: int) -> None:
     panel.handle("x", "scale", scale, -8, 30, "loss scale, 2 to the", **grip)
 
 
-# ---- lesson 14: a recorded run, step by step
+# ---- lesson 08: a recorded run, step by step
 @cache
 def load_run(name: str) -> Trace:
     """A trace by the name of a file in data/traces, or by path.
@@ -324,7 +324,7 @@ def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, **look: An
     panel.crosses(at, skipped, "skipped", size=4)
 
 
-# ---- lesson 15: what another policy would have done
+# ---- *What if*: what another policy would have done
 FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
 WINDOWS = (5, 10, 20, 50, 100, 200, 500)
 PAIRS = [(f, w) for f in FACTORS for w in WINDOWS]

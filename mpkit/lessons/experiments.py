@@ -1,4 +1,4 @@
-"""Lesson 20: an experiment of one's own: choose cells, watch runs arrive, stop, go on, and compare two runs."""
+"""*Your own experiment*: choose cells, watch runs arrive, stop, go on, and compare two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 10, the parts of O1: which stages freezing trains, which BatchNorms go, what a centralized gradient loses."""
+"""*Freeze and centralize*: which stages freezing trains, which BatchNorms go, what a centralized gradient loses."""
 
 from __future__ import annotations
 

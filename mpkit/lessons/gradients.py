@@ -1,4 +1,4 @@
-"""Lesson 04: real gradients against the range of a format, with and without a static loss scale."""
+"""Lesson 03: real gradients against the range of a format, with and without a static loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 13: one loss scale for a deep network, or one for each of its groups of layers."""
+"""*Group loss scale*: one loss scale for a deep network, or one for each of its groups of layers."""
 
 from __future__ import annotations
 

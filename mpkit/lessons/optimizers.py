@@ -1,4 +1,4 @@
-"""Lesson 07: Adam with a narrow state, and a static loss scale that is multiplied and divided in two places."""
+"""*The optimizer*: Adam with a narrow state, and a static loss scale that is multiplied and divided in two places."""
 
 from __future__ import annotations
 

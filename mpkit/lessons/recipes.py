@@ -1,4 +1,4 @@
-"""Lessons 17, 18 and 19: a tensor's scale over a recorded run, blocks with an outlier, trainings under recipes."""
+"""The lessons on eight and four bits: a scale over a recorded run, blocks with an outlier, trainings under recipes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpkit.view.sheet import GLYPHS, exponents, fitted, linear, log2, names
 OVER = 1 + 2.0**-22
 """A largest value above what the scale holds by less than this is only the rounding of the scale."""
 
-# ---- lesson 17: the scale of a tensor over a recorded run
+# ---- *A scale for every tensor*: the scale of a tensor over a recorded run
 LAYERS = ("h.0.attn.c_attn", "h.1.mlp.2")
 TENSORS = [f"{layer}.{tensor}" for layer in LAYERS for tensor in ("input", "weight", "grad")]
 SPIKE = 200  # the step of the reader's own spike
@@ -85,7 +85,7 @@ def delayed(see: Sheet, tensor=TENSORS[2], length=16, newest=False, margin=0, cu
     ]
 
 
-# ---- lesson 18: an outlier among 128 values
+# ---- *Blocks*: an outlier among 128 values
 FORMATS: dict[str, BlockFormat] = {"MXFP8": MXFP8_E4M3, "MXFP4": MXFP4, "NVFP4": NVFP4}
 ROWS, OUTLIER = 257, 40  # rows of values, of which the view shows the first; the outlier's place in each
 
@@ -159,7 +159,7 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
     ]
 
 
-# ---- lesson 19: recorded trainings under recipes
+# ---- *Three products*: recorded trainings under recipes
 RECIPES = [
     "te_hybrid_delayed", "te_current", "torchao_rowwise", "mxfp8", "mxfp4", "mxfp4, weight gradient high", "nvfp4",
     "nvfp4, nearest and no Hadamard",

@@ -1,4 +1,4 @@
-"""Lesson 21: learning-rate schedules side by side, and which weights weight decay reaches."""
+"""*Schedules and groups*: learning-rate schedules side by side, and which weights weight decay reaches."""
 
 from __future__ import annotations
 

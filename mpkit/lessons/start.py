@@ -1,4 +1,4 @@
-"""Lessons 00 and 05: what float16 holds, the same training at four levels, and a training that is steered."""
+"""Lessons 00 and 04: what float16 holds, the same training at four levels, and a training that is steered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 06: one training step phase by phase, and the order of clipping, unscaling and accumulation."""
+"""Lesson 05: one training step phase by phase, and the order of clipping, unscaling and accumulation."""
 
 from __future__ import annotations
 

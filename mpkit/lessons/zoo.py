@@ -1,4 +1,4 @@
-"""Lesson 08: the loss-scale rules of all frameworks on one sequence of overflows, and one rule that cannot work."""
+"""*Scaler zoo*: the loss-scale rules of all frameworks on one sequence of overflows, and one rule that cannot work."""
 
 from __future__ import annotations
 

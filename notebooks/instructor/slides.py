@@ -1,6 +1,6 @@
 """Slides from lessons as they are stored: `python notebooks/instructor/slides.py [LESSON ...] [--to FOLDER]`.
 
-One HTML file for each lesson (00, 04, 05 and 09 when none is named), which needs no network: the goals, every
+One HTML file for each lesson (00, 03, 04 and 07 when none is named), which needs no network: the goals, every
 prediction as a question to the room below what its section says before it, every picture with its sentence. The arrow
 keys, Page Up, Page Down and the space bar turn the pages; the browser prints a slide on a page. Pictures and words are
 those of the lesson, so slides cannot grow old. The title over a picture is that of its section in the lesson; what a
@@ -23,7 +23,7 @@ except ModuleNotFoundError as missing:
     sys.exit(f"mpkit: {missing}; first run make lab once, then: source .venv/bin/activate")
 
 HERE = Path(__file__).resolve().parent
-USUAL = ("00", "04", "05", "09")
+USUAL = ("00", "03", "04", "07")
 STYLE = """
 html { scroll-snap-type: y mandatory; font: 3vh/1.35 sans-serif; color: #1f1f1f; background: #fff; }
 body { margin: 0; }
@@ -101,12 +101,17 @@ def _plain(markdown: str) -> str:
     return text
 
 
+def called(path: Path) -> str:
+    """The number of a lesson of the course, the file name of another."""
+    return path.stem[:2] if path.stem[:2].isdigit() else path.stem
+
+
 def page(path: Path) -> str:
     """The whole file of slides for one stored lesson."""
     shown = list(slides(nbformat.read(path, as_version=4)))
     sections = "\n".join(
         f"<section><h{1 + (i > 1)}>{_plain(title)}</h{1 + (i > 1)}>{body}"
-        f"<footer>Lesson {path.stem[:2]} · {i} of {len(shown)}</footer></section>"
+        f"<footer>{called(path)} · {i} of {len(shown)}</footer></section>"
         for i, (title, body) in enumerate(shown, 1)
     )
     head = f'<meta charset="utf-8"><title>{escape(shown[0][0])}</title><style>{STYLE}</style>'
@@ -117,10 +122,15 @@ def page(path: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lessons", nargs="*", default=USUAL, help="numbers of lessons; 00 04 05 09 when none is named")
+    parser.add_argument(
+        "lessons",
+        nargs="*",
+        default=USUAL,
+        help="00 to 08, or the file names of others, such as scaler_zoo; 00 03 04 07 when none is named",
+    )
     parser.add_argument("--to", type=Path, default=HERE / "slides", help="folder to write into")
     options = parser.parse_args()
-    paths = {path.stem[:2]: path for path in sorted(HERE.parent.glob("[0-9][0-9]_*.ipynb"))}
+    paths = {called(path): path for below in ("", "more/*/") for path in sorted(HERE.parent.glob(f"{below}*.ipynb"))}
     unknown = [number for number in options.lessons if number not in paths]
     if unknown:
         parser.error(f"lessons are {', '.join(paths)}, got {', '.join(unknown)}")

@@ -28,19 +28,20 @@ def test_every_file_that_a_text_names_exists(text):
 
 
 def test_no_path_through_the_lessons_comes_to_one_before_those_that_it_needs():
-    """Lesson 15 needs 08, which the student's path and the plan of the course left out."""
+    """*What if* needs *Scaler zoo*, which the student's path and the plan of the course left out."""
     readme = (ROOT / "notebooks" / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| \[(\d\d) .*\| \d+ \| (.*?) \|$", readme, re.M)
-    needs = {number: set(re.findall(r"\d\d", before)) for number, before in rows}
-    student = next(line for line in readme.splitlines() if line.startswith("* **Student.**"))
+    rows = re.findall(r"^\| \[(?:(\d\d) )?(.*?)\]\(.*\| \d+ \| (.*?) \|$", readme, re.M)
+    lesson = re.compile("|".join(rf"(?<!lab )\b{number or title}\b" for number, title, _ in rows))
+    needs = {number or title: set(lesson.findall(before)) for number, title, before in rows}
+    student = readme[readme.index("* **Student.**") : readme.index("* **Engineer")]
     plans = re.findall(r"^\*\*Three weeks[^\0]*?$\n\n", (ROOT / TEXTS[3]).read_text("utf-8"), re.M)
     assert len(needs) == 22
     assert len(plans) == 1
     for path in (student, *re.split(r"\*\*One week\*\*", plans[0])):
-        read = [n for n in dict.fromkeys(re.findall(r"(?<!lab )\b\d\d\b", path)) if n in needs]
+        read = list(dict.fromkeys(lesson.findall(path)))
         assert len(read) >= 5
-        late = {lesson: needs[lesson] - set(read[:i]) for i, lesson in enumerate(read)}
-        assert not {lesson: missing for lesson, missing in late.items() if missing}
+        late = {name: needs[name] - set(read[:i]) for i, name in enumerate(read)}
+        assert not {name: missing for name, missing in late.items() if missing}
 
 
 def test_every_stored_file_has_its_origin():

@@ -21,10 +21,10 @@ from typing import Any
 from axe_playwright_python.sync_playwright import Axe
 from forked_kernels import offered
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
-from support import ROOT
+from support import LESSONS, ROOT
 
 # labs have no views; what they print is tested without a browser
-NOTEBOOKS = sorted(p.name for p in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+NOTEBOOKS = [path.relative_to(ROOT / "notebooks").as_posix() for path in LESSONS]
 CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
 QUIET = [
     *("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
@@ -179,7 +179,7 @@ OPEN = """(path) => { const app = window.jupyterapp;
 
 # The lesson on which axe looks, with all that lessons consist of: Markdown, predictions, views, tables. Others by hand:
 # MPKIT_AXE="01_number_formats.ipynb" python -m pytest tests/page/test_browser.py -k 01
-WITH_ALL = "05_dynamic_loss_scale.ipynb"
+WITH_ALL = "04_dynamic_loss_scale.ipynb"
 AXE = os.environ.get("MPKIT_AXE", WITH_ALL).split()
 PARTS = {"mpk-said": ".mpk-said", "<summary": "summary", "<p": "p", "<h2": "h2", "<td": "td"}
 ERRORS = ['[data-mime-type$="jupyter.error"] pre, [data-mime-type$="jupyter.stderr"] pre']

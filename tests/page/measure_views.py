@@ -1,6 +1,6 @@
 """How quick the views are in a real JupyterLab: `python tests/page/measure_views.py --out data/benchmarks/views.json`.
 
-One browser, one JupyterLab; with `--old COMMIT`, a commit before views were functions of `mpkit/lessons`, lesson 05 is
+One browser, one JupyterLab; with `--old COMMIT`, a commit before views were functions of `mpkit/lessons`, lesson 04 is
 measured of both, in turn, from a copy of that commit in a temporary folder. Medians; needs Chromium and git.
 """
 
@@ -146,7 +146,7 @@ def play(page: Page, wire: Wire, cell: int, seconds: float = 3.0) -> dict[str, f
 
 
 def dynamics(lab: Lab, context: Any, wire: Wire, source: Path | None, times: int) -> dict[str, float]:
-    """Lesson 05: a parameter, the step, play, the picture's place."""
+    """Lesson 04: a parameter, the step, play, the picture's place."""
     age = source and "old"
     page = Page(lab, context, notebook(lab, "dynamics.ipynb", [DYNAMICS[age]], source))
     try:

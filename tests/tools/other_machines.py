@@ -35,7 +35,7 @@ from queue import Queue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+NOTEBOOKS = sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/more/*/*.ipynb")])
 OLDEST_X86 = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 TIMES = float(os.environ.get("MPKIT_JITTER_TIMES", "1"))  # a larger one finds what is near to its edge
 VERSIONS = {  # name: interpreter, packages beside the ranges of pyproject.toml

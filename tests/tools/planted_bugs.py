@@ -63,7 +63,7 @@ BUGS = [
         "policies/rule.py",
         "_in_format(self.scale_bits, bound))",
         '_in_format(self.scale_bits, bound * (key != "min_scale")))',
-        "05_dynamic_loss_scale",
+        "04_dynamic_loss_scale",
     ),
     Bug(
         "half the smallest number not flushed",
@@ -84,7 +84,7 @@ BUGS = [
         "step/phases.py",
         "optimizer.found_inf = found_inf",
         "optimizer.found_inf = torch.zeros_like(found_inf)",
-        "06_training_step",
+        "05_training_step",
     ),
     Bug(
         "O1 without the cast back to float32",
@@ -105,14 +105,14 @@ BUGS = [
         "optimizers/adam.py",
         "u.lr * root(unbiased(b2, u.t)) / unbiased(b1, u.t)",
         "u.lr * root(unbiased(b2, u.t))",
-        "07_optimizer",
+        "more/optimizers/optimizer",
     ),
     Bug(
         "a chained schedule one step late",
         "schedules.py",
         "at < self.at else self.after.rate(at - self.at)",
         "at < self.at else self.after.rate(at - self.at - 1)",
-        "21_schedules_and_groups",
+        "more/optimizers/schedules_and_groups",
     ),
     Bug(
         "a freeze index shifted by one",
@@ -140,14 +140,14 @@ BUGS = [
         "boost/group_loss_scale.py",
         "faithful: bool = False",
         "faithful: bool = True",
-        "13_group_loss_scale",
+        "more/scalers/group_loss_scale",
     ),
     Bug(
         "a recorder that forgets to divide by the scale",
         "record/recorder.py",
         "factor = None if unscaled else _reciprocal(scale)",
         "factor = None",
-        "15_what_if",
+        "more/evidence/what_if",
     ),
     Bug(
         "data blamed on the weights",
@@ -161,7 +161,7 @@ BUGS = [
         "policies/tensor_scale.py",
         "history = (0.0, *entries[2:], amax)",
         "history = (0.0, *entries[1:], amax)",
-        "17_tensor_scales",
+        "more/eight_and_four_bits/tensor_scales",
     ),
     Bug(
         "scales of MX blocks one power of two too large",
@@ -192,7 +192,7 @@ BUGS = [
         "lessons/casting.py",
         ".square().mean().sqrt()\n    return",
         ".square().mean()\n    return",
-        "03_casting_levels",
+        "06_casting_levels",
         5,
     ),
     Bug(
@@ -200,7 +200,7 @@ BUGS = [
         "lessons/casting.py",
         "network.get_submodule(layers[kept - 1])",
         "network.get_submodule(layers[kept - 2])",
-        "03_casting_levels",
+        "06_casting_levels",
         7,
     ),
     Bug(
@@ -208,7 +208,7 @@ BUGS = [
         "rounding.py",
         "grad = grads[0] if grad_fmt is None else quantize(grads[0], grad_fmt, None, mode, overflow)",
         "grad = grads[0]",
-        "03_casting_levels",
+        "06_casting_levels",
         20,
     ),
     Bug(
@@ -216,7 +216,7 @@ BUGS = [
         "lessons/gradients.py",
         "WeightedLoss(weight)), optimizer, torch.tensor(scale))",
         "WeightedLoss(weight)), optimizer, torch.tensor(1.0))",
-        "04_why_loss_scaling",
+        "03_vanishing_gradients",
         7,
     ),
     Bug(
@@ -224,7 +224,7 @@ BUGS = [
         "lessons/gradients.py",
         'auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))',
         "auto_mixed_precision(Network(), level, torch.bfloat16)",
-        "04_why_loss_scaling",
+        "03_vanishing_gradients",
         7,
     ),
     Bug(
@@ -232,7 +232,7 @@ BUGS = [
         "lessons/step.py",
         'done = "skipped" if walk.skipped else "applied"',
         'done = "applied"',
-        "06_training_step",
+        "05_training_step",
         4,
     ),
     Bug(
@@ -240,7 +240,7 @@ BUGS = [
         "lessons/step.py",
         '    auto_mixed_precision(network, "O2")\n    if bad',
         '    auto_mixed_precision(network, "O0")\n    if bad',
-        "06_training_step",
+        "05_training_step",
         3,
     ),
     Bug(
@@ -248,7 +248,7 @@ BUGS = [
         "lessons/digits.py",
         "parameter.grad = grad\n",
         "parameter.grad = -grad\n",
-        "06_training_step",
+        "05_training_step",
         6,
     ),
     Bug(
@@ -256,7 +256,7 @@ BUGS = [
         "step/cells.py",
         "StepOutcome(loss, overflow, scaling.shown())",
         "StepOutcome(loss * live, overflow, scaling.shown())",
-        "06_training_step",
+        "05_training_step",
         8,
     ),
     Bug(
@@ -264,7 +264,7 @@ BUGS = [
         "lessons/optimizers.py",
         "(network(tests).argmax(1) == truth)",
         "(network(tests).argmin(1) == truth)",
-        "07_optimizer",
+        "more/optimizers/optimizer",
         5,
     ),
     Bug(
@@ -272,7 +272,7 @@ BUGS = [
         "lessons/optimizers.py",
         "Momentum(p, 0.05, 0.9, decay, scale)",
         "Momentum(p, 0.05, 0.9, decay)",
-        "07_optimizer",
+        "more/optimizers/optimizer",
         9,
     ),
     Bug(
@@ -280,7 +280,7 @@ BUGS = [
         "scalers/finite.py",
         "torch.stack(_extremes(group)).isfinite().all()",
         "torch.stack(_extremes(group)).isnan().any().logical_not()",
-        "08_scaler_zoo",
+        "more/scalers/scaler_zoo",
         16,
     ),
     Bug(
@@ -288,7 +288,7 @@ BUGS = [
         "policies/rule.py",
         "    good = _where(bad, -1 * p.first_growth_lag, good)\n",
         "    good = _where(bad, state.good, good)\n",
-        "08_scaler_zoo",
+        "more/scalers/scaler_zoo",
         2,
     ),
     Bug(
@@ -296,7 +296,7 @@ BUGS = [
         "boost/grad_freeze/optimizer.py",
         "        self.inside(opt)\n",
         "        self.inside(opt) if index else None\n",
-        "09_boost_levels",
+        "07_boost_levels",
         9,
     ),
     Bug(
@@ -304,7 +304,7 @@ BUGS = [
         "boost/grad_accumulation.py",
         "share = wide.div_(self.max_accumulation_step) if mine else wide / self.max_accumulation_step",
         "share = wide",
-        "09_boost_levels",
+        "07_boost_levels",
         11,
     ),
     Bug(
@@ -312,7 +312,7 @@ BUGS = [
         "lessons/adasum.py",
         "float(v @ common / v.norm())",
         "float(v @ updates[0] / v.norm())",
-        "12_adasum",
+        "more/boost/adasum",
         9,
     ),
     Bug(
@@ -320,14 +320,14 @@ BUGS = [
         "lessons/step.py",
         "images[0, 0, 0, 0] = torch.inf",
         "images[0, 0, 0, 0] = 1.0",
-        "06_training_step",
+        "05_training_step",
     ),
     Bug(
         "a rate that one worker does not have",
         "lessons/adasum.py",
         "updates = [[rate * g for g",
         "updates = [[g for g",
-        "12_adasum",
+        "more/boost/adasum",
         11,
     ),
     Bug(
@@ -335,7 +335,7 @@ BUGS = [
         "lessons/group_scale.py",
         "return quantize(x, FP32, self.fmt)",
         "return quantize(x, FP32, FP32)",
-        "13_group_loss_scale",
+        "more/scalers/group_loss_scale",
         3,
     ),
     Bug(
@@ -343,7 +343,7 @@ BUGS = [
         "lessons/group_scale.py",
         "x = x if self.together and i else self.manager(x, i, i + 1)",
         "x = x if i else self.manager(x, i, i + 1)",
-        "13_group_loss_scale",
+        "more/scalers/group_loss_scale",
         7,
     ),
     Bug(
@@ -351,7 +351,7 @@ BUGS = [
         "diagnose/report.py",
         "advice = [*(cured or [none]), hidden if",
         "advice = [hidden if",
-        "14_overflow_detective",
+        "08_overflow_detective",
         7,
     ),
     Bug(
@@ -359,21 +359,21 @@ BUGS = [
         "experiment/statistics.py",
         "half = student_quantile(0.975, n - 1) * error",
         "half = student_quantile(0.95, n - 1) * error",
-        "20_your_own_experiment",
+        "more/experiments/your_own_experiment",
     ),
     Bug(
         "Bonferroni in the place of Holm",
         "experiment/statistics.py",
         "min(1.0, p * (len(tested) - rank))",
         "min(1.0, p * len(tested))",
-        "20_your_own_experiment",
+        "more/experiments/your_own_experiment",
     ),
     Bug(
         "a share of right answers called percent",
         "experiment/training.py",
         "total += 100 * float(((out.argmax(classes) == y) & counted).sum())",
         "total += float(((out.argmax(classes) == y) & counted).sum())",
-        "20_your_own_experiment",
+        "more/experiments/your_own_experiment",
         15,
     ),
     Bug(
@@ -381,7 +381,7 @@ BUGS = [
         "experiment/engine.py",
         "pending = {t.stem: t for t in tasks if t.stem not in finished}",
         "pending = {t.stem: t for t in tasks}",
-        "20_your_own_experiment",
+        "more/experiments/your_own_experiment",
         17,
     ),
     Bug(
@@ -389,7 +389,7 @@ BUGS = [
         "experiment/parts.py",
         "auto_mixed_precision(net, level, format_of(dtype))",
         'auto_mixed_precision(net, "O0", format_of(dtype))',
-        "20_your_own_experiment",
+        "more/experiments/your_own_experiment",
         19,
     ),
     Bug(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT
+from support import LESSONS, ROOT
 
 from mpkit import __version__, command, data, info, lab
 from mpkit.bench import __main__ as bench_command
@@ -204,7 +204,7 @@ def test_what_travels_in_the_wheel_is_written_over_nobodys_work(tmp_path):
 def test_the_lessons_of_a_checkout_hold_no_solution(tmp_path):
     assert lab.copy_lessons(tmp_path)[1] == []
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ipynb")}
-    notebooks = [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("notebooks/labs/*.ipynb")]
+    notebooks = [*LESSONS, *ROOT.glob("notebooks/labs/*.ipynb")]
     assert copied == {path.relative_to(ROOT / "notebooks").as_posix() for path in notebooks}
     for path in tmp_path.rglob("*.ipynb"):
         assert "### BEGIN" not in path.read_text("utf-8")

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import LESSONS, ROOT
 
 import mpkit
 
@@ -27,7 +27,7 @@ build = pytest.importorskip("build", reason="building a wheel needs the package 
 pytest.importorskip("nbval", reason="a lesson is run with nbval, of the extra `test`")
 
 pytestmark = pytest.mark.slow  # about 50 s: a build, and seven processes that import torch
-LESSON = "08_scaler_zoo.ipynb"
+LESSON = "more/scalers/scaler_zoo.ipynb"
 SCRIPTS = "Scripts" if os.name == "nt" else "bin"
 README = (ROOT / "README.md").read_text("utf-8")
 NOT_SOURCE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
@@ -82,7 +82,7 @@ def test_the_wheel_holds_data_and_lessons_and_no_solution(archives):
         for pattern in ("*.npz", "*.json", "*.zip")
         for p in (ROOT / "data").rglob(pattern)
     }
-    lessons = {f"notebooks/{p.name}" for p in (ROOT / "notebooks").glob("*.ipynb")}
+    lessons = {p.relative_to(ROOT).as_posix() for p in LESSONS}
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "mpkit").rglob("*.py")}
     assert len(stored) > 10
     assert stored | lessons | modules | {"mpkit/py.typed", "data/README.md"} <= names

@@ -1,4 +1,4 @@
-"""Lesson 12: AdaSum by its formula in NumPy, many workers as a tree of pairs, the answers a second way."""
+"""*AdaSum*: AdaSum by its formula in NumPy, many workers as a tree of pairs, the answers a second way."""
 
 import math
 

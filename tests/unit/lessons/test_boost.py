@@ -1,4 +1,4 @@
-"""Lesson 09: what levels switch on and cost, from the stored benchmark and by hand; its answers a second way."""
+"""Lesson 07: what levels switch on and cost, from the stored benchmark and by hand; its answers a second way."""
 
 import json
 from statistics import median

@@ -1,4 +1,4 @@
-"""Lesson 03: walks through networks at every level; what the lesson's prose claims."""
+"""Lesson 06: walks through networks at every level; what the lesson's prose claims."""
 
 import math
 

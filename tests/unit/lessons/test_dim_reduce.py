@@ -1,4 +1,4 @@
-"""Lesson 11: losses and steps by hand in NumPy, trials within the picture; its answers a second way."""
+"""*Dimension reduction*: losses and steps by hand in NumPy, trials within the picture; its answers a second way."""
 
 from itertools import pairwise
 

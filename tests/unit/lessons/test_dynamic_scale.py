@@ -1,4 +1,4 @@
-"""Lesson 05: the numbers of its views by laws and by hand, its answers a second way."""
+"""Lesson 04: the numbers of its views by laws and by hand, its answers a second way."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Lessons 14 and 15: the four trainings by a computation of our own, recorded runs and replays by the plain rule."""
+"""Lesson 08, *What if*: the four trainings by a computation of our own, recorded runs and replays by the plain rule."""
 
 import math
 from dataclasses import replace
@@ -97,7 +97,7 @@ def test_the_way_shows_what_was_reached_and_nothing_else():
     assert sum("inf or NaN" in text for text in told(15)) > 3
 
 
-def test_what_lesson_14_says():
+def test_what_lesson_08_says():
     assert [case(name).scale for name in "ABCD"] == [2**24, 2**12, 2**12, 2**12]
     verdicts = {n: detective(training=n, scale=p).numbers["report"].verdict for n, p in zip("ABCD", (24, 12, 12, 12))}
     assert verdicts == dict(zip("ABCD", ["scale_too_high", "forward_overflow", "bad_data", "model_non_finite"]))
@@ -214,7 +214,7 @@ def test_a_trace_of_ones_own_is_loaded_by_path(tmp_path):
     assert len(view.numbers["scale"]) == 50
 
 
-def test_what_lesson_15_says():
+def test_what_the_lesson_what_if_says():
     trace = load_run("mlp_digits")
     skips = [len(what_if(window=w).numbers["skipped"]) for w in (1, 10, 50, 200)]
     assert skips == sorted(skips, reverse=True)

@@ -1,4 +1,4 @@
-"""Lesson 20: runs of one's own, the verdicts of the recorded ones by Student's t, the answers a second way."""
+"""*Your own experiment*: runs, the verdicts of the recorded ones by Student's t, the answers a second way."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Lesson 10: savings by hand, frames that hold whole blocks, means that go; its answers a second way."""
+"""*Freeze and centralize*: savings by hand, frames that hold whole blocks, means that go; its answers a second way."""
 
 from itertools import chain
 

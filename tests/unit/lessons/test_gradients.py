@@ -1,4 +1,4 @@
-"""Lesson 04: what becomes of gradients at a scale, against torch's own rounding; answers a second way."""
+"""Lesson 03: what becomes of gradients at a scale, against torch's own rounding; answers a second way."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Lesson 13: its scales by hand and by a real training, what survives in a real step, the answers a second way."""
+"""*Group loss scale*: its scales by hand and by a real training, what survives in a step, the answers a second way."""
 
 import math
 

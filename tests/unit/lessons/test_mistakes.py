@@ -1,4 +1,4 @@
-"""Lesson 16: its eleven verdicts, each computed, and its other answers a second way."""
+"""*Common mistakes*: its eleven verdicts, each computed, and its other answers a second way."""
 
 import math
 

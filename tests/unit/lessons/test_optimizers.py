@@ -1,4 +1,4 @@
-"""Lesson 07: Adam's step against the optimizer, trainings under two scales, the answers a second way."""
+"""*The optimizer*: Adam's step against the optimizer, trainings under two scales, the answers a second way."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Lessons 17 to 19: scales and blocks a second way, what the lessons say of the recorded trainings, their answers."""
+"""The lessons on eight and four bits: scales and blocks a second way, what they say of recorded trainings, answers."""
 
 import math
 
@@ -29,7 +29,7 @@ from mpkit.view.words import words
 WORDS = words("recipes")
 
 
-# ---- lesson 17
+# ---- *A scale for every tensor*
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize(
     "given", [{}, {"length": 1}, {"length": 128}, {"newest": True}, {"margin": 3}, {"current": True}, {"spike": 10}]
@@ -53,7 +53,7 @@ def test_a_delayed_scale_holds_the_largest_of_its_history(tensor, given):
     assert f"clipped in {len(clipped)} of 300" in view.sentence
 
 
-def test_what_lesson_17_says():
+def test_what_the_lesson_on_tensor_scales_says():
     clips = [len(delayed(length=n).numbers["clipped"]) for n in (1, 16, 128)]
     assert 0.4 < clips[0] / 300 < 0.6
     assert clips == sorted(clips, reverse=True)
@@ -75,7 +75,7 @@ def test_what_changes_nothing_is_hidden():
     assert blocks(fmt="NVFP4").sheet.idle == {"rule"}
 
 
-# ---- lesson 18
+# ---- *Blocks*
 ELEMENTS = {
     "MXFP8": (ml_dtypes.float8_e4m3fn, 448.0, 8, 3), "MXFP4": (ml_dtypes.float4_e2m1fn, 6.0, 2, 1),
     "NVFP4": (ml_dtypes.float4_e2m1fn, 6.0, 2, 1),
@@ -123,7 +123,7 @@ def test_shares_of_clipped_blocks_are_those_of_gaussian_data():
         assert clipped is None or abs(seen["clipped"] - clipped) < 0.03
 
 
-def test_what_lesson_18_says():
+def test_what_the_lesson_on_blocks_says():
     for fmt in ("MXFP4", "NVFP4"):
         snr = [blocks(fmt=fmt, rule="rceil", size=size, outlier=6).numbers["snr"] for size in (16, 32, 64, 128)]
         assert np.all(np.diff(snr) < 0)
@@ -159,8 +159,8 @@ def test_only_a_zero_lies_at_the_bottom_of_the_picture():
             assert np.log2(kept.min()) > -8
 
 
-# ---- lesson 19
-def test_what_lesson_19_says_of_the_recorded_trainings():
+# ---- *Three products*
+def test_what_three_products_says_of_the_recorded_trainings():
     data = load_recipes()
     end, losses = data["end"].astype(float), data["losses"].astype(float)
     assert data["names"] == ["float32", *RECIPES]

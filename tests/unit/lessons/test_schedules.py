@@ -1,4 +1,4 @@
-"""Lesson 21: five formulas by hand, whom decay reaches by its name and its group, the answers a second way."""
+"""*Schedules and groups*: five formulas by hand, whom decay reaches by name and group, the answers a second way."""
 
 import itertools
 import math

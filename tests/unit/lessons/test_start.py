@@ -1,4 +1,4 @@
-"""Lessons 00 and 05: the training on the digits, its steered scale, the answers of lesson 00 a second way."""
+"""Lessons 00 and 04: the training on the digits, its steered scale, the answers of lesson 00 a second way."""
 
 import numpy as np
 import pytest

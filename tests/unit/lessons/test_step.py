@@ -1,4 +1,4 @@
-"""Lesson 06: one step against its formulas; the order of clipping and unscaling; answers a second way."""
+"""Lesson 05: one step against its formulas; the order of clipping and unscaling; answers a second way."""
 
 import pytest
 import torch

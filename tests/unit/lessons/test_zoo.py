@@ -1,4 +1,4 @@
-"""Lesson 08: every framework on one sequence by its own rule, the naive rule by hand, the answers a second way."""
+"""*Scaler zoo*: every framework on one sequence by its own rule, the naive rule by hand, the answers a second way."""
 
 import math
 
