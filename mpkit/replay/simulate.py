@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from mpkit.arguments import check_kind
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial, stack
 
 _FEW = 16  # policies that are stepped faster one by one as Python numbers than together as tensors
-_BLOCK = 256  # steps that are counted together
+_BLOCK = 256  # steps that are counted together, so that a long run needs little memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class Simulation:
     final:      float64 scale after the last step (of a policy that raised: before that step).
     lowest:     float64 smallest scale that a step was made with.
     skipped:    int64 skipped steps.
-    first_good: int64 index of the first applied step; N if there is none.
+    first_good: int64 index of the first applied step; where there is none the number of steps that were made.
     raised_at:  int64 step at which the policy's own error ends the run, -1 for none.
     raised:     int64 code of that error, see `policies.STOPS`.
     """
@@ -66,20 +65,14 @@ def simulate(
         raise ValueError(f"sample holds indices of steps, one number each, got shape {wanted.shape}")
     count = policies.shape[0]
     if count > _FEW:
-        tally = _Tally(tops if tops.ndim == 2 else tops[:, None], wanted, count)
-        table = torch.tensor(tops, device=device)
-        _walk(policies.to(device), initial(policies, device), table.unbind(), tally.add)
-        return tally.result()
-    columns = np.broadcast_to(tops if tops.ndim == 2 else tops[:, None], (len(tops), count))
-    alone = []
-    for lane in range(count):
-        tally = _Tally(columns[:, lane : lane + 1], wanted, 1)
-        _walk(policies[lane], initial(policies[lane]), columns[:, lane].tolist(), tally.add)
-        alone.append(vars(tally.result()))
+        return _stepped(policies.to(device), initial(policies, device), tops, wanted)
+    lanes = map(policies.__getitem__, range(count))
+    alone = [vars(_stepped(p, initial(p), tops[:, i % tops.shape[1], None], wanted)) for i, p in enumerate(lanes)]
     return Simulation(**{key: np.concatenate([one[key] for one in alone], axis=-1) for key in alone[0]})
 
 
 def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
+    """(N, 1) or (N, P) float64."""
     try:
         tops = np.asarray(ceilings, dtype=np.float64)
     except OverflowError:
@@ -87,78 +80,46 @@ def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
             "ceilings must fit a float, got an int that does not; write math.inf where every scale works"
         ) from None
     if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
-        raise ValueError(
-            f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got shape {tops.shape}"
-            + " with NaN" * bool(np.isnan(tops).any())
-        )
-    return tops
+        with_nan = " with NaN" * bool(np.isnan(tops).any())
+        raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got {tops.shape}{with_nan}")
+    return tops if tops.ndim == 2 else tops[:, None]
 
 
-def _walk(policy: ScalePolicy, state: ScaleState, tops: Iterable[Any], tell: Callable[..., None]) -> None:
-    """Step numbers or tensors through the ceilings; `tell` hears of every block of steps, and at the end of the rest.
-
-    It is given the scales that the steps were made with, the state after them, the steps at which policies raised
-    (-1: none) and what they raised.
-    """
-    used: list[Any] = []
+def _stepped(policy: ScalePolicy, state: ScaleState, tops: np.ndarray, wanted: np.ndarray) -> Simulation:
+    """Step a vector by tensors, or one policy by numbers, through ceilings (N, 1) or (N, P)."""
+    numbers, steps = not policy.shape, len(tops)
+    rows = tops[:, 0].tolist() if numbers else torch.tensor(tops, device=state.scale.device).unbind()
     raised_at, raised = 0 * state.good - 1, 0 * state.good
-    for step, top in enumerate(tops):
-        used.append(state.scale)
-        after, code = advance(policy, state, state.scale <= top)
-        if isinstance(code, Tensor):
-            now = (code != 0) & (raised == 0)
-            raised_at, raised = torch.where(now, step, raised_at), torch.where(now, code, raised)
-            state = ScaleState(*(torch.where(raised != 0, old, new) for old, new in zip(state, after)))
-        elif code:
-            raised_at, raised = step, code
-            break
-        else:
-            state = after
-        if len(used) == _BLOCK:
-            tell(used, state, raised_at, raised)
-            used = []
-    tell(used, state, raised_at, raised)
-
-
-class _Tally:
-    """What P policies did so far, counted block by block, so that a long run needs little memory."""
-
-    def __init__(self, tops: np.ndarray, wanted: np.ndarray, count: int) -> None:
-        self.tops, self.wanted, self.done = tops, wanted, 0
-        self.sampled = np.full((len(wanted), count), math.nan)
-        self.lowest = np.full(count, math.inf)
-        self.skipped, self.ran, self.first_good = (np.zeros(count, dtype=np.int64) for _ in range(3))
-
-    def add(self, scales: list[Any], state: ScaleState, raised_at: object, raised: object) -> None:
-        """The scales of the next steps, and what holds after them."""
-        self.final, self.raised_at, self.raised = _host(state.scale), _host(raised_at), _host(raised)
-        if not scales:
-            return
-        used = _host(torch.stack(scales)) if isinstance(scales[0], Tensor) else np.array(scales)[:, None]
-        steps = np.arange(self.done, self.done + len(used))
-        ran = (steps[:, None] <= self.raised_at) | (self.raised_at < 0)
-        fits = ran & (used <= self.tops[steps])
-        self.lowest = np.minimum(self.lowest, np.where(ran, used, math.inf).min(axis=0))  # NaN if a scale was NaN
-        # so many steps as ran before the first good one: while there is none, all of them
-        none_yet = self.first_good == self.ran
-        self.first_good += np.where(none_yet, np.where(fits.any(axis=0), fits.argmax(axis=0), ran.sum(axis=0)), 0)
-        self.skipped += (ran & ~fits).sum(axis=0)
-        self.ran += ran.sum(axis=0)
-        here = (self.wanted >= steps[0]) & (self.wanted <= steps[-1])
-        rows = self.wanted[here] - self.done
-        self.sampled[here] = np.where(ran[rows], used[rows], math.nan)
-        self.done += len(used)
-
-    def result(self) -> Simulation:
-        return Simulation(
-            sampled=self.sampled,
-            final=self.final.astype(np.float64),
-            lowest=self.lowest,
-            skipped=self.skipped,
-            first_good=self.first_good,
-            raised_at=self.raised_at.astype(np.int64),
-            raised=self.raised.astype(np.int64),
-        )
+    count = 1 if numbers else policy.shape[0]
+    sampled, lowest = np.full((len(wanted), count), math.nan), np.full(count, math.inf)
+    skipped, first_good = np.zeros(count, dtype=np.int64), np.full(count, steps)
+    for start in range(0, steps, _BLOCK):
+        end = min(start + _BLOCK, steps)
+        used = []
+        for step in range(start, end):
+            used.append(state.scale)
+            after, code = advance(policy, state, state.scale <= rows[step])
+            if isinstance(code, Tensor):
+                now = (code != 0) & (raised == 0)
+                raised_at, raised = torch.where(now, step, raised_at), torch.where(now, code, raised)
+                state = ScaleState(*(torch.where(raised != 0, old, new) for old, new in zip(state, after)))
+            elif not numbers or not (code or raised):
+                state = after
+            elif not raised:
+                raised_at, raised = step, code
+        scales = np.array(used)[:, None] if numbers else torch.stack(used).numpy(force=True)
+        at = np.arange(start, end)[:, None]
+        ran = (at <= (last := _host(raised_at))) | (last < 0)
+        fits = ran & (scales <= tops[start:end])
+        lowest = np.minimum(lowest, np.where(ran, scales, math.inf).min(axis=0))  # NaN if a scale was NaN
+        first_good = np.minimum(first_good, np.where(fits, at, steps).min(axis=0))
+        skipped += (ran & ~fits).sum(axis=0)
+        here = (wanted >= start) & (wanted < end)
+        sampled[here] = np.where(ran, scales, math.nan)[wanted[here] - start]
+    last = _host(raised_at).astype(np.int64)
+    first_good = np.minimum(first_good, np.where(last < 0, steps, last + 1))
+    final = _host(state.scale).astype(np.float64)
+    return Simulation(sampled, final, lowest, skipped, first_good, last, _host(raised).astype(np.int64))
 
 
 def _host(value: object) -> np.ndarray:

@@ -52,21 +52,24 @@ def replay(
               `final_scale`, `lowest_scale`; `collapsed` and `why`. `frame.attrs["caveat"]` says what it cannot know.
     """
     _check_trace(trace)
-    if scales is not None:
-        check_flags(scales=scales)
     names, vector = _named(policies)
-    if tops is None:
-        tops = ceilings(trace, fmt)
+    tops = ceilings(trace, fmt) if tops is None else tops
     check_kind("tops", tops, np.ndarray, "an array with the ceiling of each step")
     if tops.shape != (len(trace),):
         raise ValueError(f"tops need one ceiling for each of the {len(trace)} steps, got shape {tops.shape}")
-    sample = _sample(trace)
-    if scales is None:
-        scales = len(trace) * len(names) <= _KEPT
+    scales = len(trace) * len(names) <= _KEPT if scales is None else scales
+    check_flags(scales=scales)
+    sample = trace.rows  # the steps with a histogram
+    if len(sample) > _SAMPLES:
+        sample = sample[np.linspace(0, len(sample) - 1, _SAMPLES).astype(int)]
     done = simulate(tops, vector, sample=None if scales else sample, device=device)
-    frame = _frame(trace, tops, done, sample, fmt, scales)
+    frame = _frame(trace, tops, done, sample, fmt, done.sampled[sample] if scales else done.sampled)
     frame.insert(0, "policy", names)
-    return _ranked(frame)
+    if scales:
+        frame["scale"] = list(done.sampled.T)
+    frame = frame.sort_values(["collapsed", "lost", "headroom"], kind="stable", ignore_index=True)
+    frame.attrs["caveat"] = CAVEAT
+    return frame
 
 
 def sweep(
@@ -91,31 +94,26 @@ def sweep(
     _check_trace(trace)
     columns = {"init": float(trace.scale[0]) if init is None else init, "factor": factor, "window": window}
     grid = list(itertools.product(*map(_numbers, columns.values())))
-    for row in grid:
-        for name, value in zip(columns, row):
-            check_number(f"each {name}", value, low=-math.inf)
-    if not grid or any(w != int(w) for _, _, w in grid):
-        raise ValueError(f"sweep needs at least one init, factor and window, and whole windows, got window={window!r}")
-    if any(not f > 1 for _, f, _ in grid):
-        raise ValueError(f"every factor must be above 1, so that the scale moves, got factor={factor!r}")
-    policies = [swept(i, f, w, min_scale) for i, f, w in grid]
-    frame = replay(trace, policies, fmt=fmt, scales=False, device=device)
-    for position, (name, picked) in enumerate(zip(columns, np.array(grid)[frame.pop("policy").astype(int)].T)):
-        frame.insert(position, name, picked)
-    return frame.astype({"window": int})
+    if not grid:
+        raise ValueError("sweep needs at least one init, factor and window, got an empty list")
+    frame = replay(trace, [swept(i, f, w, min_scale) for i, f, w in grid], fmt=fmt, scales=False, device=device)
+    order = frame.pop("policy").astype(int)
+    for position, (name, values) in enumerate(zip(columns, zip(*grid))):
+        frame.insert(position, name, np.array(values, dtype=int if name == "window" else float)[order])
+    return frame
 
 
 def swept(init: float, factor: float, window: int, min_scale: float = 0.0) -> ScalePolicy:
     """The policy of one cell of `sweep`."""
     check_number("init", init)
-    check_number("factor", factor, low=1.0, open_low=True)
-    check_number("window", window, low=1.0)
+    check_number("factor", factor, low=1.0, open_low=True)  # the scale has to move
+    if check_number("window", window, low=1.0) != int(window):
+        raise ValueError(f"window is a number of steps, which is whole, got {window!r}")
     return ScalePolicy.by_factor(float(init), float(factor), int(window), min_scale, name="sweep")
 
 
-def _numbers(value: object) -> list[Any]:
-    if isinstance(value, np.ndarray) and not value.ndim:
-        return [value.item()]
+def _numbers(value: Any) -> list[Any]:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     return list(value) if isinstance(value, Iterable) else [value]
 
 
@@ -127,32 +125,27 @@ def _check_trace(trace: Trace) -> None:
 
 def _named(policies: Policies) -> tuple[list[str], ScalePolicy]:
     if isinstance(policies, ScalePolicy):
-        count = policies.shape[0] if policies.shape else 1
-        names = [str(i) for i in range(count)] if policies.shape else [policies.name or "policy"]
-        return names, policies if policies.shape else stack([policies])
-    if isinstance(policies, Mapping):
-        return list(policies), stack(policies.values())
-    if not isinstance(policies, Sequence) or isinstance(policies, str):
-        raise TypeError(
-            f"policies are one ScalePolicy, a sequence or a mapping of them, got {policies!r}; see preset()"
-        )
-    return [str(i) for i in range(len(policies))], stack(policies)
-
-
-def _sample(trace: Trace) -> np.ndarray:
-    """Positions of the steps with a histogram, thinned to `_SAMPLES`."""
-    rows = trace.rows
-    if len(rows) <= _SAMPLES:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, _SAMPLES).astype(int)]
+        if policies.shape:
+            return [str(i) for i in range(policies.shape[0])], policies
+        policies = {policies.name or "policy": policies}
+    if isinstance(policies, Sequence) and not isinstance(policies, str):
+        policies = {str(i): policy for i, policy in enumerate(policies)}
+    check_kind("policies", policies, Mapping, "one ScalePolicy, as preset() gives, or a sequence or mapping of them")
+    return list(policies), stack(policies.values())
 
 
 def _frame(
-    trace: Trace, tops: np.ndarray, done: Simulation, sample: np.ndarray, fmt: FloatFormat | str | None, scales: bool
+    trace: Trace,
+    tops: np.ndarray,
+    done: Simulation,
+    sample: np.ndarray,
+    fmt: FloatFormat | str | None,
+    seen: np.ndarray,
 ) -> pd.DataFrame:
+    """What came of each policy, from the scales `seen` at the sampled steps."""
     import pandas as pd
 
-    seen, top = done.sampled[sample] if scales else done.sampled, tops[sample][:, None]
+    top = tops[sample][:, None]
     applied = seen <= top
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.log2(np.abs(top)) - np.log2(seen)
@@ -160,10 +153,10 @@ def _frame(
     flush, ended = _mean(flushes, applied), done.raised_at >= 0
     share = done.skipped / np.where(ended, done.raised_at + 1, len(trace))  # of the steps that were made, one at least
     why = _why(trace, done, applied, bits, flushes, sample)
-    columns: dict[str, Any] = {
+    columns = {
         "skipped": done.skipped,
         "skipped_share": share,
-        "first_good": np.minimum(done.first_good, len(trace)),
+        "first_good": done.first_good,
         "headroom": _mean(bits, applied & np.isfinite(bits)),
         "flushed": flush,
         "lost": np.where(ended, 1.0, 1 - (1 - share) * (1 - np.nan_to_num(flush, nan=0.0))),
@@ -172,8 +165,6 @@ def _frame(
         "collapsed": [bool(words) for words in why],
         "why": why,
     }
-    if scales:
-        columns["scale"] = list(done.sampled.T)
     return pd.DataFrame(columns)
 
 
@@ -205,9 +196,3 @@ def _why(
             far = unused[p] > _FAR_BELOW
             words.append(f"the scale ended {unused[p]:.0f} bits below the ceiling" if far else "")
     return words
-
-
-def _ranked(frame: pd.DataFrame) -> pd.DataFrame:
-    frame = frame.sort_values(["collapsed", "lost", "headroom"], kind="stable", ignore_index=True)
-    frame.attrs["caveat"] = CAVEAT
-    return frame

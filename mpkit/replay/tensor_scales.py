@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from mpkit.policies import (
     TensorScalePolicy,
     advance_tensor_scale,
     initial_tensor_scale,
+    stack_tensor_scales,
     tensor_scale_preset,
 )
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SLACK = np.float32(1 + 2.0**-22)  # one last bit of the product is no clipping
+_TOGETHER = 2**20  # policy-steps that are computed at once
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,10 @@ class TensorScaleReplay:
         """One row per policy: the fields in which policies differ, then the results."""
         import pandas as pd
 
-        columns: dict[str, Any] = {}
-        for field in fields(TensorScalePolicy):
-            values = [getattr(policy, field.name) for policy in self.policies]
-            if field.name in ("name", "history_len") or len(set(values)) > 1:
-                columns["policy" if field.name == "name" else field.name] = values
+        frame = pd.DataFrame([vars(policy) for policy in self.policies])
+        told = [name for name in frame if name in ("name", "history_len") or frame[name].nunique() > 1]
         results = {key: getattr(self, key) for key in ("clipped", "first", "worst", "unused_bits")}
-        return pd.DataFrame({**columns, **results})
+        return frame[told].rename(columns={"name": "policy"}).assign(**results)
 
 
 def replay_tensor_scales(
@@ -63,9 +62,9 @@ def replay_tensor_scales(
 ) -> TensorScaleReplay:
     """Run many policies over the recorded amaxes of one tensor.
 
-    The numbers are those of `policies.advance` step by step, bit for bit; a window's maximum is found from a table of
-    maxima over 1, 2, 4, ... steps, so a step costs the same for a history of 16 and of 1024. A clipped step would have
-    changed the run that follows; the recorded amaxes cannot show that.
+    The numbers are those of `policies.advance` step by step, bit for bit. All steps are computed at once: what a scale
+    depends on is the largest amax of its window. A clipped step would have changed the run that follows; the recorded
+    amaxes cannot show that.
 
     Args:    amax (steps,): largest magnitude of the tensor at each step; `scales` keeps the scale of every step.
     Raises:  TypeError or ValueError for what is no series of magnitudes, or no policies.
@@ -78,15 +77,10 @@ def replay_tensor_scales(
     rows = list(policies)
     if not rows or not all(isinstance(p, TensorScalePolicy) and not p.shape for p in rows):
         raise TypeError(f"policies are single TensorScalePolicy objects, at least one, got {rows!r:.200}")
-    windows: dict[bool, _Windows] = {}
-    used, found = [], []
-    with np.errstate(all="ignore"):
-        for p in rows:
-            scale = _scales(p, series, windows)
-            found.append(_judged(p, series * scale))
-            used += [scale] if scales else []
-    clipped, first, worst, unused = (np.array(column) for column in zip(*found))
-    return TensorScaleReplay(rows, clipped, first, worst, unused, np.stack(used) if scales else None)
+    some = max(1, _TOGETHER // len(series))
+    done = [_judged(series, rows[i : i + some]) for i in range(0, len(rows), some)]
+    clipped, first, worst, unused, used = (np.concatenate(column) for column in zip(*done))
+    return TensorScaleReplay(rows, clipped, first, worst, unused, used if scales else None)
 
 
 def sweep_tensor_scales(
@@ -136,60 +130,57 @@ def _checked(amax: object) -> np.ndarray:
     return series
 
 
-class _Windows:
-    """Largest entry of the last L steps for any L, from maxima over powers of two; the time before is 0."""
-
-    def __init__(self, series: np.ndarray) -> None:
-        self.steps = len(series)
-        level = np.concatenate([np.zeros(self.steps, dtype=np.float32), series])
-        self.levels = [level]
-        while 2 ** len(self.levels) <= self.steps:
-            half = 2 ** (len(self.levels) - 1)
-            level = level.copy()
-            level[half:] = np.maximum(self.levels[-1][half:], self.levels[-1][:-half])
-            self.levels.append(level)
-
-    def largest(self, length: int) -> np.ndarray:
-        """(steps,) maximum over each step and the `length` - 1 before it."""
-        length = min(length, self.steps)
-        level = self.levels[length.bit_length() - 1]
-        back = length - 2 ** (length.bit_length() - 1)
-        return np.maximum(level[self.steps :], level[self.steps - back : 2 * self.steps - back])
+def _judged(series: np.ndarray, rows: list[TensorScalePolicy]) -> tuple[np.ndarray, ...]:
+    """The results of some policies, in the order in which `TensorScaleReplay` has them."""
+    scale = _scales(series, rows)
+    limit = np.array([p.element_max for p in rows], dtype=np.float32)
+    with np.errstate(all="ignore"):
+        product = series * scale
+        over = product > limit[:, None] * _SLACK
+        fits = (product > 0) & (product < np.inf) & ~over
+        worst = np.nan_to_num(product, nan=0.0, posinf=np.inf).max(axis=1) / limit.astype(np.float64)
+        unused = np.where(fits, np.frexp(limit)[1][:, None] - np.frexp(product)[1], 0).sum(axis=1)
+    first = np.where(over.any(axis=1), over.argmax(axis=1), -1)
+    return over.sum(axis=1), first, worst, unused / np.maximum(fits.sum(axis=1), 1), scale
 
 
-def _scales(p: TensorScalePolicy, series: np.ndarray, windows: dict[bool, _Windows]) -> np.ndarray:
-    """(steps,) float32: the scale that each step is cast with."""
-    if not p.delayed:
-        return _by_the_rule(p, series)
-    counts = np.full(len(series), True) if p.unfused else series != 0  # the kernel leaves a step without an amax out
-    if not counts.any():
-        return np.ones_like(series)
-    counted = series[counts]
-    if p.most_recent:
-        reached = counted
-    else:
-        if p.unfused not in windows:
-            windows[p.unfused] = _Windows(counted if p.unfused else np.nan_to_num(counted, nan=0.0, posinf=np.inf))
-        reached = windows[p.unfused].largest(p.history_len)
-    after = np.ones(len(series) + 1, dtype=np.float32)
-    after[1:][counts] = _by_the_rule(p, reached)
-    renewed = np.concatenate([[True], counts])
-    renewed[1:][counts] = ~np.isnan(after[1:][counts])  # elsewhere a scale stays what it was
-    return after[np.maximum.accumulate(np.where(renewed, np.arange(len(after)), 0))][:-1]
+def _scales(series: np.ndarray, rows: list[TensorScalePolicy]) -> np.ndarray:
+    """(policies, steps) float32: the scale that each step is cast with, by the rule on every step by itself."""
+    reached = np.empty((len(rows), len(series)), dtype=np.float32)
+    known: dict[Any, np.ndarray] = {}
+    for row, p in zip(reached, rows):
+        window = (p.unfused, 1 if p.most_recent else p.history_len) if p.delayed else None
+        if window not in known:
+            known[window] = series if window is None else _reached(series, *window)
+        row[:] = known[window]
+    vector = stack_tensor_scales(rows)
+    columns: dict[str, Any] = {key: value[:, None] for key, value in vector.tensors().items()}
+    alone = replace(vector, **columns | {"history_len": torch.ones(reached.shape, dtype=torch.int64)})
+    state = initial_tensor_scale(alone)
+    state = state._replace(scale=torch.full_like(state.scale, torch.nan))  # NaN: not renewed in this step
+    after = advance_tensor_scale(alone, state, torch.from_numpy(reached)).scale.numpy()
+    # delayed: the newest scale of an earlier step, 1 before there is one
+    before = np.concatenate([np.ones((len(rows), 1), dtype=np.float32), after[:, :-1]], axis=1)
+    newest = np.maximum.accumulate(np.where(np.isnan(before), 0, np.arange(len(series))), axis=1)
+    delayed = np.array([p.delayed for p in rows])[:, None]
+    return np.where(delayed, np.take_along_axis(before, newest, axis=1), after)
 
 
-def _by_the_rule(p: TensorScalePolicy, reached: np.ndarray) -> np.ndarray:
-    """The scale after one step of the policy for each of many amaxes, each by itself; NaN where it does not renew."""
-    many = replace(p, history_len=torch.ones(len(reached), dtype=torch.int64))
-    state = initial_tensor_scale(many)
-    state = state._replace(scale=torch.full_like(state.scale, torch.nan))
-    return advance_tensor_scale(many, state, torch.tensor(reached)).scale.numpy()
+def _reached(series: np.ndarray, unfused: bool, length: int) -> np.ndarray:
+    """(steps,) the largest amax of a history of `length` steps; 0 in a step that does not count."""
+    if unfused:
+        return _largest(series, min(length, len(series)))
+    counts = series != 0  # the kernel leaves a step without an amax out
+    inside = np.fmax(series[counts], np.float32(0))  # NaN counts as 0
+    reached = np.zeros_like(series)
+    reached[counts] = _largest(inside, min(length, len(inside)))
+    return reached
 
 
-def _judged(p: TensorScalePolicy, product: np.ndarray) -> tuple[int, int, float, float]:
-    """Of (steps,) scaled amaxes: how many are clipped, the first, the largest overshoot, and the bits left unused."""
-    over = product > np.float32(p.element_max) * _SLACK
-    worst = float(np.nan_to_num(product, nan=0.0, posinf=np.inf).max()) / p.element_max
-    _, exponent = np.frexp(product[(product > 0) & ~over])
-    unused = np.frexp(np.float32(p.element_max))[1] - exponent.mean() if len(exponent) else 0.0
-    return int(over.sum()), int(over.argmax()) if over.any() else -1, worst, float(unused)
+def _largest(series: np.ndarray, length: int) -> np.ndarray:
+    """The maximum over each step and the `length` - 1 before it, from those over half as many."""
+    if length <= 1:
+        return series
+    half = (length + 1) // 2
+    part = _largest(series, half)
+    return np.concatenate([part[: length - half], np.maximum(part[length - half :], part[: half - length])])
