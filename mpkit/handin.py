@@ -18,7 +18,6 @@ from typing import Any
 STUB = "YOUR CODE HERE"
 TEXT_STUB = "YOUR ANSWER HERE"
 SIGNS = {b"PK": "a zip archive", b"%PDF": "a PDF", b"\x89PNG": "a picture", b"\xff\xd8": "a picture"}
-_FIRST_BYTES = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
 
 @dataclass
@@ -39,18 +38,21 @@ def read(path: Path) -> dict[str, Any]:
     raw = path.read_bytes()
     if not raw.strip():
         raise ValueError("the file is empty: save the notebook once more and hand that in")
-    for sign, kind in SIGNS.items():
-        if raw.startswith(sign):
-            raise ValueError(f"not a notebook: {kind}; hand in the .ipynb file itself")
-    return read_text(_decoded(raw))
+    if kind := next((kind for sign, kind in SIGNS.items() if raw.startswith(sign)), ""):
+        raise ValueError(f"not a notebook: {kind}; hand in the .ipynb file itself")
+    encoding = json.detect_encoding(raw)
+    try:
+        return read_text(raw.decode(encoding))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is no {encoding.upper()}: save it once more in Jupyter") from None
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """The notebook that a text is, as `read`."""
-    if text.lstrip().startswith("<") and not text.startswith("<<<<<<<"):
+    """The notebook that a text is, as `read`; cells of the format before 2015 are found too."""
+    if re.match(r"\s*<(?!<)", text):
         raise ValueError("not a notebook: HTML; download the .ipynb file itself, not the page that shows it")
-    conflict = re.search(r"^(<{7} |={7}$|>{7} )", text, re.M)
-    if conflict:
+    if conflict := re.search(r"^(<{7} |={7}$|>{7} )", text, re.M):
         line = text.count("\n", 0, conflict.start()) + 1
         raise ValueError(f"merge conflict in line {line}: keep one of the two versions there, then save it in Jupyter")
     try:
@@ -60,44 +62,23 @@ def read_text(text: str) -> dict[str, Any]:
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         raise ValueError(f"damaged in line {line}, perhaps cut off: save it once more in Jupyter") from None
-    return _whole(notebook)
-
-
-def _decoded(raw: bytes) -> str:
-    """The text of a file in whichever encoding an editor has saved it."""
-    encoding = next((name for first, name in _FIRST_BYTES if raw.startswith(first)), "utf-8")
-    if encoding == "utf-8" and b"\0" in raw[:4]:  # UTF-16 without a mark: every second byte of JSON's first ones is 0
-        encoding = "utf-16-le" if raw[1:2] == b"\0" else "utf-16-be"
     try:
-        return raw.decode(encoding).lstrip("\ufeff")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} is no {encoding.upper()}: save it once more in Jupyter") from None
+        sheet = notebook["worksheets"][0] if "worksheets" in notebook else notebook
+        return {"cells": [_whole(cell) for cell in sheet["cells"] if isinstance(cell, dict)]}
+    except (KeyError, IndexError, TypeError):
+        raise ValueError("not a notebook: JSON without cells; hand in the .ipynb file itself") from None
 
 
-def _whole(notebook: Any) -> dict[str, Any]:
-    """The notebook with a kind, metadata and a source in each cell; cells of the format before 2015 are found too."""
-    sheets = notebook.get("worksheets") if isinstance(notebook, dict) else None
-    sheet = sheets[0] if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict) else notebook
-    cells = sheet.get("cells") if isinstance(sheet, dict) else None
-    if not isinstance(cells, list):
-        raise ValueError("not a notebook: JSON without cells; hand in the .ipynb file itself")
-    whole = []
-    for cell in cells:
-        if not isinstance(cell, dict):
-            continue
-        source = cell.get("source", cell.get("input"))
-        lines = source if isinstance(source, list) else [source]
-        metadata = cell.get("metadata")
-        whole.append(
-            {
-                "cell_type": str(cell.get("cell_type")),
-                "id": cell.get("id"),
-                "metadata": metadata if isinstance(metadata, dict) else {},
-                "source": "".join(line for line in lines if isinstance(line, str)),
-            }
-        )
-    return {"cells": whole}
+def _whole(cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell with a kind, metadata and a source that is one string, whatever an editor has made of it."""
+    source, metadata = cell.get("source", cell.get("input")), cell.get("metadata")
+    lines = source if isinstance(source, list) else [source]
+    return {
+        "cell_type": str(cell.get("cell_type")),
+        "id": cell.get("id"),
+        "metadata": metadata if isinstance(metadata, dict) else {},
+        "source": "".join(line for line in lines if isinstance(line, str)),
+    }
 
 
 def mark(cell: Any) -> dict[str, Any]:
@@ -130,32 +111,32 @@ def answers(submission: Any, lab: Any) -> Answers:
     An answer is known by the name that nbgrader gave it, by its cell's id, or by the function that it defines, so that
     editors which drop one of the three lose nobody a point. What Jupyter does not run counts only where no code does.
     """
-    found, kept, waiting, asleep = Answers(), set[str](), list[str](), dict[str, str]()
-    names = {mark(cell)["grade_id"]: cell for cell in lab["cells"] if is_answer(cell)}
+    questions = {mark(cell)["grade_id"]: cell for cell in lab["cells"] if is_answer(cell)}
+    found, held = Answers(), {name: list[Any]() for name in questions}
+    added, last = list[str](), ""
     for cell in submission["cells"]:
-        own = _of_lab(cell, lab, names)
+        own, code = _of_lab(cell, lab, questions), cell["cell_type"] == "code"
         name = mark(own).get("grade_id", "") if own else ""
-        if name in names and names[name]["cell_type"] != "code":
-            kept.add(name)
-            found.text[name] = "\n\n".join(filter(None, (found.text.get(name, ""), cell["source"])))
-        elif name in names and cell["cell_type"] != "code":
-            asleep[name] = cell["source"]
-        elif name in names:
-            if name in kept:
-                found.notes.append(f"{name} is answered by more than one code cell: all ran, the last one counts")
-            kept.add(name)
-            found.code[name] = [*found.code.get(name, []), *waiting, cell["source"]]
-            waiting = []
-        elif own is None and cell["cell_type"] == "code" and not is_parameters(cell):
-            waiting.append(cell["source"])
-    last = next((name for name in reversed(found.code)), None)
-    if waiting and last:  # added below the last answer
-        found.code[last] += waiting
-    for name, source in asleep.items():
-        if name not in found.code:
-            found.code[name] = [source]
+        if name in questions:
+            held[name].append(cell)
+            if code and questions[name]["cell_type"] == "code":
+                found.code[name] = [*found.code.get(name, []), *added, cell["source"]]
+                added, last = [], name
+        elif own is None and code and not is_parameters(cell):
+            added.append(cell["source"])
+    if last:  # what was added below the last answer
+        found.code[last] += added
+    for name, cells in held.items():
+        running = sum(cell["cell_type"] == "code" for cell in cells)
+        if not cells:
+            found.notes.append(f"{name} is missing: it was deleted")
+        elif questions[name]["cell_type"] != "code":
+            found.text[name] = "\n\n".join(cell["source"] for cell in cells if cell["source"])
+        elif not running:
+            found.code[name] = [cells[-1]["source"]]
             found.notes.append(f"{name} stands in a cell that Jupyter does not run: change it to a code cell")
-    found.notes += [f"{name} is missing: it was deleted" for name in names if name not in {*found.code, *found.text}]
+        elif running > 1:
+            found.notes.append(f"{name} is answered by more than one code cell: all ran, the last one counts")
     return found
 
 
@@ -181,14 +162,11 @@ def lab_of(submission: Any, labs: dict[str, Any], name: str = "") -> str:
 
     Raises:  ValueError if it holds no answer of any.
     """
-    held = {}
-    for lab, source in labs.items():
-        found = answers(submission, source)
-        held[lab] = (len(found.code) + len(found.text), lab[:5] in name.lower())
-    best = max(held, key=lambda lab: held[lab], default="")
-    if not best or held[best][0] == 0:
+    found = {lab: answers(submission, source) for lab, source in labs.items()}
+    held = {lab: len(each.code) + len(each.text) for lab, each in found.items()}
+    if not any(held.values()):
         raise ValueError("no cell of it answers a question of a lab: copy the answers into the released notebook")
-    return best
+    return max(held, key=lambda lab: (held[lab], lab[:5] in name.lower()))
 
 
 def released(folder: Path) -> dict[str, Any]:
@@ -220,15 +198,12 @@ def _run(path: Path) -> list[str]:
 
     code = [cell["source"] for cell in read(path)["cells"] if cell["cell_type"] == "code"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in code])
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.resolve().parent)}})
     try:
-        client.execute()
-    except CellExecutionError as error:
-        told = f"{error.ename}: {error.evalue}".strip().splitlines()[0][:200]
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.resolve().parent)}}).execute()
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        told = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error)
         ran = sum(cell.execution_count is not None for cell in notebook.cells)
-        return [f"from top to bottom it stops in code cell {ran}: {told}"]
-    except (CellTimeoutError, DeadKernelError) as error:
-        return [f"from top to bottom it does not come to its end: {str(error).splitlines()[0]}"]
+        return [f"from top to bottom it stops in code cell {ran}: {told.strip().splitlines()[0][:200]}"]
     return []
 
 

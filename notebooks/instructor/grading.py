@@ -26,7 +26,7 @@ from typing import Any
 
 import nbformat
 import plain
-from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -38,26 +38,16 @@ from mpkit.handin import is_answer, is_parameters, mark
 HERE = Path(__file__).resolve().parent
 WORDS = 300  # characters of what is told of a question
 KEPT = ("PATH", "MPKIT_DATA", "LD_LIBRARY_PATH", "LANG")  # of the environment; what a kernel gets of it
-# 6 GiB of data, files of 64 MiB; a system without `resource` has no such limits
-LAUNCH = """
-import sys
-try:
-    import resource
-    for what, most in ((resource.RLIMIT_DATA, 6 * 2**30), (resource.RLIMIT_FSIZE, 2**26), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(what, (most, most))
-except ImportError:
-    pass
-from ipykernel.kernelapp import launch_new_instance
-launch_new_instance(argv=sys.argv[1:])
-"""
-
-
-class Stopped(Exception):
-    """The kernel is gone: what ran in it never ended, or ended its process."""
+# 6 GiB of data, files of 64 MiB; then a cover over each folder that is named before "--", and what is named after it
+LIMITS = "ulimit -c 0; ulimit -d 6291456; ulimit -f 131072; "
+COVERS = 'while [ "$1" != -- ]; do mount -t tmpfs none "$1"; shift; done; shift; exec "$@"'
+# the text of `plain` becomes a module in the kernel, which no name of the notebook leads to
+PLAIN = "__import__('sys').modules['_plain']"
+BEGIN = f"{PLAIN} = __import__('types').ModuleType('_plain')\nexec({inspect.getsource(plain)!r}, vars({PLAIN}))"
 
 
 class AnswerError(Exception):
-    """An answer raised an error, or returned no plain value."""
+    """An answer raised an error, never ended, ended its process, or returned no plain value."""
 
 
 @dataclass
@@ -130,7 +120,7 @@ class Session:
         _run_here(source, self.here)
         for name in handin.defined(source):
             if isinstance(self.here[name], types.FunctionType):
-                self.here[name] = _either(self.here[name], self)
+                self.here[name] = _there(self.here[name], self, always=False)
 
     def answered(self, sources: list[str], cell: Any) -> str:
         """Run the cells of an answer; from now on its functions can be asked. What went wrong, "" where nothing did."""
@@ -147,7 +137,6 @@ class Session:
         """
 
         def lend(name: str) -> None:
-            self._alive()
             self._execute(solutions[name])
             self._lent.extend(own.get(name, [solutions[name]]))
 
@@ -155,12 +144,9 @@ class Session:
         tools["names_used"] = lambda function, *given: self.ask(function.name, [list(given)], {})[1]
         try:
             _run_here(cell["source"], {**self.here, **tools})
-        except AssertionError as error:
-            return str(error) or "a check fails"
-        except AnswerError as error:
-            return str(error)
-        except Exception as error:  # of what the answer returned, in the hands of the test
-            return f"{type(error).__name__}: {error}"[:WORDS]
+        except Exception as error:
+            told = isinstance(error, AssertionError | AnswerError)
+            return (str(error) if told else f"{type(error).__name__}: {error}")[:WORDS] or "a check fails"
         finally:
             for source in self._lent:
                 self.run(source)
@@ -170,10 +156,8 @@ class Session:
     def run(self, source: str) -> str:
         """What went wrong in a cell there; it runs again in every new kernel unless it has ended this one."""
         try:
-            self._alive()
             error, _ = self._execute(source)
-        except Stopped as stopped:
-            self.close()
+        except AnswerError as stopped:
             return str(stopped)
         self._ran.append(source)
         return error
@@ -184,51 +168,35 @@ class Session:
         Raises:  AnswerError; TypeError if the arguments are no plain values, and nothing that both sides have made.
         """
         names = {id(value): name for name, value in self.here.items()}
-        calls = [[plain.Named(names[id(v)]) if _is_object(v) and id(v) in names else v for v in call] for call in calls]
-        request = json.dumps([function, plain.written(calls), plain.written(dict(named))])
-        text = f"exec({inspect.getsource(plain)!r}, _ask := {{}})\n"
+        request = json.dumps([function, plain.written(calls, names), plain.written(named, names)])
         try:
-            self._alive()
-            error, outputs = self._execute(f"{text}_ask['answer'](globals(), _ask['json'].loads({request!r}))")
-        except Stopped as stopped:
-            self.close()
+            error, outputs = self._execute(f"{PLAIN}.answer(globals(), {request!r})")
+        except AnswerError as stopped:
             raise AnswerError(f"{function} {stopped}") from None
         shown = [output.data[plain.KIND] for output in outputs if plain.KIND in output.get("data", {})]
         if error or not shown:
             call = f"{function}({', '.join(map(repr, calls[0]))})" if len(calls) == 1 else function
             raise AnswerError(f"{call if len(call) < 80 else function} raised {error or 'an error without words'}")
         try:
-            values, mentioned = json.loads(shown[-1]) if len(shown[-1]) <= plain.LONGEST else (None, None)
+            values, mentioned = json.loads(shown[-1][: plain.LONGEST])
             values = plain.read(values, {})
-            if len(values) != len(calls):
-                raise ValueError("not one value for each call")
-            return values, set(mentioned)
+            return [values[i] for i in range(len(calls))], set(mentioned)
         except Exception as error:  # the kernel may have sent anything
             raise AnswerError(f"{function} returned no plain value ({type(error).__name__})") from None
 
     def _execute(self, source: str) -> tuple[str, list[Any]]:
-        """("" or what went wrong, outputs) of some code. Raises Stopped."""
-        client, cell = self._client, nbformat.v4.new_code_cell(source)
-        assert client is not None
-        client.nb.cells = [cell]
-        try:
-            client.execute_cell(cell, 0)
-        except CellTimeoutError:
-            raise Stopped(f"was stopped after {client.timeout:g} s") from None
-        except DeadKernelError:
-            raise Stopped("ended its process") from None
-        except Exception as error:  # of what speaks with a kernel that answers in a way of its own
-            raise Stopped(f"broke its kernel ({type(error).__name__})") from None
-        told = [f"{o.ename}: {o.evalue}".strip().splitlines()[0] for o in cell.outputs if o.output_type == "error"]
-        return (told[0][:WORDS] if told else ""), cell.outputs
-
-    def _alive(self) -> None:
+        """("" or what went wrong, outputs) of some code; AnswerError where the kernel is gone, which is closed then."""
         if self._client is None:
             self._context = self._make()
             self._client = self._context.__enter__()
-            for source in self._ran:
-                with suppress(Stopped):
-                    self._execute(source)
+            for earlier in (BEGIN, *self._ran):
+                with suppress(AnswerError):
+                    _executed(self._client, earlier)
+        try:
+            return _executed(self._client, source)
+        except AnswerError:
+            self.close()
+            raise
 
     def close(self) -> None:
         if self._context is not None:
@@ -237,12 +205,25 @@ class Session:
         self._context = self._client = None
 
 
-class Remote(plain.Named):
+def _executed(client: NotebookClient, source: str) -> tuple[str, list[Any]]:
+    client.nb.cells = [cell] = [nbformat.v4.new_code_cell(source)]
+    try:
+        client.execute_cell(cell, 0)
+    except CellTimeoutError:
+        raise AnswerError(f"was stopped after {client.timeout:g} s") from None
+    except DeadKernelError:
+        raise AnswerError("ended its process") from None
+    except Exception as error:  # of what speaks with a kernel that answers in a way of its own
+        raise AnswerError(f"broke its kernel ({type(error).__name__})") from None
+    told = [f"{o.ename}: {o.evalue}".strip().splitlines()[0] for o in cell.outputs if o.output_type == "error"]
+    return (told[0][:WORDS] if told else ""), cell.outputs
+
+
+class Remote:
     """A function of the submission, called as if it were here."""
 
     def __init__(self, name: str, session: Session) -> None:
-        super().__init__(name)
-        self._session = session
+        self.name, self._session = name, session
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._session.ask(self.name, [list(given)], named)[0][0]
@@ -252,30 +233,20 @@ class Remote(plain.Named):
         return self._session.ask(self.name, [[argument] for argument in arguments], {})[0]
 
 
-def _is_object(value: Any) -> bool:
-    return not isinstance(value, int | float | str | list | tuple | dict | set | None | plain.Named)
+def _there(function: Callable[..., Any], session: Session, always: bool = True) -> Callable[..., Any]:
+    """The function as one that runs beside the answers, from its own text; it takes and returns plain values.
 
-
-def _there(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The function as one that runs beside the answers, from its own text; it takes and returns plain values."""
+    One of the lab (`always=False`) does so where it is given an answer; else it says here what is right.
+    """
     tree = ast.parse(inspect.getsource(function))
     tree.body[0].decorator_list = []  # type: ignore[attr-defined]
 
     def called(*given: Any, **named: Any) -> Any:
+        if not always and not any(isinstance(part, Remote) for part in (*given, *named.values())):
+            return function(*given, **named)
         if error := session.run(ast.unparse(tree)):
             raise AnswerError(f"{function.__name__} {error}")
         return session.ask(function.__name__, [list(given)], named)[0][0]
-
-    return called
-
-
-def _either(function: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A function of the lab: given an answer it runs beside it, else here, as what is right to compare with."""
-    there = _there(function, session)
-
-    def called(*given: Any, **named: Any) -> Any:
-        asked = any(isinstance(part, Remote) for part in (*given, *named.values()))
-        return (there if asked else function)(*given, **named)
 
     return called
 
@@ -290,10 +261,10 @@ def _run_here(source: str, space: dict[str, Any]) -> None:
 
 @cache
 def walls() -> list[str]:
-    """The command that shuts a kernel in: no network, no other processes, no tests; empty where the system has none."""
-    command = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "--mount-proc"]
-    command += ["--kill-child"]
-    works = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    """The command that shuts a kernel in: no network, no other processes, no life after the grader's; [] if none."""
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--user", "--map-root-user", "--net", "--pid", "--fork"]
+    command += ["--mount", "--mount-proc", "--kill-child"]
+    works = shutil.which(command[0]) and subprocess.run([*command, "true"], capture_output=True).returncode == 0
     return command if works else []
 
 
@@ -304,30 +275,29 @@ class Silent(NotebookClient):
         return None if msg["msg_type"] == "stream" else super().process_message(msg, cell, cell_index)
 
 
+class Kernel(AsyncKernelManager):
+    """A kernel that is started by a command of its own."""
+
+    argv: list[str]
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(argv=self.argv, display_name="submission", language="python")
+
+
 @contextmanager
 def kernel(seconds: float, hidden: tuple[Path, ...] = ()) -> Iterator[NotebookClient]:
     """A new kernel, which ends with all that it has started; the folders in `hidden` are empty in there."""
-    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
-        home, spec = Path(folder, "home"), Path(folder, "specs", "submission")
-        home.mkdir()
-        spec.mkdir(parents=True)
-        covers = 'for each in "$@"; do [ "$each" = -- ] && break; mount -t tmpfs none "$each"; done; '
-        passed = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'
-        inside = [*walls(), "sh", "-c", covers + passed, "sh", *map(str, hidden), "--"] if walls() else []
-        argv = [*inside, sys.executable, "-c", LAUNCH, "-f", "{connection_file}"]
-        (spec / "kernel.json").write_text(
-            json.dumps({"argv": argv, "display_name": "submission", "language": "python"}), encoding="utf-8"
-        )
-        manager = AsyncKernelManager(
-            kernel_name="submission",
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False),
-            transport="tcp" if os.name == "nt" else "ipc",
-            connection_file=str(Path(folder, "c.json")),
-        )
+    with tempfile.TemporaryDirectory(prefix="lab-") as home:
+        connection = str(Path(home, "c.json"))
+        manager = Kernel(transport="tcp" if os.name == "nt" else "ipc", connection_file=connection)
+        covered = ["sh", "-c", LIMITS + COVERS, "sh", *(map(str, hidden) if walls() else ()), "--"]
+        manager.argv = [*walls(), *(covered if os.name != "nt" else ())]
+        manager.argv += [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         environment = {key: os.environ[key] for key in KEPT if key in os.environ}
-        environment |= {"HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+        environment |= {"HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
         environment["PYTHONPATH"] = str(Path(mpkit.__file__).parents[1])
         client = Silent(nbformat.v4.new_notebook(), km=manager, allow_errors=True, shutdown_kernel="immediate")
         client.timeout = seconds
-        with client.setup_kernel(cleanup_kc=True, cwd=str(home), env=environment):
+        with client.setup_kernel(cleanup_kc=True, cwd=home, env=environment):
             yield client

@@ -10,23 +10,22 @@ notebooks/labs/variant-N. Answers run as `grading.py` says; free texts are writt
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 try:
     import nbformat
+    import pandas as pd
 
     from mpkit import handin
 except ModuleNotFoundError as missing:
     sys.exit(f"mpkit: {missing}; first run make lab once, then: source .venv/bin/activate")
 
-COLUMNS = ("file", "lab", "variant")
-QUESTIONS = tuple(str(number) for number in range(1, 10))
+COLUMNS = ("file", "lab", "variant", *map(str, range(1, 10)), "total", "of", "by hand", "status")
 
 
 def release(notebook: Any, variant: int = 0) -> Any:
@@ -34,14 +33,10 @@ def release(notebook: Any, variant: int = 0) -> Any:
     from nbgrader.preprocessors import ClearHiddenTests, ClearOutput, ClearSolutions, LockCells
 
     student = nbformat.from_dict(notebook)
-    for cell in student.cells:
-        if handin.is_parameters(cell):
-            cell.source = f"variant = {variant}"
     for step in (LockCells, ClearSolutions, ClearOutput, ClearHiddenTests):
         student, _ = step().preprocess(student, {})
     for cell in student.cells:
-        if cell.cell_type == "code":
-            cell.source = cell.source.rstrip("\n")
+        cell.source = f"variant = {variant}" if handin.is_parameters(cell) else cell.source.rstrip("\n")
     return student
 
 
@@ -73,45 +68,31 @@ def graded_row(path: Path, labs: dict[str, Any], given_out: int | None, seconds:
     except Exception as error:  # one bad file must not cost the others their points
         known = isinstance(error, ValueError | OSError | RuntimeError)
         return {"status": f"{'' if known else type(error).__name__ + ': '}{error}"}, None
-    row: dict[str, Any] = {"lab": lab, "variant": "" if found.variant is None else found.variant}
+    sums = {"total": found.points, "of": found.possible, "by hand": found.by_hand}
+    row = {"lab": lab, "variant": "" if found.variant is None else found.variant}
     row |= {name.rpartition("q")[2]: f"{points:g}" for name, points in found.points.items()}
-    row |= {"total": f"{sum(found.points.values()):g}", "of": f"{sum(found.possible.values()):g}"}
-    row["by hand"] = f"{sum(found.by_hand.values()):g}"
+    row |= {column: f"{sum(points.values()):g}" for column, points in sums.items()}
     notes = list(found.notes)
     if found.variant is None:
         notes.insert(0, "the cell `variant = ...` is gone: graded as variant 0")
     elif given_out not in (None, found.variant):
         notes.insert(0, f"it is variant {found.variant}, and variant {given_out} was given out")
-    row["status"] = "; ".join(notes) or "graded"
-    return row, found
+    return row | {"status": "; ".join(notes) or "graded"}, found
 
 
-def files_in(named: list[Path]) -> Iterator[Path]:
-    """Every file that was named, and every one in a folder that was named, but hidden ones and checkpoints."""
+def files_in(named: list[Path]) -> Iterator[tuple[str, Path]]:
+    """(name, path) of every file that was named, and of every one in a named folder that is not hidden."""
     for place in named:
-        found = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
-        yield from (
-            p for p in found if p == place or not any(part.startswith(".") for part in p.relative_to(place).parts)
-        )
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            name = str(path.relative_to(place)) if place.is_dir() else path.name
+            if path.is_file() and (path == place or not any(part.startswith(".") for part in Path(name).parts)):
+                yield name, path
 
 
 def printable(text: object) -> str:
     """Words of strangers as one line that neither ends a batch nor rewrites a terminal, nor is a formula in a sheet."""
-    told = (
-        str(text).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-        if _whole(text)
-        else ascii(text)
-    )
-    told = "".join(c if c.isprintable() else " " if c in "\n\t" else f"\\x{ord(c):02x}" for c in told)
+    told = "".join(c if c.isprintable() else " " if c in "\n\t" else ascii(c)[1:-1] for c in str(text))
     return f"'{told}" if told[:1] in ("=", "+", "@") else told
-
-
-def _whole(text: object) -> bool:
-    try:
-        str(text).encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def texts_of(found: dict[str, Any], labs: dict[str, Any]) -> str:
@@ -119,40 +100,31 @@ def texts_of(found: dict[str, Any], labs: dict[str, Any]) -> str:
     parts = []
     for lab in sorted({graded.lab for graded in found.values()}):
         for cell in labs[lab]["cells"]:
-            name = handin.mark(cell).get("grade_id", "").rpartition("_")[0]
             if not (handin.is_answer(cell) and cell["cell_type"] == "markdown"):
                 continue
+            name = handin.mark(cell)["grade_id"].rpartition("_")[0]
             rubric = cell["source"].replace("### BEGIN SOLUTION", "").replace("### END SOLUTION", "").strip()
             parts.append(f"# {name}: {handin.mark(cell)['points']:g} points\n\n{rubric}")
             for file, graded in found.items():
-                if graded.lab == lab:
-                    text = graded.texts.get(name, "").replace(handin.TEXT_STUB, "").strip()
-                    lines = "\n".join(f"> {printable(line)}" for line in text.splitlines())
-                    parts.append(f"## {file}\n\n{lines or '**empty**'}")
+                text = graded.texts.get(name, "").replace(handin.TEXT_STUB, "").strip()
+                lines = "\n".join(f"> {printable(line)}" for line in text.splitlines())
+                parts += [f"## {file}\n\n{lines or '**empty**'}"] if graded.lab == lab else []
     return "\n\n".join(parts) + "\n"
 
 
-def grade(named: list[Path], given_out: int | None, table: TextIO | None, seconds: float) -> dict[str, Any]:
-    """Grade every file, show and write its row as soon as it is known; returns what was graded, by file."""
-    labs, found = handin.released(HERE), {}
-    fields = (*COLUMNS, *QUESTIONS, "total", "of", "by hand", "status")
-    sheet = csv.DictWriter(table, fields) if table else None
-    if sheet:
-        sheet.writeheader()
-    for path in files_in(named):
+def grade(named: list[Path], given_out: int | None, table: Path | None, seconds: float) -> None:
+    """Grade every file; its row is shown, and the table written anew, as soon as it is known."""
+    labs, rows, found = handin.released(HERE), [], {}
+    for file, path in files_in(named):
         row, graded = graded_row(path, labs, given_out, seconds)
-        name = printable(path.name if path in named else path.relative_to(next(n for n in named if n in path.parents)))
-        row = {"file": name} | {key: printable(value) for key, value in row.items()}
+        rows.append({key: printable(value) for key, value in ({"file": file} | row).items()})
+        name, status = rows[-1]["file"], rows[-1]["status"]
+        print(f"{name}: {row['total']} of {row['of']}, {status}" if graded else f"{name}: {status}", flush=True)
         if graded:
             found[name] = graded
-        print(
-            f"{name}: {row['total']} of {row['of']}, {row['status']}" if graded else f"{name}: {row['status']}",
-            flush=True,
-        )
-        if sheet and table:
-            sheet.writerow(row)
-            table.flush()
-    return {"labs": labs, "found": found}
+        if table:
+            pd.DataFrame(rows, columns=COLUMNS).to_csv(table, index=False, encoding="utf-8-sig")
+            table.with_suffix(".texts.md").write_text(texts_of(found, labs), encoding="utf-8")
 
 
 def main() -> int:
@@ -169,29 +141,20 @@ def main() -> int:
     options = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if options.command == "release":
-        usual = HERE.parent / "labs"
+        usual = HERE.parent / "labs" / (f"variant-{options.variant}" if options.variant else "")
         try:
-            write_releases(
-                options.variant, options.to or (usual / f"variant-{options.variant}" if options.variant else usual)
-            )
+            write_releases(options.variant, options.to or usual)
         except (OSError, ValueError) as error:
-            print(f"nothing was released: {error}", file=sys.stderr)
-            return 1
+            sys.exit(f"nothing was released: {error}")
         return 0
-    missing = [str(path) for path in options.submissions if not path.exists()]
-    if missing:
+    if missing := [str(path) for path in options.submissions if not path.exists()]:
         parser.error(f"there is no {printable(', '.join(missing))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import grading
 
     if not grading.walls():
         print("this system shuts no process in: grade strangers' files in a container (INSTRUCTOR.md)", file=sys.stderr)
-    if not options.csv:
-        grade(options.submissions, options.variant, None, options.seconds)
-        return 0
-    with options.csv.open("w", encoding="utf-8-sig", newline="") as table:
-        done = grade(options.submissions, options.variant, table, options.seconds)
-    options.csv.with_suffix(".texts.md").write_text(texts_of(done["found"], done["labs"]), encoding="utf-8")
+    grade(options.submissions, options.variant, options.csv, options.seconds)
     return 0
 
 

@@ -1,38 +1,41 @@
 """Plain values between the grader and the kernel of a submission: numbers, words, lists, tensors, as JSON.
 
-The text of this file is also sent to the kernel, so it imports nothing of mpkit. What comes back from there is only
-ever read as JSON: no object of a student's reaches the grader.
+The text of this file also runs in the kernel, before any of the student's code does, so it imports nothing of mpkit.
+What comes back from there is only ever read as JSON: no object of a student's reaches the grader.
 """
 
 import json
 import sys
 
+from IPython.display import publish_display_data
+
 LONGEST = 2**22  # characters of one value
 KIND = "application/x-mpkit-value"
+# as they were before a student's code could put others in their places
+dumps, loads, setprofile = json.dumps, json.loads, sys.setprofile
 
 
-def written(value):
-    """A value as what `json` writes.
+def written(value, names=()):
+    """A value as what `json` writes; `names`: `id` -> name of objects that the kernel has made for itself.
 
     Raises:  TypeError for anything but None, bool, int, float, str, list, tuple, dict, set and torch's and NumPy's own.
     """
     kind, module = type(value).__name__, type(value).__module__.partition(".")[0]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) is list:
-        return [written(part) for part in value]
-    if type(value) in (tuple, set):
-        return {kind: [written(part) for part in value]}
+    if type(value) in (list, tuple, set):
+        parts = [written(part, names) for part in value]
+        return parts if type(value) is list else {kind: parts}
     if type(value) is dict:
-        return {"dict": [[written(key), written(part)] for key, part in value.items()]}
-    if module == "numpy" and hasattr(value, "tolist"):
-        return {"array": value.tolist(), "dtype": str(value.dtype)} if value.ndim else written(value.item())
-    if module == "torch" and kind in ("Tensor", "Parameter"):
-        return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"dict": [[written(key, names), written(part, names)] for key, part in value.items()]}
+    if module == "numpy" and getattr(value, "ndim", None) == 0:
+        return written(value.item(), names)
+    if module in ("numpy", "torch") and hasattr(value, "tolist"):
+        return {module: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if module == "torch" and kind == "dtype":
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, Named):
-        return {"name": value.name}
+        return {"dtype": str(value).removeprefix("torch.")}
+    if id(value) in names:
+        return {"name": names[id(value)]}
     raise TypeError(f"{kind} is no plain value: a number, a word, a list, a tensor or an array was expected")
 
 
@@ -47,22 +50,15 @@ def read(value, namespace):
         return namespace[parts]
     if kind == "dict":
         return {read(key, namespace): read(part, namespace) for key, part in parts}
-    if kind in ("tensor", "torch"):
+    if kind in ("torch", "dtype"):
         import torch
 
         return torch.tensor(parts, dtype=getattr(torch, more[0][1])) if more else getattr(torch, parts)
-    if kind == "array":
+    if kind == "numpy":
         import numpy as np
 
         return np.array(parts, dtype=more[0][1])
     return {"tuple": tuple, "set": set}[kind](read(part, namespace) for part in parts)
-
-
-class Named:
-    """Something that the kernel knows by a name: an answer, or what the lab's own cells have made there."""
-
-    def __init__(self, name):
-        self.name = name
 
 
 def answer(namespace, request):
@@ -70,11 +66,8 @@ def answer(namespace, request):
 
     Shown are the values, one for each call, and the names that the notebook's own code mentions while it runs.
     """
-    from IPython.display import display
-
-    function, calls, named = request
-    calls, named = read(calls, namespace), read(named, namespace)
-    seen = set()
+    function, calls, named = loads(request)
+    calls, named, seen = read(calls, namespace), read(named, namespace), set()
 
     def watch(frame, event, called):
         if frame.f_globals is namespace:
@@ -82,12 +75,12 @@ def answer(namespace, request):
             known = (str(getattr(namespace.get(name), "__name__", name)) for name in names)
             seen.update(part for name in (*names, *known) for part in name.split("."))
 
-    sys.setprofile(watch)
+    setprofile(watch)
     try:
         values = [namespace[function](*given, **named) for given in calls]
     finally:
-        sys.setprofile(None)
-    text = json.dumps([written(values), sorted(seen)])
+        setprofile(None)
+    text = dumps([written(values), sorted(seen)])
     if len(text) > LONGEST:
         raise ValueError(f"{function} returns a value of {len(text)} characters, and at most {LONGEST} are read")
-    display({KIND: text}, raw=True)
+    publish_display_data({KIND: text})
