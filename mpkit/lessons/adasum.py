@@ -107,12 +107,9 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
     x, y = linear("angle between a and b, degrees", 0, 180, 6), linear("length of the result", 0, 6.2, 6)
     over = see.panel(0, 1, title="length over the angle", x=x, y=y)
     for rule, vector in results.items():
-        over.line(
-            [float(combined(rule, two(a, b, float(k))).norm()) for k in angles],
-            angles,
-            **(LOOK[rule] | {"glyph": None}),
-        )
-        over.points([float(vector.norm())], [angle], LOOK[rule]["color"], glyph=LOOK[rule]["glyph"])
+        long = [float(combined(rule, two(a, b, float(k))).norm()) for k in angles]
+        over.line(long, angles, **LOOK[rule] | {"glyph": None})
+        over.points([float(vector.norm())], [angle], **LOOK[rule] | {"dash": None})
     over.handle("x", "angle", angle, 0, 180, "angle, degrees", step=5)
     factors = [v + 0.0 for v in np.round(adasum_coefficients(first, second, eps=0.0).tolist(), 2).tolist()]
     lengths = ", ".join(f"{rule} {float(v.norm()):.2f}" for rule, v in results.items())
@@ -123,9 +120,8 @@ def pair(see: Sheet, a=2.0, b=1.5, angle=60) -> None:
         results=results, factors=factors,
     )  # fmt: skip
     see.rows = [
-        {"vector": name, "x": round(float(v[0]), 3) + 0.0, "y": round(float(v[1]), 3) + 0.0}
-        | {"length": round(float(v.norm()), 3)}
-        for name, v in {"a": first, "b": second, **results}.items()
+        {"vector": n, "x": f"{v[0]:z.3g}", "y": f"{v[1]:z.3g}", "length": f"{v.norm():.3g}"}
+        for n, v in {"a": first, "b": second, **results}.items()
     ]
 
 

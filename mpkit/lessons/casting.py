@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,20 +25,15 @@ FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "e4m7")
 SHOWN_ANYWAY = ("relu", "max_pool2d")
 
 
-def _rows_as_tokens(images: Tensor) -> Tensor:
-    return images.squeeze(1)
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
-    "MLP": (Network, lambda images: images),
-    "LeNet5": (LeNet5, lambda images: images),
-    "residual block": (lambda: ResidualBlock(1, 8, stride=2), lambda images: images),
-    "transformer block": (lambda: TransformerBlock(28, 4), _rows_as_tokens),
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "MLP": Network,
+    "LeNet5": LeNet5,
+    "residual block": lambda: ResidualBlock(1, 8, stride=2),
+    "transformer block": lambda: TransformerBlock(28, 4),  # the rows of an image are its tokens
 }
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One operation of the network as the picture shows it.
 
     Args:
@@ -67,8 +61,7 @@ class Step:
     saved: int
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """A network seen operation by operation at one level: steps, layer names, bytes kept, error of the result."""
 
     steps: tuple[Step, ...]
@@ -90,9 +83,9 @@ def layers_of(network: nn.Module) -> tuple[str, ...]:
 
 
 def _built(kind: str, exponent: int) -> tuple[nn.Module, Tensor]:
-    build, inputs = NETWORKS[kind]
     torch.manual_seed(0)
-    return build(), inputs(batch()) * 2.0**exponent
+    network, images = NETWORKS[kind](), batch() * 2.0**exponent
+    return network, images.squeeze(1) if isinstance(network, TransformerBlock) else images
 
 
 @lru_cache(maxsize=64)
@@ -126,29 +119,17 @@ def walk(kind: str, level: str, fmt: str, kept: int = 0, exponent: int = 0) -> W
         to_float(network.get_submodule(layers[kept - 1]), torch.float32)
     with ledger(network, count=True, keep=True) as book:
         network(x)
-    steps = tuple(
-        Step(
-            row.module,
-            row.operation,
-            row.inputs,
-            row.compute,
-            row.output[0],
-            row.casts,
-            relative_error(got, want),
-            row.flushed or 0,
-            row.overflowed or 0,
-            row.saved,
-        )
+    steps = [
+        Step(row.module, row.operation, row.inputs, row.compute, row.output[0], row.casts, relative_error(got, want),
+             row.flushed or 0, row.overflowed or 0, row.saved)
         for row, got, want in zip(book.rows, book.results, _exact(kind, exponent))
         if row.operation not in EXACT or row.operation in SHOWN_ANYWAY
-    )
+    ]  # fmt: skip
     border = [cast for cast in book.casts if not cast.operation]  # the network's input counts for the first operation
     flushed, overflowed = (sum(getattr(cast, name) or 0 for cast in border) for name in ("flushed", "overflowed"))
-    first = replace(steps[0], flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
-    steps = (first, *steps[1:])
+    steps[0] = steps[0]._replace(flushed=steps[0].flushed + flushed, overflowed=steps[0].overflowed + overflowed)
     weights = sum(cast.tensor != "activation" for cast in book.casts)
-    kept_bytes = book.measured_bytes
-    return Walk(steps, layers, kept_bytes, weights, len(book.casts) - weights, steps[-1].error)
+    return Walk(tuple(steps), layers, book.measured_bytes, weights, len(book.casts) - weights, steps[-1].error)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -191,12 +172,6 @@ def levels(see: Sheet, network="MLP", level="O2", fmt="fp16", kept=0, exponent=0
     )
     error = "not finite" if math.isinf(seen.error) else f"{seen.error:.2g}"
     see.say(f"{told} The relative error of the result is {error}.", stored=told, walk=seen, plain=plain)
-    see.rows = [
-        {"module": s.module or "(network)", "operation": s.operation, "inputs": ", ".join(s.inputs),
-         "computes in": s.compute, "gives": s.output, "casts": s.casts, "error": f"{s.error:.2g}",
-         "to zero": s.flushed, "overflow": s.overflowed}
-        for s in seen.steps
-    ]  # fmt: skip
 
 
 def _operations(see: Sheet, steps: tuple[Step, ...], fmt: str) -> None:
@@ -206,42 +181,32 @@ def _operations(see: Sheet, steps: tuple[Step, ...], fmt: str) -> None:
     for wide, role, label in ((True, "reference", "computes in float32"), (False, "own", f"computes in {fmt}")):
         at = np.array([i for i, s in enumerate(steps) if (s.compute == "float32") == wide])
         if len(at):
-            look: dict[str, Any] = {
-                "fill": f"{role}/0.2",
-                "edge": role,
-                "hatch": None if wide else True,
-                "label": label,
-            }
-            texts = ["32" if wide else steps[i].compute for i in at]
-            ends = at - 0.42, [0.34] * len(at), at + 0.42, [0.94] * len(at)
-            above.boxes(*ends, text=texts, names=[_label(steps[i]) for i in at], **look)
+            look: dict[str, Any] = {"fill": f"{role}/0.2", "edge": role, "hatch": not wide or None, "label": label}
+            look |= {"text": ["32" if wide else steps[i].compute for i in at], "names": [_label(steps[i]) for i in at]}
+            above.boxes(at - 0.42, [0.34] * len(at), at + 0.42, [0.94] * len(at), **look)
     for i, step in enumerate(steps):
         if step.casts:
-            unit = (" cast" if step.casts == 1 else " casts") if n <= 12 else ""
-            above.text(f"{step.casts}{unit}", i, 0.14, color="muted")
+            above.text(counted(step.casts, "cast") if n <= 12 else str(step.casts), i, 0.14, color="muted")
 
 
 def _errors(see: Sheet, seen: Walk, plain: Walk, fmt: str) -> None:
     """Below: error against float64, and lost values."""
     steps = seen.steps
-    ends = {"lo": -0.6, "hi": len(steps) - 0.4}
-    x = names([_label(step) for step in steps], bare=False) | ends | {"slant": 40}
+    x = names([_label(step) for step in steps], bare=False, slant=40) | {"lo": -0.6, "hi": len(steps) - 0.4}
     y = log2("relative error", LOWEST - 1, HIGHEST + 1, 6)
-    inner = [tick for tick in y["ticks"] if LOWEST < tick[0] < HIGHEST]
-    y["ticks"] = [[LOWEST, "0"], *inner, [HIGHEST, "not finite"]]
+    y["ticks"] = [[LOWEST, "0"], *(t for t in y["ticks"] if LOWEST < t[0] < HIGHEST), [HIGHEST, "not finite"]]
     below = see.panel(1, title="how far each result is from float64", x=x, y=y)
     own, wide = (exponents([s.error for s in w.steps], LOWEST, HIGHEST) for w in (seen, plain))
     below.line(wide, color="reference", dash="--", glyph="s", size=3, label="float32 (O0)")
     below.line(own, color="own", glyph="o", label=f"{fmt}, at the level", ghost=True)
-    rows: tuple[tuple[str, str, str, float, str], ...] = (
+    for name, color, glyph, height, label in (
         ("flushed", "zero", "v", LOWEST + 1.5, "flushed to zero"),
         ("overflowed", "overflow", "x", HIGHEST - 1.2, "overflowed"),
-    )
-    for name, color, glyph, height, label in rows:
-        at = np.array([i for i, s in enumerate(steps) if getattr(s, name)])
-        if len(at):
-            told = [f"{getattr(steps[i], name)} of the values" for i in at]
-            below.points([height] * len(at), at, color, glyph=glyph, size=5, label=label, told=told)
+    ):
+        found = {i: f"{n} of the values" for i, s in enumerate(steps) if (n := getattr(s, name))}
+        if found:
+            look = {"glyph": glyph, "size": 5, "label": label, "told": [*found.values()]}
+            below.points([height] * len(found), [*found], color, **look)
 
 
 def _label(step: Step) -> str:
@@ -256,13 +221,14 @@ def _label(step: Step) -> str:
 LOGITS = torch.arange(0, -33.0, -1.0)
 
 
-class _Head(nn.Module):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.fused = fused
-
+class _Fused(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
-        return F.log_softmax(z, 0) if self.fused else torch.log(torch.softmax(z, 0))
+        return F.log_softmax(z, 0)
+
+
+class _InTwo(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.log(torch.softmax(z, 0))
 
 
 @view(
@@ -272,7 +238,7 @@ class _Head(nn.Module):
 )
 def log_softmax(see: Sheet, level="O2", fmt="fp16", fused=False) -> None:
     """log(softmax(z)) for logits 0, -1, ..., -32, computed at a level in a format. Numbers: `got want lost error`."""
-    got = auto_mixed_precision(_Head(fused), level, get_format(fmt))(LOGITS).double().numpy()
+    got = auto_mixed_precision(_Fused() if fused else _InTwo(), level, get_format(fmt))(LOGITS).double().numpy()
     want, finite = F.log_softmax(LOGITS.double(), 0).numpy(), np.isfinite(got)
     lost, becomes = int((~finite).sum()), "NaN" if np.isnan(got).any() else "-inf"  # e4m3fn has no infinity
     error = float(np.abs(got - want)[finite].max()) if finite.any() else math.inf
@@ -295,5 +261,3 @@ def log_softmax(see: Sheet, level="O2", fmt="fp16", fused=False) -> None:
         f"{' of the others' if lost else ''} is {error:.2g}.",
         got=got, want=want, lost=lost, error=error,
     )  # fmt: skip
-    rows = zip(logits, want, got)
-    see.rows = [{"logit": f"{z:g}", "exact": f"{w:.4f}", "computed": f"{g:.4f}"} for z, w, g in rows]

@@ -15,8 +15,7 @@ from mpkit.boost.dim_reduce import DimReduce, LineSearch, pca_matrix
 from mpkit.data import digits
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, view
-from mpkit.view.parts import guessed, prediction
-from mpkit.view.parts import typed_line as typed_in
+from mpkit.view.parts import prediction
 from mpkit.view.sheet import Panel, linear
 from mpkit.view.words import counted
 
@@ -249,60 +248,30 @@ def _contours(see: Sheet, plane: Panel, picture: tuple[tuple[float, float], ...]
 
 
 # ---- a prediction that is drawn: the loss in two directions
-ENDS, FIRST, TYPED = (0.0, 2.5), 1, 9
+ENDS = (0.0, 2.5)
 
 
-@view(
-    typed="or type it: nine losses from left to right",
-    drawn=Stroke(STEPS + 1, *ENDS),
-)
+@view(typed="or type it: nine losses from left to right", drawn=Stroke(STEPS + 1, *ENDS))
 def stuck(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """Draw the loss of DimReduce with 2 components over 40 steps, beside the gradient descent that they come from.
 
     Numbers: `guess` and `truth` from step 1 on, `near`, at how many steps they are within 0.1 of each other.
     """
-    truth, plain = reduced_path(2).losses, earlier_path().losses
-    line = None
-    if typed.strip():
-        values = typed_in(typed, TYPED, *ENDS, "nine losses such as 2.2 2 1.8 1.6 1.4 1.2 1 0.8 0.6")
-        line = np.interp(np.arange(STEPS), np.linspace(0, STEPS - 1, TYPED), values)
-    guess = guessed(np.full(STEPS, 2.3), line, drawn, FIRST)
+    truth = reduced_path(2).losses
     see.grid(380, 900)
-    title = "your line and what happened" if shown else "draw the loss of DimReduce with 2 components"
-    panel = see.panel(title=title, x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
-    panel.line(plain, color="muted", width=1.6, dash=":", label="gradient descent")
-    prediction(see, panel, guess, FIRST, shown, bool(typed or drawn), ENDS)
-    near = int((np.abs(guess - truth[FIRST:]) <= 0.1).sum())
-    numbers: dict[str, Any] = {"guess": guess, "truth": truth[FIRST:], "near": near}
-    if not shown:
-        return see.say(
-            "The grey line is the loss of gradient descent. The first 2 components hold 99.8 % of the movement of its "
-            "weights. What is the loss of DimReduce, which makes its large steps along these 2 components only? Draw "
-            "it, or type it. Then press Show what happened.",
-            **numbers,
-        )
-    panel.line(truth, color="reference", width=2.6, label="DimReduce, 2 components")
-    see.say(
-        f"At {near} of {STEPS} points your line is within 0.1 of the loss. {picture_of(guess, truth, plain)} What "
-        f"happened: the loss falls to {truth[5]:.2f} in 5 steps and is {truth[-1]:.2f} after 40: the run is stuck.",
-        **numbers,
-    )
+    panel = see.panel(x=linear("step", -1, STEPS + 1, 10), y=linear("loss, nats", *ENDS))
+    panel.line(earlier_path().losses, color="muted", width=1.6, dash=":", label="gradient descent")
+    prediction(see, panel, "dim_reduce.stuck", truth, picture_of, first=1, ends=ENDS, start=2.3, points=9, within=0.1,
+               typed=typed, drawn=drawn, shown=shown)  # fmt: skip
+    if shown:
+        panel.line(truth, color="reference", width=2.6, label="DimReduce, 2 components")
 
 
-def picture_of(guess: np.ndarray, truth: np.ndarray, plain: np.ndarray) -> str:
+def picture_of(guess: np.ndarray) -> str:
     """Which wrong picture of the run a drawing shows, if one of the usual ones."""
-    if (np.abs(guess - truth[FIRST:]) <= 0.1).mean() >= 0.85:
-        return "This is the right picture: the loss falls quickly, and then it hardly moves."
-    if np.abs(guess - plain[FIRST:]).mean() < 0.15:
-        return (
-            "You followed gradient descent. Two components hold nearly all of its movement. But DimReduce takes larger "
-            "steps along them, and soon both steps that it tries are far too long: it refuses them."
-        )
-    if guess[-1] < 0.5:
-        return (
-            "You drew a training that succeeds. Points with a low loss lie in these two directions, but DimReduce does "
-            "not get there: soon both steps that it tries are far too long, and it refuses them."
-        )
-    if np.ptp(guess) < 0.2 and abs(guess[0] - truth[0]) < 0.2:
-        return "You drew a loss that does not fall. The first steps in the two directions do lower it."
-    return "Look where the lines part. The loss falls while a step that is tried is accepted, and then it stays."
+    marks = {
+        "follows": np.abs(guess - earlier_path().losses[1:]).mean() < 0.15,
+        "succeeds": guess[-1] < 0.5,
+        "level": np.ptp(guess) < 0.2 and abs(guess[0] - earlier_path().losses[0]) < 0.2,
+    }
+    return next((name for name, is_it in marks.items() if is_it), "other")

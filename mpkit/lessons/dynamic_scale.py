@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,15 +11,13 @@ from typing import Any
 import numpy as np
 
 from mpkit.data import data_dir
-from mpkit.formats import get_format
 from mpkit.policies import ScalePolicy, explain, stack
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, simulate
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, view
-from mpkit.view.parts import edges, framed, guessed, heat_map, histogram, prediction, regions, tenths
-from mpkit.view.parts import typed_line as typed_in
-from mpkit.view.sheet import exponents, linear, log2, power_of_two
+from mpkit.view.parts import framed, gradients, heat_map, prediction, tenths
+from mpkit.view.sheet import Panel, exponents, linear, log2, power_of_two
 from mpkit.view.words import capital, counted, exponent
 
 RUNS = {
@@ -43,6 +41,13 @@ def recorded(run: str, fmt: str = "fp16") -> tuple[Trace, np.ndarray]:
     """
     trace = Trace.load(data_dir() / "traces" / f"{run}_float32.npz").before(SHOWN)
     return trace, ceilings(trace, fmt)
+
+
+def drawn_over(tops: np.ndarray, drawn: Mapping[int, float]) -> np.ndarray:
+    """Ceilings (steps,), some of them drawn by hand: step -> exponent."""
+    tops, at = tops.copy(), [step for step in drawn if step < len(tops)]
+    tops[at] = np.exp2([drawn[step] for step in at])
+    return tops
 
 
 def zero_share(trace: Trace, scales: np.ndarray, fmt: str = "fp16") -> np.ndarray:
@@ -110,9 +115,8 @@ def dynamics(
     """
     if floor > start:
         raise ValueError(f"the floor 2^{floor} must not lie above the start 2^{start}")
-    trace, ceiling = recorded(run, fmt)
-    ceiling = ceiling.copy()
-    ceiling[[*drawn]] = np.exp2([*drawn.values()])
+    trace, recorded_tops = recorded(run, fmt)
+    ceiling = drawn_over(recorded_tops, drawn)
     divisor, span = (1.0, 2**30) if hold else (down if apart else factor, window)
     policy = ScalePolicy.by_factor(2.0**start, factor, span, 2.0**floor, name="dynamic", backoff_divisor=divisor)
     scale, finite, reasons = stepped(policy, ceiling, {k: 2.0**v for k, v in puts.items()})
@@ -121,8 +125,8 @@ def dynamics(
     if drawn or puts:
         see.buttons["Undo drawing"] = {"drawn": {}, "puts": {}}
 
-    real = np.log2(ceiling[ceiling > 0]), np.log2(scale)
-    low, high = math.floor(min(map(min, real))) - 3, math.ceil(max(map(max, real)))
+    real = np.log2([*ceiling[ceiling > 0], *scale])
+    low, high = math.floor(real.min()) - 3, math.ceil(real.max())
     high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
     see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
     see.play("step", "step", SHOWN, every=100)
@@ -136,22 +140,20 @@ def dynamics(
     if not hold:
         look: dict[str, Any] = {"slope": -1, "cross": low + 0.8, "stem": True, "note": f"window {window}"}
         main.handle("x", "window", window, 1, SHOWN, "scale_window, steps", **look)
-        side: dict[str, Any] = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25}
-        main.handle("y", "factor", math.log2(factor), 0.25, 4, "scale_factor", note=f"× {factor:.4g}", **side)
-        if apart:
-            side |= {"slope": -1, "note": f"÷ {down:.4g}"}
-            main.handle("y", "down", math.log2(down), 0.25, 4, "factor down", **side)
+        sides = [("factor", factor, "scale_factor", 1, "×"), ("down", down, "factor down", -1, "÷")]
+        for name, by, label, slope, sign in sides[: 1 + apart]:
+            look = {"base": used, "log2": True, "stem": True, "cross": 4, "step": 0.25, "slope": slope}
+            main.handle("y", name, math.log2(by), 0.25, 4, label, note=f"{sign} {by:.4g}", **look)
         below = ", below this picture" if floor < low else ""
         main.handle("y", "floor", floor, -24, 10, "floor, 2 to the", note=f"floor {power_of_two(floor)}{below}")
-    _gradients(see, trace, fmt, scale, zeros)
+    gradients(see, (0, 1), trace, fmt, scale)
     _whole(see, used, top, finite, (low, high), step, start)
 
-    broken = np.flatnonzero(recorded(run, fmt)[1] < 0)
+    broken = np.flatnonzero(recorded_tops < 0)
     name = f"broken from step {broken[0]} on" if len(broken) else RUNS[run]
     inside = "" if fmt == "fp16" else f", with gradients in {FORMATS[fmt]}"
-    headroom = np.log2(np.maximum(ceiling, 2.0**-60) / scale)
-    after = np.where(finite, "", ", and the optimizer sees nothing of this step")
-    told: dict[str, Any] = {"decided": np.char.add(reasons.astype(str), after), "power": np.log2(scale)}
+    headroom, after = np.log2(np.maximum(ceiling, 2.0**-60) / scale), ", and the optimizer sees nothing of this step"
+    told: dict[str, Any] = {"decided": [f"{r}{'' if ok else after}" for r, ok in zip(reasons, finite)]}
     if ceiling.min() > 0:
         bound, told["top"] = "the ceiling {top:2^}, the headroom {headroom:.1f} bits", np.log2(ceiling)
         told["empty"], share = tenths(zeros), "{empty} % of this step's gradient values are zero"
@@ -162,8 +164,8 @@ def dynamics(
     see.say(
         f"{capital(name)}{inside}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
         f"far: {{so_far}} of {{count}}. At this scale {share}.",
-        at=np.arange(SHOWN), count=np.arange(SHOWN) + 1, so_far=np.cumsum(~finite), scale=scale, finite=finite,
-        reasons=reasons, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
+        at=np.arange(SHOWN), count=np.arange(SHOWN) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
+        finite=finite, reasons=reasons, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
     )  # fmt: skip
     see.rows = [
         {"step": i, "scale": exponent(scale[i]), "ceiling": exponent(ceiling[i]) if ceiling[i] > 0 else "none",
@@ -175,7 +177,7 @@ def dynamics(
 
 def _main(
     see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, zeros: Any
-) -> Any:
+) -> Panel:
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, SHOWN, 20)]}
@@ -187,31 +189,13 @@ def _main(
     main.crosses(used, skips, "skipped step", since=skips, size=4.5, show="upto")
     ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(used, ring=ring, show="at", **ball)
-    codes = sorted(set(map(str, reasons)))
-    main.add("notes", label="decision", told=codes, codes=np.searchsorted(codes, reasons.astype(str)).astype(np.uint8))
+    codes, of = np.unique(reasons.astype(str), return_inverse=True)
+    main.add("notes", label="decision", told=codes.tolist(), codes=of.astype(np.uint8))
     totals, words = [np.cumsum(~finite), np.arange(1, SHOWN + 1)], "skipped {} of {} steps"
     if not np.isnan(zeros).any():  # a step whose loss is not finite has no gradients to count
         totals, words = [*totals, tenths(zeros)], words + ";  {} % of this step's gradients are zero"
     main.text(words, 0.01, 1, values=totals, frame=True, anchor="start", valign="top", dy=6, halo=True)
     return main
-
-
-def _gradients(see: Sheet, trace: Trace, fmt: str, scale: np.ndarray, zeros: np.ndarray) -> None:
-    """Each step's recorded gradients times its scale, over the regions of the format."""
-    part, form, low = trace.gradients, get_format(fmt), -32.0
-    share = 100 * part.total() / part.size.sum()
-    rows = np.searchsorted(trace.rows, np.arange(SHOWN), "right") - 1
-    ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
-    top = min(max(40, form.max_exponent + 1), max(20, math.ceil((ends[rows] + np.log2(scale)).max())))
-    x = linear("share, %", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
-    panel = see.panel(0, 1, title="gradients × scale", x=x, y=log2(f"gradient × scale, {FORMATS[fmt]}", low, top))
-    regions(panel, "y", *edges(form), zero="become zero")
-    look = {"axis": "y", "rows": see.keep("rows", rows), "shift": np.log2(scale)}
-    histogram(see, panel, share, part.lowest, form, label="share of the gradients, %", **look)
-    if np.isnan(zeros[-1]):
-        first = int(np.flatnonzero(np.isfinite(zeros))[-1]) + 1
-        words = "no gradients:\nthe loss is\nnot finite"
-        panel.text(words, 0.5, 0.5, frame=True, halo=True, only=(first, SHOWN - 1))
 
 
 def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any, step: int, start: int) -> None:
@@ -230,68 +214,72 @@ def _whole(see: Sheet, used: np.ndarray, top: Any, finite: np.ndarray, ends: Any
 # ---- factor x window
 FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 WINDOWS = (2, 5, 10, 20, 50, 100, 200)
-FIGURES = {
-    "lost": "training signal lost, %",
-    "skipped": "skipped steps of 400",
-    "headroom": "mean headroom, bits",
-    "zeros": "gradient values that are zero, %",
+FIGURES = {  # of a cell: the title of the table, what its range is told as
+    "lost": ("training signal lost, %", "% of the training signal is lost"),
+    "skipped": ("skipped steps of 400", "of 400 steps are skipped"),
+    "headroom": ("mean headroom, bits", "bits is the mean headroom"),
+    "zeros": ("gradient values that are zero, %", "% of the gradient values are zero"),
 }
+
+
+def every_pair(
+    trace: Trace, tops: np.ndarray, start: int, factors: Sequence[float], windows: Sequence[int], floor: float = 0.0
+) -> dict[str, np.ndarray]:
+    """Figure -> (factors, windows) under these ceilings of float16, from a scale of 2^start on; shares from 0 to 1.
+
+    `lost` is the training signal that is lost to skipped steps and to zeros together; `scales` is (steps, pairs).
+    """
+    policies = [ScalePolicy.by_factor(2.0**start, f, w, floor=floor) for f in factors for w in windows]
+    done = simulate(tops, stack(policies))
+    scales, rows = done.sampled, trace.rows
+    good = scales <= tops[:, None]
+    applied, kept = np.maximum(good.sum(0), 1), good[rows]
+    bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(np.maximum(scales, 2.0**-200)), 0.0)
+    zeros = np.where(kept, flushed(trace, scales[rows], "fp16"), 0.0).sum(0) / np.maximum(kept.sum(0), 1)
+    found = {"lost": 1 - good.mean(0) * (1 - zeros), "skipped": done.skipped, "headroom": bits.sum(0) / applied}
+    return {name: v.reshape(len(factors), len(windows)) for name, v in found.items()} | {"scales": scales}
 
 
 @cache
 def swept(run: str, start: int) -> dict[str, np.ndarray]:
-    """Figure -> (factors, windows) on one recorded run, whose scale starts at 2^start; shares in percent."""
+    """Figure of `FIGURES` -> (factors, windows) on one recorded run; shares in percent."""
     trace, tops = recorded(run)
-    policies = [ScalePolicy.by_factor(2.0**start, f, w, floor=1.0) for f in FACTORS for w in WINDOWS]
-    done = simulate(tops, stack(policies))
-    good = done.sampled <= tops[:, None]
-    applied = np.maximum(good.sum(0), 1)
-    bits = np.where(good, np.log2(np.maximum(tops, 2.0**-60))[:, None] - np.log2(done.sampled), 0.0)
-    lost = np.where(good, flushed(trace, done.sampled, "fp16"), 0.0).sum(0) / applied
-    columns = {
-        "lost": 100 * (1 - good.mean(0) * (1 - lost)),
-        "skipped": done.skipped.astype(float),
-        "headroom": bits.sum(0) / applied,
-        "zeros": 100 * zero_share(trace, done.sampled).mean(0),
-    }
-    return {name: c.reshape(len(FACTORS), len(WINDOWS)) for name, c in columns.items()}
+    found = every_pair(trace, tops, start, FACTORS, WINDOWS, floor=1.0)
+    zeros = 100 * zero_share(trace, found.pop("scales")).mean(0)
+    return found | {"lost": 100 * found["lost"], "zeros": zeros.reshape(found["lost"].shape)}
 
 
 @view(
     run=dict([*RUNS.items()][:3]),
     start=Range(0, 32, label="initial scale, 2 to the", costly=True),
-    figure=Choice(FIGURES, "what the cells show"),
+    figure=Choice({name: title for name, (title, _) in FIGURES.items()}, "what the cells show"),
 )
 def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
     """Every pair of factor and window on one recorded run; the pairs that lose least training signal are framed.
 
     Numbers: `lost skipped headroom zeros`, each (factors, windows).
     """
-    grids = swept(run, start)
+    grids, (title, told) = swept(run, start), FIGURES[figure]
     grid = grids[figure]
     texts = [format(v, ".0f" if figure == "skipped" else ".1f") if v == 0 or v >= 0.05 else "< 0.1" for v in grid.flat]
     see.grid(400)
-    panel = heat_map(see, grid, texts, FACTORS, WINDOWS, FIGURES[figure])
+    panel = heat_map(see, grid, texts, FACTORS, WINDOWS, title)
     least = f"{grids['lost'].min():.1f}"
     best = [(i, j) for i, j in np.ndindex(*grid.shape) if f"{grids['lost'][i, j]:.1f}" == least]  # as the cells tell it
-    if figure == "lost" and len(best) < grid.size:
-        framed(panel, best, "normal", "least training signal lost")
-    told = {
-        "lost": "% of the training signal is lost",
-        "skipped": "of 400 steps are skipped",
-        "headroom": "bits is the mean headroom",
-        "zeros": "% of the gradient values are zero",
-    }[figure]
-    pairs = "each of them" if len(best) == grid.size else f"the {counted(len(best), 'pair')} with the frame"
+    pairs = counted(len(best), "pair")
+    if figure == "lost":
+        pairs = "each of them" if len(best) == grid.size else f"the {pairs} with the frame"
+        if len(best) < grid.size:
+            framed(panel, best, "normal", "least training signal lost")
     see.say(
         f"{capital(RUNS[run])}, started at 2^{start}. From {{low}} to {{high}} {told}, by factor and window. The least "
-        f"training signal is lost with {pairs if figure == 'lost' else counted(len(best), 'pair')}: {least} %.",
+        f"training signal is lost with {pairs}: {least} %.",
         low=float(f"{grid.min():.4g}"), high=float(f"{grid.max():.4g}"), **dict[str, Any](grids),
     )  # fmt: skip
 
 
 # ---- predict: draw the next steps
-FIRST, STEPS, EVERY, ENDS = 40, 100, 10, (14.0, 22.0)
+FIRST, STEPS, ENDS = 40, 100, (14.0, 22.0)
 
 
 @cache
@@ -306,64 +294,23 @@ def hidden() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def draw(see: Sheet, typed="", drawn={}, shown=False) -> None:
     """A prediction that is drawn: the scale of steps 40 to 99, before it is shown. Numbers: `guess truth near`."""
     truth, top, finite = hidden()
-    values = typed_in(typed, 6, *ENDS, "six exponents such as 17 18 18 17 16 17") if typed else None
-    guess = guessed(np.full(STEPS - FIRST, 17.0), np.repeat(values, EVERY) if values else None, drawn, FIRST)
     see.grid(380, 900)
-    title = "your line and what happened" if shown else "draw the scale into the right part"
-    panel = see.panel(title=title, x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
+    panel = see.panel(x=linear("step", -1, STEPS, 10), y=log2("loss scale", *ENDS))
     panel.band(np.clip(top, *ENDS), ENDS[1], label="here it would overflow")
     panel.rule("x", FIRST - 0.5, "muted", dash=":")
-    prediction(see, panel, guess, FIRST, shown, bool(typed or drawn), ENDS)
-    end = STEPS if shown else FIRST
-    panel.line(truth[:end], color="reference", step="mid", width=2.6, label="loss scale")
-    panel.crosses(truth, np.flatnonzero(~finite[:end]), "skipped step")
-    near = int((np.abs(guess - truth[FIRST:]) <= 0.5).sum())
-    numbers: dict[str, Any] = {"guess": guess, "truth": truth[FIRST:], "near": near}
-    if not shown:
-        start = (
-            f"Factor 2, window 20: the scale starts at 2^{truth[0]:g} and doubles at step 20. How does it go on from"
-        )
-        return see.say(
-            f"{start} step {FIRST} to {STEPS - 1}? Draw it, or type it. Then press Show what happened.", **numbers
-        )
-    jumps = np.diff(truth)
-    ups, downs = ([i + 1 for i in range(FIRST - 1, STEPS - 1) if sign * jumps[i] > 0] for sign in (1, -1))
-    happened = f"the scale doubled at the steps {_listed(ups)} and halved at the steps {_listed(downs)}"
-    head = f"At {near} of {len(guess)} points your line is within half a power of two of the scale."
-    see.say(f"{head} {picture_of(guess, truth[FIRST:], top[FIRST:])} What happened: {happened}.", **numbers)
+    told = prediction(see, panel, "dynamic_scale.draw", truth, picture_of, first=FIRST, ends=ENDS, start=17, points=6,
+                      within=0.5, typed=typed, drawn=drawn, shown=shown, stairs=True)  # fmt: skip
+    panel.line(truth[:told], color="reference", step="mid", width=2.6, label="loss scale")
+    panel.crosses(truth, np.flatnonzero(~finite[:told]), "skipped step")
 
 
-def picture_of(guess: np.ndarray, truth: np.ndarray, top: np.ndarray) -> str:
+def picture_of(guess: np.ndarray) -> str:
     """Which wrong picture of a dynamic scale a drawing shows, if one of the usual ones."""
-    changes, above = int(np.count_nonzero(np.diff(guess))), int((guess > top).sum())
-    if (np.abs(guess - truth) <= 0.5).mean() >= 0.9:
-        return "This is the right picture: rests of 20 steps, single doublings, a fall at the ceiling."
-    if np.ptp(guess) < 0.5:
-        return (
-            "You drew a scale that rests. It cannot rest so long: 20 finite steps in a row always double it, until it "
-            "meets the ceiling again."
-        )
-    if np.abs(guess - top).mean() < 0.6:
-        return (
-            "You followed the ceiling. The scaler does not see it: it counts finite steps, and learns of the ceiling "
-            "only when a step overflows."
-        )
-    if changes > 12:
-        real = int(np.count_nonzero(np.diff(truth)))
-        return (
-            f"You drew a scale that changes {changes} times. It doubles, halves, or rests, and it changes only {real} "
-            "times here."
-        )
-    if above > 6:
-        return (
-            f"Your line lies above the ceiling in {above} steps. It cannot stay there: each of these steps would be "
-            "skipped and would halve the scale."
-        )
-    return (
-        "Look where the lines part. The scale doubles 20 finite steps after its last change, and every overflow halves "
-        "it at once."
-    )
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps[:-1])) + f" and {steps[-1]}"
+    top = hidden()[1][FIRST:]
+    marks = {
+        "rests": np.ptp(guess) < 0.5,
+        "follows": np.abs(guess - top).mean() < 0.6,
+        "changes": np.count_nonzero(np.diff(guess)) > 12,
+        "above": (guess > top).sum() > 6,
+    }
+    return next((name for name, is_it in marks.items() if is_it), "other")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ from mpkit.casting import auto_mixed_precision
 from mpkit.data import data_dir, digits
 from mpkit.diagnose import Report, diagnose
 from mpkit.formats import BF16, FP16
-from mpkit.policies import stack
-from mpkit.record import Recorder, Trace
-from mpkit.replay import ceilings, flushed, replay, simulate, swept
+from mpkit.lessons.dynamic_scale import drawn_over, every_pair
+from mpkit.record import Trace
+from mpkit.replay import ceilings, replay, swept
 from mpkit.replay.percent import percent
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
-from mpkit.view.parts import edges, framed, heat_map, histogram, regions, tenths
+from mpkit.view.parts import edges, framed, gradients, heat_map, regions, tenths
 from mpkit.view.sheet import Panel, exponents, fitted, linear, log2, names, power_of_two, space
 from mpkit.view.words import counted, exponent
 
@@ -47,15 +47,11 @@ class Layer(nn.Module):
 
 def _network(**middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    network = nn.Sequential()
     parts = {"flat": nn.Flatten(), "hidden": nn.Linear(784, 32), "relu": nn.ReLU(), **middle, "out": nn.Linear(32, 10)}
-    for name, module in parts.items():
-        network.add_module(name, module)
-    return network
+    return nn.Sequential(OrderedDict(parts))
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A broken training: its network, and a batch whose step was not finite at this loss scale."""
 
     network: nn.Module
@@ -70,16 +66,15 @@ CASES = ("A", "B", "C", "D")
 def case(name: str) -> Case:
     """One of the four trainings `CASES`."""
     images, labels = (values[:32] for values in digits("train"))
-    if name == "A":
-        return Case(_network(), (images, labels), 2.0**24)
+    middle: dict[str, nn.Module] = {}
     if name == "B":
-        gain, square, shrink = Layer(lambda x: x * 400), Layer(lambda x: x**2), Layer(lambda x: x * 1e-5)
-        return Case(_network(gain=gain, square=square, shrink=shrink), (images, labels), 2.0**12)
-    if name == "C":
+        middle = {"gain": Layer(lambda x: x * 400), "square": Layer(torch.square), "shrink": Layer(lambda x: x * 1e-5)}
+    elif name == "C":
         images = images.clone()
         images[7, 0, 14, 14] = math.nan  # a dead pixel
-        return Case(_network(), (images, labels), 2.0**12)
-    return Case(_network(entropy=Layer(lambda x: torch.log(x))), (images, labels), 2.0**12)
+    elif name == "D":
+        middle = {"entropy": Layer(torch.log)}
+    return Case(_network(**middle), (images, labels), 2.0 ** (24 if name == "A" else 12))
 
 
 @cache
@@ -90,32 +85,24 @@ def investigated(name: str, power: int, dtype: str, level: str = "O2") -> Report
 
 
 @cache
-def ranges(name: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """What the case's values need in float32: (smallest, largest) magnitudes of modules' outputs and of gradients.
+def flow(name: str, level: str, dtype: str, power: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(what passes each part of a case's network at a level on the way forward, gradients of the loss times 2**power).
 
-    NaN or inf where the values are.
+    The gradients are those of the parts, in the order in which they flow back, and then of the parameters.
     """
     found = case(name)
-    recorder = Recorder(found.network, activations=True, format="fp32")
-    loss = F.cross_entropy(found.network(found.batch[0]), found.batch[1])
-    found.network.zero_grad()
-    loss.backward()
-    recorder.record(loss)
-    recorder.close()
-    found.network.zero_grad()
-    trace = recorder.trace()
-    assert trace.activations is not None
-    return {"outputs": _extremes(trace.activations), "gradients": _extremes(trace.gradients)}
+    network = auto_mixed_precision(copy.deepcopy(found.network), level, DTYPES[dtype])
+    heard = {"batch": found.batch[0]}
+    for part, module in network.named_children():
+        if not isinstance(module, nn.Flatten):
+            module.register_forward_hook(lambda _m, _x, output, part=part: heard.__setitem__(part, output))
+    heard["loss"] = F.cross_entropy(network(found.batch[0]), found.batch[1])
+    wanted = {part: heard[part] for part in [*heard][:0:-1]} | dict(network.named_parameters())
+    slopes = torch.autograd.grad(heard["loss"], [*wanted.values()], torch.tensor(2.0**power))
+    return heard, dict(zip(wanted, slopes))
 
 
-def _extremes(part: Any) -> dict[str, tuple[float, float]]:
-    counts = part.counts[0] > 0
-    low = np.exp2(np.where(counts.any(axis=1), part.exponents[counts.argmax(axis=1)], -126).astype(float))
-    return {n: (float(a), float(b)) for n, a, b in zip(part.names, low, part.largest[0])}
-
-
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """What passes one part of a network: values of `dtype`, the largest finite magnitude, how many are not finite."""
 
     name: str
@@ -123,30 +110,27 @@ class Stop:
     dtype: str
     largest: float
     bad: int
-    count: int
+    many: int
 
 
-@cache
-def walked(name: str, power: int, dtype: str) -> tuple[Stop, ...]:
+def walked(name: str, power: int, dtype: str) -> list[Stop]:
     """The case's batch through its network at O2 and back from a loss scale of 2**power, part by part."""
-    found = case(name)
-    network = auto_mixed_precision(copy.deepcopy(found.network), "O2", DTYPES[dtype])
-    heard: dict[str, Tensor] = {"batch": found.batch[0]}
-    for part, module in network.named_children():
-        if not isinstance(module, nn.Flatten):
-            module.register_forward_hook(lambda _m, _x, output, part=part: heard.__setitem__(part, output))
-    heard["loss"] = F.cross_entropy(network(found.batch[0]), found.batch[1])
-    flowing = list(heard)[:0:-1]
-    gradients = torch.autograd.grad(heard["loss"], [heard[part] for part in flowing], torch.tensor(2.0**power))
-    forward = [_stop(part, False, values) for part, values in heard.items()]
-    return (*forward, *(_stop(part, True, values) for part, values in zip(flowing, gradients)))
+    stops = []
+    for backward, values in enumerate(flow(name, "O2", dtype, power)):
+        for part, x in values.items():
+            finite = x.detach().float()[x.isfinite()].abs()
+            largest = float(finite.max()) if finite.numel() else 0.0
+            lost, kind = x.numel() - finite.numel(), str(x.dtype).removeprefix("torch.")
+            if "." not in part:  # a parameter has no place on the way
+                stops.append(Stop(part, bool(backward), kind, largest, lost, x.numel()))
+    return stops
 
 
-def _stop(name: str, backward: bool, values: Tensor) -> Stop:
-    finite = values.detach().float()[values.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    kind = str(values.dtype).removeprefix("torch.")
-    return Stop(name, backward, kind, largest, values.numel() - finite.numel(), values.numel())
+def reach(values: Tensor) -> tuple[float, float]:
+    """The smallest magnitude that is not zero, and the largest; NaN or inf where the values are."""
+    size = values.detach().abs()
+    low = size[(size > 0) & size.isfinite()]
+    return (float(low.min()) if low.numel() else 2.0**-126), float(size.max())
 
 
 @view(
@@ -159,19 +143,19 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     """One of four broken trainings, diagnosed at a loss scale and in a format of the reader's choice.
 
     Numbers: `report`; `stops`, the batch on its way forward and back; `born`, the number of the first of them with a
-    value that is not finite, or None; `bars`, (label, smallest, largest, is it a gradient).
+    value that is not finite, or None; `bars`, (label, smallest, largest, is it a gradient), as computed in float32.
     """
-    report, fmt, stops = investigated(training, scale, dtype), FORMATS[dtype], walked(training, scale, dtype)
-    seen, by = ranges(training), 2.0**scale
-    bars = [(n, *ends, False) for n, ends in seen["outputs"].items() if n not in ("flat", "relu")]
-    bars += [(n, a * by, b * by, True) for n, (a, b) in seen["gradients"].items() if n.endswith("weight")]
+    report, stops = investigated(training, scale, dtype), walked(training, scale, dtype)
+    outputs, slopes = flow(training, "O0", dtype, scale)
+    bars = [(n, *reach(x), False) for n, x in outputs.items() if n not in ("batch", "relu", "loss")]
+    bars += [(n, *reach(g), True) for n, g in slopes.items() if n.endswith("weight")]
     born = next((i for i, stop in enumerate(stops) if stop.bad), None)
 
     tall = 110 + 32 * len(bars)
     see.grid(220 + tall, 960, rows=(220, tall))
     see.play("step", "step", len(stops), every=700, first=1)
     _way(see, f"training {training}, {dtype}: {report.verdict.replace('_', ' ')}", stops, born)
-    _bars(see, bars, fmt, report, scale)
+    _bars(see, bars, FORMATS[dtype], report, scale)
 
     where = f" The inf or NaN sits in {report.module}." if report.module else ""
     if report.operation:
@@ -180,7 +164,8 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     if report.max_scale is not None:
         works = f"The largest scale that works is {exponent(report.max_scale)}"
     if born is None:
-        wide = [n for n, (_, b) in seen["gradients"].items() if not b * by <= fmt.max and not n.endswith("weight")]
+        end = FORMATS[dtype].max
+        wide = [n for n, g in slopes.items() if n.endswith("bias") and not float(g.abs().max()) <= end]
         part = f"; the gradient of {' and '.join(wide) or 'a weight'} is not (no bar shows it)"
         walk = f"All {len(stops)} steps forward and back are finite{'' if report.verdict == 'healthy' else part}."
     else:
@@ -191,16 +176,17 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
         report=report, stops=stops, born=born, bars=bars,
     )  # fmt: skip
     see.rows = [
-        {"values": _called(n, gradient), "smallest": f"{a:.2g}", "largest": f"{b:.3g}", "fits": bool(b <= fmt.max)}
+        {"values": _called(n, gradient), "smallest": f"{a:.2g}", "largest": f"{b:.3g}",
+         "fits": bool(b <= FORMATS[dtype].max)}
         for n, a, b, gradient in bars
-    ]
+    ]  # fmt: skip
 
 
 def _called(name: str, gradient: bool) -> str:
     return f"gradient of {name} × scale" if gradient else f"output of {name}"
 
 
-def _way(see: Sheet, title: str, stops: tuple[Stop, ...], born: int | None) -> None:
+def _way(see: Sheet, title: str, stops: list[Stop], born: int | None) -> None:
     """Forward along the upper row, back along the lower one; each part shows what passed it once it is reached."""
     last, parts = len(stops) - 1, [stop.name for stop in stops if not stop.backward]
     panel = see.panel(title=title, x=space(-0.75, len(parts)), y=space(-0.1, 2.1), bare=True, pad=[28, 6, 6, 6])
@@ -214,7 +200,7 @@ def _way(see: Sheet, title: str, stops: tuple[Stop, ...], born: int | None) -> N
         panel.boxes(*box, fill=f"{role}/0.2", edge=role, width=1.5, radius=4, only=(i, last))
         panel.boxes(*box, edge="own", width=4, radius=4, only=(i, i))
         panel.text(stop.name, x + 0.45, y + 0.62, weight="bold")
-        told = f"{stop.bad} of {stop.count}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.largest:.3g}"
+        told = f"{stop.bad} of {stop.many}\ninf or NaN" if stop.bad else f"{stop.dtype}\n≤ {stop.largest:.3g}"
         panel.text(told, x + 0.45, y + 0.28, size=11, color="overflow" if stop.bad else "ink", only=(i, last))
         if i == born:
             panel.text("born here", x + 0.45, y + 0.92, weight="bold", color="overflow", only=(i, last))
@@ -269,53 +255,12 @@ def ceilings_of(name: str) -> np.ndarray:
     return ceilings(load_run(name), FP16)
 
 
-@view(run=Choice({name: name for name in TRACES}, "recorded run"), step=(0, 499))
-def recording(see: Sheet, run="growing_activations", step=130) -> None:
-    """A recorded run: its loss scale over the steps, and the gradients of the step shown inside float16.
-
-    Numbers over the steps: `scale skipped zeros bad` (shares of the values in percent) and `seen`, the step whose
-    gradients these are: the last one with recorded gradients.
-    """
-    t, tops = load_run(run), ceilings_of(run)
-    part, count = t.gradients, len(t)
-    rows = np.clip(np.searchsorted(part.step, np.arange(count), side="right") - 1, 0, None)
-    values = int(part.size.sum())
-    zeros, bad = (100 * n.sum(axis=1)[rows] / max(1, values) for n in (part.zeros, part.nonfinite))
-
-    see.grid(400, 960, cols=(1.6, 1))
-    see.play("step", "step", count, every=120)
-    low, high = fitted(tops, t.scale, within=(-40, 60))
-    x, y = linear("step", 0, count, 6), log2("loss scale", low, high)
-    left = see.panel(title=f"{run}: recorded loss scale", x=x, y=y)
-    left.band(see.keep("tops", exponents(tops, low, high)), high, label="here it would overflow")
-    _scale_line(left, t.scale, np.flatnonzero(t.overflow), width=2, label="loss scale")
-    left.rule("x", "index", "own", dash=":")
-    left.handle("x", "step", min(step, count - 1), 0, count - 1, "step")
-    shares = 100 * (part.total() / max(1, values))
-    y = linear("share of all values, %", 0, 1.5 * float(shares.max()), 4)  # the words stand above all bars
-    right = see.panel(0, 1, title="gradients × scale, in float16", x=log2("magnitude", -60, 40, 20), y=y)
-    with np.errstate(divide="ignore"):
-        shift = np.maximum(np.log2(t.scale), -200)
-    regions(right, "x", *edges(FP16))
-    histogram(see, right, shares, part.lowest, FP16, rows=see.keep("rows", rows), shift=see.keep("shift", shift))
-    for words, share, x0, anchor, color in (
-        ("{} % zero", zeros, 0.02, "start", "zero"),
-        ("{} % inf or NaN", bad, 0.98, "end", "overflow"),
-    ):
-        right.text(words, x0, 0.71, values=[tenths(share / 100)], anchor=anchor, color=color, frame=True, halo=True)
-
-    see.say(
-        f"{run}, step {{at}} of {count}: {{outcome}}, loss {{loss}}, scale {{told}}. Steps skipped so far: {{so_far}}. "
-        f"Of the {values} gradient values of step {{seen}}, {{none}} % are zero and {{broken}} % inf or NaN.",
-        at=np.arange(count), outcome=np.where(t.overflow, "skipped", "applied"), so_far=np.cumsum(t.overflow),
-        loss=[f"{v:.3g}" if math.isfinite(v) else "not finite" for v in t.loss], told=[exponent(s) for s in t.scale],
-        seen=part.step[rows], none=tenths(zeros / 100), broken=tenths(bad / 100), scale=t.scale, skipped=t.overflow,
-        zeros=zeros, bad=bad,
-    )  # fmt: skip
-    see.rows = [
-        {"step": i, "loss": f"{t.loss[i]:.4g}", "scale": f"{t.scale[i]:.4g}", "skipped": bool(t.overflow[i])}
-        for i in range(0, count, max(1, count // 40))
-    ]
+def _run(see: Sheet, title: str, t: Trace, tops: np.ndarray, *more: np.ndarray) -> tuple[Panel, int, int]:
+    """A panel of scales over the steps under their ceiling, and the ends of its axis, which hold `more` scales, too."""
+    low, high = fitted(tops, t.scale, *more, within=(-40, 60))
+    panel = see.panel(title=title, x=linear("step", 0, len(t), 6), y=log2("loss scale", low, high))
+    panel.band(see.keep("tops", exponents(tops, low, high)), high, label="here it would overflow")
+    return panel, low, high
 
 
 def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, **look: Any) -> None:
@@ -324,20 +269,41 @@ def _scale_line(panel: Panel, scale: np.ndarray, skipped: np.ndarray, **look: An
     panel.crosses(at, skipped, "skipped", size=4)
 
 
+@view(run=Choice({name: name for name in TRACES}, "recorded run"), step=(0, 499))
+def recording(see: Sheet, run="growing_activations", step=130) -> None:
+    """A recorded run: its loss scale over the steps, and the gradients of the step shown inside float16.
+
+    Numbers over the steps: `scale skipped zeros bad` (shares of the values in percent) and `seen`, the step whose
+    gradients these are: the last one with recorded gradients.
+    """
+    t = load_run(run)
+    part, count = t.gradients, len(t)
+    rows = np.clip(np.searchsorted(part.step, np.arange(count), side="right") - 1, 0, None)
+    values = int(part.size.sum())
+    zeros, bad = (100 * n.sum(axis=1)[rows] / max(1, values) for n in (part.zeros, part.nonfinite))
+
+    see.grid(400, 960, cols=(1.9, 1))
+    see.play("step", "step", count, every=120)
+    left, _, _ = _run(see, f"{run}: recorded loss scale", t, ceilings_of(run))
+    _scale_line(left, t.scale, np.flatnonzero(t.overflow), width=2, label="loss scale")
+    left.rule("x", "index", "own", dash=":")
+    left.handle("x", "step", min(step, count - 1), 0, count - 1, "step")
+    gradients(see, (0, 1), t, "fp16", t.scale)
+    see.say(
+        f"{run}, step {{at}} of {count}: {{outcome}}, loss {{loss}}, scale {{told}}. Steps skipped so far: {{so_far}}. "
+        f"Of the {values} gradient values of step {{seen}}, {{none}} % are zero and {{broken}} % inf or NaN.",
+        at=np.arange(count), outcome=np.where(t.overflow, "skipped", "applied"), so_far=np.cumsum(t.overflow),
+        loss=[f"{v:.3g}" if math.isfinite(v) else "not finite" for v in t.loss], told=[exponent(s) for s in t.scale],
+        seen=part.step[rows], none=tenths(zeros / 100), broken=tenths(bad / 100), scale=t.scale, skipped=t.overflow,
+        zeros=zeros, bad=bad,
+    )  # fmt: skip
+
+
 # ---- *What if*: what another policy would have done
 FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0)
 WINDOWS = (5, 10, 20, 50, 100, 200, 500)
 PAIRS = [(f, w) for f in FACTORS for w in WINDOWS]
 POWERS = (-60, 120)  # what a hand may draw: far beyond any axis, and within float32
-
-
-def under(run: str, drawn: Mapping[int, float]) -> np.ndarray:
-    """The ceilings of a run, some of them drawn by hand: step -> exponent."""
-    tops = ceilings_of(run).copy()
-    for step, power in drawn.items():
-        if step < len(tops):
-            tops[step] = 2.0**power
-    return tops
 
 
 def unsettled(trace: Trace, scales: np.ndarray, drawn: Mapping[int, float]) -> np.ndarray:
@@ -356,19 +322,8 @@ def unsettled(trace: Trace, scales: np.ndarray, drawn: Mapping[int, float]) -> n
 
 
 @cache
-def every_pair(run: str, start: int, drawn: tuple[tuple[int, float], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every factor and window: (share of the training signal lost, steps that are estimates), (factors, windows).
-
-    Then the scales (steps, pairs). What is lost is lost to skipped steps and to zeros together.
-    """
-    trace, tops = load_run(run), under(run, dict(drawn))
-    scales = simulate(tops, stack([swept(2.0**start, f, w) for f, w in PAIRS])).sampled
-    good, rows = scales <= tops[:, None], trace.rows
-    kept = good[rows]
-    zeros = np.where(kept, flushed(trace, scales[rows], FP16), 0.0).sum(0) / np.maximum(kept.sum(0), 1)
-    shape = len(FACTORS), len(WINDOWS)
-    lost = (1 - good.mean(0) * (1 - zeros)).reshape(shape)
-    return lost, unsettled(trace, scales, dict(drawn)).reshape(shape), scales
+def _pairs(run: str, start: int, drawn: tuple[tuple[int, float], ...]) -> dict[str, np.ndarray]:
+    return every_pair(load_run(run), drawn_over(ceilings_of(run), dict(drawn)), start, FACTORS, WINDOWS)
 
 
 @view(
@@ -384,12 +339,11 @@ def what_if(see: Sheet, run="mlp_digits", start=16, factor=2.0, window=50, drawn
     Numbers: `tops scale` (steps,), `skipped` (their numbers), `row` (figures of `replay`), `lost estimates` (factors,
     windows) of every pair, `best` (factor, window) of the pair that loses least, and its `best_scale`.
     """
-    trace, tops = load_run(run), under(run, drawn)
+    trace, tops = load_run(run), drawn_over(ceilings_of(run), drawn)
     row = replay(trace, swept(2.0**start, factor, window), fmt=FP16, tops=tops, scales=True).iloc[0]
-    scale, steps = np.asarray(row["scale"]), len(trace)
-    skipped = np.flatnonzero(~(scale <= tops))
-    lost, estimates, scales = every_pair(run, start, tuple(drawn.items()))
-    best, best_scale = PAIRS[int(lost.argmin())], scales[:, int(lost.argmin())]
+    scale, steps, pairs = np.asarray(row["scale"]), len(trace), _pairs(run, start, tuple(drawn.items()))
+    skipped, lost = np.flatnonzero(~(scale <= tops)), pairs["lost"]
+    best, best_scale = PAIRS[int(lost.argmin())], pairs["scales"][:, int(lost.argmin())]
     least = [(int(i), int(j)) for i, j in np.argwhere(lost <= lost.min() + 1e-12)]
     own = [(FACTORS.index(factor), WINDOWS.index(window))] if (factor, window) in PAIRS else []
     see.buttons["Take the best pair"] = {"factor": best[0], "window": best[1]}
@@ -397,10 +351,8 @@ def what_if(see: Sheet, run="mlp_digits", start=16, factor=2.0, window=50, drawn
         see.buttons["Undo drawing"] = {"drawn": {}}
 
     see.grid(400, 1000, cols=(1.4, 1))
-    low, high = fitted(tops, trace.scale, scale, within=(-40, 60))
     title = "what this policy would have done; draw another ceiling"
-    panel = see.panel(title=title, x=linear("step", 0, steps, 6), y=log2("loss scale", low, high))
-    panel.band(exponents(tops, low, high), high, label="here it would overflow")
+    panel, low, high = _run(see, title, trace, tops, scale)
     look: dict[str, Any] = {"width": 1.6, "step": "post"}
     panel.line(exponents(trace.scale, low, high), color="reference", dash="--", label="recorded", **look)
     _scale_line(panel, scale, skipped, width=2.4, label="replayed", ghost=True)
@@ -408,31 +360,30 @@ def what_if(see: Sheet, run="mlp_digits", start=16, factor=2.0, window=50, drawn
         panel.line(exponents(best_scale, low, high), color="normal", dash="-.", label="loses least", **look)
     pen = {"name": "drawn", "lo": low, "hi": high, "label": "ceiling", "width": 1.4, "quiet": True}
     panel.add("pen", y=exponents(tops, low, high), color="overflow", **pen)
-    beside = window < 0.25 * steps and abs(start - low - 0.8) < 0.06 * (high - low)  # the start's ball would cover it
-    note = None if beside else f"window {window}" if window < 0.8 * steps else "window"
+    covered = window < 0.25 * steps and abs(start - low - 0.8) < 0.06 * (high - low)  # by the ball of the start
+    note = None if covered else f"window {window}" if window < 0.8 * steps else "window"
     panel.handle("y", "start", start, 0, 32, "start, 2 to the", cross=0.02 * steps, note="start")
     grip: dict[str, Any] = {"cross": low + 0.8, "stem": True, "note": note}
     panel.handle("x", "window", window, 1, min(1024, steps), "scale_window, steps", **grip)
     sets = [{"factor": f, "window": w} for f, w in PAIRS]
     cells: dict[str, Any] = {"sets": sets, "name": "pair", "size": 11, "col": 1}
-    pairs = heat_map(see, lost, [short(v) for v in lost.flat], FACTORS, WINDOWS, "lost with each pair, %", **cells)
-    framed(pairs, least, "normal", "loses least")
+    table = heat_map(see, lost, [short(v) for v in lost.flat], FACTORS, WINDOWS, "lost with each pair, %", **cells)
+    framed(table, least, "normal", "loses least")
     if own:
-        framed(pairs, own, "own", "chosen")
+        framed(table, own, "own", "chosen")
 
-    own_open = int(unsettled(trace, scale[:, None], drawn)[0])
+    own_open, estimates = int(unsettled(trace, scale[:, None], drawn)[0]), unsettled(trace, pairs["scales"], drawn)
+    drew = f"{counted(len(drawn), 'step')} of the ceiling {'is' if len(drawn) == 1 else 'are'} drawn. " if drawn else ""
+    pair = f"factor {best[0]:g} and window {best[1]}"
+    who = f"{pair} loses" if len(least) == 1 else f"{len(least)}, among them {pair}, lose"
     see.say(
         f"From 2^{start} with factor {factor:g} and window {window} on {Path(run).stem}: {row['skipped']} of {steps} "
         f"steps {'is' if row['skipped'] == 1 else 'are'} skipped (recorded: {int(trace.overflow.sum())}). "
-        f"{_left(row, steps)}{_open(own_open, estimates)} {_ridden(drawn, best, least)}, "
+        f"{_left(row, steps)}{_open(own_open, estimates)} {drew}Of {len(PAIRS)} pairs {who} least, "
         f"{percent(float(lost.min()), 2)} of the training signal.",
-        tops=tops, scale=scale, skipped=skipped, row=row, lost=lost, estimates=estimates, best=best,
-        best_scale=best_scale,
+        tops=tops, scale=scale, skipped=skipped, row=row, lost=lost, estimates=estimates.reshape(lost.shape),
+        best=best, best_scale=best_scale,
     )  # fmt: skip
-    see.rows = [
-        {"step": i, "scale": f"{scale[i]:.4g}", "ceiling": f"{tops[i]:.4g}", "recorded scale": f"{trace.scale[i]:.4g}"}
-        for i in range(0, steps, max(1, steps // 20))
-    ]
 
 
 def _left(row: Mapping[str, Any], steps: int) -> str:
@@ -459,13 +410,6 @@ def _open(own: int, estimates: np.ndarray) -> str:
         f" Whether a step is skipped is an estimate {here}with {counted(many, 'pair')} in the table: the size of these "
         "gradients is not recorded."
     )
-
-
-def _ridden(drawn: Mapping[int, float], best: tuple[float, int], least: Any) -> str:
-    drew = f"{counted(len(drawn), 'step')} of the ceiling {'is' if len(drawn) == 1 else 'are'} drawn. " if drawn else ""
-    pair = f"factor {best[0]:g} and window {best[1]}"
-    who = f"{pair} loses" if len(least) == 1 else f"{len(least)}, among them {pair}, lose"
-    return f"{drew}Of {len(PAIRS)} pairs {who} least"
 
 
 def short(share: float) -> str:

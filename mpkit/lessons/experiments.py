@@ -19,7 +19,7 @@ from mpkit.experiment import Results, experiment, train
 from mpkit.networks import LeNet5, Network, resnet18
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.intervals import axis, beside, intervals
-from mpkit.view.sheet import DASHES, SERIES, linear, names
+from mpkit.view.sheet import LINES, linear, names
 from mpkit.view.words import counted
 
 CELLS: Mapping[str, Mapping[str, Any]] = {
@@ -210,8 +210,8 @@ def _two_losses(see: Sheet, losses: Mapping[str, np.ndarray], seed: int, steps: 
     low, high = 1.05 * min(seen.min(), 0.0), 1.05 * max(seen.max(), 0.0)
     x, y = linear("step", 0, max(steps, 1), 4), linear("loss, nats", low, high if high > low else 1.0, 5)
     panel = see.panel(0, 1, title=f"{('no run', 'one run', 'two runs')[len(losses)]} from seed {seed}", x=x, y=y)
-    for (name, loss), color, dash in zip(losses.items(), SERIES, DASHES):
-        panel.line(loss, np.arange(1, len(loss) + 1), color, dash=dash, width=2, label=name, ghost=True, tag=True)
+    for (name, loss), look in zip(losses.items(), LINES):
+        panel.line(loss, np.arange(1, len(loss) + 1), width=2, label=name, ghost=True, tag=True, **look)
     if steps:
         panel.rule("x", "index", "muted")
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpkit.formats import FORMATS, FP16, FloatFormat, get_format
-from mpkit.rounding import round_to, ulp
+from mpkit.rounding import round_to
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import nearest, read_exactly
-from mpkit.view.parts import guessed, prediction, regions, typed_line
-from mpkit.view.sheet import DASHES, GLYPHS, SERIES, Panel, log2, names, power_of_two, space
+from mpkit.view.parts import prediction, regions
+from mpkit.view.sheet import DIFFERENT, Panel, log2, names, power_of_two, space
 
 NAMES = [name for name in FORMATS if name != "fp64"]
 KIND_ROLES = {"normal": "normal", "subnormal": "subnormal", "zero": "zero", "inf": "overflow", "nan": "overflow"}
@@ -57,16 +59,19 @@ def neighbour(pattern: int, fmt: FloatFormat, up: bool) -> int | None:
     return None if fmt.fields(beside % (2 * sign)).kind == "nan" or (beside ^ pattern) & sign else beside
 
 
+def beyond(pattern: int, fmt: FloatFormat, up: bool) -> Iterator[float]:
+    """The values beyond that of a pattern, one after the other, upwards or downwards."""
+    at = neighbour(pattern, fmt, up)
+    while at is not None:
+        yield value_of(at, fmt)
+        at = neighbour(at, fmt, up)
+
+
 def around(value: float, fmt: FloatFormat, low: float, high: float, most: int = 60) -> list[float]:
-    """The values of a format within a window, at most `most` on each side of the stored one."""
+    """The values of a format within a window, at most `most` on each side of the stored one, ascending."""
     first = store(min(max(value, low, -fmt.max), high, fmt.max), fmt)
-    found = [first]
-    for up in (False, True):
-        pattern, end = neighbour(first, fmt, up), len(found) + most
-        while pattern is not None and low <= value_of(pattern, fmt) <= high and len(found) < end:
-            found.append(pattern)
-            pattern = neighbour(pattern, fmt, up)
-    return sorted(v for v in (value_of(p, fmt) for p in found) if low <= v <= high)
+    sides = (takewhile(lambda v: low <= v <= high, islice(beyond(first, fmt, up), most)) for up in (False, True))
+    return sorted(v for v in (value_of(first, fmt), *chain(*sides)) if low <= v <= high)
 
 
 def bits_kept(fmt: FloatFormat, exponent: int) -> int:
@@ -90,19 +95,11 @@ def fate(fmt: FloatFormat, exponent: int) -> str:
 def format_rows() -> list[dict[str, Any]]:
     """One row per named format: widths, extremes, gap at 1."""
     return [
-        {
-            "format": fmt.name,
-            "bits": fmt.bits,
-            "exponent": fmt.exponent_bits,
-            "fraction": fmt.fraction_bits,
-            "smallest subnormal": f"{fmt.min_subnormal:.4g}",
-            "smallest normal": f"{fmt.min_normal:.4g}",
-            "largest": f"{fmt.max:.6g}",
-            "gap at 1": f"2^-{fmt.fraction_bits}",
-            "beyond largest": fmt.overflow,
-        }
-        for fmt in map(get_format, NAMES)
-    ]
+        {"format": f.name, "bits": f.bits, "exponent": f.exponent_bits, "fraction": f.fraction_bits,
+         "smallest subnormal": f"{f.min_subnormal:.4g}", "smallest normal": f"{f.min_normal:.4g}",
+         "largest": f"{f.max:.6g}", "gap at 1": f"2^-{f.fraction_bits}", "beyond largest": f.overflow}
+        for f in map(get_format, NAMES)
+    ]  # fmt: skip
 
 
 def everywhere(near: float, exact: Fraction) -> list[dict[str, Any]]:
@@ -110,12 +107,10 @@ def everywhere(near: float, exact: Fraction) -> list[dict[str, Any]]:
     rows = []
     for fmt in map(get_format, NAMES):
         row = {"format": fmt.name, "value": "no NaN", "pattern, hex": "", "kind": "", "relative error": ""}
-        if not (math.isnan(near) and not fmt.has_nan):
+        if fmt.has_nan or not math.isnan(near):
             pattern = store(to_odd(near, exact), fmt)
             value = value_of(pattern, fmt)
-            off = abs(value - near)
-            if math.isfinite(value) and exact:
-                off = nearest(abs(Fraction(value) / exact - 1))
+            off = nearest(abs(Fraction(value) / exact - 1)) if math.isfinite(value) and exact else abs(value - near)
             row |= {"value": f"{value:.9g}", "pattern, hex": f"{pattern:0{-(-fmt.bits // 4)}x}"}
             row |= {"kind": fmt.fields(pattern).kind, "relative error": f"{off:.2g}" if math.isfinite(off) else ""}
         rows.append(row)
@@ -166,7 +161,7 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
         )
         none: dict[str, Any] = dict.fromkeys(("gap", "below", "above", "error"), math.nan)
         return see.say(f"{number} in {fmt} is {value} (bits {told}).", value=value, pattern=pattern, **none)
-    gap = float(ulp(torch.tensor(shown, dtype=torch.float64), form))
+    gap = form.ulp(shown)
     _neighbours(see, form, pinned, (shown, near, number), gap, see.was.get("gap", math.nan))
     if fields.kind == "inf":
         said = f"{number} in {fmt} is {value} (bits {told}): the largest number is {form.max:g}."
@@ -313,17 +308,14 @@ def ranges(see: Sheet, exponent=-20) -> None:
 
 def precision(shown: tuple[str, ...] = ("fp32", "fp16", "bf16", "e5m2", "e4m3fn")) -> Sheet:
     """The gap to the next value relative to the value itself, over the whole range of each format."""
-    see = Sheet()
+    see, told = Sheet(), []
     x, y = log2("magnitude", -152, 130, 24), log2("ulp / magnitude", -25, 1, 4)
     panel = see.panel(title="lower is finer; flat where numbers are normal, rising where subnormal", x=x, y=y)
-    told = []
-    for name, color, dash, glyph in zip(shown, SERIES, DASHES, GLYPHS):
-        fmt = FORMATS[name]
+    for fmt, look in zip(map(get_format, shown), DIFFERENT):
         powers = np.arange(fmt.min_subnormal_exponent, fmt.max_exponent + 1)
         relative = np.maximum(powers, fmt.min_exponent) - fmt.fraction_bits - powers
-        look = {"dash": dash, "glyph": glyph, "every": max(1, len(powers) // 6)}
-        panel.line(relative, powers, color, label=name, tag=True, **look)
-        told.append(f"2^{relative.min()} in {name}")
+        panel.line(relative, powers, label=fmt.name, tag=True, every=max(1, len(powers) // 6), **look)
+        told.append(f"2^{relative.min()} in {fmt.name}")
     see.say(f"The relative gap at normal powers of two is {', '.join(told)}.")
     return see
 
@@ -339,46 +331,23 @@ def gaps(see: Sheet, typed="", drawn={}, shown=False) -> None:
 
     Numbers: `guess truth near`.
     """
-    asked = "nine exponents such as -20 -18 -15 -12 -9 -6 -3 0 3"
-    values = typed_line(typed, 9, *ENDS, asked) if typed else None
-    line = np.interp(np.arange(40), np.linspace(0, 39, 9), values) if values else None
-    guess = guessed(np.full(40, -10.0), line, drawn)
     see.grid(380, 900)
     axis = names([power_of_two(int(e)) for e in POWERS], "number", bare=False)
-    title = "your line and what happened" if shown else "draw the gap over all powers of two"
-    panel = see.panel(
-        title=title, x=axis | {"ticks": axis["ticks"][::4]}, y=log2("gap to the next number of float16", *ENDS)
-    )
-    prediction(see, panel, guess, 0, shown, bool(typed or drawn), ENDS)
+    panel = see.panel(x=axis | {"ticks": axis["ticks"][::4]}, y=log2("gap to the next number of float16", *ENDS))
+    prediction(see, panel, "formats.gaps", GAPS, picture_of, first=0, ends=ENDS, start=-10, points=9, within=0.5,
+               typed=typed, drawn=drawn, shown=shown)  # fmt: skip
     if shown:
         panel.line(GAPS, color="reference", width=2.6, label="gap")
     one = int(np.flatnonzero(POWERS == 0)[0])
     panel.points([GAPS[one]], [one], "reference", glyph="s", size=5, label="gap at 1")
-    near = int((np.abs(guess - GAPS) <= 0.5).sum())
-    numbers: dict[str, Any] = {"guess": guess, "truth": GAPS, "near": near}
-    if not shown:
-        known = (
-            "The gap from 1 to the next number of float16 is 2^-10. How large is the gap at every other power of two?"
-        )
-        return see.say(f"{known} Draw it, or type it. Then press Show what happened.", **numbers)
-    happened = "from 2^-24 to 2^-14 the gap stays 2^-24, then it doubles with every power of two, up to 2^5 at 2^15"
-    head = f"At {near} of 40 points your line is within half a power of two of the gap."
-    see.say(f"{head} {picture_of(guess)} What happened: {happened}.", **numbers)
 
 
 def picture_of(guess: np.ndarray) -> str:
     """Which wrong picture of the gaps a drawing shows, if one of the usual ones."""
-    if (np.abs(guess - GAPS) <= 0.5).sum() >= 36:
-        return "This is the right picture: it rises with the numbers, and it is level at the left."
-    if np.ptp(guess) < 1:
-        return "You drew one gap for all numbers. Whole numbers have that. In float16 the gap grows with the number."
-    if np.corrcoef(POWERS, guess)[0, 1] < -0.8:
-        return "You drew larger gaps for smaller numbers. But small numbers lie closer together than large ones."
-    if np.abs(guess - (POWERS - 10)).mean() < 1:
-        return (
-            "You drew a gap that shrinks all the way down. Below 2^-14 there is no smaller exponent, so the numbers "
-            "there, the subnormal ones, keep the gap of their right neighbours."
-        )
-    if np.abs(guess - GAPS)[POWERS < -14].mean() < 1:
-        return "The left part is right. Above 2^-14 the gap doubles with every power of two."
-    return "Look where the lines part. Eleven significant bits make the gap 2^-10 of the number, down to 2^-14."
+    marks = {
+        "level": np.ptp(guess) < 1,
+        "falls": np.ptp(guess) >= 1 and np.corrcoef(POWERS, guess)[0, 1] < -0.8,
+        "no_subnormals": np.abs(guess - (POWERS - 10)).mean() < 1,
+        "left": np.abs(guess - GAPS)[POWERS < -14].mean() < 1,
+    }
+    return next((name for name, is_it in marks.items() if is_it), "other")

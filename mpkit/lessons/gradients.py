@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.formats import FloatFormat, get_format
 from mpkit.lessons.digits import accuracy, computed_in
 from mpkit.networks import Network
-from mpkit.replay.percent import percent
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.view import Choice, Sheet, view
 from mpkit.view.parts import regions, tenths, zones
@@ -57,33 +57,21 @@ def gradients_of_digits() -> dict[tuple[int, str], np.ndarray]:
     return found
 
 
-def _gradients(network: Network, images: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(activation gradients, weight gradients) of one batch."""
-    between = []
-    x = network.flatten(images)
-    for layer in network.dense_relu_sequential:
-        x = layer(x)
-        x.retain_grad()
-        between.append(x)
-    network.zero_grad()
-    F.cross_entropy(x, labels).backward()
-    tensors = ([t.grad for t in between if t.grad is not None], [p.grad for p in network.parameters()])
-    first, second = (torch.cat([t.flatten() for t in group if t is not None]).abs() for group in tensors)
-    return _ascending(first), _ascending(second)
+def _gradients(network: Network, images: Tensor, labels: Tensor) -> list[np.ndarray]:
+    """[activation gradients, weight gradients] of one batch, magnitudes that are not zero, ascending."""
+    between = list(
+        accumulate(network.dense_relu_sequential, lambda x, layer: layer(x), initial=network.flatten(images))
+    )
+    parameters = list(network.parameters())
+    found = torch.autograd.grad(F.cross_entropy(between[-1], labels), [*between[1:], *parameters])
+    parts = found[: -len(parameters)], found[-len(parameters) :]
+    every = (torch.cat([g.flatten() for g in part]).abs().float() for part in parts)
+    return [np.sort(values[values > 0].numpy()) for values in every]
 
 
-def _ascending(magnitudes: Tensor) -> np.ndarray:
-    return np.sort(magnitudes[magnitudes > 0].float().numpy())
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where a format loses values, exactly.
-
-    lost:     the largest magnitude that rounds to 0.
-    normal:   the smallest magnitude that rounds to a normal number.
-    overflow: the smallest magnitude that does not fit.
-    """
+class Limits(NamedTuple):
+    """Where a format loses values, exactly: the largest magnitude that rounds to 0, the smallest that rounds to a
+    normal number, and the smallest that does not fit."""
 
     lost: float
     normal: float
@@ -93,10 +81,9 @@ class Limits:
 @cache
 def limits_of(fmt: FloatFormat) -> Limits:
     """Half the smallest subnormal, half a gap below the smallest normal, half a gap above the largest number."""
-    largest = float(np.finfo(np.float32).max)
-    edge = np.float32(min(fmt.overflow_edge, largest))
-    overflows = fmt.edge_overflows and fmt.overflow_edge <= largest
-    overflow = float(edge if overflows else np.nextafter(edge, np.float32(np.inf)))
+    edge = np.float32(min(fmt.overflow_edge, float(np.finfo(np.float32).max)))
+    fits = not fmt.edge_overflows or fmt.overflow_edge > edge
+    overflow = float(np.nextafter(edge, np.float32(np.inf)) if fits else edge)
     return Limits(fmt.zero_up_to, fmt.min_normal - fmt.zero_up_to, overflow)
 
 
@@ -112,12 +99,10 @@ class Shares:
 
 def shares_at(magnitudes: np.ndarray, scale: float, fmt: FloatFormat) -> Shares:
     """What becomes of ascending magnitudes, multiplied by a power of two and rounded to `fmt`."""
-    limits = limits_of(fmt)
-    below = np.searchsorted(magnitudes, limits.lost / scale, side="right")
-    subnormal = max(below, np.searchsorted(magnitudes, limits.normal / scale, side="left"))
-    fitting = max(subnormal, np.searchsorted(magnitudes, limits.overflow / scale, side="left"))
-    n = len(magnitudes)
-    return Shares(*(float(count / n) for count in (below, subnormal - below, fitting - subnormal, n - fitting)))
+    below = np.searchsorted(magnitudes, limits_of(fmt).lost / scale, side="right")
+    ends = np.searchsorted(magnitudes, np.array(limits_of(fmt)[1:]) / scale, side="left")
+    parts = np.diff([0, *np.maximum.accumulate([below, *ends]), len(magnitudes)])
+    return Shares(*(parts / len(magnitudes)).tolist())
 
 
 def recommended_exponent(magnitudes: np.ndarray, fmt: FloatFormat) -> int:
@@ -204,23 +189,9 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
         f"recommended for this histogram is 2^{best}.",
         power=SCALES, threshold=lost - SCALES, shares=now, course=course, best=best, **columns,  # type: ignore[arg-type]
     )  # fmt: skip
-    see.rows = [
-        {"scale": f"2^{e}", **{key: percent(value) for key, value in vars(s).items()}} for e, s in zip(SCALES, course)
-    ]
 
 
 # ---- does it matter?
-class WeightedLoss(nn.Module):
-    """Cross-entropy times a weight, as one term of a larger loss has it."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels) * self.weight
-
-
 def trained_with(
     level: str, weight: float, scale: float, steps: int = 120, rate: float = 0.1
 ) -> dict[str, float | str | int]:
@@ -231,15 +202,12 @@ def trained_with(
     torch.manual_seed(0)
     network = auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))
     optimizer = torch.optim.SGD(network.parameters(), rate / weight, fused=True)
-    cell = TrainOneStepWithLossScaleCell(WithLossCell(network, WeightedLoss(weight)), optimizer, torch.tensor(scale))
+    with_loss = WithLossCell(network, lambda logits, labels: F.cross_entropy(logits, labels) * weight)
+    cell = TrainOneStepWithLossScaleCell(with_loss, optimizer, torch.tensor(scale))
     images, labels = digits("train")
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         batch = torch.randint(len(images), (64,), generator=draw)
         outcome = cell(images[batch], labels[batch])
-    return {
-        "level": level,
-        "scale": f"2^{math.log2(scale):g}",
-        "loss": round(float(outcome.loss) / weight, 2),
-        "accuracy": round(accuracy(network), 2),
-    }
+    found = {"loss": round(float(outcome.loss) / weight, 2), "accuracy": round(accuracy(network), 2)}
+    return {"level": level, "scale": f"2^{math.log2(scale):g}", **found}

@@ -17,7 +17,7 @@ from mpkit.formats import E5M2, FP16, FP32, FloatFormat
 from mpkit.rounding import quantize, round_to
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.parts import tenths
-from mpkit.view.sheet import DASHES, SERIES, exponents, linear, log2, names
+from mpkit.view.sheet import LINES, exponents, linear, log2, names
 from mpkit.view.words import counted
 
 FORMATS = {"float16": FP16, "E5M2": E5M2}
@@ -194,11 +194,10 @@ def group_scale(see: Sheet, fmt="E5M2", depth=3, start=12, window=4, step=STEPS 
     left = see.panel(title="loss scale; × an overflow began", x=x, y=log2("loss scale", 0, high))
     look: dict[str, Any] = {"step": "post", "show": "upto", "tag": True}
     left.line(exponents(one.scales[:, 0], 0, high), color="reference", label="one scale", width=2.6, dash="1 2", **look)
-    for i, (color, dash) in enumerate(zip(SERIES[:GROUPS], DASHES)):
-        at = exponents(own.scales[:, i], 0, high)
-        left.line(at, color=color, dash=dash, label=f"group {i + 1}", **look)
-        bad = np.flatnonzero(own.overflows[:, i])
-        left.crosses(at, bad, color=color, since=bad, size=3.5, show="upto")
+    for i, line in enumerate(LINES[:GROUPS]):
+        at, bad = exponents(own.scales[:, i], 0, high), np.flatnonzero(own.overflows[:, i])
+        left.line(at, label=f"group {i + 1}", **line, **look)
+        left.crosses(at, bad, color=line["color"], since=bad, size=3.5, show="upto")
     left.rule("x", "index", "muted", dash=":")
     left.handle("x", "step", step, 0, STEPS - 1, "step")
     y = names([f"group {i + 1}" for i in range(GROUPS)], down=True)

@@ -21,7 +21,7 @@ from mpkit.schedules import (
     WarmUpLR,
 )
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.sheet import DASHES, GLYPHS, SERIES, Panel, linear
+from mpkit.view.sheet import DIFFERENT, Panel, linear
 
 STEPS = 200
 
@@ -29,9 +29,9 @@ STEPS = 200
 def _curves(see: Sheet, panel: Panel, curves: Mapping[str, Sequence[float]], step: int) -> None:
     """A line for each curve with its name at the end, a marker at the step that is played, and a handle there."""
     see.play("step", "step", (count := len(next(iter(curves.values())))), every=80)
-    for (name, seen), color, dash, glyph in zip(curves.items(), SERIES, DASHES, GLYPHS):
-        panel.line(seen, color=color, dash=dash, width=1.8, label=name, tag=True)
-        panel.points(seen, color=color, glyph=glyph, show="at", size=4.5)
+    for (name, seen), look in zip(curves.items(), DIFFERENT):
+        panel.line(seen, width=1.8, label=name, tag=True, **look | {"glyph": None})
+        panel.points(seen, show="at", size=4.5, **look | {"dash": None})
     panel.rule("x", "index", "muted", dash=":")
     panel.handle("x", "step", step, 0, count - 1, "marked step")
 

@@ -13,11 +13,12 @@ from mpkit.casting import LEVELS
 from mpkit.formats import FP16
 from mpkit.lessons.digits import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial
+from mpkit.policies import run as run_policy
 from mpkit.replay.percent import percent
-from mpkit.scalers import DynamicLossScaler, LossScaler
+from mpkit.scalers import LossScaler
 from mpkit.view import Choice, Range, Sheet, view
 from mpkit.view.parts import edges, loss_and_scale, regions
-from mpkit.view.sheet import DASHES, SERIES, exponents, fitted, linear, log2, names, power_of_two
+from mpkit.view.sheet import LINES, exponents, fitted, linear, log2, names, power_of_two
 from mpkit.view.words import counted, exponent
 
 WIDE = 240  # steps in the picture
@@ -40,21 +41,19 @@ def fates(values: Sequence[float]) -> Sheet:
 
 def compare(runs: Sequence[Run]) -> Sheet:
     """Loss (mean of 8 steps) of several trainings in one panel, and the scale of each in its own."""
-    see, count = Sheet(), len(runs)
+    see, count, last = Sheet(), len(runs), len(runs[0].losses)
     see.grid(480, 900, rows=(1,) * count, cols=(1, 1.2))
-    last = len(runs[0].losses)
     low, high = fitted(*(run.scales for run in runs), room=1)
-    loss = see.panel(0, 0, rowspan=count, title="loss, mean of 8 steps", x=linear("step", 0, last, 4),
-                     y=linear("loss, nats", 0, 2.5, 5))  # fmt: skip
-    for row, (run, color, dash) in enumerate(zip(runs, SERIES, DASHES)):
+    x, y = linear("step", 0, last, 4), linear("loss, nats", 0, 2.5, 5)
+    loss = see.panel(0, 0, rowspan=count, title="loss, mean of 8 steps", x=x, y=y)
+    for row, (run, look) in enumerate(zip(runs, LINES)):
         means = np.array(run.losses[: last // 8 * 8]).reshape(-1, 8).mean(1)
-        loss.line(np.clip(np.nan_to_num(means, nan=2.5), 0, 2.5), 4 + 8 * np.arange(len(means)), color, dash=dash,
-                  width=1.8, label=run.level)  # fmt: skip
+        losses = np.clip(np.nan_to_num(means, nan=2.5), 0, 2.5)
+        loss.line(losses, 4 + 8 * np.arange(len(means)), width=1.8, label=run.level, **look)
         x, y = linear("", 0, last, 4), log2("", low, high, 2)
         panel = see.panel(row, 1, title=f"loss scale at {run.level}", x=x, y=y, pad=[24, 14, 24, 52])
-        scale = exponents(run.scales, low, high)
-        panel.line(scale, color=color, dash=dash, step="post", width=1.8)
-        panel.crosses(scale, run.skipped, "skipped step")
+        panel.line(exponents(run.scales, low, high), step="post", width=1.8, **look)
+        panel.crosses(exponents(run.scales, low, high), run.skipped, "skipped step")
     levels = ", ".join(run.level for run in runs)
     see.say(f"Loss and loss scale of {count} trainings, {levels}, over {last} steps.")
     return see
@@ -87,11 +86,7 @@ def live_policy(start: int, factor: int, window: int, floor: int, **_: Any) -> S
 
 def planned(start: int, factor: int, window: int) -> np.ndarray:
     """The scale of each step if nothing overflowed, (241,): the last is the one after the picture."""
-    scaler, plan = DynamicLossScaler(2.0**start, factor, window), list[float]()
-    for _ in range(WIDE + 1):
-        plan.append(float(scaler.scale_value))
-        scaler.adjust(torch.tensor(True))
-    return np.array(plan)
+    return np.array([2.0**start, *run_policy(live_policy(start, factor, window, 0), [True] * WIDE).scale])
 
 
 def steered(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,41 +17,39 @@ from mpkit.data import digits
 from mpkit.formats import dtype_name
 from mpkit.scalers import DynamicLossScaler, all_finite
 from mpkit.view import Range, Sheet, view
-from mpkit.view.sheet import DASHES, GLYPHS, Panel, exponents, log2, space
+from mpkit.view.sheet import DIFFERENT, Panel, exponents, log2, names
+from mpkit.view.words import exponent as told_power
 
 
 # ---- numbers
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a step: what is done, the line that does it, the number seen there, and what travels on from there.
-
-    `bad` of the `count` values that travel on are not finite.
+class Phase(NamedTuple):
+    """One phase of a step: what is done, the line that does it, what is seen there; the largest magnitude of what
+    travels on, its dtype, and how many of its `many` values are not finite.
     """
 
     name: str
     code: str
     seen: str
-    bad: int = 0
-    count: int = 0
+    largest: float
+    dtype: str
+    bad: int
+    many: int
 
 
-@dataclass(frozen=True)
-class Walk:
-    """A step seen phase by phase: was the update skipped, the largest change of a weight, weights lost."""
+class Walk(NamedTuple):
+    """A step seen phase by phase: was the update skipped, the largest change of a weight, weights not finite after."""
 
-    phases: tuple[Phase, ...]
+    phases: list[Phase]
     skipped: bool
     change: float
+    lost: int
 
-    @property
-    def lost(self) -> int:
-        """How many weights are inf or NaN after the step."""
-        return self.phases[6].bad
 
-    @property
-    def ill(self) -> list[bool]:
-        """Whether values that are not finite are seen in each phase."""
-        return [bool(re.search(r"\b(inf|nan)\b|not finite", phase.seen)) for phase in self.phases]
+def _phase(name: str, code: str, seen: str, tensors: Sequence[Tensor]) -> Phase:
+    every, dtype = torch.cat([t.detach().float().flatten() for t in tensors]), dtype_name(tensors[0].dtype)
+    largest = float(every.abs().max())  # NaN wins
+    bad = int((~every.isfinite()).sum())
+    return Phase(name, code, seen.format(largest=f"{largest:.3g}", dtype=dtype), largest, dtype, bad, every.numel())
 
 
 @cache
@@ -70,10 +64,13 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
         images = images.clone()
         images[0, 0, 0, 0] = torch.inf
     optimizer, parameters = torch.optim.SGD(network.parameters(), 0.1), list(network.parameters())
-    scaler = DynamicLossScaler(2.0**exponent, 2, 50)
+    scaler, inside = DynamicLossScaler(2.0**exponent, 2, 50), list[Tensor]()
     before = [p.detach().clone() for p in parameters]
-    loss, inside, flowing = _there_and_back(network, images, labels, scaler)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    network[1].register_forward_hook(lambda *call: inside.append(call[2]))
+    loss = F.cross_entropy(network(images), labels)
+    inside[0].retain_grad()
+    scaler.scale(loss).backward()
+    flowing, grads = [x.grad for x in inside if x.grad is not None], [p.grad for p in parameters if p.grad is not None]
     true = scaler.unscale(grads)
     finite = all_finite(true)
     updated = bool(finite) or late
@@ -81,44 +78,23 @@ def one_step(exponent: int, bad: bool, late: bool = False) -> Walk:
         for p, grad in zip(parameters, true):
             p.grad = grad
         optimizer.step()
-    change = max(float((p.detach() - old).abs().max()) for p, old in zip(parameters, before))
+    moved = [p.detach() - old for p, old in zip(parameters, before)]
     scaler.adjust(finite)
-    gate = ("update if all are finite", "if all_finite: step()", "finite, updated" if finite else "not finite, skipped")
-    if late:
-        gate = ("update, then check", "step(); all_finite", "finite, updated" if finite else "not finite, yet updated")
-    sizes = [f"{dtype_name(t.dtype)}, largest {_largest([t])}" for t in (inside[0], flowing)]
-    first = f"largest weight {_largest(before)} in {dtype_name(before[0].dtype)}"
-    rows: tuple[tuple[str, str, str, Sequence[Tensor]], ...] = (
-        ("keep weights in float32", "parameters", first, before),
-        ("forward in float16", "network(x)", f"first layer gives {sizes[0]}", inside),
-        ("loss in float32", "loss_fn(out, y)", f"loss {loss.item():.4g} in {dtype_name(loss.dtype)}", [loss]),
-        ("scaled backward pass", "scale(loss).backward()", f"in {sizes[1]}", [flowing]),
-        ("gradients in float32", "p.grad", f"largest {_largest(grads)} in {dtype_name(grads[0].dtype)}", grads),
-        ("divide by the scale", "unscale(grads)", f"largest {_largest(true)}", true),
-        (*gate, parameters),
-        ("adjust the scale", "adjust(finite)", f"next scale {float(scaler.scale_value):.0f}", ()),
+    gate = (
+        ("update, then check", "step(); all_finite") if late else ("update if all are finite", "if all_finite: step()")
     )
-    return Walk(tuple(Phase(n, code, seen, *_spoilt(t)) for n, code, seen, t in rows), not updated, change)
-
-
-def _there_and_back(
-    network: nn.Sequential, images: Tensor, labels: Tensor, scaler: DynamicLossScaler
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Both passes; -> (the loss, [what the first layer gave], the scaled gradient of that)."""
-    inside: list[Tensor] = []
-    handle = network[1].register_forward_hook(lambda *call: inside.append(call[2]))
-    loss = F.cross_entropy(network(images), labels)
-    handle.remove()
-    inside[0].retain_grad()
-    scaler.scale(loss).backward()
-    flowing = inside[0].grad
-    assert flowing is not None
-    return loss, inside, flowing
-
-
-def _spoilt(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """(values that are not finite, values)."""
-    return sum(int((~t.detach().isfinite()).sum()) for t in tensors), sum(t.numel() for t in tensors)
+    decided = "finite, updated" if finite else "not finite, yet updated" if late else "not finite, skipped"
+    seen = [
+        _phase("keep weights in float32", "parameters", "largest weight {largest} in {dtype}", before),
+        _phase("forward in float16", "network(x)", "first layer gives {dtype}, largest {largest}", inside),
+        _phase("loss in float32", "loss_fn(out, y)", "loss {largest} in {dtype}", [loss]),
+        _phase("scaled backward pass", "scale(loss).backward()", "in {dtype}, largest {largest}", flowing),
+        _phase("gradients in float32", "p.grad", "largest {largest} in {dtype}", grads),
+        _phase("divide by the scale", "unscale(grads)", "largest {largest}", true),
+        _phase(*gate, decided, moved),
+        _phase("adjust the scale", "adjust(finite)", f"next scale {scaler.scale_value:.0f}", [scaler.scale_value]),
+    ]
+    return Walk(seen, not updated, seen[6].largest, sum(int((~p.isfinite()).sum()) for p in parameters))
 
 
 def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -129,12 +105,9 @@ def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
     return network, images[:64], labels[:64]
 
 
-def _largest(tensors: Sequence[Tensor]) -> str:
-    return f"{float(torch.stack([t.detach().abs().float().max() for t in tensors]).max()):.3g}"  # NaN wins
-
-
-# ---- one step in eight boxes
-PLACES = [(i + 0.04, 1.3) if i < 4 else (7 - i + 0.04, 0.05) for i in range(8)]
+# ---- one step in eight phases
+LOW, HIGH = -28, 40  # powers of two of the axis; inf and NaN lie at its top, what is 0 at its foot
+PLACES = ("1 weights", "2 forward", "3 loss", "4 backward", "5 gradients", "6 divided", "7 update", "8 next scale")
 
 
 @view(
@@ -143,93 +116,68 @@ PLACES = [(i + 0.04, 1.3) if i < 4 else (7 - i + 0.04, 0.05) for i in range(8)]
     bad="put an inf into the batch",
     late="wrong order: update, then check",
 )
-def phases(see: Sheet, phase=1, exponent=16, bad=False, late=False) -> None:
-    """One training step, phase by phase: a batch travels through eight boxes; an inf dies at the gate, or does not.
+def phases(see: Sheet, phase=8, exponent=16, bad=False, late=False) -> None:
+    """One training step, phase by phase: the largest value on its way; an inf dies at the gate, or does not.
 
     Numbers: `walk` (a `Walk`).
     """
     walk = one_step(exponent, bad, late)
-    see.grid(440, 960, least=720)
+    see.grid(420, 900)
     see.play("phase", "phase", 8, every=900, first=1)
-    panel = see.panel(title="one training step", x=space(0, 4), y=space(0, 2.14), bare=True)
-    ill = [bad, *walk.ill[1:7], False]
-    for i, (step, (x, y)) in enumerate(zip(walk.phases, PLACES)):
-        box = ([x], [y], [x + 0.88], [y + 0.8])
-        panel.boxes(*box, fill="reference/0.1", edge="reference", width=1.5, radius=5)
-        if ill[i]:
-            panel.boxes(*box, fill="overflow/0.22", edge="overflow", width=1.5, radius=5, only=(i, 7))
-        panel.boxes(*box, edge="own", width=4, radius=5, only=(i, i))
-        head = {"anchor": "start", "valign": "top"}
-        panel.text(_wrapped(f"{i + 1} {step.name}"), x + 0.04, y + 0.77, weight="bold", size=11, **head)
-        panel.text(step.code, x + 0.04, y + 0.61, color="muted", **head)
-        until = {"only": (0, 5)} if i == 0 and walk.lost else {}  # then they are other weights
-        panel.text(_wrapped(step.seen), x + 0.04, y + 0.47, **head, **until)
-    for i, ((x, y), (to, down)) in enumerate(pairwise(PLACES)):
-        if x == to:  # from the upper row into the lower one
-            ends = (x + 0.44, y - 0.01), (x + 0.44, down + 0.81)
-        else:
-            out = 0.885 if to > x else -0.005
-            ends = (x + out, y + 0.4), (to + 0.88 - out, down + 0.4)
-        panel.arrow(*ends, "reference", width=2)
-        if ill[i]:
-            panel.arrow(*ends, "overflow", width=2.6, only=(i + 1, 7))
+    y = log2("largest magnitude", LOW - 1, HIGH + 2, 8)
+    y["ticks"] = [[LOW, "0"], *(t for t in y["ticks"] if -24 <= t[0] <= 32), [HIGH, "inf, NaN"]]
+    title = "the largest value on its way through one training step"
+    panel = see.panel(title=title, x=names(PLACES, bare=False), y=y)
+    panel.span("y", 16, HIGH - 2, "overflow/0.14", "too large for float16", dy=64)
+    panel.span("y", LOW + 2, -24, "zero/0.14", "zero in float16")
+    bad_at = [i for i, p in enumerate(walk.phases[:7]) if p.bad and not (i == 6 and walk.skipped)]
+    largest = [p.largest for p in walk.phases]
+    at = exponents(np.nan_to_num(largest, nan=math.inf), LOW, HIGH)
+    panel.line(at, color="reference", width=1.6, show="upto")
+    for dtype, glyph, role in (("float16", "o", "own"), ("float32", "s", "reference")):
+        here = [i for i, p in enumerate(walk.phases) if p.dtype == dtype and i not in bad_at]
+        told = [walk.phases[i].seen for i in here]
+        panel.points(at[here], here, role, glyph=glyph, size=6, since=here, show="upto", label=dtype, told=told)
+    if bad_at:
+        told = [f"{walk.phases[i].bad} of {walk.phases[i].many} values" for i in bad_at]
+        look: dict[str, Any] = {"glyph": "x", "size": 7, "width": 3, "since": bad_at, "show": "upto", "told": told}
+        panel.points(at[bad_at], bad_at, "overflow", label="inf or NaN", **look)
+    for i, p in enumerate(walk.phases):
+        words = "" if i in bad_at[1:] else told_power(p.largest) if i == 7 else f"{p.largest:.3g}"
+        words = f"{p.bad} of {p.many}\nnot finite" if i in bad_at[:1] and p.many > 1 else words
+        only = (0, 5) if i == 0 and walk.lost else (i, 7)  # then they are other weights
+        down = {"dy": 24 if i in bad_at else -16}
+        panel.text(words, i, at[i], color="overflow" if i in bad_at else "ink", halo=True, only=only, **down)
     _gate(panel, walk)
-    _traveller(panel, walk, bad, ill)
+    roles = np.array([i in bad_at for i in range(8)], np.uint8)
+    panel.points(at, color=["own", "overflow"], hue=roles, show="at", size=9, glide=True, fill="none", width=3)
     end = "the update is skipped" if walk.skipped else f"the weights move by up to {walk.change:.3g}"
+    done, late_words = "skipped" if walk.skipped else "applied", ""
     if walk.lost:
-        end = f"the check comes too late: {walk.lost} of {walk.phases[6].count} weights are not finite"
-    told = [_told(p, i) for i, p in enumerate(walk.phases)]
-    done = "skipped" if walk.skipped else "applied"
-    late_words = ", and weights are lost: the check came too late" if walk.lost else ""
-    names = [p.name for p in walk.phases]
-    stored = f"Phase {phase} of 8, {names[phase - 1]}. In this step the update is {done}{late_words}."
+        end = f"the check comes too late: {walk.lost} of {walk.phases[0].many} weights are not finite"
+        late_words = ", and weights are lost: the check came too late"
+    ill = [f", {p.bad} of {p.many} values not finite" if p.bad and p.many > 1 and i < 6 else ""
+           for i, p in enumerate(walk.phases)]  # fmt: skip
     see.say(
-        f"Phase {{at}} of 8, {{told}}. In this step {end}.", stored=stored, at=np.arange(1, 9), told=told, walk=walk
-    )
+        f"Phase {{at}} of 8, {{told}}. In this step {end}.", at=np.arange(1, 9), walk=walk,
+        told=[f"{p.name}: {p.seen}{more}" for p, more in zip(walk.phases, ill)],
+        stored=f"Phase {phase} of 8, {walk.phases[phase - 1].name}. In this step the update is {done}{late_words}.",
+    )  # fmt: skip
     see.rows = [{"phase": i, "name": p.name, "code": p.code, "seen": p.seen} for i, p in enumerate(walk.phases, 1)]
 
 
-def _told(phase: Phase, at: int) -> str:
-    many = phase.bad and phase.count > 1 and at < 6  # of one value the number itself tells it
-    return f"{phase.name}: {phase.seen}" + (f", {phase.bad} of {phase.count} values not finite" if many else "")
-
-
 def _gate(panel: Panel, walk: Walk) -> None:
-    """From the seventh phase back to the weights: a bar across the way that is closed, open, or comes too late."""
-    shut, role = walk.skipped, "overflow" if walk.skipped or walk.lost else "normal"
-    words = {"overflow": "shut: the weights stay as they were", "normal": "open: the weights move"}[role]
+    """Before the update: a bar that is open, shut, or comes too late; then the weights of the first phase are lost."""
+    shut = walk.skipped or walk.lost
+    words = "shut: the weights\nstay as they were" if walk.skipped else "open: the weights\nmove"
+    panel.rule("x", 5.5, "muted", dash=":")
     if walk.lost:
-        words = f"too late: {walk.lost} of {walk.phases[6].count} weights are not finite"
-        panel.boxes([0.04], [1.3], [0.92], [2.1], fill="overflow/0.22", edge="overflow", radius=5, only=(6, 7))
-        look: dict[str, Any] = {"anchor": "start", "valign": "top", "color": "overflow", "only": (6, 7)}
-        panel.text(f"{walk.lost} of {walk.phases[6].count}\nnot finite", 0.08, 1.77, **look)
-    panel.text("the way to the weights", 1.62, 1.07, color="muted", anchor="start", only=(0, 5))
-    panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], "reference", width=2)
-    panel.arrow((0.6, 1.07), (0.6, 1.29), "reference", width=2)
-    if not shut:
-        panel.line([0.86, 1.075, 1.075], [1.4, 1.4, 0.6], role, width=2.6, only=(6, 7))
-        panel.arrow((0.6, 1.07), (0.6, 1.29), role, width=2.6, only=(6, 7))
-    bar = ([0.99, 1.16], [1.2, 1.2]) if shut else ([1.14, 1.14], [1.2, 1.37])  # across the way, or beside it
-    panel.line(*bar, role, width=6, only=(6, 7))
-    if shut:
-        panel.points([1.075], [1.2], "overflow", glyph="x", size=9, width=3, only=(6, 7))
-    panel.text(words, 1.62, 1.07, color=role, anchor="start", weight="bold", only=(6, 7))
-
-
-def _traveller(panel: Panel, walk: Walk, bad: bool, ill: list[bool]) -> None:
-    """The ring that is the batch, with what becomes of its values beside it."""
-    x, y = ([place[axis] + 0.1 for place in PLACES] for axis in (0, 1))
-    told = [f"{p.bad} of {p.count}\nnot finite" if p.bad and p.count > 1 else "" for p in walk.phases]
-    told = [words or ("not finite" if p.bad else "all finite") for words, p in zip(told, walk.phases)]
-    told[0] = "the batch,\nwith an inf" if bad else "the batch"
-    told[6:] = ["not finite" if walk.ill[6] else "all finite", "the answer"]
-    colors = ["overflow" if spoilt else "own" for spoilt in ill]
-    panel.text(told, x, y, color=colors, anchor="start", dx=15, show="at", weight="bold")
-    panel.points(y, x, ["own", "overflow"], hue=np.array(ill, np.uint8), show="at", size=8, glide=True)
-
-
-def _wrapped(sentence: str, width: int = 24) -> str:
-    return "\n".join(textwrap.wrap(sentence, width))
+        words = f"too late: {walk.lost} weights\nare not finite"
+        panel.points([HIGH], [0], "overflow", glyph="x", size=7, width=3, only=(6, 7), quiet=True)
+    role = "overflow" if shut else "normal"
+    panel.rule("x", 5.5, role, width=5 if walk.skipped else 2, dash=None if walk.skipped else ":", only=(6, 7))
+    look: dict[str, Any] = {"color": role, "weight": "bold", "halo": True, "only": (6, 7)}
+    panel.text(words, 5.5, LOW + 8, beside=-10, **look)
 
 
 # ---- what each order hands to the optimizer
@@ -288,9 +236,8 @@ def orders(see: Sheet, exponent=10, max_norm=0.25, parts=4) -> None:
     asked = math.log2(max_norm)
     panel.rule("y", asked, "reference", dash=":")
     panel.text("the norm asked for", 0, asked, anchor="start", dx=20, dy=-16, color="reference", halo=True)
-    for (name, values), color, dash, glyph in zip(norms.items(), ("normal", "overflow", "zero"), DASHES, GLYPHS):
-        look = {"dash": dash, "glyph": glyph, "every": 2, "label": name, "tag": True}
-        panel.line(exponents(values, low, high), np.arange(21), color, **look)
+    for (name, values), look, color in zip(norms.items(), DIFFERENT, ("normal", "overflow", "zero")):
+        panel.line(exponents(values, low, high), label=name, tag=True, every=2, **look | {"color": color})
     panel.handle("x", "exponent", exponent, 0, 20, "loss scale, 2 to the")
     panel.handle("y", "max_norm", asked, -6, 2, "clip to the norm, 2 to the", log2=True, step=0.5, cross=19.4)
     seen = [f"{norms[o][exponent]:.3g}" for o in ORDERS]

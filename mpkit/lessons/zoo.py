@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,12 @@ from mpkit.view.sheet import Panel, exponents, fitted, linear, log2
 from mpkit.view.words import exponent
 
 STEPS = 200
-SITUATIONS = {
-    "drop": "the ceiling falls and returns",
-    "outliers": "one bad batch in 20 steps",
-    "fixed": "the ceiling stays at 2^13",
-    "model": "the model is broken",
-    "free": "nothing ever overflows",
-}
-_TOLD = {
-    "drop": "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120.",
-    "outliers": "The ceiling is 2^18, and one batch in 20 steps is bad.",
-    "fixed": "The ceiling is 2^13 from the start.",
-    "model": "The model is broken: from step 60 on every gradient is NaN.",
-    "free": "Nothing ever overflows.",
+SITUATIONS: dict[str, tuple[str, str]] = {  # its name, and what the sentence tells of it
+    "drop": ("the ceiling falls and returns", "The ceiling falls from 2^20 to 2^3 at step 60 and returns at step 120."),
+    "outliers": ("one bad batch in 20 steps", "The ceiling is 2^18, and one batch in 20 steps is bad."),
+    "fixed": ("the ceiling stays at 2^13", "The ceiling is 2^13 from the start."),
+    "model": ("the model is broken", "The model is broken: from step 60 on every gradient is NaN."),
+    "free": ("nothing ever overflows", "Nothing ever overflows."),
 }
 _START_NEEDED = ("jmp", "mindspore_scaler", "mindspore_cell")  # their classes have no default for it
 _FACTOR_NEEDED = ("mindspore_scaler", "mindspore_cell")
@@ -37,12 +31,10 @@ ZOO = (*(name for name in FRAMEWORKS if name not in ("mpkit", "fairscale_layerwi
 def zoo_policy(framework: str, interval: int, start: float | None = None) -> ScalePolicy:
     """A framework's policy with this growth interval and, if given, this start; all else is its default."""
     own_start, own_interval = own_names(framework)
-    parameters: dict[str, Any] = {own_interval: interval}
+    parameters: dict[str, Any] = {"scale_factor": 2} if framework in _FACTOR_NEEDED else {}
     if own_start is not None and (start is not None or framework in _START_NEEDED):
         parameters[own_start] = 2.0**16 if start is None else start
-    if framework in _FACTOR_NEEDED:
-        parameters["scale_factor"] = 2
-    return preset(framework, **parameters)
+    return preset(framework, **parameters, **{own_interval: interval})
 
 
 def situation_of(name: str, steps: int = STEPS) -> np.ndarray:
@@ -81,7 +73,7 @@ def ending(raised_at: int, final: float) -> str:
 
 # ---- every framework
 @view(
-    situation=Choice(SITUATIONS, "what happens"),
+    situation=Choice({name: words for name, (words, _) in SITUATIONS.items()}, "what happens"),
     interval=Range(2, 200, label="growth interval, steps"),
     together="all start at the same scale",
     start=Range(4, 24, label="that start, 2 to the"),
@@ -99,18 +91,19 @@ def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16) -> N
     see.idle = set() if together else {"start"}
     _every_rule(see, scales, bad, ceiling, done.raised_at, done.final)
 
-    counts = np.cumsum(bad, axis=0)
-    least, most = counts.min(axis=1), counts.max(axis=1)
+    counts, between = np.cumsum(bad, axis=0), "the rules have skipped between"
     span = [
-        f"every rule has skipped {b}" if a == b else f"the rules have skipped between {_who(row, a)} and {_who(row, b)}"
-        for row, a, b in zip(counts, least, most)
+        f"{between} {_who(row, row.min())} and {_who(row, row.max())}"
+        if np.ptp(row)
+        else f"every rule has skipped {row[0]}"
+        for row in counts
     ]
     stops = [ZOO[i] for i in np.flatnonzero(done.raised_at >= 0)]
     raised = f" Rules that raise an error and stop: {', '.join(stops)}." if stops else ""
     own = "start at their own defaults (jmp and two of MindSpore's, which have none, at 2^16)"
     see.say(
         f"{len(ZOO)} rules {f'start at 2^{start}' if together else own}, with a growth interval of {interval} steps. "
-        f"{_TOLD[situation]} In the {{count}} steps shown {{span}}.{raised}",
+        f"{SITUATIONS[situation][1]} In the {{count}} steps shown {{span}}.{raised}",
         count=np.arange(STEPS) + 1, span=span, scales=scales, ceiling=ceiling, skipped=done.skipped, lowest=lowest,
         final=done.final, raised_at=done.raised_at,
     )  # fmt: skip
@@ -182,10 +175,7 @@ def naive(see: Sheet, start=16, loss=2.3, decay=0.0, ceiling=18) -> None:
     above the ceiling go into the weights.
     """
     losses = loss * np.exp(-decay * np.arange(SPAN))
-    found = [2.0**start]
-    for value in losses[:-1]:
-        found.append(naive_loss_ratio(found[-1], float(value)))
-    scale = np.array(found)
+    scale = np.array([*accumulate(losses[:-1].tolist(), naive_loss_ratio, initial=2.0**start)])
     torch = simulate(np.full(SPAN, 2.0**ceiling), preset("torch", init_scale=2.0**start, growth_interval=20)).sampled
     _two_rules(see, scale, torch[:, 0], losses, start, ceiling)
 
@@ -219,12 +209,11 @@ def _two_rules(see: Sheet, scale: Any, torch: Any, losses: Any, start: int, ceil
     panel.span("y", low, -24, "zero/0.15")
     corner: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3}  # which no line comes near
     panel.text("below the smallest float16", 0, low, **corner)
-    rows: tuple[tuple[str, str, str | None, Any], ...] = (
+    for name, color, dash, values in (
         ("loss", "reference", ":", losses),
         ("naive rule", "overflow", "--", scale),
         ("torch's rule", "zero", None, torch),
-    )
-    for name, color, dash, values in rows:
+    ):
         panel.line(exponents(values, low, high), color=color, dash=dash, width=2.2, label=name, tag=True)
     over = np.flatnonzero(scale > 2.0**ceiling)[:1]
     panel.crosses(exponents(scale, low, high), over, "first inf in the weights", size=7)

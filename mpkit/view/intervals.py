@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.view.sheet import DASHES, SERIES, Panel, Sheet, exponents, fitted, linear, log2, names
+from mpkit.view.sheet import LINES, Panel, Sheet, exponents, fitted, linear, log2, names
 from mpkit.view.still import Still, still
 
 UNITS = {
@@ -98,7 +98,7 @@ def _interval(low: float, mean: float, high: float) -> str:
 def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) -> Still:
     """The series `name` of up to five cells: the mean of the seeds as a line, each seed faint behind it."""
     labels = [results.labels[results.number(c)] for c in (range(len(results.labels)) if cells is None else cells)]
-    if len(labels) > len(SERIES):
+    if len(labels) > len(LINES):
         raise ValueError(f"five curves can be told apart, got {len(labels)} cells; name some by cells=[...]")
     found = {label: runs for label in labels if (runs := _runs(results, label, name))}
     if not found:
@@ -113,13 +113,11 @@ def curves(results: Any, name: str, cells: Sequence[int | str] | None = None) ->
     see.grid(380)
     panel = see.panel(title=f"{named(name)}: mean of the seeds, every seed behind it", x=x, y=y)
     ends = []
-    for label, color, dash in zip(found, SERIES, DASHES):
-        shortest = min(map(len, found[label]))
-        mean = np.mean([run[:shortest] for run in found[label]], axis=0)
-        for line, look in (*((run, {"width": 0.7, "quiet": True}) for run in found[label]), (mean, None)):
-            place = exponents(line, low, high) if whole else line
-            more: dict[str, Any] = look or {"width": 2, "dash": dash, "label": label, "tag": True}
-            panel.line(place, np.arange(1, len(line) + 1), color if look is None else f"{color}/0.35", **more)
+    for (label, runs), look in zip(found.items(), LINES):
+        mean = np.mean([run[: min(map(len, runs))] for run in runs], axis=0)
+        faint = {"width": 0.7, "quiet": True, "color": f"{look['color']}/0.35"}
+        for line, own in (*((run, faint) for run in runs), (mean, {"width": 2, "label": label, "tag": True, **look})):
+            panel.line(exponents(line, low, high) if whole else line, np.arange(1, len(line) + 1), **own)
         ends.append(f"{label} {mean[-1]:.4g}")
     see.say("{told}", told=f"Mean of the last point of {name}: {'; '.join(ends)}.")
     return still(see)

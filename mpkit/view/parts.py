@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpkit.formats import FloatFormat
+from mpkit.formats import FloatFormat, get_format
+from mpkit.record import Trace
 from mpkit.view.answers import number
 from mpkit.view.sheet import Panel, Sheet, exponents, fitted, linear, log2, names
+from mpkit.view.words import words
 
 FATES = ("zero", "subnormal", "normal", "overflow")
 
@@ -35,15 +38,26 @@ def regions(panel: Panel, axis: str, lost: float, normal: float, overflow: float
         panel.span(axis, low, high, f"{role}/0.14", said.get(role, role), **look)
 
 
-def histogram(see: Sheet, panel: Panel, shares: np.ndarray, lowest: float, fmt: FloatFormat, **look: Any) -> None:
-    """Percent of magnitudes in each power of two from `lowest` on, a row for each step, coloured by the format.
-
-    They travel once, a byte each. `look` as in `Panel.bars`.
-    """
-    kept = see.keep("shares", np.round(255 * shares / shares.max()).astype(np.uint8))
-    at = lowest + 0.5 + np.arange(shares.shape[1])
-    look = {"width": 1, "label": "share, %", "quiet": True} | look
-    panel.bars(kept, at, unit=shares.max() / 255, zones=zones(edges(fmt)), **look)
+def gradients(see: Sheet, where: tuple[int, int], trace: Trace, fmt: str, scale: np.ndarray) -> None:
+    """Each step's recorded gradients times its scale (steps,), over the regions of the format; they travel once."""
+    part, form, low, steps = trace.gradients, get_format(fmt), -32.0, np.arange(len(scale))
+    share = 100 * part.total() / max(1, part.size.sum())
+    rows = np.clip(np.searchsorted(trace.rows, steps, "right") - 1, 0, None)
+    ends = np.where(share > 0, part.lowest + 1 + np.arange(part.bins), low).max(axis=1)
+    shift = exponents(scale, -200, 200)
+    top = min(max(40, form.max_exponent + 1), max(20, math.ceil((ends[rows] + shift).max())))
+    x = linear("share, %", 0, 1.5 * share.max(), 3)  # the names of the regions stand right of all bars
+    name = {"fp16": "float16", "bf16": "bfloat16"}.get(fmt, fmt)
+    panel = see.panel(*where, title="gradients × scale", x=x, y=log2(f"gradient × scale, {name}", low, top))
+    regions(panel, "y", *edges(form), zero="become zero")
+    look: dict[str, Any] = {"axis": "y", "rows": see.keep("rows", rows), "shift": shift, "zones": zones(edges(form))}
+    shares = see.keep("shares", np.round(255 * share / share.max()).astype(np.uint8))  # a byte each
+    look |= {"width": 1, "label": "share of the gradients, %", "quiet": True, "unit": share.max() / 255}
+    panel.bars(shares, part.lowest + 0.5 + np.arange(part.bins), **look)
+    known = np.flatnonzero(np.isfinite(trace.loss))
+    if not math.isfinite(trace.loss[-1]):
+        word = "no gradients:\nthe loss is\nnot finite"
+        panel.text(word, 0.5, 0.5, frame=True, halo=True, only=(int(known[-1]) + 1, len(scale) - 1))
 
 
 def heat_map(see: Sheet, grid: Any, texts: Sequence[str], rows: Any, cols: Any, title: str, **look: Any) -> Panel:
@@ -87,39 +101,57 @@ def loss_and_scale(see: Sheet, runs: Any, first: int, last: int, also: Sequence[
     return loss, panel
 
 
-def typed_line(text: str, count: int, low: float, high: float, asked: str) -> list[float]:
-    """The numbers that a reader typed in place of a line. Raises ValueError, with an example, for anything else."""
-    found = [number(word) for word in text.replace(",", " ").replace(";", " ").split()]
-    if len(found) != count or not all(v is not None and low <= v <= high for v in found):
-        raise ValueError(f"type {asked}, each from {low:g} to {high:g}, got {text!r}")
-    return [float(v) for v in found if v is not None]
+def prediction(
+    see: Sheet, panel: Panel, told: str, truth: np.ndarray, seen: Callable[[np.ndarray], str], /, *,
+    first: int, ends: tuple[float, float], start: float, points: int, within: float,
+    typed: str, drawn: Mapping[int, float], shown: bool, stairs: bool = False,
+) -> int:  # fmt: skip
+    """The reader's line from point `first` on, with its pen until the truth is shown; -> so many points of it are told.
 
-
-def guessed(given: np.ndarray, typed: np.ndarray | None, drawn: Mapping[int, float], first: int = 0) -> np.ndarray:
-    """The reader's line from point `first` on: `given` at the opening, what was typed, and over it what was drawn."""
-    line = (given if typed is None else typed).astype(float).copy()
-    for point, value in drawn.items():
-        if point >= first:
-            line[point - first] = value
-    return line
-
-
-def prediction(see: Sheet, panel: Panel, guess: np.ndarray, first: int, shown: bool, made: bool, ends: Any) -> None:
-    """The reader's line, from the first point that is not known, with its pen until the truth is shown.
-
-    `made` says whether something was drawn or typed: nothing is shown before. Raises ValueError.
+    Args:
+        told:   topic.name of its words: `title`, `ask`, `typed`, `happened`, `near`, and `seen`, by the wrong picture
+                that a line shows.
+        seen:   the reader's line -> which of these it is; not asked where nearly all of it is right.
+        start:  where the line lies at the opening; `points` so many numbers may be typed in its place, at equal
+                distances or, for `stairs`, each for as many points.
+    Raises:     ValueError for anything else that is typed, and where the truth is asked for before a prediction.
     """
-    if shown and not made:
+    topic, _, name = told.partition(".")
+    said, count = words(topic)["draw"][name], len(truth) - first
+    guess = np.full(count, float(start))
+    if typed.strip():
+        values = _typed(typed, points, *ends, said["typed"])
+        even = np.interp(np.arange(count), np.linspace(0, count - 1, points), values)
+        guess = np.repeat(values, count // points) if stairs else even
+    for point in drawn.keys() - range(first):
+        guess[point - first] = drawn[point]
+    if shown and not (typed.strip() or drawn):
         raise ValueError("draw or type your prediction first; then it is shown")
     see.idle |= {"shown"}  # the button shows it, once
+    panel.given["title"] = "your line and what happened" if shown else said["title"]
     mine = np.concatenate([np.full(first, np.nan), guess])
     look: dict[str, Any] = {"color": "own", "label": "your line", "width": 2.4, "dash": "--"}
-    if shown:
-        panel.line(mine, **look)
-        see.idle |= {"typed"}
-    else:
+    near = int((np.abs(guess - truth[first:]) <= within).sum())
+    numbers: dict[str, Any] = {"guess": guess, "truth": truth[first:], "near": near}
+    if not shown:
         panel.add("pen", y=mine, name="drawn", lo=ends[0], hi=ends[1], **look)
         see.buttons["Show what happened"] = {"shown": True}
+        see.say(f"{said['ask']} Draw it, or type it. Then press Show what happened.", **numbers)
+        return first
+    panel.line(mine, **look)
+    see.idle |= {"typed"}
+    picture = said["seen"]["right" if near >= 0.88 * count else seen(guess)]
+    head = f"At {near} of {count} points your line is within {said['near']}."
+    see.say(f"{head} {picture} What happened: {said['happened']}.", **numbers)
+    return len(truth)
+
+
+def _typed(text: str, count: int, low: float, high: float, asked: str) -> list[float]:
+    """The numbers that a reader typed in place of a line. Raises ValueError, with an example, for anything else."""
+    found = [v for word in text.replace(",", " ").replace(";", " ").split() if (v := number(word)) is not None]
+    if len(found) != count or not all(low <= v <= high for v in found):
+        raise ValueError(f"type {asked}, each from {low:g} to {high:g}, got {text!r}")
+    return found
 
 
 def tenths(shares: Any) -> np.ndarray:

@@ -244,14 +244,15 @@ function axes(g, moved, names, p) {
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
-		let free = -Infinity; // names that would run together are left out
+		let free = -Infinity; // names that would run together are left out; of categories the first word stays
+		const tight = axis.names && 6.4 * max(...axis.ticks.map(([, name]) => name.length)) > (right - left) / axis.ticks.length;
 		for (const [value, name] of axis.ticks) {
 			const v = across ? p.X(value) : p.Y(value), half = 3.1 * name.length;
 			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });
 			else if (across && v - half < free && !axis.names) continue;
-			else if (across) [words(names, v, bottom + 6, name, { valign: "top" }).at, free] = [value, v + half + 4];
+			else if (across) [words(names, v, bottom + 6, tight ? name.split(" ")[0] : name, { valign: "top" }).at, free] = [value, v + half + 4];
 			else words(g, left - 7, v, name, { anchor: "end" });
 		}
 		svg(g, "path", { class: "axis", d: across ? `M${left} ${bottom}H${right}` : `M${left} ${top}V${bottom}` });

@@ -30,10 +30,14 @@ ROLES: dict[str, tuple[str, str]] = {  # on a light and on a dark page; Okabe an
     "subnormal": ("#e69f00", "#e0a526"),
     "normal": ("#009e73", "#35c79c"),
 }
-SERIES = ("zero", "overflow", "normal", "own", "ink")
-"""Roles of lines that only have to differ; each comes with a dash and a glyph of its own."""
-DASHES = (None, "--", "-.", ":", "6 2 1 2 1 2")
 GLYPHS = ("o", "s", "^", "D", "v")
+LINES: list[dict[str, Any]] = [
+    {"color": color, "dash": dash}
+    for color, dash in zip(("zero", "overflow", "normal", "own", "ink"), (None, "--", "-.", ":", "6 2 1 2 1 2"))
+]
+"""Looks of lines that only have to differ."""
+DIFFERENT = [look | {"glyph": glyph} for look, glyph in zip(LINES, GLYPHS)]
+"""The same with a glyph of its own for each."""
 
 KINDS = ("line", "band", "points", "boxes", "bars", "rule", "text", "arrows", "handle", "pen", "notes")
 _NUMBERS = frozenset(

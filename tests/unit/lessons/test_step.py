@@ -17,12 +17,12 @@ def test_a_good_step_moves_and_a_bad_one_does_not():
     assert [float(w.phases[-1].seen.split()[-1]) for w in (good, bad, high)] == [2.0**16, 2.0**15, 2.0**29]
 
 
-def test_in_the_wrong_order_the_weights_are_lost_and_no_box_says_otherwise():
+def test_in_the_wrong_order_the_weights_are_lost_and_no_number_says_otherwise():
     late = one_step(16, True, late=True)
     assert late.lost > 0
     assert not late.skipped
     view = phases(bad=True, late=True, phase=8)
-    first = next(m for p in view.sheet.panels for m in p.marks if "largest weight" in str(m.get("text")))
+    first = next(m for p in view.sheet.panels for m in p.marks if m["type"] == "text" and m["x"] == 0)
     assert first["only"] == (0, 5)
     assert "too late" in view.sentence
 

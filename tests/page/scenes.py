@@ -1,0 +1,105 @@
+"""Living views on a bare page without Jupyter, drawn by scene.js: to look at them, and to film one.
+
+`python tests/page/scenes.py FOLDER [NAME ...]` draws every view, or those whose names hold a NAME, as pages 1280, 900
+and 390 pixels wide, light and dark, and as notebooks store them, into contact sheets. Needs Chromium and playwright.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from PIL import Image
+
+from mpkit.view.page import HERE, Page, stylesheet
+from mpkit.view.views import Maker
+
+SIZES = [(1280, "true"), (1280, "false"), (900, "true"), (390, "true"), (390, "false")]
+SYNCED = ("spec", "kept", "controls", "tries", "state", "index", "message", "rows")
+MODEL = """
+const source = document.getElementById("scene").textContent;
+const { default: scene } = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+const alive = (_, v) => (v?.bytes64 === undefined ? v
+  : new DataView(Uint8Array.from(atob(v.bytes64), (c) => c.charCodeAt(0)).buffer));
+window.models = JSON.parse(document.getElementById("states").textContent, alive).map((state) => {
+  const heard = {}, el = document.body.appendChild(document.createElement("section"));
+  const model = { get: (name) => state[name], set: (name, v) => { state[name] = v; }, save_changes() {}, send() {},
+    on: (kind, does) => { (heard[kind] ??= []).push(does); }, off() {},
+    put(name, v) { state[name] = v; (heard["change:" + name] ?? []).forEach((does) => does()); } };
+  scene.render({ model, el });
+  return model;
+});
+window.done = true;"""
+
+
+def views() -> Iterator[tuple[str, Maker]]:
+    """(topic.name, maker) of every view."""
+    lessons = import_module("mpkit.lessons")
+    for module in iter_modules(lessons.__path__):
+        for name, maker in vars(import_module(f"mpkit.lessons.{module.name}")).items():
+            if isinstance(maker, Maker) and maker.__module__.endswith(f".{module.name}"):
+                yield f"{module.name}.{name}", maker
+
+
+def page(shown: Sequence[Page], light: str = "true") -> str:
+    """HTML of some living views, whose models are `window.models`; nothing answers what a reader asks."""
+
+    def plain(value: Any) -> Any:
+        return {"bytes64": base64.b64encode(value).decode()} if isinstance(value, bytes) else str(value)
+
+    states = json.dumps([{name: getattr(one, name) for name in SYNCED} for one in shown], default=plain).replace(
+        "</", "<\\/"
+    )
+    dark = "--jp-content-font-color1:#fff;--jp-layout-color0:#111" if light == "false" else ""
+    script = (HERE / "scene.js").read_text(encoding="utf-8")
+    return (
+        f"<!doctype html><meta charset=utf-8><style>{stylesheet()} body {{ {dark}; margin: 8px; "
+        f"background: var(--jp-layout-color0, white) }}</style><body data-jp-theme-light={light}>"
+        f"<script type=text/plain id=scene>{script}</script><script type=application/json id=states>"
+        f"{states}</script><script type=module>{MODEL}</script>"
+    )
+
+
+def sheets(folder: Path, wanted: Sequence[str]) -> None:
+    """One PNG for each view: the page at every size and theme, and the stored picture."""
+    from browser import CHROMIUM, QUIET
+    from playwright.sync_api import sync_playwright
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        for name, maker in views():
+            if wanted and not any(word in name for word in wanted):
+                continue
+            view, file = maker(), folder / "page.html"
+            shots = [Image.open(io.BytesIO(view.png()))]
+            for width, light in SIZES:
+                tab = browser.new_page(viewport={"width": width, "height": 500})
+                file.write_text(page([Page(view)], light), encoding="utf-8")
+                tab.goto(file.as_uri())
+                tab.wait_for_function("window.done")
+                shots.append(Image.open(io.BytesIO(tab.screenshot(full_page=True))))
+                tab.close()
+            rows = [shots[1:3], [shots[3], shots[0]], shots[4:]]
+            high = [max(s.height for s in row) for row in rows[:2]]
+            side = sum(s.width for s in rows[2])
+            sheet = Image.new("RGB", (2560 + side, max(sum(high), *(s.height for s in rows[2]))), "#888")
+            for top, row in zip((0, high[0]), rows[:2]):
+                for k, shot in enumerate(row):
+                    sheet.paste(shot, (1280 * k, top))
+            for k, shot in enumerate(rows[2]):
+                sheet.paste(shot, (2560 + 390 * k, 0))
+            sheet.save(folder / f"{name}.png")
+        browser.close()
+        (folder / "page.html").unlink()
+
+
+if __name__ == "__main__":
+    sheets(Path(sys.argv[1]), sys.argv[2:])
