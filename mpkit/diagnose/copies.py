@@ -21,12 +21,9 @@ class _Copying(TorchFunctionMode):
         super().__init__()
         self.change = change
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and (found := self.change(args[0])) is not None:
-            return found
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = self.change(args[0]) if func is Tensor.__deepcopy__ else None
+        return func(*args, **(kwargs or {})) if found is None else found
 
 
 def copied(network: nn.Module, loss_fn: T) -> tuple[nn.Module, T]:
@@ -84,13 +81,14 @@ def tensors_of(place: str, value: object, depth: int = DEPTH) -> Iterator[tuple[
     """
     if isinstance(value, Tensor):
         yield place, value
-    elif depth and isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_of(f"{place}[{key!r}]", item, depth - 1)
-    elif depth and isinstance(value, tuple | list):
-        names = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{i}]" for i in range(len(value))]
-        for name, item in zip(names, value):
-            yield from tensors_of(f"{place}{name}", item, depth - 1)
-    elif depth and hasattr(value, "__dict__"):
-        for name, item in vars(value).items():
-            yield from tensors_of(f"{place}.{name}", item, depth - 1)
+        return
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        parts = [(f"[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, tuple | list):
+        fields = getattr(value, "_fields", None)
+        parts = [(f".{fields[i]}" if fields else f"[{i}]", item) for i, item in enumerate(value)]
+    elif hasattr(value, "__dict__"):
+        parts = [(f".{name}", item) for name, item in vars(value).items()]
+    for name, item in parts if depth else ():
+        yield from tensors_of(place + name, item, depth - 1)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
+from mpkit.diagnose.words import said
+
 OUTSIDE = "(loss function)"
 ROOT = "(network)"
 
@@ -22,24 +26,18 @@ class Cure:
     what: str = ""
 
     def __str__(self) -> str:
-        return {
-            "keep": f"keep {self.what} in float32, once the level is on: "
-            f"to_float(network.get_submodule({self.what!r}), torch.float32)",
-            "class": f"keep every {self.what} in float32, once the level is on: "
-            f"to_float(module, torch.float32) for each module of network.modules() whose type is {self.what}",
-            "autocast": f"keep {self.what} in float32: inside the region, `with torch.autocast(device_type, enabled="
-            f"False):` around the call of {self.what}, on its inputs as x.float(); or, for a whole module, "
-            f"to_float(network.get_submodule({self.what!r}), torch.float32)",
-            "level": f"train at level {self.what}, which computes this in float32",
-            "bfloat16": "use bfloat16, whose range is that of float32 (and which needs no loss scale)",
-            "loss": "compute the loss in float32: loss_fn(output.float(), target)",
-        }[self.kind]
+        return said("cures", self.kind, what=self.what)
+
+    def keeps(self, network: nn.Module) -> list[nn.Module]:
+        """The modules that it keeps in float32."""
+        if self.kind == "class":
+            return [module for module in network.modules() if type(module).__name__ == self.what]
+        return [network.get_submodule(self.what)] if self.kind in ("keep", "autocast") else []
 
 
-def candidates(module: str, level: str | None, alike: str = "", autocast: bool = False) -> Iterator[Cure]:
+def candidates(network: nn.Module, module: str, level: str | None, autocast: bool) -> Iterator[Cure]:
     """What may end an overflow that was born in `module`, the smallest change first.
 
-    alike:    the class of the module, if all modules of this class may be kept in float32 with it.
     autocast: the network runs inside an autocast region, and has no level.
     """
     if module == OUTSIDE:
@@ -47,8 +45,8 @@ def candidates(module: str, level: str | None, alike: str = "", autocast: bool =
     elif module != ROOT:
         parts, keep = module.split("."), "autocast" if autocast else "keep"
         yield Cure(keep, module)
-        if alike and not autocast:
-            yield Cure("class", alike)
+        if not autocast and _light(network, network.get_submodule(module)):
+            yield Cure("class", type(network.get_submodule(module)).__name__)
         yield from (Cure(keep, ".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     if level in ("O2", "O3"):
         yield from (Cure("level", gentler) for gentler in ("O1", "auto"))
@@ -56,11 +54,20 @@ def candidates(module: str, level: str | None, alike: str = "", autocast: bool =
         yield Cure("bfloat16")
 
 
+def _light(network: nn.Module, module: nn.Module) -> bool:
+    """Whether it costs little in float32, having vectors only, and there are several of its class.
+
+    One without any is a function of the reader's as a module, and its class says nothing of what it does.
+    """
+    sizes = [p.dim() for p in module.parameters()]
+    several = sum(type(m) is type(module) for m in network.modules()) > 1
+    return several and max(sizes, default=2) <= 1 and not any(True for _ in module.children())
+
+
 def cures(tried: Iterator[Cure], works: Callable[[Cure], bool]) -> tuple[Cure, ...]:
     """The first candidate of each kind that `works`; of modules, the loss and levels in float32 the first alone."""
     good: dict[str, Cure] = {}
     for cure in tried:
-        asked = cure.kind in good or (cure.kind != "bfloat16" and good)
-        if not asked and works(cure):
+        if (not good or (cure.kind == "bfloat16" and cure.kind not in good)) and works(cure):
             good[cure.kind] = cure
     return tuple(good.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -30,26 +30,28 @@ class ModuleLoss:
         return f"{self.module}: relative error {self.error:.2g}{rows}"
 
 
-class Outputs:
-    """While entered, keeps what went into and came out of every call of a module, in float32."""
+@dataclass(frozen=True)
+class Call:
+    """What went into and came out of one call of a module, in float32."""
+
+    module: str
+    kind: type[nn.Module]
+    given: list[Tensor]
+    made: list[Tensor]
+
+
+class Outputs(ExitStack):
+    """While entered, keeps every call of a module."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.network = network
-        self.calls: list[tuple[str, type[nn.Module], list[Tensor], list[Tensor]]] = []
+        super().__init__()
+        self.calls: list[Call] = []
+        for name, module in network.named_modules():
+            self.callback(module.register_forward_hook(self._keep(name or "(network)"), with_kwargs=True).remove)
 
-    def __enter__(self) -> None:
-        self._hooks = [
-            module.register_forward_hook(self._keep(name or "(network)"), with_kwargs=True)
-            for name, module in self.network.named_modules()
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _keep(self, name: str) -> Callable[..., None]:
+    def _keep(self, name: str):  # type: ignore[no-untyped-def]
         def hook(module: nn.Module, args: object, kwargs: object, out: object) -> None:
-            self.calls.append((name, type(module), _kept((args, kwargs)), _kept(out)))
+            self.calls.append(Call(name, type(module), _kept((args, kwargs)), _kept(out)))
 
         return hook
 
@@ -59,22 +61,20 @@ def module_losses(full: Outputs, low: Outputs, step: float) -> tuple[tuple[Modul
 
     Calls are compared in order; two runs that called other modules are not compared.
     """
-    if [call[0] for call in full.calls] != [call[0] for call in low.calls]:
+    if [call.module for call in full.calls] != [call.module for call in low.calls]:
         return (), None
     found: list[ModuleLoss] = []
     first = None
-    for (name, kind, wide_in, wide_out), (_, _, low_in, low_out) in zip(full.calls, low.calls):
-        loss = _loss(name, wide_out, low_out)
+    for wide, narrow in zip(full.calls, low.calls):
+        loss = _loss(wide.module, wide.made, narrow.made)
         if loss is None:
             continue
         found.append(loss)
-        before = _loss(name, wide_in, low_in)
-        error = before.error if before else 0.0
-        rows_kept = before is None or 2 * before.rows >= before.rows_float32
-        large = max(_ERROR, 16 * step)
-        lost = loss.error > large and loss.error > _OWN * error and _length(wide_out) > 1e-3 * _length(wide_in)
-        merged = loss.rows_float32 >= _FEW_ROWS and loss.rows <= loss.rows_float32 / 2 and rows_kept
-        if first is None and (lost or merged) and not issubclass(kind, nn.modules.dropout._DropoutNd):
+        before = _loss(wide.module, wide.given, narrow.given) or ModuleLoss("", 0.0, 0, 0)
+        small = _length(wide.made) <= 1e-3 * _length(wide.given)  # what is left of large numbers by chance
+        lost = loss.error > max(_ERROR, 16 * step, _OWN * before.error) and not small
+        halved = _FEW_ROWS <= loss.rows_float32 >= 2 * loss.rows and 2 * before.rows >= before.rows_float32
+        if first is None and (lost or halved) and not issubclass(wide.kind, nn.modules.dropout._DropoutNd):
             first = loss
     return tuple(found), first
 
@@ -87,20 +87,14 @@ def _kept(nest: object) -> list[Tensor]:
     ]
 
 
-def _pairs(wide: list[Tensor], low: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    for a, b in zip(wide, low):
-        if a.shape == b.shape and a.numel() and bool(a.isfinite().all()) and bool(b.isfinite().all()):
-            yield a, b
-
-
 def _loss(name: str, wide: list[Tensor], low: list[Tensor]) -> ModuleLoss | None:
-    pairs = list(_pairs(wide, low))
+    alike = [(a, b) for a, b in zip(wide, low) if a.shape == b.shape and a.numel()]
+    pairs = [(a, b) for a, b in alike if bool(a.isfinite().all() and b.isfinite().all())]
     if not pairs:
         return None
-    errors = [float((a - b).norm() / a.norm()) if bool(a.any()) else 0.0 for a, b in pairs]
+    error = max(float((a - b).norm() / a.norm()) if bool(a.any()) else 0.0 for a, b in pairs)
     rows = [(_distinct(b), _distinct(a)) for a, b in pairs if a.dim() > 1 and a.shape[-1] > 1]
-    left, there = min(rows, key=lambda pair: pair[0] / max(1, pair[1]), default=(0, 0))
-    return ModuleLoss(name, max(errors), left, there)
+    return ModuleLoss(name, error, *min(rows, key=lambda pair: pair[0] / max(1, pair[1]), default=(0, 0)))
 
 
 def _distinct(t: Tensor) -> int:

@@ -12,15 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from mpkit.casting import LEVELS
+from mpkit.diagnose.words import WORDS, said
 from mpkit.formats import FloatFormat, dtype_name, get_format
 from mpkit.optimizers import BFloat16Weights
 from mpkit.optimizers.arguments import coming_rate, inner, parameters_of
 from mpkit.replay.percent import percent
 from mpkit.rounding import ulp
 
-_STATE_SHARE = 0.5  # share of updates below half an ulp from which it is reported
+_LOST_TOO_MUCH = 0.5  # share of updates below half an ulp from which it is reported
 _AVERAGE = 0.001  # how much of a difference a usual average of weights (EMA) takes over in a step
-_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -60,134 +61,103 @@ def preflight(
     if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
         got = f"{type(network).__name__} and {type(optimizer).__name__}"
         raise TypeError(f"preflight takes an nn.Module and then a torch.optim.Optimizer, got {got}")
-    if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _NAMES)):
+    if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _FORMATS)):
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or a FloatFormat, got {dtype!r}")
     if not isinstance(average, nn.Module | None):
         raise TypeError(f"average must be the module with the averaged weights, got {type(average).__name__}")
-    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_NAMES[dtype])
-    named = {id(p): name for name, p in network.named_parameters()}
+    fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_FORMATS[dtype])
+    names = {id(p): name for name, p in network.named_parameters()}
     return [
-        *_gradients(network),
-        *_dtypes(network, level, isinstance(optimizer, BFloat16Weights)),
-        *_ownership(network, optimizer, named),
+        *_tensors(network, level, isinstance(optimizer, BFloat16Weights)),
+        *_ownership(network, optimizer),
         *_constants(optimizer, fmt, level),
-        *_states(optimizer, named),
-        *_small_updates(optimizer, named),
+        *_states(optimizer, names),
+        *_small_updates(optimizer, names),
         *_averages(network, average),
     ]
 
 
-def _gradients(network: nn.Module) -> Iterator[Finding]:
-    bad = [
-        name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not _is_finite(p.grad)
-    ]
+def _found(key: str, where: str, severity: str = "", /, **values: object) -> Finding:
+    words = {name: text.format(**values) for name, text in WORDS["preflight"][key].items()}
+    return Finding(**(words | {"where": where} | ({"severity": severity} if severity else {})))
+
+
+def _tensors(network: nn.Module, level: str, remedied: bool) -> Iterator[Finding]:
+    parameters = list(network.named_parameters())
+    bad = [name for name, p in parameters if p.is_leaf and not _is_finite(p.grad)]
     if bad:
-        yield Finding(
-            "error",
-            bad[0],
-            f"the gradient, as that of {len(bad)} parameters, holds inf or NaN already; whatever is added to "
-            "it, it stays so, and every step is skipped",
-            "clear the gradients once per step: optimizer.zero_grad() before loss.backward()",
-        )
-
-
-def _dtypes(network: nn.Module, level: str, remedied: bool) -> Iterator[Finding]:
+        yield _found("gradient_not_finite", bad[0], count=len(bad))
     cast = "torch.autocast" if level == "torch_autocast" else f"level {level}"
-    for name, p in network.named_parameters():
+    for name, p in parameters:
         if not _is_finite(p):
-            what, way = "the parameter holds inf or NaN", "initialize it anew, or load a checkpoint that is whole"
-            yield Finding("error", name, what, way)
+            yield _found("parameter_not_finite", name)
         if p.dtype in _LOW and level != "O0" and not (remedied and p.dtype is torch.bfloat16):
-            what = f"the parameter is stored in {dtype_name(p.dtype)}, so small updates vanish and a GradScaler "
-            way = f"keep parameters in float32 (network.float()) and let {cast} cast them where they are used"
-            yield Finding("error", name, what + "refuses its gradient", way)
+            yield _found("parameter_low", name, dtype=dtype_name(p.dtype), cast=cast)
         if p.grad is not None and p.grad.dtype == torch.float16:
-            what = "the gradient is float16, and dividing it by the scale would flush it to zero again"
-            yield Finding("error", name, what, "store the parameter in float32; then its gradient is float32 too")
+            yield _found("gradient_low", name)
     for name, buffer in network.named_buffers():
         if not _is_finite(buffer, mask=True):
-            yield Finding(
-                "error",
-                name,
-                "the buffer holds inf or NaN: a step that is skipped has changed running statistics all the same, and "
-                "evaluation reads them",
-                "reset it, as reset_running_stats() of a batch norm does, or load a checkpoint that is whole",
-            )
+            yield _found("buffer_not_finite", name)
 
 
-def _ownership(network: nn.Module, optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+def _ownership(network: nn.Module, optimizer: Optimizer) -> Iterator[Finding]:
+    own = {id(p): name for name, p in network.named_parameters() if p.requires_grad}
     held = {id(p) for p in parameters_of(optimizer)}
-    strangers = held - set(named)
-    if strangers:
-        what = f"{len(strangers)} of its parameters are not in this network: it would train another network"
-        way = "build the optimizer from this network's parameters, after replacing any of them"
-        yield Finding("error", "optimizer", what, way)
-    left = [name for name, p in network.named_parameters() if p.requires_grad and id(p) not in held]
-    if left:
-        what = f"{len(left)} trainable parameters are in no group of the optimizer"
-        yield Finding("warning", left[0], what, "add them, or set requires_grad=False")
+    if strangers := held - {id(p) for p in network.parameters()}:
+        yield _found("strangers", "optimizer", count=len(strangers))
+    if left := [name for key, name in own.items() if key not in held]:
+        yield _found("left_out", left[0], count=len(left))
 
 
 def _constants(optimizer: Optimizer, fmt: FloatFormat, level: str) -> Iterator[Finding]:
     """Constants of the optimizer that the format of its states cannot hold."""
     for index, group in enumerate(optimizer.param_groups if not isinstance(optimizer, BFloat16Weights) else ()):
-        low = [get_format(_NAMES[d]) for d in {p.dtype for p in group["params"]} if d in _LOW]
+        low = [get_format(_FORMATS[d]) for d in {p.dtype for p in group["params"]} if d in _LOW]
         for key in ("eps", "lr", "weight_decay"):
-            value = group.get(key)
-            several = value if isinstance(value, tuple | list) else [value]
-            value = min((v for v in several if isinstance(v, float)), default=None)  # torch's Adafactor has a None
+            given = group.get(key)
+            several = given if isinstance(given, tuple | list) else [given]  # torch's Adafactor has (None, 1e-3)
+            value = min((v for v in several if isinstance(v, float)), default=0.0)
             for one in low or ([fmt] if level == "O3" else []):
-                if isinstance(value, float) and 0 < value <= one.zero_up_to:
-                    what = f"{key}={value:g} is zero in {one.name} (smallest value {one.min_subnormal:.3g})"
-                    way = f"use {key} >= {one.min_normal:.2g}, or keep parameters and states in float32"
-                    yield Finding("error" if low else "warning", f"optimizer group {index}", what, way)
+                if 0 < value <= one.zero_up_to:
+                    severity, where = "error" if low else "warning", f"optimizer group {index}"
+                    yield _found("constant_zero", where, severity, key=key, value=value, fmt=one)
 
 
-def _states(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+def _states(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Finding]:
     for p, state in optimizer.state.items():
+        name = names.get(id(p), "a parameter")
         for key, value in state.items():
-            name = named.get(id(p), "a parameter")
             if isinstance(value, Tensor) and value.dtype in _LOW:
-                what = f"optimizer state {key} is {dtype_name(value.dtype)}: squares of small gradients vanish in it"
-                yield Finding("warning", name, what, "keep the states in float32")
+                yield _found("state_low", name, key=key, dtype=dtype_name(value.dtype))
             if isinstance(value, Tensor) and not _is_finite(value):
-                what = f"optimizer state {key} holds inf or NaN"
-                yield Finding("error", name, what, "go back to a checkpoint; an overflowed step was not skipped")
+                yield _found("state_not_finite", name, key=key)
 
 
-def _small_updates(optimizer: Optimizer, named: dict[int, str]) -> Iterator[Finding]:
+def _small_updates(optimizer: Optimizer, names: dict[int, str]) -> Iterator[Finding]:
     """Parameters most of whose next updates round away: lr * |g| (Adam's kin: lr) below half an ulp of the weight.
 
     Weight decay apart: lr * weight_decay * |w|, where an optimizer shrinks the weight itself and adds nothing to the
     gradient.
     """
-    name = type(inner(optimizer)).__name__.lower()
-    adaptive = any(word in name for word in ("adam", "lamb", "rmsprop", "adafactor"))
+    kind = type(inner(optimizer)).__name__.lower()
+    adaptive = any(word in kind for word in ("adam", "lamb", "rmsprop", "adafactor"))
     for group in optimizer.param_groups:
-        rate, decay = float(coming_rate(optimizer, group)), group.get("weight_decay") or 0.0
+        rate, decay = float(coming_rate(optimizer, group)), group.get("weight_decay")
         for p in group["params"]:
             remedied = isinstance(optimizer, BFloat16Weights) and p.dtype is torch.bfloat16
-            if math.isnan(rate) or remedied or p.dtype not in _NAMES or not _is_finite(p) or not _is_finite(p.grad):
+            if math.isnan(rate) or remedied or p.dtype not in _FORMATS or not _is_finite(p) or not _is_finite(p.grad):
                 continue
-            fmt, weight = get_format(_NAMES[p.dtype]), p.detach().double()
-            step = "the weights in float32" if p.dtype is not torch.bfloat16 else _REMEDY
-            way = f"store {step}" if fmt.bits <= 16 else "raise the learning rate"
-            where = named.get(id(p), "a parameter")
+            fmt, weight, where = get_format(_FORMATS[p.dtype]), p.detach().double(), names.get(id(p), "a parameter")
+            more = {"fmt": fmt, "remedy": said("remedies", fmt.name)}
             if p.grad is not None:
                 grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double().abs()
-                size = torch.full_like(grad, rate) if adaptive else grad * rate
-                if (lost := _lost(size, weight, fmt, grad > 0)) > _STATE_SHARE:
-                    what = f"{percent(lost)} of the updates are below half an ulp of their {fmt.name} weight and "
-                    yield Finding("warning", where, what + "change nothing", way)
-            shrinks = fmt.bits <= 16 and isinstance(decay, int | float) and decay and ("w" in name or "decay" in name)
-            if shrinks and (lost := _lost(rate * decay * weight.abs(), weight, fmt, weight != 0)) > _STATE_SHARE:
-                what = f"lr * weight_decay = {rate * decay:.2g} is below half an ulp of {percent(lost)} of the "
-                yield Finding("warning", where, what + f"{fmt.name} weights: they never decay", way)
-
-
-_REMEDY = (
-    "them in bfloat16 with BFloat16Weights(optimizer), which keeps or evens out what rounding loses, or in float32"
-)
+                lost = _lost(torch.full_like(grad, rate) if adaptive else grad * rate, weight, fmt, grad > 0)
+                if lost > _LOST_TOO_MUCH:
+                    yield _found("updates_lost", where, lost=percent(lost), **more)
+            if fmt.bits <= 16 and isinstance(decay, int | float) and decay and ("w" in kind or "decay" in kind):
+                lost = _lost(rate * decay * weight.abs(), weight, fmt, weight != 0)
+                if lost > _LOST_TOO_MUCH:
+                    yield _found("decay_lost", where, lost=percent(lost), decay=rate * decay, **more)
 
 
 def _lost(size: Tensor, weight: Tensor, fmt: FloatFormat, moving: Tensor) -> float:
@@ -199,17 +169,12 @@ def _lost(size: Tensor, weight: Tensor, fmt: FloatFormat, moving: Tensor) -> flo
 def _averages(network: nn.Module, average: nn.Module | None) -> Iterator[Finding]:
     """Averages of weights in 16 bits: what they take over in a step is below half an ulp."""
     inside = {name: m for name, m in network.named_modules() if isinstance(m, AveragedModel)}
-    for where, module in {**inside, "average": average}.items():
-        low = [p for p in module.parameters() if p.dtype in _LOW] if module is not None else []
-        if low:
-            fmt = get_format(_NAMES[low[0].dtype])
-            yield Finding(
-                "warning",
-                where or type(module).__name__,
-                f"the average of the weights is kept in {dtype_name(low[0].dtype)}: it takes over {_AVERAGE:g} of a "
-                f"difference in a step, and less than {fmt.eps / 2:.2g} of a weight is half an ulp: it does not move",
-                "keep the average in float32: copy.deepcopy(network).float()",
-            )
+    for where, module in {**inside, **({} if average is None else {"average": average})}.items():
+        low = next((p.dtype for p in module.parameters() if p.dtype in _LOW), None)
+        if low is not None:
+            half = get_format(_FORMATS[low]).eps / 2
+            where = where or type(module).__name__
+            yield _found("average_low", where, dtype=dtype_name(low), share=_AVERAGE, half=half)
 
 
 def _is_finite(t: Tensor | None, *, mask: bool = False) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from mpkit.arguments import check_kind
-from mpkit.formats import BF16, FP16, get_format
+from mpkit.diagnose.words import said
+from mpkit.formats import BF16, FP16
 from mpkit.policies import ScalePolicy
 from mpkit.record import Trace
 from mpkit.replay import ceilings, flushed, replay
@@ -16,6 +19,9 @@ from mpkit.replay.percent import percent
 _CLOSE = 0.002  # scales that lose hardly more than the best: the largest of them is taken
 _LOST_TOO_MUCH = 0.05
 _UNUSED = 20  # bits between scale and usual ceiling above which a scale is not considered
+_WINDOWS = (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+
+_say = partial(said, "recommend")
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,8 @@ class Recommendation:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        scale = "no loss scale needed"
-        if self.policy is not None:
-            p = self.policy
-            scale = (
-                f"static scale {self.static:.10g}, or dynamic from {p.init_scale:.10g} with factor {p.growth_factor:g} "
-                f"and window {p.growth_interval}"
-            )
-        return "\n".join([f"train in {self.dtype}: {scale}", *(f"  {r}" for r in self.reasons)])
+        scale = _say("no_scale" if self.policy is None else "scale", static=self.static, policy=self.policy)
+        return "\n".join([_say("summary", dtype=self.dtype, scale=scale), *(f"  {r}" for r in self.reasons)])
 
 
 def recommend(trace: Trace) -> Recommendation:
@@ -53,76 +53,42 @@ def recommend(trace: Trace) -> Recommendation:
     """
     check_kind("trace", trace, Trace, "a Trace")
     if not len(trace.gradients.step):
-        raise ValueError("the trace has no gradient histograms; record it with Recorder(network, ...)")
-    forward = _forward_reasons(trace)
-    if forward:
-        return Recommendation("bf16", None, None, (*forward, _bf16_sentence(trace)))
-    if trace.overflow.all():
-        return _never_finite(trace)
+        raise ValueError(_say("no_histograms"))
+    if forward := tuple(_forward_reasons(trace)):
+        return Recommendation("bf16", None, None, (*forward, _in_bf16(trace)))
+    steps = len(trace)
+    if trace.overflow.all():  # either no scale is low enough, or the search for the ceiling had only begun
+        lowest = float(trace.scale.min())
+        if lowest > 1:
+            raise ValueError(_say("ceiling_unknown", steps=steps, lowest=lowest))
+        reasons = _say("never_finite", steps=steps, lowest=lowest), _say("not_bf16_either")
+        return Recommendation("bf16", None, None, reasons)
     tops = ceilings(trace, FP16)
     if not np.isfinite(tops).any():
-        raise ValueError(
-            f"all gradients of the {len(trace)} recorded steps are zero, which tells nothing about a scale; if they "
-            "should not be, record in float32, or at a higher loss scale: in float16 small gradients become zero"
-        )
+        raise ValueError(_say("all_zero", steps=steps))
     static, lost = _static(trace, tops)
-    spread = f"a static scale of {static:.10g} overflows in {percent(float(np.mean(tops < static)), 1)} of the steps"
+    spread = _say("spread", static=static, share=percent(float(np.mean(tops < static)), 1))
+    loses = {"spread": spread, "lost": percent(lost, 1)}
     if lost > _LOST_TOO_MUCH:
-        reason = (
-            f"{spread} and still loses {percent(lost, 1)} of the non-zero gradients: they span more than float16 holds"
-        )
-        return Recommendation("bf16", None, None, (reason, _bf16_sentence(trace)))
+        return Recommendation("bf16", None, None, (_say("too_wide", **loses), _in_bf16(trace)))
     policy, skipped = _best_policy(trace, static)
-    return Recommendation(
-        "fp16",
-        static,
-        policy,
-        (
-            f"{spread} and loses {percent(lost, 1)} of the non-zero gradients to zero",
-            f"the dynamic policy would have skipped {skipped} of {len(trace)} steps",
-        ),
-    )
+    reasons = _say("loses", **loses), _say("skipped", skipped=skipped, steps=steps)
+    return Recommendation("fp16", static, policy, reasons)
 
 
-def _forward_reasons(trace: Trace) -> list[str]:
-    reasons = []
+def _forward_reasons(trace: Trace) -> Iterator[str]:
     lost = ~np.isfinite(trace.loss)
     if lost.any():
-        reasons.append(
-            f"the loss itself was inf or NaN in {lost.sum()} steps, first in step {trace.step[lost.argmax()]}: the "
-            "forward pass overflowed, which no loss scale repairs (if it overflows in bfloat16 too, the model is at "
-            "fault)"
-        )
-    seen = trace.activations
-    if seen is not None:
-        largest = np.where(np.isfinite(seen.largest), seen.largest, np.inf)
-        over = np.atleast_1d((largest > FP16.max).any(axis=0))
-        left = [name for name, bad in zip(seen.names, over) if bad]
-        reasons += [f"the output of module {name} left the range of float16" for name in left[:3]]
-    return reasons
+        yield _say("loss_not_finite", count=lost.sum(), first=trace.step[lost.argmax()])
+    if (seen := trace.activations) is not None:
+        over = ~(seen.largest <= FP16.max)  # NaN too
+        left = [name for name, bad in zip(seen.names, over.any(axis=0)) if bad]
+        yield from (_say("output_left", name=name) for name in left[:3])
 
 
-def _never_finite(trace: Trace) -> Recommendation:
-    """No step was applied: either no scale is low enough, or the search for the ceiling had only begun."""
-    lowest = float(trace.scale.min())
-    if lowest > 1:
-        raise ValueError(
-            f"all {len(trace)} steps overflowed, down to a scale of {lowest:.10g}: the ceiling is not known yet; "
-            "record until a step is applied, or ask diagnose(network, batch, loss_fn) for one batch"
-        )
-    reason = (
-        f"all {len(trace)} steps overflowed, down to a scale of {lowest:.10g}: the scale is not to blame; ask "
-        "diagnose(network, batch, loss_fn) where it begins"
-    )
-    return Recommendation("bf16", None, None, (reason, "if bfloat16 overflows too, the model or the data are at fault"))
-
-
-def _bf16_sentence(trace: Trace) -> str:
+def _in_bf16(trace: Trace) -> str:
     low = flushed(trace, np.ones((len(trace.gradients.step), 1)), BF16).mean()
-    return (
-        f"bfloat16 at scale 1 would lose {percent(float(low), 1)} of the non-zero gradients to zero: it has the range "
-        "of float32, but three fraction bits less than float16"
-    )
+    return _say("bf16", lost=percent(float(low), 1))
 
 
 def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
@@ -139,13 +105,8 @@ def _static(trace: Trace, tops: np.ndarray) -> tuple[float, float]:
 
 
 def _best_policy(trace: Trace, static: float) -> tuple[ScalePolicy, int]:
-    windows = [w for w in (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if w <= max(10, len(trace) // 2)]
-    candidates = [
-        ScalePolicy(
-            init_scale=static, growth_interval=window, min_scale=2.0**-14, max_scale=2.0**24, name="recommended"
-        )
-        for window in windows
-    ]
-    table = replay(trace, candidates, fmt=get_format("fp16"), scales=False)
-    best = table.iloc[0]
-    return candidates[int(best["policy"])], int(best["skipped"])
+    limits = {"init_scale": static, "min_scale": 2.0**-14, "max_scale": 2.0**24, "name": "recommended"}
+    windows = [window for window in _WINDOWS if window <= max(10, len(trace) // 2)]
+    policies = [ScalePolicy(growth_interval=window, **limits) for window in windows]  # type: ignore[arg-type]
+    best = replay(trace, policies, fmt=FP16, scales=False).iloc[0]
+    return policies[int(best["policy"])], int(best["skipped"])

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
+from mpkit.arguments import check_kind
 from mpkit.casting import ledger, recipe_of
+from mpkit.diagnose.words import said
 from mpkit.formats import E4M3FN, E5M2
 from mpkit.policies import tensor_scale_preset
 from mpkit.record import AmaxRecorder, AmaxTrace, Trace
@@ -36,10 +38,7 @@ class StaleScale:
     overshoot: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.tensor}: its scale was stale in {self.steps} step(s), first in step {self.first}; the largest "
-            f"element was {self.overshoot:.3g} times what the scale holds"
-        )
+        return said("stale", "scale", **vars(self))
 
 
 def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object) -> list[StaleScale]:
@@ -55,17 +54,12 @@ def stale_scales(trace: AmaxTrace, preset: str = "te_delayed", **options: object
     >>> print(*stale_scales(trace))
     0.input: its scale was stale in 1 step(s), first in step 2; the largest element was 90 times what the scale holds
     """
-    if not isinstance(trace, AmaxTrace):
-        raise TypeError(f"need an AmaxTrace, as AmaxRecorder.trace() gives it, got {type(trace).__name__}")
+    check_kind("trace", trace, AmaxTrace, "an AmaxTrace, as AmaxRecorder.trace() gives it")
     found = []
     for name, series in trace.series().items():
         if not np.isfinite(series).all():
             step = int(np.isfinite(series).argmin())
-            raise ValueError(
-                f"the amax of {name} is {series[step]} in step {step}: the tensor itself was broken there, no scale is "
-                f"to blame. Find where it began with diagnose(network, ...), or look at the steps before: "
-                f"AmaxTrace(trace.tensors, trace.amax[:{step}])"
-            )
+            raise ValueError(said("stale", "broken", name=name, value=series[step], step=step))
         element = E5M2 if name.endswith(".grad") else E4M3FN
         policy = tensor_scale_preset(preset, element, **options)
         replayed = replay_tensor_scales(series, [policy], scales=True)
@@ -123,25 +117,21 @@ def recommend_recipe(
     """
     stale = stale_scales(trace, amax_history_len=history_len)
     flushed = [] if histograms is None else _flushed_reasons(histograms)
+    tensors, steps = len(trace.tensors), max(len(trace) - 1, 1)
+    seen = [said("stale", "none", tensors=tensors, steps=steps)]
     if stale:
-        seen = [f"{len(stale)} of {len(trace.tensors)} tensors had a stale scale", str(stale[0])]
-    else:
-        seen = [f"no scale of {len(trace.tensors)} tensors went stale in {max(len(trace) - 1, 1)} steps"]
-    name = "mxfp8" if flushed else "te_current" if stale else "te_hybrid_delayed"
-    return name, (*flushed, *seen)
+        seen = [said("stale", "some", count=len(stale), tensors=tensors), str(stale[0])]
+    return "mxfp8" if flushed else "te_current" if stale else "te_hybrid_delayed", (*flushed, *seen)
 
 
 def _flushed_reasons(histograms: object) -> list[str]:
     """One sentence for each of the three activations of which one scale would flush the largest shares to zero."""
-    if not isinstance(histograms, Trace):
-        raise TypeError(f"histograms is a Trace, as Recorder.trace() gives it, got {type(histograms).__name__}")
+    check_kind("histograms", histograms, Trace, "a Trace, as Recorder.trace() gives it")
+    assert isinstance(histograms, Trace)
     if histograms.activations is None:
         raise ValueError("the trace has no histograms of activations; record it with Recorder(..., activations=True)")
     shares = flushed_by_current_scale(histograms.activations, E4M3FN)
     means = np.nanmean(np.where(np.isnan(shares).all(axis=0), 0.0, shares), axis=0)
-    return [
-        f"one scale for {histograms.activations.names[i]} would flush {percent(means[i], 1)} of its values to zero "
-        "in E4M3"
-        for i in np.argsort(-means)[:3]
-        if means[i] > _FLUSHED_TOO_MUCH
-    ]
+    worst = [i for i in np.argsort(-means)[:3] if means[i] > _FLUSHED_TOO_MUCH]
+    names = histograms.activations.names
+    return [said("stale", "flushed", name=names[i], share=percent(means[i], 1)) for i in worst]

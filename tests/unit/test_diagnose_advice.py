@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose import diagnose
-from mpkit.diagnose.report import _HINTS
+from mpkit.diagnose.words import WORDS
 from mpkit.formats import BF16, E4M3FN, FP16, TF32, FloatFormat
 
 OVERFLOWS = [fault for fault in FAULTS if fault.verdict in ("forward_overflow", "gradient_overflow")]
@@ -126,11 +126,11 @@ HINTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 }
 
 
-@pytest.mark.parametrize("key", sorted({*_HINTS} - {"weight_norm"}))
+@pytest.mark.parametrize("key", sorted({*WORDS["hints"]} - {"weight_norm"}))
 def test_the_hint_for_an_operation_ends_its_fault(key: str) -> None:
     fault, mended = HINTED[key]
     report = diagnose(chain(Op(fault)), rows(), F.cross_entropy, scale=1.0)
-    assert report.advice[0] == _HINTS[key], str(report)
+    assert report.advice[0] == WORDS["hints"][key], str(report)
     assert diagnose(chain(Op(mended)), rows(), F.cross_entropy, scale=1.0).verdict == "healthy"
 
 
