@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-_FEW = 5  # parameters whose gradients are looked at between the calls
+from mpkit.optimizers.arguments import parameters_of
+from mpkit.record.counts import total_norm
+
+_FEW = 3  # parameters whose gradients are looked at between the calls
 
 
 @dataclass(frozen=True)
@@ -34,61 +36,82 @@ class Pass:
     low: bool
 
 
-Marks = list[tuple[int, int]]
-
-
 class Watched:
     """The gradients of one optimizer, and what happened to them since they were cleared."""
 
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         self.optimizer, self.name = optimizer, name
-        self.steps = self.stepped_passes = 0  # steps; passes since the gradients were cleared that a step has used
-        self.passes: list[Pass] = []  # since they were cleared
-        self.unscaled = self.applied = False
+        self.steps = 0
+        self.applied = False
         self.scalers: list[Any] = []
         self.life: list[str] = []  # "step", "skipped", "schedule" in order
-        self.norm: Tensor | None = None  # of the gradients after the last pass, or after unscale_
-        self.marks: Marks = []
+        self.marks: list[tuple[int, int]] = []
         self.rates = rates(optimizer)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The gradients were cleared."""
+        self.passes: list[Pass] = []  # since then
+        self.used = 0  # passes of them that a step has used
+        self.unscaled = False
+        self.norm: float | Tensor | None = None  # of the gradients after the last pass, or after unscale_
 
     @property
     def params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return parameters_of(self.optimizer)
 
     @property
     def few(self) -> list[Tensor]:
         """Some of the parameters, the first and the last among them: what a step does it does to all."""
         params = self.params
-        return [*params[:: -(-len(params) // _FEW)], params[-1]]
-
-    def remember(self) -> None:
-        self.marks, self.norm = look(self.few), norm(self.few)
-
-    def cleared(self) -> bool:
-        return not any(p.grad is not None and bool(_dense(p.grad).any()) for p in self.params)
-
-    def start_over(self) -> None:
-        self.passes, self.stepped_passes, self.unscaled, self.norm = [], 0, False, None
+        return [*params[:: max(1, -(-len(params) // (_FEW - 1)))], params[-1]]
 
     @property
     def fresh(self) -> list[Pass]:
         """The passes since the last step."""
-        return self.passes[self.stepped_passes :]
-
-    def schedule_moved(self) -> None:
-        if self.life and self.life[-1] != "schedule":
-            self.life.append("schedule")
-        self.rates = rates(self.optimizer)
+        return self.passes[self.used :]
 
     @property
     def scaler(self) -> GradScaler | None:
         """The one that the gradients are multiplied by the scale of; None if they are not, or not any more."""
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 
+    def remember(self) -> None:
+        self.marks, self.norm = look(self.few), norm(self.few)
+
+    def cleared(self) -> bool:
+        now = norm(self.params)
+        return now is None or float(now) == 0
+
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""
         now = norm(self.few)
-        return float(self.norm / now) if self.norm is not None and now is not None else math.nan
+        return math.nan if self.norm is None or now is None else float(self.norm) / (float(now) or math.nan)
+
+    def see_rates(self, *, moved: bool = False) -> None:
+        """A schedule is whatever changes the learning rate."""
+        now = rates(self.optimizer)
+        if (moved or now != self.rates) and self.life and self.life[-1] != "schedule":
+            self.life.append("schedule")
+        self.rates = now
+
+    def stepped(self) -> None:
+        self.steps += 1
+        self.used = len(self.passes)
+        self.life.append("step")
+        self.rates = rates(self.optimizer)
+
+    def skipped(self) -> None:
+        """The last step turns out to have been left out."""
+        last = max((i for i, event in enumerate(self.life) if event == "step"), default=None)
+        if last is not None:
+            self.life[last] = "skipped"
+
+    def divided_later(self) -> bool:
+        """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
+        pairs = zip(self.marks, look(self.few))
+        edits = max((new[1] - old[1] for old, new in pairs if old[0] == new[0]), default=2)
+        return edits > 1 or math.isclose(self.shrunk(), len(self.fresh), rel_tol=1e-5)
 
 
 def rates(optimizer: Optimizer) -> list[object]:
@@ -96,24 +119,21 @@ def rates(optimizer: Optimizer) -> list[object]:
     return [float(lr) if isinstance(lr, Tensor) else lr for lr in given]
 
 
-def look(params: list[Tensor]) -> Marks:
+def look(params: list[Tensor]) -> list[tuple[int, int]]:
     """Identity and version of every gradient: one of them changes with the gradient."""
     return [(0, 0) if (grad := p.grad) is None else (id(grad), grad._version) for p in params]
 
 
-def norm(params: list[Tensor]) -> Tensor | None:
+def norm(params: list[Tensor]) -> float | Tensor | None:
     """Length of the gradients as one vector, not finite if one of them is not; None if there are none."""
-    grads = [_dense(p.grad) for p in params if p.grad is not None]
-    return get_total_norm(grads) if grads else None
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.detach() if grad.layout == torch.strided else grad.detach().coalesce().values()
+    grads = [p.grad.detach() for p in params if p.grad is not None]
+    grads = [g if g.layout == torch.strided else g.coalesce().values() for g in grads]
+    return total_norm(grads) if grads else None
 
 
 def undivided(passes: list[Pass]) -> bool:
     """Whether several passes from one place each had a mean that nothing divided by their number."""
-    for site, count in Counter(p.site for p in passes).items():
+    for site, count in Counter(p.site for p in passes).items() if len(passes) > 1 else ():
         alike = [max(p.means, default=0.0) for p in passes if p.site == site]
         divided = any(math.isclose(m * count, 1, rel_tol=1e-3) for m in alike) or sum(alike) <= 1.01
         if count > 1 and not divided and all(alike):

@@ -8,20 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.autograd.graph import Node
 
-_PASSED = (
-    "Add",
-    "Sub",
-    "Neg",
-    "Clone",
-    "ToCopy",
-    "Alias",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Squeeze",
-    "Unsqueeze",
-)
-_PRODUCTS = ("Mul", "Div", "ForeachMulScalar", "ForeachDivScalar")
+_PASSED = "Add", "Sub", "Neg", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"
 _MEAN = 1  # what torch stores as the reduction of a loss
 
 
@@ -33,17 +20,13 @@ def terms(loss: Tensor) -> Iterator[tuple[float, bool]]:
     >>> list(terms(x.mean() / 4 + 3 * torch.nn.functional.mse_loss(x, x * 0))), list(terms(x.sum() * 2))
     ([(0.25, True), (3.0, True)], [(2.0, False)])
     """
-    todo: list[tuple[Node | None, float]] = [(loss.grad_fn, 1.0)]
-    while todo:
-        node, factor = todo.pop(0)
-        name = _name(node)
-        by = _number(node) if node is not None and name in _PRODUCTS else None
-        if by:
-            factor = factor / by if "Div" in name else factor * by
-        if by or name in _PASSED:
-            todo += [(before, factor) for before, _ in (node.next_functions if node else ()) if before is not None]
+    todo = [(loss.grad_fn, 1.0)]
+    for node, factor in todo:  # it grows
+        by = _factor(node)
+        if node is not None and (by is not None or _name(node) in _PASSED):
+            todo += [(before, factor * (by or 1.0)) for before, _ in node.next_functions if before is not None]
         else:
-            yield factor, name == "Mean" or getattr(node, "_saved_reduction", None) == _MEAN
+            yield factor, _name(node) == "Mean" or getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def nodes(losses: list[Tensor]) -> Iterator[Node]:
@@ -59,9 +42,8 @@ def nodes(losses: list[Tensor]) -> Iterator[Node]:
 
 def divides_by(node: Node | None, number: float) -> bool:
     """Whether this node divides by `number`, or multiplies by its inverse."""
-    name = _name(node)
-    by = _number(node) if node is not None and name in _PRODUCTS else None
-    return by is not None and by != 0 and math.isclose(by if "Div" in name else 1 / by, number, rel_tol=1e-6)
+    by = _factor(node)
+    return by is not None and math.isclose(by * number, 1, rel_tol=1e-6)
 
 
 def _name(node: Node | None) -> str:
@@ -69,15 +51,16 @@ def _name(node: Node | None) -> str:
     return name.rstrip("0123456789").removesuffix("Backward")
 
 
-def _number(node: Node) -> float | None:
-    """The one number that went into a product or quotient, if the other operand is no part of the graph."""
-    if sum(before is not None for before, _ in node.next_functions) != 1:
+def _factor(node: Node | None) -> float | None:
+    """What a product or quotient with one number multiplies by, not 0; None if it is none."""
+    name = _name(node).removeprefix("Foreach").removesuffix("Scalar")
+    if node is None or name not in ("Mul", "Div") or sum(before is not None for before, _ in node.next_functions) != 1:
         return None
     for which in ("other", "self", "scalar"):
         try:
             saved = getattr(node, f"_saved_{which}", None)
         except RuntimeError:  # an earlier backward pass has freed it
             return None
-        if isinstance(saved, int | float) or (isinstance(saved, Tensor) and saved.numel() == 1):
-            return float(saved)
+        if (isinstance(saved, int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)) and saved:
+            return 1 / float(saved) if name == "Div" else float(saved)
     return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from mpkit.diagnose.gradients import Pass, Watched, look, norm, rates, undivided
+from mpkit.diagnose.gradients import Pass, Watched, look, norm, undivided
 from mpkit.diagnose.graph import divides_by, nodes, terms
 from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
 
 _BY_HAND = 8.0  # a factor of a loss from which it counts as a loss scale that the reader multiplies by
+
+
+T = TypeVar("T")
 
 
 class watch_loop:  # used as a function: with watch_loop(...) as report
@@ -58,31 +61,29 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
         scaler: GradScaler | None = None,
     ) -> None:
-        networks: list[Any] = list(network) if isinstance(network, list | tuple) else [network]
-        if not networks or not all(isinstance(n, nn.Module) for n in networks):
-            raise TypeError(f"network must be an nn.Module or a list of them, got {network!r:.80}")
-        listed = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
-        several: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
-        if not several or not all(isinstance(o, Optimizer) for o in several):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {optimizer!r:.80}")
+        networks = _several("network", network, nn.Module, "an nn.Module")
+        optimizers = _several("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         if scaler is not None and not callable(getattr(scaler, "scale", None)):
             raise TypeError(f"scaler must have a method scale, as torch.amp.GradScaler has it, got {scaler!r:.80}")
         self.report = LoopReport()
         self._scaler = scaler
         self._own = {id(p) for n in networks for p in n.parameters()}
-        count = len(several)
-        self._watched = [
-            Watched(o, (f"optimizer {i + 1} ({type(o).__name__})" if count > 1 else type(o).__name__))
-            for i, o in enumerate(several)
-        ]
-        self._backward_depth = self._scaler_depth = 0
+        self._watched: list[Watched] = []
+        for o in optimizers:
+            name = type(o).__name__
+            self._watched.append(Watched(o, name if len(optimizers) == 1 else f"optimizer {self._next} ({name})"))
+        self._in_backward = self._in_scaler = False
         self._stepping: Optimizer | None = None
         self._through: list[Any] = []  # scalers whose product the last backward pass began from
         self._low = False  # autocast to float16 was on since the last step
-        self._pending: dict[int, set[str]] = {}  # scaler -> what it did since its last update
+        self._done: dict[int, set[str]] = {}  # scaler -> what it did since its last update
         self._known: dict[int, tuple[Any, Watched | None]] = {}  # any optimizer, and who is watched under it
         self._penalties: list[tuple[set[Any], float]] = []  # nodes of scaled gradients that were kept, and the scale
         self._stack = ExitStack()
+
+    @property
+    def _next(self) -> int:
+        return len(self._watched) + 1
 
     def __enter__(self) -> LoopReport:
         swap = self._swap
@@ -92,10 +93,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
             swap(owner, "nan_to_num", self._nan_to_num)
             swap(owner, "nan_to_num_", self._nan_to_num)
         swap(torch.autocast, "__enter__", self._autocast)
-        for kind in {*_family(GradScaler), *_kinds(self._scaler)}:
-            for name in ("scale", "unscale_", "step", "update"):
-                if name in vars(kind):
-                    swap(kind, name, getattr(self, f"_{name}"))
+        for kind in {*_family(GradScaler), *(() if self._scaler is None else type(self._scaler).__mro__[:-1])}:
+            for name in {"scale", "unscale_", "step", "update"} & set(vars(kind)):
+                swap(kind, name, partial(self._of_scaler, getattr(self, f"_{name}")))
         for kind in _family(LRScheduler):
             if "step" in vars(kind):
                 swap(kind, "step", self._schedule)
@@ -122,43 +122,42 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         setattr(owner, name, watched)
         self._stack.callback(delattr if inherited else setattr, owner, name, *(() if inherited else (original,)))
 
-    def _say(self, mistake: str, watched: Watched) -> None:
-        where = f"{watched.name}, step {watched.steps + 1}"
-        if not any(f.mistake == mistake and f.where.startswith(f"{watched.name}, ") for f in self.report.findings):
-            line = _line()
-            self.report.findings.append(LoopFinding(mistake, where + (f", {line}" if line else ""), MISTAKES[mistake]))
+    def _say(self, watched: Watched, **mistakes: object) -> None:
+        """Those that are true, each once for an optimizer."""
+        for mistake in (name for name, so in mistakes.items() if so):
+            if not any(f.mistake == mistake and f.where.startswith(f"{watched.name}, ") for f in self.report.findings):
+                where = ", ".join(filter(None, (f"{watched.name}, step {watched.steps + 1}", _line())))
+                self.report.findings.append(LoopFinding(mistake, where, MISTAKES[mistake]))
 
     # --- the backward pass
 
     def _backward(
         self, original: Callable[..., None], tensors: object, seeds: object = None, *args: object, **more: object
     ) -> None:
-        if self._backward_depth:  # a re-entrant checkpoint inside another
+        if self._in_backward:  # a re-entrant checkpoint inside another
             return original(tensors, seeds, *args, **more)
         losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.grad_fn is not None]
         self._look_for_penalties(losses)
         seed = max((abs(float(t)) for t in tree_leaves(seeds) if isinstance(t, Tensor) and t.numel() == 1), default=1)
-        several = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
+        factors = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
         several_losses = any(args[:2]) or more.get("retain_graph") or more.get("create_graph")
-        before = []
         for watched in self._watched:
-            if watched.passes and (watched.stepped_passes or look(watched.few) != watched.marks) and watched.cleared():
+            if watched.passes and (watched.used or look(watched.few) != watched.marks) and watched.cleared():
                 watched.start_over()
             self._look_at_changes(watched)
-            before.append(look(watched.params))
-        self._through = []
-        self._backward_depth += 1
+        before = [look(watched.params) for watched in self._watched]
+        self._through, self._in_backward = [], True
         try:
             original(tensors, seeds, *args, **more)
         finally:
-            self._backward_depth -= 1
+            self._in_backward = False
         scaler = self._through[0] if self._through else None
         scale = _scale_of(scaler)
         this = Pass(
-            site=_site(),
+            site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(None))),
             scaler=scaler,
-            factor=max((factor for factor, _ in several), default=1.0) / scale,
-            means=tuple(factor / scale for factor, mean in several if mean and not several_losses),
+            factor=max((factor for factor, _ in factors), default=1.0) / scale,
+            means=tuple(factor / scale for factor, mean in factors if mean and not several_losses),
             low=self._low or any(loss.dtype == torch.float16 for loss in losses),
         )
         for watched, marks in zip(self._watched, before):
@@ -167,12 +166,13 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         return None
 
     def _reached(self, watched: Watched, this: Pass) -> None:
-        if _autocast_is_on(watched):
-            self._say("inside_autocast", watched)
-        if watched.unscaled and watched.passes and not watched.stepped_passes:
-            self._say("unscale_per_micro_batch", watched)
+        self._say(
+            watched,
+            inside_autocast=_autocast_is_on(watched),
+            unscale_per_micro_batch=watched.unscaled and watched.passes and not watched.used,
+        )
         watched.passes.append(this)
-        for done in self._pending.values():
+        for done in self._done.values():
             done.add("backward")
         watched.marks, watched.norm = look(watched.few), None
         if this.scaler is not None or undivided(watched.fresh):
@@ -188,13 +188,10 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _look_for_penalties(self, losses: list[Tensor]) -> None:
         """Were gradients kept from a scaled loss, and used in this one without a division by the scale?"""
-        for kept, scale in self._penalties:
-            used = divided = False
-            for node in nodes(losses):
-                used = used or node in kept
-                divided = divided or divides_by(node, scale)
-            if used and not divided and scale != 1:
-                self._say("scaled_penalty", self._watched[0])
+        for kept, scale in self._penalties if losses else ():
+            graph = list(nodes(losses))
+            divided = scale == 1 or any(divides_by(node, scale) for node in graph)
+            self._say(self._watched[0], scaled_penalty=not divided and not kept.isdisjoint(graph))
         self._penalties = []
 
     # --- what the reader does to gradients between the calls
@@ -206,55 +203,61 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         changed = [old != new for old, new in zip(watched.marks, look(watched.few)) if new != (0, 0)]
         if not changed or (any(changed) and not all(changed)):
             return  # they were cleared, or a part of them was set
-        before, ratio = float(watched.norm), watched.shrunk()
-        if not math.isfinite(before):
-            if math.isfinite(float(norm(watched.few))):  # type: ignore[arg-type]
-                self._say("nan_hidden", watched)
-            return
+        before, now = float(watched.norm), float(norm(watched.few) or 0.0)
+        ratio = before / now if now else math.nan
         shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
-        if ratio > 1 and not shared and not math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5):
-            self._say("clip_before_unscale", watched)
+        divided = shared or math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5)
+        self._say(
+            watched,
+            nan_hidden=not math.isfinite(before) and math.isfinite(now),
+            clip_before_unscale=math.isfinite(before) and ratio > 1 and not divided,
+        )
 
     def _nan_to_num(self, original: Callable[..., Tensor], given: Tensor, *args: object, **more: object) -> Tensor:
-        in_hook = self._backward_depth and not torch.is_grad_enabled()
+        in_hook = self._in_backward and self._through and not torch.is_grad_enabled()
         for watched in self._watched if isinstance(given, Tensor) else ():
-            if in_hook and self._through:
-                same = any(p.shape == given.shape for p in watched.params)
+            if in_hook:
+                hidden = any(p.shape == given.shape for p in watched.params)
             else:
-                same = watched.scaler is not None and any(_same(p.grad, given) for p in watched.params)
-            if same:
-                self._say("nan_hidden", watched)
+                hidden = watched.scaler is not None and any(_same(p.grad, given) for p in watched.params)
+            self._say(watched, nan_hidden=hidden)
         return original(given, *args, **more)
 
     # --- the scaler
 
+    def _of_scaler(
+        self, watching: Callable[..., T], original: Callable[..., T], scaler: GradScaler, *args: object, **more: object
+    ) -> T:
+        """Let `watching` see what the reader asks of a scaler that is enabled; what it asks of itself is its own."""
+        if self._in_scaler or not getattr(scaler, "is_enabled", lambda: True)():
+            return original(scaler, *args, **more)
+
+        def inside(*given: object, **named: object) -> T:
+            self._in_scaler = True
+            try:
+                return original(scaler, *given, **named)
+            finally:
+                self._in_scaler = False
+
+        self._done.setdefault(id(scaler), set())
+        return watching(inside, scaler, *args, **more)
+
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: object) -> object:
-        scaled = original(scaler, outputs)
-        if not self._scaler_depth and _enabled(scaler):
-            self._done(scaler)
-            for t in tree_leaves(scaled):
-                if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(lambda _: self._through.append(scaler))
+        scaled = original(outputs)
+        for t in tree_leaves(scaled):
+            if isinstance(t, Tensor) and t.requires_grad:
+                t.register_hook(lambda _: self._through.append(scaler))
         return scaled
 
-    def _inside(self, original: Callable[..., Any], *args: object, **more: object) -> object:
-        self._scaler_depth += 1
-        try:
-            return original(*args, **more)
-        finally:
-            self._scaler_depth -= 1
-
     def _unscale_(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> object:
-        if self._scaler_depth or not _enabled(scaler):
-            return original(scaler, optimizer)
         watched = self._of(optimizer)
         if watched is None:
-            return self._inside(original, scaler, optimizer)
-        self._missing_update(scaler, watched)
+            return original(optimizer)
+        self._say(watched, no_update=self._has_stepped(scaler, watched))
         self._look_at_changes(watched)
-        result = self._inside(original, scaler, optimizer)
+        result = original(optimizer)
         watched.unscaled = True
-        self._done(scaler).add("unscale")
+        self._done[id(scaler)].add("unscale")
         if undivided(watched.fresh):
             watched.remember()
         return result
@@ -263,41 +266,31 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer, *args: object, **more: object
     ) -> object:
         watched = self._of(optimizer)
-        if self._scaler_depth or not _enabled(scaler) or watched is None:
-            return original(scaler, optimizer, *args, **more)
-        self._missing_update(scaler, watched)
+        if watched is None:
+            return original(optimizer, *args, **more)
+        self._say(watched, no_update=self._has_stepped(scaler, watched))
         self._about_to_step(watched, scaler)
         watched.applied = False
-        result = self._inside(original, scaler, optimizer, *args, **more)
-        self._done(scaler).add(f"step {self._watched.index(watched)}")
+        result = original(optimizer, *args, **more)
+        self._done[id(scaler)].add(watched.name)
         self._stepped(watched)
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: object, **more: object) -> object:
-        if self._scaler_depth or not _enabled(scaler):
-            return original(scaler, *args, **more)
-        done = self._pending.pop(id(scaler), set())
-        if done == {"backward"} and not args and not more:
-            for watched in self._watched:
-                if watched.fresh:
-                    self._say("update_per_micro_batch", watched)
-        before = _scale_of(scaler)
-        result = self._inside(original, scaler, *args, **more)
-        self._done(scaler)
-        lowered = _scale_of(scaler) < before
+        per_micro_batch = self._done[id(scaler)] == {"backward"} and not args and not more
         for watched in self._watched:
-            last = max((i for i, event in enumerate(watched.life) if event == "step"), default=None)
+            self._say(watched, update_per_micro_batch=per_micro_batch and watched.fresh)
+        before = _scale_of(scaler)
+        self._done[id(scaler)] = set()
+        result = original(*args, **more)
+        for watched in self._watched:
             fused = getattr(watched.optimizer, "_step_supports_amp_scaling", False)
-            if last is not None and lowered and (fused or not watched.applied):
-                watched.life[last] = "skipped"
+            if _scale_of(scaler) < before and (fused or not watched.applied):
+                watched.skipped()
         return result
 
-    def _missing_update(self, scaler: GradScaler, watched: Watched) -> None:
-        if f"step {self._watched.index(watched)}" in self._done(scaler):
-            self._say("no_update", watched)
-
-    def _done(self, scaler: GradScaler) -> set[str]:
-        return self._pending.setdefault(id(scaler), set())
+    def _has_stepped(self, scaler: GradScaler, watched: Watched) -> bool:
+        return watched.name in self._done[id(scaler)]
 
     # --- the step
 
@@ -314,7 +307,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
                 return watched
         if params.isdisjoint(self._own):
             return None
-        self._watched.append(Watched(optimizer, f"optimizer {len(self._watched) + 1} ({type(optimizer).__name__})"))
+        self._watched.append(Watched(optimizer, f"optimizer {self._next} ({type(optimizer).__name__})"))
         return self._watched[-1]
 
     def _before_step(
@@ -324,7 +317,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if watched is None or self._stepping not in (None, optimizer):  # one inside another
             return None
         self._stepping, watched.applied = optimizer, True
-        if self._scaler_depth:
+        if self._in_scaler:
             return None
         closure = kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
         if closure is None:
@@ -334,63 +327,50 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         def evaluated(*given: object, **named: object) -> object:
             result = closure(*given, **named)
             self._about_to_step(watched, None)
-            watched.stepped_passes = len(watched.passes)
+            watched.used = len(watched.passes)
             return result
 
         args = tuple(evaluated if a is closure else a for a in args)
         return args, {key: evaluated if value is closure else value for key, value in kwargs.items()}
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if optimizer is not self._stepping:
-            return
-        self._stepping = None
-        watched = self._of(optimizer)
-        if watched is not None and not self._scaler_depth:
-            self._stepped(watched)
+        if optimizer is self._stepping:
+            self._stepping = None
+            watched = self._of(optimizer)
+            if watched is not None and not self._in_scaler:
+                self._stepped(watched)
 
     def _about_to_step(self, watched: Watched, scaler: GradScaler | None) -> None:
-        if watched.rates != rates(watched.optimizer):
-            watched.schedule_moved()
+        watched.see_rates()
         fresh = watched.fresh
-        if _autocast_is_on(watched):
-            self._say("inside_autocast", watched)
-        if scaler is not None and not any(scaler is s for s in watched.scalers):
+        new = scaler is not None and not any(scaler is s for s in watched.scalers)
+        if new:
             watched.scalers.append(scaler)
-            known = isinstance(self._scaler, GradScaler) and scaler is not self._scaler
-            if len(watched.scalers) > 1 or known:
-                self._say("new_scaler", watched)
+        other = isinstance(self._scaler, GradScaler) and scaler is not self._scaler
+        self._say(
+            watched, inside_autocast=_autocast_is_on(watched), new_scaler=new and (len(watched.scalers) > 1 or other)
+        )
         if fresh and look(watched.few) != watched.marks and watched.cleared():
             there = any(p.grad is not None for p in watched.few)
-            hidden = there and watched.norm is not None and not watched.norm.isfinite()
-            self._say("nan_hidden" if hidden else "cleared_early", watched)
+            hidden = there and watched.norm is not None and not math.isfinite(watched.norm)
+            self._say(watched, nan_hidden=hidden, cleared_early=not hidden)
             return
-        if fresh and watched.stepped_passes:
-            self._say("not_cleared", watched)
         self._look_at_changes(watched)
-        scaled_by = next((p.scaler for p in fresh if p.scaler is not None), None)
+        by = next((p.scaler for p in fresh if p.scaler is not None), None)
+        bare = scaler is None and by is not None
         plain = [p for p in fresh if p.scaler is None and p.factor < _BY_HAND]
-        if scaler is not None and plain:
-            self._say("unscaled_backward", watched)
-        bare = scaler is None and scaled_by is not None
-        if bare and (watched.unscaled or not math.isclose(watched.shrunk(), _scale_of(scaled_by), rel_tol=1e-5)):
-            self._say("bare_step", watched)
-        if scaler is None and any(p.low for p in plain):
-            self._say("no_scaler", watched)
-        if undivided(fresh) and not self._divided_later(watched, len(fresh)):
-            self._say("not_divided", watched)
-
-    def _divided_later(self, watched: Watched, count: int) -> bool:
-        """Whether the reader divided the sum of gradients by the number of micro-batches, clipping it perhaps after."""
-        pairs = zip(watched.marks, look(watched.few))
-        edits = max((new[1] - old[1] for old, new in pairs if old[0] == new[0]), default=2)
-        return edits > 1 or math.isclose(watched.shrunk(), count, rel_tol=1e-5)
+        self._say(
+            watched,
+            not_cleared=fresh and watched.used,
+            unscaled_backward=scaler is not None and plain,
+            bare_step=bare and (watched.unscaled or not math.isclose(watched.shrunk(), _scale_of(by), rel_tol=1e-5)),
+            no_scaler=scaler is None and any(p.low for p in plain),
+            not_divided=undivided(fresh) and not watched.divided_later(),
+        )
 
     def _stepped(self, watched: Watched) -> None:
-        watched.steps += 1
-        watched.stepped_passes = len(watched.passes)
-        watched.life.append("step")
-        watched.rates = rates(watched.optimizer)
-        for done in self._pending.values():
+        watched.stepped()
+        for done in self._done.values():
             done.add("stepped")
         self._low = False
         self.report.steps = max(w.steps for w in self._watched)
@@ -408,21 +388,29 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         result = original(schedule, *args, **more)
         watched = self._of(schedule.optimizer) if hasattr(schedule, "optimizer") else None
         if watched is not None and not begins:
-            watched.schedule_moved()
+            watched.see_rates(moved=True)
         return result
 
     def _at_the_end(self) -> None:
         busiest = max(watched.steps for watched in self._watched)
-        for index, watched in enumerate(self._watched):
-            if watched.rates != rates(watched.optimizer):
-                watched.schedule_moved()
-            if any(f"step {index}" in done for done in self._pending.values()):
-                self._say("no_update", watched)
-            if not watched.steps and watched.passes and busiest > 1:
-                self._say("idle_optimizer", watched)
+        for watched in self._watched:
+            watched.see_rates()
             after = Counter(zip(watched.life, watched.life[1:]))
-            if after["skipped", "schedule"] and watched.life.count("schedule") >= watched.steps - 1:
-                self._say("schedule_counts_skips", watched)
+            every = watched.life.count("schedule") >= watched.steps - 1
+            self._say(
+                watched,
+                no_update=any(watched.name in done for done in self._done.values()),
+                idle_optimizer=not watched.steps and watched.passes and busiest > 1,
+                schedule_counts_skips=after["skipped", "schedule"] and every,
+            )
+
+
+def _several(name: str, given: object, kind: type[T], what: str) -> list[T]:
+    listed = list(given.values()) if isinstance(given, Mapping) else given
+    found: list[Any] = list(listed) if isinstance(listed, list | tuple) else [listed]
+    if not found or not all(isinstance(one, kind) for one in found):
+        raise TypeError(f"{name} must be {what} or a list of them, got {given!r:.80}")
+    return found
 
 
 def _autocast_is_on(watched: Watched) -> bool:
@@ -430,20 +418,12 @@ def _autocast_is_on(watched: Watched) -> bool:
     return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
 
 
-def _scale_of(scaler: GradScaler | None) -> float:
-    return float(
-        scaler.get_scale()
-        if scaler is not None and hasattr(scaler, "get_scale")
-        else getattr(scaler, "scale_value", 1.0)
-    )
+def _scale_of(scaler: Any) -> float:
+    return float(scaler.get_scale() if hasattr(scaler, "get_scale") else getattr(scaler, "scale_value", 1.0))
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and (one is other or (one.layout == torch.strided and one.data_ptr() == other.data_ptr()))
-
-
-def _enabled(scaler: GradScaler) -> bool:
-    return bool(scaler.is_enabled()) if hasattr(scaler, "is_enabled") else True
 
 
 def _family(kind: type) -> list[type]:
@@ -451,15 +431,6 @@ def _family(kind: type) -> list[type]:
     for one in found:  # it grows
         found += type.__subclasses__(one)
     return found
-
-
-def _kinds(scaler: object) -> Iterable[type]:
-    return () if scaler is None else type(scaler).__mro__[:-1]
-
-
-def _site() -> int:
-    """Where the program stands, with all its callers."""
-    return hash(tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(None)))
 
 
 def _line() -> str:

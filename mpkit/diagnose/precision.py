@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Outputs(ExitStack):
         for name, module in network.named_modules():
             self.callback(module.register_forward_hook(self._keep(name or "(network)"), with_kwargs=True).remove)
 
-    def _keep(self, name: str):  # type: ignore[no-untyped-def]
+    def _keep(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, kwargs: object, out: object) -> None:
             self.calls.append(Call(name, type(module), _kept((args, kwargs)), _kept(out)))
 

@@ -81,9 +81,8 @@ def _forward_reasons(trace: Trace) -> Iterator[str]:
     if lost.any():
         yield _say("loss_not_finite", count=lost.sum(), first=trace.step[lost.argmax()])
     if (seen := trace.activations) is not None:
-        over = ~(seen.largest <= FP16.max)  # NaN too
-        left = [name for name, bad in zip(seen.names, over.any(axis=0)) if bad]
-        yield from (_say("output_left", name=name) for name in left[:3])
+        left = np.flatnonzero((~(seen.largest <= FP16.max)).any(axis=0))  # NaN too
+        yield from (_say("output_left", name=seen.names[i]) for i in left[:3])
 
 
 def _in_bf16(trace: Trace) -> str:

@@ -13,7 +13,7 @@ from mpkit.casting import LEVELS
 from mpkit.diagnose.copies import copied, copied_batch
 from mpkit.diagnose.cure import Cure, candidates, cures
 from mpkit.diagnose.passes import LossFn, Pass, Question, device_of, gradients_of, in_autocast, loss_of
-from mpkit.diagnose.precision import module_losses
+from mpkit.diagnose.precision import ModuleLoss, module_losses
 from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Report
 from mpkit.diagnose.stale import stale_operands
 from mpkit.diagnose.watch import Event
@@ -148,7 +148,7 @@ def _with_stale_scales(report: Report, asked: Question) -> Report:
     return replace(report, verdict="stale_scale", module=", ".join(stale), overshoot=max(stale.values()))
 
 
-def _lost_in_silence(report: Report, full: Pass, low: Pass, first: object) -> Report:
+def _lost_in_silence(report: Report, full: Pass, low: Pass, first: ModuleLoss | None) -> Report:
     """Finite is not enough: gradients that no scale brings back, a module that lost its digits, a buffer its range."""
     buffers = zip(full.network.named_buffers(), low.network.named_buffers())
     broken = [name for (name, wide), (_, narrow) in buffers if _finite(wide) and not _finite(narrow)]
