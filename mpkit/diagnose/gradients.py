@@ -13,9 +13,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from mpkit.optimizers.arguments import parameters_of
-from mpkit.record.counts import total_norm
 
-_FEW = 3  # parameters whose gradients are looked at between the calls
+_FEW = 3  # parameters whose gradients are looked at between the calls,
+_VALUES = 2**14  # and how many of their values: enough for a change of all, at a price that no network notices
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Watched:
         self.scalers: list[Any] = []
         self.life: list[str] = []  # "step", "skipped", "schedule" in order
         self.marks: list[tuple[int, int]] = []
-        self.rates = rates(optimizer)
+        self.rates, self.device = rates(optimizer), next((p.device.type for p in self.params), "cpu")
         self.start_over()
 
     def start_over(self) -> None:
@@ -54,7 +54,11 @@ class Watched:
         self.passes: list[Pass] = []  # since then
         self.used = 0  # passes of them that a step has used
         self.unscaled = False
-        self.norm: float | Tensor | None = None  # of the gradients after the last pass, or after unscale_
+        self.norms: list[Tensor] = []  # of the gradients after the last pass, or after unscale_
+
+    @property
+    def in_autocast(self) -> bool:
+        return torch.amp.is_autocast_available(self.device) and torch.is_autocast_enabled(self.device)
 
     @property
     def params(self) -> list[Tensor]:
@@ -77,16 +81,14 @@ class Watched:
         return next((p.scaler for p in self.fresh if p.scaler is not None and not self.unscaled), None)
 
     def remember(self) -> None:
-        self.marks, self.norm = look(self.few), norm(self.few)
+        self.marks, self.norms = look(self.few), norms(self.few)
 
     def cleared(self) -> bool:
-        now = norm(self.params)
-        return now is None or float(now) == 0
+        return not any(p.grad is not None and float(_values(p.grad).norm()) != 0 for p in self.params)
 
     def shrunk(self) -> float:
         """How many times larger the gradients were after the last pass, or after `unscale_`; NaN if nobody looked."""
-        now = norm(self.few)
-        return math.nan if self.norm is None or now is None else float(self.norm) / (float(now) or math.nan)
+        return length(self.norms) / (length(norms(self.few)) or math.nan) if self.norms else math.nan
 
     def see_rates(self, *, moved: bool = False) -> None:
         """A schedule is whatever changes the learning rate."""
@@ -124,11 +126,20 @@ def look(params: list[Tensor]) -> list[tuple[int, int]]:
     return [(0, 0) if (grad := p.grad) is None else (id(grad), grad._version) for p in params]
 
 
-def norm(params: list[Tensor]) -> float | Tensor | None:
-    """Length of the gradients as one vector, not finite if one of them is not; None if there are none."""
-    grads = [p.grad.detach() for p in params if p.grad is not None]
-    grads = [g if g.layout == torch.strided else g.coalesce().values() for g in grads]
-    return total_norm(grads) if grads else None
+def norms(params: list[Tensor]) -> list[Tensor]:
+    """Length of the first values of each gradient that there is; nothing is read on the host."""
+    few = [_values(p.grad) for p in params if p.grad is not None]
+    few = [g.float() if g.numel() <= _VALUES else g.reshape(-1)[:_VALUES].float() for g in few]
+    return list(torch._foreach_norm(few)) if few else []
+
+
+def length(norms: list[Tensor]) -> float:
+    """Of all of them as one vector: not finite if one is not."""
+    return math.hypot(*map(float, norms))
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.detach() if grad.layout == torch.strided else grad.detach().coalesce().values()
 
 
 def undivided(passes: list[Pass]) -> bool:

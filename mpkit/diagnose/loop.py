@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from mpkit.diagnose.gradients import Pass, Watched, look, norm, undivided
+from mpkit.diagnose.gradients import Pass, Watched, length, look, norms, undivided
 from mpkit.diagnose.graph import divides_by, nodes, terms
 from mpkit.diagnose.mistakes import MISTAKES, LoopFinding, LoopReport
 
@@ -136,9 +137,9 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     ) -> None:
         if self._in_backward:  # a re-entrant checkpoint inside another
             return original(tensors, seeds, *args, **more)
-        losses = [t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.grad_fn is not None]
+        losses = [t for t in _tensors(tensors) if t.grad_fn is not None]
         self._look_for_penalties(losses)
-        seed = max((abs(float(t)) for t in tree_leaves(seeds) if isinstance(t, Tensor) and t.numel() == 1), default=1)
+        seed = max((abs(float(t)) for t in _tensors(seeds) if t.numel() == 1), default=1)
         factors = [(abs(factor) * seed, mean) for loss in losses for factor, mean in terms(loss)]
         several_losses = any(args[:2]) or more.get("retain_graph") or more.get("create_graph")
         for watched in self._watched:
@@ -154,7 +155,7 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         scaler = self._through[0] if self._through else None
         scale = _scale_of(scaler)
         this = Pass(
-            site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame, _ in traceback.walk_stack(None))),
+            site=hash(tuple((id(frame.f_code), frame.f_lasti) for frame in _callers())),
             scaler=scaler,
             factor=max((factor for factor, _ in factors), default=1.0) / scale,
             means=tuple(factor / scale for factor, mean in factors if mean and not several_losses),
@@ -168,20 +169,20 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
     def _reached(self, watched: Watched, this: Pass) -> None:
         self._say(
             watched,
-            inside_autocast=_autocast_is_on(watched),
+            inside_autocast=watched.in_autocast,
             unscale_per_micro_batch=watched.unscaled and watched.passes and not watched.used,
         )
         watched.passes.append(this)
         for done in self._done.values():
             done.add("backward")
-        watched.marks, watched.norm = look(watched.few), None
+        watched.marks, watched.norms = look(watched.few), []
         if this.scaler is not None or undivided(watched.fresh):
             watched.remember()
 
     def _grad(self, original: Callable[..., Any], *args: object, **more: object) -> object:
         self._through = []
         gradients = original(*args, **more)
-        kept = {g.grad_fn for g in tree_leaves(gradients) if isinstance(g, Tensor) and g.grad_fn is not None}
+        kept = {g.grad_fn for g in _tensors(gradients) if g.grad_fn is not None}
         if self._through and kept:
             self._penalties.append((kept, _scale_of(self._through[0])))
         return gradients
@@ -198,12 +199,12 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _look_at_changes(self, watched: Watched) -> None:
         """Whether the gradients of scaled passes were limited, or their NaN taken out, before they are unscaled."""
-        if watched.scaler is None or watched.norm is None:
+        if watched.scaler is None or not watched.norms:
             return
         changed = [old != new for old, new in zip(watched.marks, look(watched.few)) if new != (0, 0)]
         if not changed or (any(changed) and not all(changed)):
             return  # they were cleared, or a part of them was set
-        before, now = float(watched.norm), float(norm(watched.few) or 0.0)
+        before, now = length(watched.norms), length(norms(watched.few))
         ratio = before / now if now else math.nan
         shared = ratio < 1024 and math.isclose(ratio, round(ratio), rel_tol=1e-5)  # a mean over so many
         divided = shared or math.isclose(ratio, _scale_of(watched.scaler), rel_tol=1e-5)
@@ -244,8 +245,8 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: object) -> object:
         scaled = original(outputs)
-        for t in tree_leaves(scaled):
-            if isinstance(t, Tensor) and t.requires_grad:
+        for t in _tensors(scaled):
+            if t.requires_grad:
                 t.register_hook(lambda _: self._through.append(scaler))
         return scaled
 
@@ -347,12 +348,10 @@ class watch_loop:  # used as a function: with watch_loop(...) as report
         if new:
             watched.scalers.append(scaler)
         other = isinstance(self._scaler, GradScaler) and scaler is not self._scaler
-        self._say(
-            watched, inside_autocast=_autocast_is_on(watched), new_scaler=new and (len(watched.scalers) > 1 or other)
-        )
+        self._say(watched, inside_autocast=watched.in_autocast, new_scaler=new and (len(watched.scalers) > 1 or other))
         if fresh and look(watched.few) != watched.marks and watched.cleared():
             there = any(p.grad is not None for p in watched.few)
-            hidden = there and watched.norm is not None and not math.isfinite(watched.norm)
+            hidden = there and not math.isfinite(length(watched.norms))
             self._say(watched, nan_hidden=hidden, cleared_early=not hidden)
             return
         self._look_at_changes(watched)
@@ -413,9 +412,8 @@ def _several(name: str, given: object, kind: type[T], what: str) -> list[T]:
     return found
 
 
-def _autocast_is_on(watched: Watched) -> bool:
-    kinds = {p.device.type for p in watched.params}
-    return any(torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) for kind in kinds)
+def _tensors(nest: object) -> list[Tensor]:
+    return [t for t in ([nest] if isinstance(nest, Tensor) else tree_leaves(nest)) if isinstance(t, Tensor)]
 
 
 def _scale_of(scaler: Any) -> float:
@@ -433,11 +431,18 @@ def _family(kind: type) -> list[type]:
     return found
 
 
+def _callers() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _line() -> str:
     """The line of the reader's own code that is running."""
     own = str(Path(__file__).parents[1])
-    for frame, line in traceback.walk_stack(None):
+    for frame in _callers():
         name = frame.f_code.co_filename
         if "site-packages" not in name and not name.startswith(own):
-            return f"line {line} of {Path(name).name}"
+            return f"line {frame.f_lineno} of {Path(name).name}"
     return ""
