@@ -133,9 +133,9 @@ def norms(params: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(few)) if few else []
 
 
-def length(norms: list[Tensor]) -> float:
+def length(parts: list[Tensor]) -> float:
     """Of all of them as one vector: not finite if one is not."""
-    return math.hypot(*map(float, norms))
+    return math.hypot(*map(float, parts))
 
 
 def _values(grad: Tensor) -> Tensor:
