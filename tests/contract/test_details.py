@@ -1,0 +1,53 @@
+"""What single lines promise: a case for each promise that a changed line broke and nothing else here noticed."""
+
+import math
+
+import pytest
+import torch
+
+from mpkit.blocks import MXFP8_E4M3, quantize_blocks
+from mpkit.boost import GroupLossScaleManager
+from mpkit.formats import E4M3FN, E5M2, FP16, get_format
+from mpkit.optimizers import SGD
+
+
+@pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz"])
+def test_every_pattern_says_what_kind_of_number_it_is(name):
+    """`fields` against `decode`: two ways to read a pattern, which share no line."""
+    fmt = get_format(name)
+    assert {"fp16": FP16, "e5m2": E5M2, "e4m3fn": E4M3FN}.get(name, fmt) is fmt
+    for pattern, value in enumerate(fmt.decode(torch.arange(2**fmt.bits)).tolist()):
+        kind = "subnormal" if abs(value) < fmt.min_normal else "normal"
+        kind = "nan" if math.isnan(value) else "inf" if math.isinf(value) else "zero" if value == 0 else kind
+        assert fmt.fields(pattern).kind == kind, pattern
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("above", "right"), [(2.0**-40, 1.125), (-(2.0**-40), 1.0), (0.0, 1.0)])
+def test_a_block_of_float64_is_rounded_once(sign, above, right):
+    """1 + 1/16 lies between two numbers of E4M3; float32 cannot hold what tells on which side x stands."""
+    block = torch.zeros(1, 32, dtype=torch.float64)
+    block[0, :2] = torch.tensor([448.0, sign * (1 + 2.0**-4 + above)], dtype=torch.float64)
+    assert quantize_blocks(block, MXFP8_E4M3).dequantize()[0, 1].item() == sign * right
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_the_first_velocity_is_the_whole_gradient_as_in_torch(dampening):
+    ours, theirs = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizers = SGD([ours], 0.1, momentum=0.9, dampening=dampening)
+    reference = torch.optim.SGD([theirs], 0.1, momentum=0.9, dampening=dampening)
+    for step in range(3):
+        for weight, optimizer in ((ours, optimizers), (theirs, reference)):
+            weight.grad = torch.arange(1.0, 4.0, dtype=torch.float64) * (step + 1)
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_a_marker_names_a_group_up_to_the_last():
+    manager, x = GroupLossScaleManager(2.0**10, [[], []]), torch.ones(3)
+    last = 3
+    for layers in ((0, last), (last, 0), (last, last)):
+        assert torch.equal(manager(x, *layers), x)
+    for layers in ((0, last + 1), (-1, 0)):
+        with pytest.raises(ValueError, match="group"):
+            manager(x, *layers)
