@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
-from inspect import signature
+from functools import cache, partial, wraps
+from inspect import Parameter, signature
 from numbers import Integral, Real
-from typing import Any, TypeGuard, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -91,16 +93,53 @@ def check_function(name: str, value: object, what: str, *, optional: bool = Fals
 def checks_of(function: Callable[..., object]) -> dict[str, Callable[[str, Any], Any]]:
     """What the annotations of a function, or class, ask of its arguments but `self`: name -> `check(name, value)`.
 
-    A check is what `Annotated` carries, True or False where the annotation is bool, nothing elsewhere.
+    A check is what `Annotated` carries; True or False where the annotation is bool, one of the strings of a Literal, an
+    instance where it is a class of torch or mpkit; also with `| None`. Nothing elsewhere.
     """
     hints = get_type_hints(function, include_extras=True)
-    asked = {
-        name: getattr(hint, "__metadata__", (_flag if hint is bool else _anything,))[0] for name, hint in hints.items()
-    }
-    return {name: asked[name] for name in signature(function).parameters if name != "self"}
+    named = {name: p for name, p in signature(function).parameters.items() if name != "self"}
+    many = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return {name: _anything if p.kind in many else _check_of(hints.get(name)) for name, p in named.items()}
 
 
-def _flag(name: str, value: Value) -> Value:
+def checked(function: Function) -> Function:
+    """A function, or method, whose arguments are checked by its annotations, all of them, before it runs."""
+    form = signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound, checks = form.bind(*args, **kwargs), checks_of(function)
+        for name, value in bound.arguments.items():
+            if name in checks:
+                bound.arguments[name] = checks[name](name, value)
+        return function(*bound.args, **bound.kwargs)
+
+    return cast(Function, call)
+
+
+def _check_of(hint: Any) -> Callable[[str, Any], Any]:
+    if hasattr(hint, "__metadata__"):
+        return hint.__metadata__[0]
+    if hint is bool:
+        return check_flag
+    if get_origin(hint) is Literal:
+        return partial(check_choice, choices=get_args(hint))
+    if NoneType in (parts := get_args(hint)) and len(parts) == 2:
+        inside = _check_of(next(part for part in parts if part is not NoneType))
+        return lambda name, value: None if value is None else inside(name, value)
+    if isinstance(hint, type) and hint.__module__.split(".")[0] in ("torch", "mpkit"):
+        return partial(_instance, hint)
+    return _anything
+
+
+def _instance(hint: type, name: str, value: Value) -> Value:
+    what = {"Module": "an nn.Module", "Tensor": "a tensor", "Optimizer": "a torch.optim.Optimizer"}
+    check_kind(name, value, hint, what.get(hint.__name__, f"a {hint.__name__}"))
+    return value
+
+
+def check_flag(name: str, value: Value) -> Value:
+    """Raise unless `value` is True or False; -> it."""
     check_flags(**{name: value})
     return value
 
@@ -156,3 +195,9 @@ def check_alike(name: str, saved: Any, own: object) -> None:
         check_flags(**{name: saved})
     elif isinstance(own, Real) and not is_number(saved):
         raise TypeError(f"{name} must be a number, as it was saved, got {saved!r:.60}")
+
+
+Count = Annotated[int, check_count]
+"""A whole number from 1 on."""
+Index = Annotated[int, partial(check_count, low=0)]
+"""A whole number from 0 on."""

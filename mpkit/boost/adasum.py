@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -12,20 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice
+from mpkit.arguments import checked
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext
 from mpkit.step.distributed import average_, rank_and_size
 from mpkit.step.update import Update, Wrapped
 
-__all__ = [
-    "AdaSum",
-    "adasum",
-    "adasum_coefficients",
-    "adasum_enabled",
-    "adasum_pair",
-    "halves",
-]
+__all__ = ["AdaSum", "adasum", "adasum_coefficients", "adasum_enabled", "adasum_pair", "halves"]
 
 EPS_PER_RANK = 1e-12
 Shape = tuple[int, ...]
@@ -110,6 +103,7 @@ class AdaSum(nn.Module):
     Source:  MindSpore boost.AdaSum, where part of the code takes 8 for the device number; arXiv:2006.02924.
     """
 
+    @checked
     def __init__(
         self,
         rank: int,
@@ -117,7 +111,7 @@ class AdaSum(nn.Module):
         group_number: int,
         parameter_tuple: Sequence[nn.Parameter],
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Any = None,
         exchange: Literal["halving", "full"] = "halving",
         eps: float = EPS_PER_RANK,
     ) -> None:
@@ -127,26 +121,28 @@ class AdaSum(nn.Module):
                 "AdaSum runs over processes: start the script with torchrun and call "
                 "torch.distributed.init_process_group('gloo') first; adasum() merges simulated workers in one process"
             )
-        check_choice("exchange", exchange, ("halving", "full"))
         self._levels = _levels(group_number)
         self._group = process_group  # None stays None: holding the default group would outlive its destruction
         world, here = dist.get_world_size(self._group), dist.get_rank(self._group)
-        if device_number < 1 or device_number * group_number != world:
+        if device_number < 1 or device_number * group_number != world or rank != here:
             raise ValueError(
-                f"need device_number x group_number = {world} processes, got {device_number} x {group_number}"
+                f"need device_number x group_number = {world} processes and rank {here}, this process's, got "
+                f"{device_number} x {group_number} and rank {rank}"
             )
-        if rank != here:
-            raise ValueError(f"rank must be this process's rank {here}, got {rank}")
         self.rank, self.device_number, self.group_number = rank, device_number, group_number
-        self.exchange, self.eps = exchange, eps
-        self.weights = tuple(parameter_tuple)
-        self._check_agreement()
-        self._node_group = self._own_node_group()
-
-    @property
-    def node(self) -> int:
-        """Which node this rank belongs to."""
-        return self.rank // self.device_number
+        self.node, self._slot = divmod(rank, device_number)
+        self.exchange, self.eps, self.weights = exchange, eps, tuple(parameter_tuple)
+        every: list[Any] = [None] * world
+        with self._answered("the other ranks"):
+            dist.all_gather_object(every, [tuple(w.shape) for w in self.weights], self._group)
+        if different := [r for r, theirs in enumerate(every) if theirs != every[rank]]:
+            raise ValueError(
+                f"AdaSum needs the same parameters on every rank; those of rank {rank} differ from those of ranks "
+                f"{different}"
+            )
+        self._in_node = [self._global(self.node * device_number + i) for i in range(device_number)]
+        alone = device_number == 1
+        self._node_group = None if alone else dist.new_group(self._in_node, use_local_synchronization=True)
 
     def slot(self, index: int) -> slice:
         """The parameters that device `index` of a node merges: len // devices each, the rest to the last."""
@@ -164,44 +160,38 @@ class AdaSum(nn.Module):
         counts = len(delta_weights), len(parameters), len(old_parameters)
         if len(set(counts)) != 1:
             raise ValueError(f"need as many deltas as parameters and old parameters, got {counts}")
-        if not counts[0]:
-            return ()
         dtype = reduce(torch.promote_types, (d.dtype for d in delta_weights), torch.float32)
-        deltas = [d.to(dtype) for d in delta_weights]
-        means = iter(self._mean([d.reshape(1) for d in deltas if d.numel() == 1]))
-        merged = iter(self._merge([d for d in deltas if d.numel() != 1]))
-        results = [next(means if d.numel() == 1 else merged) for d in deltas]
+        whole = [self.exchange == "full" or d.numel() == 1 for d in delta_weights]
+        flats = [d.to(dtype).reshape(-1) for d in delta_weights]
+        merged = iter(self._merged([flat for flat, is_whole in zip(flats, whole) if is_whole]))
+        halved = [(flat, tuple(d.shape)) for flat, d, is_whole in zip(flats, delta_weights, whole) if not is_whole]
+        joined = iter(self._merged_halves(*map(list, zip(*halved)))) if halved else iter(())
+        results = [next(merged if is_whole else joined) for is_whole in whole]
         return tuple((old - r.reshape(old.shape)).to(old.dtype) for old, r in zip(old_parameters, results))
 
     def update_(self, step: Callable[[], Any]) -> None:
         """One step of the parameters in place: gradients averaged in the node, `step()`, merge, hand round."""
-        self._average_gradients_()
+        if self._node_group is not None:
+            average_(self.weights, self._node_group)
         weights = [p.detach() for p in self.weights]
         old = [w.clone() for w in weights]
         step()
-        mine = self.slot(self.rank % self.device_number)
+        mine = self.slot(self._slot)
         deltas = [o - w for o, w in zip(old[mine], weights[mine])]
         for w, new in zip(weights[mine], self(deltas, weights[mine], old[mine])):
             w.copy_(new)
-        self._hand_round_(weights)
+        for index, source in enumerate(self._in_node if self._node_group is not None else ()):
+            for weight in weights[self.slot(index)]:
+                dist.broadcast(weight, source, self._node_group)
 
-    def _mean(self, values: list[Tensor]) -> list[Tensor]:
-        """Tensors of one element -> their means over all nodes, averaged pair by pair."""
-        for level in range(self._levels if values else 0):
-            values = [(a + b) / 2 for a, b in zip(values, self._swap(values, [1] * len(values), level))]
-        return values
-
-    def _merge(self, deltas: list[Tensor]) -> list[Tensor]:
-        """Larger tensors -> their flat AdaSum over all nodes."""
-        flats = [d.reshape(-1) for d in deltas]
-        if self.exchange == "halving" and flats:
-            return self._merge_halves(flats, [tuple(d.shape) for d in deltas])
+    def _merged(self, flats: list[Tensor]) -> list[Tensor]:
+        """Whole flat tensors -> their AdaSum over all nodes, level by level."""
         for level in range(self._levels if flats else 0):
-            a, b = self._ordered(flats, self._swap(flats, [len(f) for f in flats], level), level)
+            a, b = self._ordered(flats, self._swapped(flats, [len(f) for f in flats], level), level)
             flats = [_merged(x, y, self.eps * 2 ** (level + 1)) for x, y in zip(a, b)]
         return flats
 
-    def _merge_halves(self, flats: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+    def _merged_halves(self, flats: Sequence[Tensor], shapes: list[Shape]) -> Sequence[Tensor]:
         """Each level keeps half of what a rank holds (the lower partner the right half), the way back joins them.
 
         A level's products are summed over the 2**(level+1) ranks that hold the two merged vectors between them, so
@@ -210,91 +200,53 @@ class AdaSum(nn.Module):
         sent: list[list[int]] = []
         for level in range(self._levels):
             cuts = [halves(shape) for shape in shapes]
-            lefts = [math.prod(left) for left, _ in cuts]
             shapes = [right if self._is_lower(level) else left for left, right in cuts]
-            parts = [(flat[:n], flat[n:]) for flat, n in zip(flats, lefts)]
-            send, keep = zip(*(parts if self._is_lower(level) else [(right, left) for left, right in parts]))
-            a, b = self._ordered(keep, self._swap(send, [len(k) for k in keep], level), level)
+            parts = [flat.split([math.prod(left), math.prod(right)]) for flat, (left, right) in zip(flats, cuts)]
+            send, keep = zip(*(pair if self._is_lower(level) else pair[::-1] for pair in parts))
+            a, b = self._ordered(keep, self._swapped(send, [len(k) for k in keep], level), level)
             products = torch.stack([_products(x, y) for x, y in zip(a, b)])
             for below in range(level + 1):
-                products = products + self._swap([products], [products.numel()], below)[0].view_as(products)
+                products = products + self._swapped([products], [products.numel()], below)[0].view_as(products)
             eps = self.eps * 2 ** (level + 1)
             flats = [_weighted(x, y, _coefficients(p, eps)) for x, y, p in zip(a, b, products)]
             sent.append([len(part) for part in send])
         for level in reversed(range(self._levels)):
-            theirs = self._swap(flats, sent[level], level)
-            pairs = zip(theirs, flats) if self._is_lower(level) else zip(flats, theirs)
-            flats = [torch.cat(pair) for pair in pairs]
+            pairs = zip(*self._ordered(self._swapped(flats, sent[level], level), flats, level))
+            flats = [torch.cat(pair) for pair in pairs]  # the lower partner has the right half
         return flats
 
     def _is_lower(self, level: int) -> bool:
         return not self.node & (1 << level)
 
-    def _ordered(self, own: Sequence[Tensor], theirs: list[Tensor], level: int) -> tuple[Sequence[Tensor], ...]:
+    def _ordered(self, own: Sequence[Tensor], theirs: Sequence[Tensor], level: int) -> tuple[Sequence[Tensor], ...]:
         """The lower partner's first, so that both ranks compute the same rounding."""
         return (own, theirs) if self._is_lower(level) else (theirs, own)
 
-    def _swap(self, tensors: Sequence[Tensor], sizes: list[int], level: int) -> list[Tensor]:
+    def _swapped(self, tensors: Sequence[Tensor], sizes: list[int], level: int) -> Sequence[Tensor]:
         """Send `tensors` to the partner of this level and receive flat ones of `sizes` from it."""
-        other = (self.node ^ (1 << level)) * self.device_number + self.rank % self.device_number
-        peer = self._global(other)
+        other = (self.node ^ (1 << level)) * self.device_number + self._slot
         outgoing = torch.cat([t.reshape(-1) for t in tensors])
         incoming = outgoing.new_empty(sum(sizes))
         ends = ((dist.isend, outgoing), (dist.irecv, incoming))
-        try:
-            todo = [dist.P2POp(end, t, peer, self._group) for end, t in ends if len(t)]
+        with self._answered(f"rank {other}"):
+            todo = [dist.P2POp(end, t, self._global(other), self._group) for end, t in ends if len(t)]
             for work in dist.batch_isend_irecv(todo) if todo else ():
                 work.wait()
-        except RuntimeError as error:
-            raise self._broken(f"rank {other}", error) from error
-        return list(incoming.split(sizes))
+        return incoming.split(sizes)
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
-    def _broken(self, who: str, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
-            f"AdaSum on rank {self.rank} got no answer from {who} before the process group's timeout, or it has ended; "
-            f"look at that process, then start all of them again ({error})"
-        )
-
-    def _check_agreement(self) -> None:
-        """Raise ValueError on every rank unless all hold parameters of the same shapes."""
-        text = repr([tuple(w.shape) for w in self.weights])
-        device = self.weights[0].device if self.weights else torch.device("cpu")
-        own = torch.tensor([len(self.weights), zlib.crc32(text.encode())], device=device)
-        every = [torch.empty_like(own) for _ in range(self.device_number * self.group_number)]
+    @contextmanager
+    def _answered(self, who: str) -> Iterator[None]:
+        """Raise what torch raises of a peer that does not answer, with its name."""
         try:
-            dist.all_gather(every, own, self._group)
+            yield
         except RuntimeError as error:
-            raise self._broken("the other ranks", error) from error
-        different = [r for r, theirs in enumerate(every) if not torch.equal(theirs, own)]
-        if different:
-            raise ValueError(
-                f"AdaSum needs the same parameters on every rank; those of rank {self.rank} differ from "
-                f"those of ranks {different}"
-            )
-
-    def _own_node_group(self) -> dist.ProcessGroup | None:
-        if self.device_number == 1:
-            return None
-        first = self.node * self.device_number
-        ranks = [self._global(first + i) for i in range(self.device_number)]
-        return dist.new_group(ranks, use_local_synchronization=True)
-
-    def _average_gradients_(self) -> None:
-        """Mean of each gradient over the ranks of the node; one that some of them lack counts as zero there."""
-        if self._node_group is not None:
-            average_(self.weights, self._node_group)
-
-    def _hand_round_(self, weights: list[Tensor]) -> None:
-        """Every rank of the node receives the slices that the others merged."""
-        if self._node_group is None:
-            return
-        for index in range(self.device_number):
-            source = self._global(self.node * self.device_number + index)
-            for weight in weights[self.slot(index)]:
-                dist.broadcast(weight, source, self._node_group)
+            raise RuntimeError(
+                f"AdaSum on rank {self.rank} got no answer from {who} before the process group's timeout, or it has "
+                f"ended; look at that process, then start all of them again ({error})"
+            ) from error
 
 
 class AdaSumUpdate(Wrapped):

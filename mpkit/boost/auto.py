@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_flags, check_kind, is_number, is_whole
-from mpkit.boost.adasum import adasum_enabled
-from mpkit.boost.dim_reduce import DimReduceSGD, prepare_pca
+from mpkit.arguments import check_count, check_flag, check_kind, check_number, checked, is_whole
+from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
+from mpkit.boost.dim_reduce import DimReduce, prepare_pca
+from mpkit.boost.dim_reduce.descent import DimReduceUpdate
+from mpkit.boost.grad_accumulation import Accumulate
 from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.grad_freeze.update import need_unused
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
@@ -22,6 +28,7 @@ from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
 from mpkit.files import read_json
 from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, parameters_of
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
+from mpkit.step.update import Update
 
 FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
 LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -36,15 +43,6 @@ TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.5, "freeze_type": 0})
 """What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
 
 
-class Key(NamedTuple):
-    """One hyper-parameter of the configuration: where it stands, its default, and what it must be."""
-
-    section: str
-    default: Any
-    valid: Callable[[Any], bool]
-    need: str
-
-
 class Inactive(NamedTuple):
     """Something that was asked for and does not run."""
 
@@ -52,54 +50,57 @@ class Inactive(NamedTuple):
     reason: str
 
 
-def _number(low: float, high: float, *, without: tuple[float, ...] = ()) -> Callable[[Any], bool]:
-    return lambda v: is_number(v) and low <= v <= high and v not in without
+def _type(name: str, value: object) -> object:
+    if isinstance(value, bool) or value not in (0, 1):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
+    return value
 
 
-def _whole(low: int) -> Callable[[Any], bool]:
-    return lambda v: is_whole(v) and v >= low
+def _path(name: str, value: object) -> object:
+    check_kind(name, value, (str, Path), "a path", optional=True)
+    return value
 
 
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
+def _alpha(name: str, value: object) -> object:
+    return value if value == "lr" else check_number(name, value)
 
 
-def _is_path(value: object) -> bool:
-    return value is None or isinstance(value, str | Path)
+def _split(name: str, value: object) -> list[int] | None:
+    if value is not None and not (is_whole(value) or isinstance(value, list)):
+        raise ValueError(f"{name} must be a list of parameter positions, or one position, got {value!r}")
+    listed = value if isinstance(value, list) else [value]
+    return None if value is None else [check_count(f"each of {name}", each, low=0) for each in listed]
 
 
-def _is_split(value: object) -> bool:
-    return value is None or all(_whole(0)(v) for v in (value if isinstance(value, list) else [value]))
-
-
-INF = float("inf")
-KEYS: Mapping[str, Key] = MappingProxyType(
+_share = partial(check_number, high=math.nextafter(1.0, 2.0))
+_open = partial(check_number, high=1.0, open_low=True)
+Setting = tuple[Any, Callable[[str, Any], Any]]
+SECTIONS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
     {
-        "gradient_split_groups": Key("common", None, _is_split, "a list of parameter positions, or one position"),
-        "device_number": Key("common", 8, _whole(1), "an int >= 1 (devices per node)"),
-        "fn_flag": Key("less_bn", True, _is_bool, "True or False"),
-        "gc_flag": Key("less_bn", True, _is_bool, "True or False"),
-        "param_groups": Key("grad_freeze", 10, _whole(1), "an int >= 1"),
-        "freeze_type": Key("grad_freeze", 1, lambda v: _is_bool(v) is False and v in (0, 1), "0 or 1"),
-        "freeze_p": Key("grad_freeze", 0.7, _number(0, 1), "a number in [0, 1], the share of steps without freezing"),
-        "total_steps": Key("grad_freeze", 65536, _whole(1), "an int >= 1"),
-        "grad_accumulation_step": Key("grad_accumulation", 1, _whole(1), "an int >= 1"),
-        "rho": Key("dim_reduce", 0.55, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
-        "gamma": Key("dim_reduce", 0.9, _number(0, 1, without=(1,)), "a number in [0, 1)"),
-        "alpha": Key(
-            "dim_reduce",
-            0.001,
-            lambda v: v == "lr" or _number(0, INF, without=(INF,))(v),
-            'a number >= 0, or "lr" for the rate of the optimizer',
-        ),
-        "sigma": Key("dim_reduce", 0.4, _number(0, 1, without=(0, 1)), "a number in (0, 1)"),
-        "n_components": Key("dim_reduce", 32, _whole(1), "an int >= 1"),
-        "pca_mat_path": Key("dim_reduce", None, _is_path, "a path or None"),
-        "weight_load_dir": Key("dim_reduce", None, _is_path, "a path or None"),
-        "timeout": Key("dim_reduce", 1800, _number(0, INF), "a number of seconds >= 0"),
+        "boost": {"mode": ("auto", lambda _, mode: mode), **dict.fromkeys(FLAGS, (None, check_flag))},
+        "common": {"gradient_split_groups": (None, _split), "device_number": (8, check_count)},  # devices per node
+        "less_bn": {"fn_flag": (True, check_flag), "gc_flag": (True, check_flag)},
+        "grad_freeze": {
+            "param_groups": (10, check_count),
+            "freeze_type": (1, _type),
+            "freeze_p": (0.7, _share),  # of steps without freezing
+            "total_steps": (65536, check_count),
+        },
+        "grad_accumulation": {"grad_accumulation_step": (1, check_count)},
+        "dim_reduce": {
+            "rho": (0.55, _open),
+            "gamma": (0.9, partial(check_number, high=1.0)),
+            "alpha": (0.001, _alpha),  # a number, or "lr" for the rate of the optimizer
+            "sigma": (0.4, _open),
+            "n_components": (32, check_count),
+            "pca_mat_path": (None, _path),
+            "weight_load_dir": (None, _path),
+            "timeout": (1800, check_number),  # seconds
+        },
     }
 )
-SECTIONS = ("boost", *dict.fromkeys(key.section for key in KEYS.values()))
+"""The configuration: section -> key -> its default, and what checks it."""
+KEYS = {name: section for section, keys in SECTIONS.items() for name in keys if section != "boost"}
 
 MADE: WeakKeyDictionary[Optimizer, AutoBoost] = WeakKeyDictionary()
 """The AutoBoost that returned an optimizer, for a train cell that is given the optimizer alone."""
@@ -142,6 +143,7 @@ class AutoBoost:
 
     levels = tuple(LEVELS)
 
+    @checked
     def __init__(
         self,
         level: str = "O0",
@@ -149,20 +151,18 @@ class AutoBoost:
         *,
         faithful: bool = False,
     ) -> None:
-        check_flags(faithful=faithful)
         self.faithful = faithful
-        if faithful and level not in LEVELS:
-            level = "O0"
-        self.level = _known(level, LEVELS, "level")
+        self.level = _known("O0" if faithful and level not in LEVELS else level, LEVELS, "level")
         config = _loaded(boost_config_dict)
-        if not faithful:
-            _check_names(config)
         section = config.get("boost", {})
         self.mode = _known(section.get("mode", "auto"), MODES[: 4 if faithful else 5], "mode of section boost")
+        if not faithful:
+            _check_names(config)
         self.flags = self._resolved_flags(section)
         self.hyper = self._resolved_hyper(config)
-        self.configured = frozenset(name for keys in config.values() if isinstance(keys, Mapping) for name in keys)
+        self.configured = frozenset(name for keys in config.values() for name in keys)
         self._notes = self._unread(config)
+        self._reduction: tuple[np.ndarray, float] | None = None  # rows of components, and the rate of the residual
 
     @classmethod
     def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:
@@ -178,16 +178,15 @@ class AutoBoost:
     @property
     def inactive(self) -> list[Inactive]:
         """What was asked for and will not run, with the reason; asks torch.distributed how many processes there are."""
-        on = {flag for flag in FLAGS if self.flags[flag]}
-        found = []
+        on, hyper, found = {flag for flag in FLAGS if self.flags[flag]}, self.hyper, []
         if "dim_reduce" in on:
             reason = "dim_reduce replaces the update and excludes it"
             found = [Inactive(flag, reason) for flag in ("less_bn", "grad_freeze", "adasum") if flag in on]
         elif "adasum" in on and (why := self._why_no_adasum("grad_freeze" in on)):
             found = [Inactive("adasum", why)]
-        if "grad_accumulation" in on and self.hyper["grad_accumulation_step"] <= 1:
+        if "grad_accumulation" in on and hyper["grad_accumulation_step"] <= 1:
             found.append(Inactive("grad_accumulation", "grad_accumulation_step is 1: every step updates"))
-        never = [key for key in ("param_groups", "freeze_p") if self.hyper[key] == 1]
+        never = [key for key in ("param_groups", "freeze_p") if hyper[key] == 1]
         if "grad_freeze" in on and "dim_reduce" not in on and never:
             found.append(Inactive("grad_freeze", f"{never[0]} is 1: no step is ever frozen"))
         return found + self._notes
@@ -196,10 +195,9 @@ class AutoBoost:
         lines = [f"AutoBoost level {self.level}, mode {self.mode}"]
         lines.append("  active: " + (", ".join(self.active) or "nothing"))
         for flag in self.active:
-            own = {name: self.hyper[name] for name, key in KEYS.items() if key.section == flag}
-            lines += [f"    {flag}: " + ", ".join(f"{name}={value}" for name, value in own.items())] if own else []
-        lines += [f"  inactive: {item.what} ({item.reason})" for item in self.inactive]
-        return "\n".join(lines)
+            own = [f"{name}={self.hyper[name]}" for name in SECTIONS.get(flag, ())]
+            lines += [f"    {flag}: " + ", ".join(own)] if own else []
+        return "\n".join([*lines, *(f"  inactive: {item.what} ({item.reason})" for item in self.inactive)])
 
     def need_groups(self, scale_sense: object) -> None:
         """Raise TypeError unless the scale of a step is of groups, where the configuration asks for that."""
@@ -209,6 +207,7 @@ class AutoBoost:
                 f"{type(scale_sense).__name__}"
             )
 
+    @checked
     def network_auto_process_train(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Rewrite a network and its optimizer for training.
 
@@ -221,31 +220,26 @@ class AutoBoost:
         MindSpore marks the optimizer by an attribute of that name; so does `faithful`, and train cells heed one that
         is set by hand.
         """
-        check_kind("network", network, nn.Module, "an nn.Module")
-        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        network, optimizer = self._processed(network, optimizer)
-        MADE[optimizer] = self
-        return network, optimizer
-
-    def _processed(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        less_bn, freeze = self.flags["less_bn"], self.flags["grad_freeze"]
         if self.flags["dim_reduce"]:
-            return network, self._dim_reduced(network, optimizer)
-        if self.flags["less_bn"] or self.flags["grad_freeze"]:
-            need_plain_step(optimizer)  # before the network is changed
-        replica = averaging_wrapper(network)
-        if self.flags["less_bn"] and replica is not None:
-            raise ValueError(
-                "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the network "
-                "first and wrap what network_auto_process_train returns"
-            )
-        if self.flags["grad_freeze"]:
-            need_unused(replica)
-        if self.flags["less_bn"]:
-            network = self._less_bn(network, optimizer)
-        if self.flags["grad_freeze"]:
-            network, optimizer = self._freeze(network).freeze_generate(network, optimizer)
-        if self.flags["adasum"] and self.faithful:
+            optimizer = self._dim_reduced(network, optimizer)
+        elif less_bn or freeze:
+            need_plain_step(optimizer)  # all that can be refused is, before the network is changed
+            replica = averaging_wrapper(network)
+            if less_bn and replica is not None:
+                raise ValueError(
+                    "less_bn changes layers, and DistributedDataParallel would wait for the old ones: process the "
+                    "network first and wrap what network_auto_process_train returns"
+                )
+            if freeze:
+                need_unused(replica)
+            if less_bn:
+                network = self._less_bn(network, optimizer)
+            if freeze:
+                network, optimizer = self._freeze(network).freeze_generate(network, optimizer)
+        if self.flags["adasum"] and self.faithful and not self.flags["dim_reduce"]:
             optimizer.adasum = True  # type: ignore[attr-defined]
+        MADE[optimizer] = self
         return network, optimizer
 
     def network_auto_process_eval(self, network: nn.Module) -> nn.Module:
@@ -254,37 +248,61 @@ class AutoBoost:
             return network
         return LessBN(network, self.hyper["fn_flag"] and not self.faithful, faithful=self.faithful)
 
+    # what a train cell runs
+
+    def update_of(self, network: nn.Module, optimizer: Optimizer) -> Update:
+        """The update that an optimizer and this configuration ask for; each algorithm stands around those before it.
+
+        Raises:  ValueError for an optimizer marked for DimReduce that comes from no AutoBoost, and for algorithms that
+                 do not go together.
+        """
+        update = Update(optimizer)
+        if self.merges(optimizer):
+            update = AdaSumUpdate(update, self.hyper["device_number"])
+        if self._reduction is not None or getattr(optimizer, "dim_reduce", False):
+            if self._reduction is None:  # marked by hand
+                raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
+            rows, alpha = self._reduction
+            rank, size = rank_and_size()
+            names = ("n_components", "rho", "gamma", "sigma")
+            options = {**{name: self.hyper[name] for name in names}, "alpha": alpha, "rank": rank, "rank_size": size}
+            trained: list[Any] = list(parameters_of(optimizer))
+            update = DimReduceUpdate(update, DimReduce(network, optimizer, trained, rows, **options))
+        update = getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
+        steps = self.hyper["grad_accumulation_step"]
+        return Accumulate(update, steps) if "grad_accumulation" in self.active else update
+
+    def merges(self, optimizer: Optimizer) -> bool:
+        """Whether AdaSum runs: it is asked for here, or by a mark, and 2, 4, 8, ... groups of processes train."""
+        if self.flags["adasum"]:
+            return "adasum" in self.active
+        marked = getattr(optimizer, "adasum", False)
+        return bool(marked) and adasum_enabled(rank_and_size()[1], self.hyper["device_number"])
+
     # resolution
 
     def _resolved_flags(self, section: Mapping[str, Any]) -> dict[str, bool]:
         row = {flag: flag in LEVELS[self.level] for flag in FLAGS}
         if self.mode in ("enable_all", "disable_all"):
             return dict.fromkeys(FLAGS, self.mode == "enable_all")
-        if self.mode == "manual":
-            given = {flag: value for flag, value in section.items() if flag in FLAGS}
-            for flag, value in given.items() if not self.faithful else ():
-                if not _is_bool(value):
-                    raise ValueError(f"{flag} of section boost must be True or False, got {value!r}")
-            row |= given
-        return row
+        given = {flag: self._checked(flag, section[flag], "boost") for flag in FLAGS if flag in section}
+        return row | given if self.mode == "manual" else row
 
     def _resolved_hyper(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        hyper = {name: key.default for name, key in KEYS.items()}
-        if self.mode == "tuned":
-            hyper |= TUNED
+        hyper = {name: SECTIONS[section][name][0] for name, section in KEYS.items()}
+        hyper |= TUNED if self.mode == "tuned" else {}
         for section, keys in config.items():
-            if section == "boost" or not (section == "common" or self.flags.get(section)):
-                continue
-            for name, value in keys.items():
-                if name in KEYS:
-                    hyper[name] = self._checked(name, value)
+            if section == "common" or self.flags.get(section):
+                hyper |= {name: self._checked(name, value, KEYS[name]) for name, value in keys.items() if name in KEYS}
         return hyper
 
-    def _checked(self, name: str, value: object) -> Any:
-        key = KEYS[name]
-        if not key.valid(value) and (not self.faithful or name == "gradient_split_groups"):
-            raise ValueError(f"{name} of section {key.section} must be {key.need}, got {value!r}")
-        return [value] if name == "gradient_split_groups" and isinstance(value, int) else value
+    def _checked(self, name: str, value: object, section: str) -> Any:
+        if self.faithful and name != "gradient_split_groups":
+            return value
+        try:
+            return SECTIONS[section][name][1](name, value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"section {section}: {error}") from None
 
     def _unread(self, config: Mapping[str, Any]) -> list[Inactive]:
         """What the configuration says and nobody reads."""
@@ -333,9 +351,11 @@ class AutoBoost:
         names = ("n_components", "pca_mat_path", "weight_load_dir", "timeout", "device_number")
         rows = prepare_pca(network, **{name: self.hyper[name] for name in names}, rank=rank, rank_size=size)
         alpha = self.hyper["alpha"]
-        if alpha == "lr":
-            alpha = float(coming_rate(optimizer, optimizer.param_groups[0]))
-        return DimReduceSGD([p for p in network.parameters() if p.requires_grad], rows, alpha)
+        rate = coming_rate(optimizer, optimizer.param_groups[0]) if alpha == "lr" else alpha
+        self._reduction = rows, float(rate)
+        reduced: Any = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=1.0)
+        reduced.dim_reduce = True  # MindSpore's mark, by which train cells know it
+        return reduced
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
         groups, *rest = (self.hyper[name] for name in ("param_groups", "freeze_type", "freeze_p", "total_steps"))
@@ -356,14 +376,19 @@ def _still_trained(optimizer: Optimizer, before: list[nn.Parameter], network: nn
     return [p for p in here if id(p) in known] + [p for p in held if id(p) not in elsewhere]
 
 
-def _loaded(config: object) -> dict[str, Any]:
-    if config is None or config == "":
-        return {}
-    if isinstance(config, str | Path):
+def made_by(optimizer: object, boost: AutoBoost | None) -> AutoBoost:
+    """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing."""
+    made = MADE.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    return boost or made or AutoBoost("O0", {"common": {"device_number": 1}})
+
+
+def _loaded(config: object) -> dict[str, dict[str, Any]]:
+    if isinstance(config, str | Path) and config != "":
         try:
             config = read_json(Path(config))
         except ValueError as error:
             raise ValueError(f"boost_config_dict names a file that cannot be used: {error}") from error
+    config = {} if config is None or config == "" else config
     check_kind("boost_config_dict", config, Mapping, "a dict or the path of a JSON file")
     assert isinstance(config, Mapping)
     for section, keys in config.items():
@@ -387,8 +412,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
         if section not in SECTIONS:
             near, known = _nearest(section, SECTIONS), ", ".join(SECTIONS)
             raise ValueError(f"boost_config_dict has no section {section!r}{near} Sections: {known}")
-        valid = ("mode", *FLAGS) if section == "boost" else [n for n, key in KEYS.items() if key.section == section]
         for name in keys:
-            if name not in valid:
-                home = f"; it belongs to section {KEYS[name].section!r}." if name in KEYS else _nearest(name, valid)
+            if name not in (valid := SECTIONS[section]):
+                home = f"; it belongs to section {KEYS[name]!r}." if name in KEYS else _nearest(name, valid)
                 raise ValueError(f"section {section!r} has no key {name!r}{home} Keys: {', '.join(valid)}")

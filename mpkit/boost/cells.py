@@ -4,64 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_kind
-from mpkit.boost.adasum import AdaSum, AdaSumUpdate, adasum_enabled
-from mpkit.boost.auto import MADE, AutoBoost
+from mpkit.arguments import checked
+from mpkit.boost.adasum import AdaSum
+from mpkit.boost.auto import AutoBoost, made_by
 from mpkit.boost.dim_reduce import DimReduce
-from mpkit.boost.dim_reduce.descent import DimReduceUpdate
-from mpkit.boost.grad_accumulation import Accumulate, GradientAccumulation
+from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.optimizers.arguments import inner, parameters_of
-from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell, distributed
-from mpkit.step.update import Update
-
-
-def boosted(network: nn.Module, optimizer: Optimizer, boost: AutoBoost | None) -> Update:
-    """The update that an optimizer and an `AutoBoost` ask for; each algorithm stands around those before it.
-
-    Raises:  ValueError for an optimizer marked for DimReduce that does not come from an AutoBoost, and for algorithms
-             that do not go together.
-    """
-    update = Update(optimizer)
-    if merges(optimizer, boost):
-        update = AdaSumUpdate(update, device_number(optimizer, boost))
-    if reduces_dimension(optimizer):
-        update = DimReduceUpdate(update, network, (_maker(optimizer, boost) or AutoBoost()).hyper)
-    update = getattr(optimizer, "around", lambda inside: inside)(update)  # an optimizer may freeze
-    if boost is not None and "grad_accumulation" in boost.active:
-        update = Accumulate(update, boost.hyper["grad_accumulation_step"])
-    return update
-
-
-def merges(optimizer: Optimizer, boost: AutoBoost | None) -> bool:
-    """Whether AdaSum runs: `boost`, or a mark set by hand, asks for it, and 2, 4, 8, ... groups of processes train."""
-    boost = _maker(optimizer, boost)
-    if boost is not None and boost.flags["adasum"]:
-        return "adasum" in boost.active
-    marked = getattr(optimizer, "adasum", False)
-    return bool(marked) and adasum_enabled(distributed.rank_and_size()[1], device_number(optimizer, boost))
-
-
-def device_number(optimizer: Optimizer, boost: AutoBoost | None) -> int:
-    """Processes per node of AdaSum."""
-    boost = _maker(optimizer, boost)
-    return 1 if boost is None else boost.hyper["device_number"]
-
-
-def reduces_dimension(optimizer: Optimizer) -> bool:
-    """Whether the update is DimReduce's: the optimizer is marked."""
-    return bool(getattr(optimizer, "dim_reduce", False))
-
-
-def _maker(optimizer: Optimizer, boost: AutoBoost | None) -> AutoBoost | None:
-    """None stands for the AutoBoost that returned this very optimizer."""
-    return MADE.get(optimizer) if boost is None else boost
+from mpkit.step import StepContext, StepOutcome, TrainOneStepCell, TrainOneStepWithLossScaleCell
 
 
 class _Boosted(TrainOneStepCell):
@@ -71,7 +26,7 @@ class _Boosted(TrainOneStepCell):
     dim_reduce: DimReduce | None
     adasum: AdaSum | None
 
-    def _keep(self, boost: AutoBoost | None) -> None:
+    def _keep(self, boost: AutoBoost) -> None:
         """Have the algorithms as parts of the cell, so that `state_dict()` holds theirs."""
         self.boost = boost
         for name in ("accumulation", "dim_reduce", "adasum"):
@@ -94,11 +49,11 @@ class _Boosted(TrainOneStepCell):
 
     def check_adasum_enable(self) -> bool:
         """Whether AdaSum runs: `boost`, or a mark on the optimizer, asks for it, and 2, 4, 8, ... groups train."""
-        return merges(self.optimizer, self.boost)
+        return self.boost.merges(self.optimizer)
 
     def check_dim_reduce_enable(self) -> bool:
-        """Whether the update is DimReduce's: the optimizer is marked."""
-        return reduces_dimension(self.optimizer)
+        """Whether the update is DimReduce's."""
+        return self.dim_reduce is not None
 
     def gradient_freeze_process(self, *inputs: object) -> Tensor:
         """One step with freezing; -> the loss. Raises TypeError unless the optimizer is a FreezeOpt."""
@@ -150,6 +105,7 @@ class BoostTrainOneStepCell(_Boosted):
               with sens=None.
     """
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
@@ -159,14 +115,14 @@ class BoostTrainOneStepCell(_Boosted):
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
-        super().__init__(network, optimizer, sens, update=partial(boosted, boost=boost), **options)
-        self._keep(boost)
-        if boost is not None and boost.flags["loss_scale_group"]:
+        maker = made_by(optimizer, boost)
+        super().__init__(network, optimizer, sens, update=maker.update_of, **options)
+        self._keep(maker)
+        if maker.flags["loss_scale_group"]:
             warnings.warn(
                 "loss_scale_group is on and does nothing in this cell: BoostTrainOneStepWithLossScaleCell, or "
                 "Model(loss_scale_manager=...), with a GroupLossScaleManager scales the groups",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def forward(self, *inputs: object) -> StepOutcome:
@@ -187,6 +143,7 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
     Source:   MindSpore boost.BoostTrainOneStepWithLossScaleCell.
     """
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
@@ -196,12 +153,11 @@ class BoostTrainOneStepWithLossScaleCell(TrainOneStepWithLossScaleCell, _Boosted
         boost: AutoBoost | None = None,
         **options: Any,
     ) -> None:
-        check_kind("boost", boost, AutoBoost, "an AutoBoost", optional=True)
-        if boost is not None:
-            boost.need_groups(scale_sense)
-        super().__init__(network, optimizer, scale_sense, update=partial(boosted, boost=boost), **options)
+        maker = made_by(optimizer, boost)
+        maker.need_groups(scale_sense)
+        super().__init__(network, optimizer, scale_sense, update=maker.update_of, **options)
         self.groups = self.step.scaling.groups
-        self._keep(boost)
+        self._keep(maker)
 
     @property
     def group_overflow(self) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_function, check_kind
+from mpkit.arguments import Count, check_function, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.step import StepContext
 from mpkit.step.engine import uncompiled
@@ -46,27 +46,23 @@ class GradientAccumulation(nn.Module):
     -2.0
     """
 
+    @checked
     def __init__(
         self,
-        max_accumulation_step: int,
+        max_accumulation_step: Count,
         optimizer: Optimizer,
         *,
         update: Callable[[], Any] | None = None,
         reduce: Callable[[list[Tensor]], Any] | None = None,
     ) -> None:
         super().__init__()
-        uncompiled(GradientAccumulation, "forward", "flush", "_add", "drop")
-        check_count("max_accumulation_step", max_accumulation_step)
-        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         check_function("update", update, "a function without arguments", optional=True)
-        if update is None:
-            need_plain_step(optimizer)
-        self.max_accumulation_step = max_accumulation_step
-        self.optimizer = optimizer
-        self.counter = 0
+        need_plain_step(optimizer)
+        uncompiled(GradientAccumulation, "forward", "flush", "_add", "drop")
+        self.max_accumulation_step, self.optimizer = max_accumulation_step, optimizer
         self._update = optimizer.step if update is None else update
         self._reduce = reduce
-        self._sums: dict[int, Tensor] = {}  # position of the parameter -> sum of gradient / N
+        self.drop()
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -93,22 +89,22 @@ class GradientAccumulation(nn.Module):
                 p.grad = None  # the next backward starts from nothing instead of adding to what was counted
         if bool(overflow):
             return loss
-        with torch.no_grad():
-            self._add(grads, taken)
+        self._add(grads, taken)
         self.counter += 1
         if self.counter >= self.max_accumulation_step:
             self.flush()
         return loss
 
+    @torch.no_grad()
     def _add(self, grads: Sequence[Tensor | None], taken: bool) -> None:
         """Sum gradient / N; what was `taken` is nobody else's any more, and is divided where it stands."""
-        parameters = self.weights
-        if len(grads) != len(parameters):
-            raise ValueError(f"need one gradient (or None) for each of {len(parameters)} parameters, got {len(grads)}")
-        for p, grad in zip(parameters, grads):
-            if grad is not None and grad.shape != p.shape:
+        shapes = [p.shape for p in self.weights]
+        if len(grads) != len(shapes):
+            raise ValueError(f"need one gradient (or None) for each of {len(shapes)} parameters, got {len(grads)}")
+        for shape, grad in zip(shapes, grads):
+            if grad is not None and grad.shape != shape:
                 raise ValueError(
-                    f"a gradient has shape {tuple(grad.shape)}, and its parameter {tuple(p.shape)}; give them in the "
+                    f"a gradient has shape {tuple(grad.shape)}, and its parameter {tuple(shape)}; give them in the "
                     "order of the optimizer's parameters"
                 )
         for i, grad in enumerate(grads):
@@ -143,7 +139,8 @@ class GradientAccumulation(nn.Module):
 
     def drop(self) -> None:
         """Give up what was added since the last update."""
-        self._sums, self.counter = {}, 0
+        self._sums: dict[int, Tensor] = {}  # position of the parameter -> sum of gradient / N
+        self.counter = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins its own sums."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_count, check_flags, check_kind, check_number
+from mpkit.arguments import check_count, check_kind, check_number, checked
 from mpkit.policies import ScalePolicy
 from mpkit.policies.rule import in_float32
 from mpkit.scalers import LossScaleManager, Scale, all_finite, check_and_unscale_
@@ -38,6 +38,10 @@ class _ScaleGradient(torch.autograd.Function):
         ctx.passed[0, ctx.before] &= finite
         ctx.passed[1, ctx.after] &= finite
         return grads[0] * (ctx.table[ctx.before] / ctx.table[ctx.after]), None, None, None, None
+
+
+def _bound(name: str, value: object) -> float:
+    return math.inf if isinstance(value, float) and value == math.inf else check_number(name, value)
 
 
 class GroupLossScaleManager(nn.Module, LossScaleManager):
@@ -82,29 +86,25 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     passed: Tensor
     for_boost = True
 
+    @checked
     def __init__(
         self,
         init_loss_scale: float | Sequence[float],
         loss_scale_groups: Sequence[Iterable[nn.Parameter]] = (),
         *,
-        shrink: float = SHRINK,
-        growth: float = GROWTH,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**24,
+        shrink: Annotated[float, check_number] = SHRINK,
+        growth: Annotated[float, check_number] = GROWTH,
+        min_scale: Annotated[float, check_number] = 1.0,
+        max_scale: Annotated[float, _bound] = 2.0**24,
         blame: Literal["first", "every"] = "first",
         faithful: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("shrink", shrink), ("growth", growth), ("min_scale", min_scale)):
-            check_number(name, value)
-        if not (isinstance(max_scale, float) and max_scale == math.inf):
-            check_number("max_scale", max_scale)
-        if not 0 < shrink < 1 <= growth:
-            raise ValueError(f"need 0 < shrink < 1 <= growth, got shrink={shrink}, growth={growth}")
-        if not 0 <= min_scale <= max_scale:
-            raise ValueError(f"need 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
-        check_choice("blame", blame, ("first", "every"))
-        check_flags(faithful=faithful)
+        if not (0 < shrink < 1 <= growth and min_scale <= max_scale):
+            raise ValueError(
+                f"need 0 < shrink < 1 <= growth and min_scale <= max_scale, got shrink={shrink}, growth={growth}, "
+                f"{min_scale} and {max_scale}"
+            )
         self.shrink, self.growth = shrink, growth
         self.min_scale, self.max_scale = min_scale, max_scale
         self.blame, self.faithful = blame, faithful
@@ -125,12 +125,11 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     @loss_scale_groups.setter
     def loss_scale_groups(self, groups: Sequence[Iterable[nn.Parameter]]) -> None:
         lists = [list(group) for group in groups]
-        seen: set[int] = set()
-        for p in (p for group in lists for p in group):
+        listed = [p for group in lists for p in group]
+        for p in listed:
             check_kind("each of a group of loss_scale_groups", p, nn.Parameter, "an nn.Parameter")
-            if id(p) in seen:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} stands twice in the groups; list it once")
-            seen.add(id(p))
+        if len(set(map(id, listed))) < len(listed):
+            raise ValueError("a parameter stands twice in the groups; list it once")
         self._groups = lists
         self.set_loss_scale_status(len(lists), self._init)
 
@@ -142,7 +141,8 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
     def set_loss_scale_status(self, loss_scale_number: int, init_loss_scale: float | Sequence[float]) -> None:
         """Make the table of `loss_scale_number` groups: a number starts all of them, a list one each."""
         inner = self._checked(loss_scale_number, init_loss_scale)
-        self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=self._device())
+        device = next((p.device for group in self._groups for p in group), self.table.device)
+        self.table = torch.tensor([1.0, *inner, 1.0], dtype=torch.float32, device=device)
         self.passed = torch.ones(2, len(self.table), dtype=torch.bool, device=self.table.device)
 
     def _live(self) -> Scale:
@@ -196,7 +196,7 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
             )
         return _ScaleGradient.apply(x, self.table, self.passed, layer1, layer2)
 
-    def covers(self, parameters: Iterable[nn.Parameter]) -> None:
+    def covers(self, parameters: Iterable[Tensor]) -> None:
         """Raise ValueError unless every one of `parameters` stands in a group: else its scale would be unknown."""
         known = {id(p) for group in self._groups for p in group}
         missing = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
@@ -247,10 +247,6 @@ class GroupLossScaleManager(nn.Module, LossScaleManager):
         self.table = table.to(self.table.device)
         return self
 
-    def _device(self) -> torch.device:
-        first = next((p for group in self._groups for p in group), None)
-        return self.table.device if first is None else first.device
-
 
 class GroupScaling(Scaling):
     """A scale for each group of a manager; the loss itself is seeded with 1, the markers apply the scales."""
@@ -258,10 +254,6 @@ class GroupScaling(Scaling):
     def __init__(self, manager: GroupLossScaleManager, scale: Scale) -> None:
         super().__init__(scale)
         self.groups = manager
-
-    def covers(self, parameters: Sequence[Tensor]) -> None:
-        """Raise ValueError unless every parameter stands in a group."""
-        self.groups.covers(p for p in parameters if isinstance(p, nn.Parameter))
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor:
         """Divide each group's gradients by its scale and move the scales of all."""

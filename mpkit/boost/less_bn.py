@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from mpkit.arguments import check_flags, check_kind
+from mpkit.arguments import checked
 from mpkit.boost.bn_rules import removable
 from mpkit.casting.levels import copy_to_float
 
@@ -103,7 +103,7 @@ class LessBN(nn.Module):
     `AutoBoost` takes them out of its groups.
 
     Args:
-        network:    traced with `torch.fx`; where that fails, its parts are, and last the module names decide.
+        network:    traced with `torch.fx`; where that fails, its parts are. What cannot be traced keeps its BatchNorms.
         fn_flag:    also replace the last `nn.Linear`, in definition order, by `NormalizedLinear`; a layer whose weight
                     its parent reads itself, inside attention or a transformer layer of torch, does not count.
         faithful:   reproduce MindSpore, whose patterns have their accidents: `shortcut + branch` never matches, a first
@@ -120,6 +120,7 @@ class LessBN(nn.Module):
     (11, 9)
     """
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
@@ -130,8 +131,6 @@ class LessBN(nn.Module):
         keep_bias: bool = False,
     ) -> None:
         super().__init__()
-        check_kind("network", network, nn.Module, "an nn.Module")
-        check_flags(fn_flag=fn_flag, faithful=faithful)
         self.network: nn.Module = network.network if isinstance(network, LessBN) else network
         done = (m.__dict__.get("_less_bn_report") for m in self.network.modules())
         before: LessBNReport | None = next((report for report in done if report is not None), None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind
+from mpkit.arguments import Count, check_kind, checked
 from mpkit.boost.grad_centralization import centralize_where_marked, is_centralized
 from mpkit.optimizers import Optimizer as OwnOptimizer
 from mpkit.optimizers.arguments import inner
@@ -38,16 +38,15 @@ class OptimizerProcess:
     [(1, True, 0.01), (3, False, 0.01)]
     """
 
-    def __init__(self, opt: Optimizer, *, multiple_of: int = 1) -> None:
-        check_kind("opt", opt, Optimizer, "a torch.optim.Optimizer")
-        check_count("multiple_of", multiple_of)
+    @checked
+    def __init__(self, opt: Optimizer, *, multiple_of: Count = 1) -> None:
         self.optimizer = opt
         self.multiple_of = multiple_of
         self.origin_params: list[Any] = [dict(group) for group in inner(opt).param_groups]
 
+    @checked
     def build_params_dict(self, network: nn.Module) -> dict[int, nn.Module]:
         """Identity of each parameter -> the module that holds it; of a shared one the last in definition order."""
-        check_kind("network", network, nn.Module, "an nn.Module")
         return {id(p): module for module in network.modules() for p in module.parameters(recurse=False)}
 
     def build_gc_params_group(self, params_dict: Mapping[int, nn.Module], parameters: Sequence[Group]) -> list[Group]:
@@ -61,11 +60,10 @@ class OptimizerProcess:
             plain = {key: value for key, value in group.items() if key != "grad_centralization"}
             members = [p for p in group["params"] if is_centralized(params_dict.get(id(p)), p)]
             chosen = {id(p) for p in members}
-            others = [p for p in group["params"] if id(p) not in chosen]
-            if members:
-                result.append({**subset(plain, members), "grad_centralization": self._mark})
-            if others:
-                result.append(subset(plain, others))
+            mark = True if self.multiple_of == 1 else self.multiple_of
+            halves = [{**subset(plain, members), "grad_centralization": mark}]
+            halves.append(subset(plain, [p for p in group["params"] if id(p) not in chosen]))
+            result += [half for half in halves if half["params"]]
         return result
 
     def add_grad_centralization(self, network: nn.Module) -> None:
@@ -84,10 +82,6 @@ class OptimizerProcess:
         regroup(opt, as_groups(self.origin_params))
         centralize_where_marked(opt)
         return self.optimizer
-
-    @property
-    def _mark(self) -> bool | int:
-        return True if self.multiple_of == 1 else self.multiple_of
 
 
 class ParameterProcess:

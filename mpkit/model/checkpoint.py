@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import time
 from collections import OrderedDict
@@ -32,11 +31,14 @@ def save_whole(state: dict[str, Any], path: Path) -> None:
     write_tensors(path, state)
 
 
+AS_THEY_ARE = (bool, int, float, complex, str, bytes, set, type(None), torch.dtype, torch.device, torch.Size)
+
+
 def _readable(value: object, name: str) -> object:
     """`value` with Python's numbers in place of NumPy's."""
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) in (bool, int, float, str, bytes, type(None)) or isinstance(value, torch.Tensor):
+    if type(value) in AS_THEY_ARE or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(_readable(item, f"{name}[{i}]") for i, item in enumerate(value))
@@ -44,16 +46,10 @@ def _readable(value: object, name: str) -> object:
         plain = copy.copy(value)  # with what a state_dict carries beside its entries
         plain.update({key: _readable(item, f"{name}[{key!r}]") for key, item in value.items()})
         return plain
-    try:
-        torch.save(value, file := io.BytesIO())
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{name} is a {type(value).__name__}, which is in no checkpoint, since reading one runs nothing; "
-            "have state_dict() give it as numbers, text, tensors, lists and dicts"
-        ) from error
-    return value
+    raise TypeError(
+        f"{name} is a {type(value).__name__}, which is in no checkpoint, since reading one runs nothing; have "
+        "state_dict() give it as numbers, text, tensors, lists and dicts"
+    )
 
 
 def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
@@ -67,10 +63,10 @@ def load_whole(path: Path, device: torch.device) -> dict[str, Any]:
 def need_same_tensors(saved: dict[str, Any], own: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """ValueError unless both states have entries of the same names, and the same shapes where these are tensors."""
 
-    def shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...] | str]:
-        return {name: tuple(v.shape) if isinstance(v, torch.Tensor) else "no tensor" for name, v in state.items()}
-
-    theirs, ours = shapes(saved), shapes(own)
+    theirs, ours = (
+        {name: tuple(v.shape) if isinstance(v, torch.Tensor) else "no tensor" for name, v in state.items()}
+        for state in (saved, own)
+    )
     differ = [name for name in sorted({*theirs, *ours}) if theirs.get(name) != ours.get(name)]
     if differ:
         name = differ[0]

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind
+from mpkit.arguments import check_count, check_kind, checked
 from mpkit.casting.low import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
 from mpkit.model.metrics import Metric, metrics_from
-from mpkit.step import WithLossCell, build_train_network
+from mpkit.step import TrainOneStepCell, WithLossCell, build_train_network
 from mpkit.step.build import STEP_OPTIONS, Float32Loss, widened
 from mpkit.step.phases import device_of
-from mpkit.step.restore import load_all
 
 OPTIONS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level", *STEP_OPTIONS)
+
+
+def _places(name: str, value: Any) -> tuple[int, int, int]:
+    if value is None:
+        return 0, 1, 2
+    if not isinstance(value, Sequence) or len(value) != 3 or not all(isinstance(index, int) for index in value):
+        raise ValueError(f"{name} must be three ints, the places of loss, output and label, got {value!r}")
+    loss, output, label = value
+    return loss, output, label
 
 
 class Model:
@@ -55,27 +63,25 @@ class Model:
 
     _running = False  # whether `train` or `fit` is under way
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
         loss_fn: nn.Module | None = None,
         optimizer: Optimizer | None = None,
-        metrics: Iterable[str] | Mapping[str, Metric] | None = None,
+        metrics: Annotated[Any, lambda _, given: metrics_from(given)] = None,
         eval_network: nn.Module | None = None,
-        eval_indexes: Sequence[int] | None = None,
+        eval_indexes: Annotated[Any, _places] = None,
         amp_level: str = "O0",
         boost_level: str = "O0",
         **kwargs: Any,
     ) -> None:
-        check_kind("network", network, nn.Module, "an nn.Module")
         if unknown := [name for name in kwargs if name not in OPTIONS]:
             raise ValueError(f"unknown keyword {unknown[0]!r}; Model takes {', '.join(OPTIONS)}")
         boost_level = kwargs.pop("acc_level", boost_level)
         manager = kwargs.get("loss_scale_manager")
-        check_kind("loss_fn", loss_fn, nn.Module, "an nn.Module", optional=True)
-        check_kind("eval_network", eval_network, nn.Module, "an nn.Module", optional=True)
-        self._metrics = metrics_from(metrics)
-        self._eval_indexes = _three_indexes(eval_indexes)
+        self._metrics: dict[str, Metric | None] = metrics
+        self._eval_indexes: tuple[int, int, int] = eval_indexes
         if optimizer is None and (amp_level != "O0" or boost_level != "O0" or manager is not None):
             raise ValueError(
                 "amp_level, boost_level and loss_scale_manager say how to train, which needs an optimizer; pass one, "
@@ -238,6 +244,8 @@ class Model:
         """
         state = load_whole(Path(path), device_of(self.train_network.parameters()))
         need_same_tensors(state["train_network"], self.train_network.state_dict(), path)
+        if isinstance(self.train_network, TrainOneStepCell):
+            self.train_network.check_extra_state(state["train_network"]["_extra_state"])
         progress = state["progress"] or {}
         if left_out := progress.get("unseen"):
             warnings.warn(
@@ -246,10 +254,9 @@ class Model:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        parts = [(self.train_network, state["train_network"])]
         if self.manager is not None and "manager" in state:
-            parts.insert(0, (self.manager, state["manager"]))
-        load_all(parts)
+            self.manager.load_state_dict(state["manager"])  # refuses before it changes, and nothing has changed yet
+        self.train_network.load_state_dict(state["train_network"])
         self._resumed = map_tensors(Tensor.cpu, state["progress"])  # random states live on the host
 
     def _train(
@@ -343,12 +350,3 @@ class Model:
 def _epochs(epoch: object, initial_epoch: object) -> None:
     if check_count("epoch", epoch) <= check_count("initial_epoch", initial_epoch, low=0):
         raise ValueError(f"need initial_epoch < epoch, got {initial_epoch} and {epoch}: there is nothing left to train")
-
-
-def _three_indexes(indexes: Sequence[int] | None) -> tuple[int, int, int]:
-    if indexes is None:
-        return 0, 1, 2
-    if len(indexes) != 3 or not all(isinstance(index, int) for index in indexes):
-        raise ValueError(f"eval_indexes must be three ints, the places of loss, output and label, got {indexes!r}")
-    loss, output, label = indexes
-    return loss, output, label

@@ -4,24 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import mpkit
-from mpkit.arguments import check_flags, check_kind
+from mpkit.arguments import Count, check_flag, check_kind, checked
 from mpkit.casting import amp_level, auto_mixed_precision, get_black_list, to_float
 from mpkit.casting.low import map_tensors
 from mpkit.casting.presets import MINDSPORE, Level, protect_children
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.scalers import DynamicLossScaleManager, LossScaleManager
-from mpkit.step.cells import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell, check_clipped, check_parts
-from mpkit.step.hooks import Hook
+from mpkit.step.cells import (
+    Hooks,
+    Norm,
+    Trainer,
+    TrainOneStepCell,
+    TrainOneStepWithLossScaleCell,
+    WithLossCell,
+    check_clipped,
+)
 
 OVERRIDES = ("cast_model_type", "keep_batchnorm_fp32", "loss_scale_manager", "boost_config_dict")
 STEP_OPTIONS = ("hooks", "clip_norm", "accumulation_steps")
+
+
+def _loss(name: str, value: Any) -> nn.Module:
+    what = "an nn.Module such as nn.CrossEntropyLoss() (put a plain function into the forward of one)"
+    check_kind(name, value, nn.Module, what)
+    return value
+
+
+def _level(name: str, value: Any) -> str:
+    if isinstance(value, str) and value not in MINDSPORE:
+        raise ValueError(f"{name} is one of {', '.join(MINDSPORE)} (case matters), got {value!r}")
+    check_kind(name, value, str, "a string")
+    return value
+
+
+Loss = Annotated[nn.Module, _loss]
+
+
+def _override(name: str, value: Any) -> Any:
+    if name not in OVERRIDES:
+        raise ValueError(f"unknown keyword {name!r}; there are {', '.join(OVERRIDES + STEP_OPTIONS)}")
+    if name == "cast_model_type" and value not in (torch.float16, torch.float32):
+        raise TypeError(
+            f"cast_model_type is torch.float16 or torch.float32, got {value!r}; for another format call "
+            'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
+        )
+    if name == "keep_batchnorm_fp32":
+        check_flag(name, value)
+    if name == "loss_scale_manager":
+        check_kind(name, value, LossScaleManager, "a LossScaleManager such as DynamicLossScaleManager()", optional=True)
+    return value
 
 
 class Float32Loss(WithLossCell):
@@ -36,16 +73,17 @@ def widened(value: object) -> Any:
     return map_tensors(lambda x: x.float() if x.is_floating_point() else x, value)
 
 
+@checked
 def build_train_network(
     network: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: nn.Module | None = None,
-    level: str = "O0",
+    optimizer: Trainer,
+    loss_fn: Loss | None = None,
+    level: Annotated[str, _level] = "O0",
     boost_level: str = "O0",
     *,
-    hooks: Sequence[Hook] = (),
-    clip_norm: float | None = None,
-    accumulation_steps: int = 1,
+    hooks: Hooks = (),
+    clip_norm: Norm | None = None,
+    accumulation_steps: Count = 1,
     **kwargs: Any,
 ) -> TrainOneStepCell:
     """Cast a network at a level, add the loss, and wrap both with the optimizer into a train cell in training mode.
@@ -66,13 +104,13 @@ def build_train_network(
     Source:  MindSpore 2.7 amp.build_train_network. There O2's default manager is one instance per process, and an
              update cell is refused on a CPU; mpkit makes a new manager each time and trains anywhere.
     """
-    _check(network, optimizer, loss_fn, level, kwargs)
-    check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
     row = MINDSPORE[level]
-    keep = kwargs.get("keep_batchnorm_fp32", bool(row.protected))
-    dtype = kwargs.get("cast_model_type", row.dtype if row.overrides else torch.float32)
-    manager = kwargs["loss_scale_manager"] if "loss_scale_manager" in kwargs else _default_manager(row)
-    boosted = _boost(boost_level, kwargs.get("boost_config_dict"))
+    given = {name: _override(name, value) for name, value in kwargs.items()}
+    keep = given.get("keep_batchnorm_fp32", bool(row.protected))
+    dtype = given.get("cast_model_type", row.dtype if row.overrides else torch.float32)
+    scaled = "loss_scale_manager" not in given and row.loss_scale != "none"
+    manager = DynamicLossScaleManager() if scaled else given.get("loss_scale_manager")
+    boosted = _boost(boost_level, given.get("boost_config_dict"))
     make = _train_cell(manager, boosted, clip_norm, parameters_of(optimizer))
 
     if boosted is not None:  # all that can be refused has been, unless the boost refuses the network
@@ -97,10 +135,6 @@ def _cast(network: nn.Module, level: Level, cast: torch.dtype, keep: bool) -> No
         to_float(network, torch.float16)  # even though cast_model_type is float32
     elif not level.overrides:
         auto_mixed_precision(network, level.name)
-
-
-def _default_manager(level: Level) -> LossScaleManager | None:
-    return None if level.loss_scale == "none" else DynamicLossScaleManager()
 
 
 def _train_cell(
@@ -139,26 +173,3 @@ def _boost(level: str, config: dict[str, Any] | None) -> Any:
         raise ValueError(f"boost_level is one of {', '.join(levels)} (case matters), got {level!r}")
     boosted = mpkit.AutoBoost(level, config)
     return boosted if level != "O0" or any(boosted.flags.values()) else None
-
-
-def _check(network: object, optimizer: object, loss_fn: object, level: object, kwargs: dict[str, Any]) -> None:
-    check_kind("network", network, nn.Module, "an nn.Module")
-    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    module = "an nn.Module such as nn.CrossEntropyLoss() (put a plain function into the forward of one)"
-    check_kind("loss_fn", loss_fn, nn.Module, module, optional=True)
-    check_kind("level", level, str, "a string")
-    if level not in MINDSPORE:
-        raise ValueError(f"level is one of {', '.join(MINDSPORE)} (case matters), got {level!r}")
-    for name in kwargs:
-        if name not in OVERRIDES:
-            raise ValueError(f"unknown keyword {name!r}; there are {', '.join(OVERRIDES + STEP_OPTIONS)}")
-    cast = kwargs.get("cast_model_type", torch.float32)
-    if cast not in (torch.float16, torch.float32):
-        raise TypeError(
-            f"cast_model_type is torch.float16 or torch.float32, got {cast!r}; for another format call "
-            'auto_mixed_precision(network, level, dtype) yourself and build with level="O0"'
-        )
-    check_flags(keep_batchnorm_fp32=kwargs.get("keep_batchnorm_fp32", False))
-    manager = kwargs.get("loss_scale_manager")
-    like = "a LossScaleManager such as DynamicLossScaleManager()"
-    check_kind("loss_scale_manager", manager, LossScaleManager, like, optional=True)

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_function, check_kind
+from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
-from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.scalers import LossScaler, Scale
 from mpkit.scalers.sense import scale_tensor
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import check_norm, checked_loss, device_of
-from mpkit.step.restore import load_all
 from mpkit.step.scaling import Scaling, Unscaled, scaling_of
 from mpkit.step.update import Update
 
 MakeUpdate = Callable[[nn.Module, Optimizer], Update]
 """Makes a step's update from its network and its optimizer."""
+
+
+def _trainer(name: str, value: Any) -> Optimizer:
+    check_kind(name, value, Optimizer, "a torch.optim.Optimizer")
+    need_plain_step(value)
+    if not any(p.requires_grad for p in parameters_of(value)):
+        nothing = "the optimizer holds no parameter with requires_grad=True, so a step would change nothing"
+        raise ValueError(f"{nothing}; unfreeze some or build it from the parameters that train")
+    return value
+
+
+def _hooks(name: str, value: Any) -> Sequence[Hook]:
+    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(h, Hook) for h in value):
+        raise TypeError(f"{name} must be a list of Hook objects (an empty one for none), got {value!r:.80}")
+    return value  # type: ignore[return-value]
+
+
+Trainer = Annotated[Optimizer, _trainer]
+"""An optimizer that a step can run."""
+Hooks = Annotated[Sequence[Hook], _hooks]
+Norm = Annotated[float, check_norm]
 
 
 def plain_update(network: nn.Module, optimizer: Optimizer) -> Update:
@@ -74,55 +93,40 @@ class TrainOneStepCell(nn.Module):
               a begun accumulation has summed (`pending` micro-batches) is in no state and in no copy.
     """
 
-    sens: Tensor
-    _seed = "sens"
-    """The name of the buffer that the backward pass starts from."""
-
+    @checked
     def __init__(
         self,
         network: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Trainer,
         sens: float | None = None,
         return_grad: bool = False,
         *,
-        hooks: Sequence[Hook] = (),
-        clip_norm: float | None = None,
-        accumulation_steps: int = 1,
+        hooks: Hooks = (),
+        clip_norm: Norm | None = None,
+        accumulation_steps: Count = 1,
         update: MakeUpdate = plain_update,
     ) -> None:
-        check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
         check_clipped(clip_norm, sens)
-        seed = scale_tensor(1.0 if sens is None else sens, device_of(network.parameters()), "sens")
-        self._set_up(network, optimizer, Unscaled(seed), hooks, clip_norm, accumulation_steps, update)
+        scaling = Unscaled(scale_tensor(1.0 if sens is None else sens, device_of(network.parameters()), "sens"))
+        self._set_up(network, optimizer, scaling, update, parts=accumulation_steps, hooks=hooks, clip_norm=clip_norm)
         self.return_grad = return_grad
 
     def _set_up(
-        self,
-        network: nn.Module,
-        optimizer: Optimizer,
-        scaling: Scaling,
-        hooks: Sequence[Hook],
-        clip_norm: float | None,
-        accumulation_steps: int,
-        update: MakeUpdate,
+        self, network: nn.Module, optimizer: Optimizer, scaling: Scaling, update: MakeUpdate, **options: Any
     ) -> None:
         """What every step has, with a scale or without."""
         nn.Module.__init__(self)
         uncompiled(TrainOneStepCell, "_run", "_differentiated")
-        self.network = network
-        self.optimizer = optimizer
+        self.network, self.optimizer = network, optimizer
         self.return_grad = False
-        self.accumulation_steps = accumulation_steps
+        self.accumulation_steps = options["parts"]
         self.index = 0
-        self.step = Step(
-            [update(network, optimizer)],
-            scaling,
-            parts=accumulation_steps,
-            network=network,
-            hooks=hooks,
-            clip_norm=clip_norm,
-        )
-        self.register_buffer(self._seed, scaling.seed)
+        self.step = Step([update(network, optimizer)], scaling, network=network, **options)
+
+    @property
+    def sens(self) -> Tensor:
+        """What the backward pass starts from, () or (1,) float32."""
+        return self.step.scaling.seed
 
     @property
     def hooks(self) -> list[Hook]:
@@ -183,64 +187,28 @@ class TrainOneStepCell(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What `state_dict()` holds beside the tensors of the network."""
-        return {
-            "index": self.index,
-            "optimizer": self.optimizer.state_dict(),
-            "kinds": kinds_of(self.optimizer),
-            "hooks": [h.state_dict() if hasattr(h, "state_dict") else None for h in self.hooks],
-        }
+        return {"index": self.index, **self.step.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """The reverse of `get_extra_state`; a begun accumulation is given up.
 
-        Raises:  ValueError if the saved cell had another number of hooks or another optimizer. All or nothing.
+        Raises:  TypeError or ValueError, and changes nothing, for what this cell cannot take over.
         """
         self.check_extra_state(state)
-        load_all(self._stateful(state))
+        self.step.load_state_dict(state)
         self.index = state["index"]
-        self.step.drop()
 
     def check_extra_state(self, state: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a state that this cell cannot take over."""
-        check_kind("the extra state of a train cell", state, dict, "what get_extra_state gave")
-        own = self.get_extra_state()
-        if missing := [key for key in own if key not in state]:
-            raise ValueError(f"this is not what a {type(self).__name__} saved: it lacks {', '.join(missing)}")
-        check_kind("hooks", state["hooks"], (list, tuple), "a list of states, as it was saved")
-        theirs = [saved is not None for saved in state["hooks"]]
-        if theirs != [hasattr(hook, "state_dict") for hook in self.hooks]:
-            had = f"the saved step had {len(theirs)} hooks, {sum(theirs)} of them with a state, and this one has others"
-            raise ValueError(f"{had}; build the cell with the same hooks in the same order before loading")
-        check_kinds(self.optimizer, state["kinds"])
+        check_alike("the state of a train cell", state, {"index": self.index})
         check_count("index", state["index"], low=0)
-
-    def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
-        """The objects that take over a part of a saved state, each with its part."""
-        hooks = [(hook, saved) for hook, saved in zip(self.hooks, state["hooks"]) if saved is not None]
-        return [(self.optimizer, state["optimizer"]), *hooks]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """nn.Module has copied the scale by the time `set_extra_state` refuses the rest."""
-        before = getattr(self, self._seed).clone()
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *rest)
-        except Exception:
-            getattr(self, self._seed).copy_(before)
-            raise
-        self._hold(getattr(self, self._seed))
+        self.step.check_state(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`half()` and `double()` are meant for the network: the scale stays float32, or a large one became inf."""
+        """The scale goes where the network goes, and stays float32 when that is cast, or a large one became inf."""
         super()._apply(fn, recurse)
-        self._hold()
+        self.step.scaling.to_(fn(self.sens).device)
         return self
-
-    def _hold(self, loaded: Tensor | None = None) -> None:
-        """The buffer is the tensor that moves, also where the module has got another one."""
-        seed = self.step.scaling.to_(getattr(self, self._seed).device)
-        if loaded is not None and loaded is not seed:
-            seed.copy_(loaded)
-        setattr(self, self._seed, seed)
 
 
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
@@ -260,24 +228,23 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
     Source:   MindSpore nn.TrainOneStepWithLossScaleCell.
     """
 
-    scale_sense: Tensor
-    _seed = "scale_sense"
-
+    @checked
     def __init__(
         self,
         network: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Trainer,
         scale_sense: object,
         *,
-        hooks: Sequence[Hook] = (),
-        clip_norm: float | None = None,
-        accumulation_steps: int = 1,
+        hooks: Hooks = (),
+        clip_norm: Norm | None = None,
+        accumulation_steps: Count = 1,
         update: MakeUpdate = plain_update,
     ) -> None:
-        check_parts(network, optimizer, hooks, clip_norm, accumulation_steps)
         scaling = scaling_of(scale_sense, device_of(network.parameters()))
         scaling.covers(parameters_of(optimizer))
-        self._set_up(network, optimizer, scaling, hooks, clip_norm, accumulation_steps, update)
+        rule = scale_sense if isinstance(scale_sense, LossScaler | Scale) else None
+        options = {"parts": accumulation_steps, "hooks": hooks, "clip_norm": clip_norm, "rule": rule}
+        self._set_up(network, optimizer, scaling, update, **options)
         # by this name an update cell's counters stand in `state_dict()`
         self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense
 
@@ -285,23 +252,9 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         return self._run(inputs)
 
     @property
-    def _rule(self) -> Any:
-        """What has a state beside the buffers: a scaler."""
-        return self.adjust if isinstance(self.adjust, LossScaler | Scale) else None
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """As of `TrainOneStepCell`, with the state of a `LossScaler`."""
-        return {**super().get_extra_state(), "rule": None if self._rule is None else self._rule.state_dict()}
-
-    def check_extra_state(self, state: dict[str, Any]) -> None:
-        """As of `TrainOneStepCell`; also if only one of the two cells has a `LossScaler`."""
-        super().check_extra_state(state)
-        if (state["rule"] is None) != (self._rule is None):
-            had, has = ("no LossScaler", "one") if state["rule"] is None else ("a LossScaler", "none")
-            raise ValueError(f"the saved step had {had} and this one has {has}; build it with the same scale_sense")
-
-    def _stateful(self, state: dict[str, Any]) -> list[tuple[Any, Any]]:
-        return [*super()._stateful(state), *([] if self._rule is None else [(self._rule, state["rule"])])]
+    def scale_sense(self) -> Tensor:
+        """The loss scale of now, () or (1,) float32."""
+        return self.step.scaling.seed
 
     def set_sense_scale(self, sens: Tensor) -> None:
         """Replace the loss scale by a tensor of the same shape. Its value is not read, so nothing waits for it.
@@ -314,30 +267,12 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         if sens.shape != self.scale_sense.shape or not sens.is_floating_point():
             need = f"a floating tensor of shape {tuple(self.scale_sense.shape)}"
             raise ValueError(f"sens must be {need}, got {sens.dtype} of shape {tuple(sens.shape)}")
-        if self._rule is not None:
+        if self.step.rule is not None:
             raise RuntimeError("the scale belongs to the LossScaler that this cell was built with; set it there")
         if self.step.pending:
             summed = f"{self.step.pending} of {self.accumulation_steps} micro-batches are summed at the old scale"
             raise RuntimeError(f"{summed}; change it after the call that ends the accumulation")
         self.scale_sense.copy_(sens)
-
-
-def check_parts(
-    network: object, optimizer: object, hooks: object, clip_norm: object, accumulation_steps: object
-) -> None:
-    """Raise TypeError or ValueError unless a train cell can be made of these."""
-    check_kind("network", network, nn.Module, "an nn.Module that returns the loss")
-    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    assert isinstance(optimizer, Optimizer)
-    need_plain_step(optimizer)
-    if not any(p.requires_grad for p in parameters_of(optimizer)):
-        nothing = "the optimizer holds no parameter with requires_grad=True, so a step would change nothing"
-        raise ValueError(f"{nothing}; unfreeze some or build it from the parameters that train")
-    if isinstance(hooks, str) or not isinstance(hooks, Iterable) or not all(isinstance(h, Hook) for h in hooks):
-        raise TypeError(f"hooks must be a list of Hook objects (an empty one for none), got {hooks!r:.80}")
-    if clip_norm is not None:
-        check_norm("clip_norm", clip_norm)
-    check_count("accumulation_steps", accumulation_steps)
 
 
 def check_clipped(clip_norm: float | None, sens: float | None) -> None:

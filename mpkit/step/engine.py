@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_alike
 from mpkit.optimizers.arguments import parameters_of
+from mpkit.optimizers.saved import check_kinds, check_saved, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext
 from mpkit.step.phases import backward, checked_loss, gradients_of, narrow_, need_gradients, widen_
@@ -35,6 +37,7 @@ class Step:
         skip:       "all": an overflow anywhere skips every update; "each": only the one whose gradients overflowed, and
                     one without gradients rests.
         average:    average the gradients over the processes.
+        rule:       what moves the scale and has a state of its own; None where another module saves it.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class Step:
         clip_norm: float | None = None,
         skip: Literal["all", "each"] = "all",
         average: bool = True,
+        rule: Any = None,
     ) -> None:
         uncompiled(Step, "due", "begin", "quiet", "backward", "finish", "unscale", "apply", "drop")
         self.updates, self.scaling, self.parts = list(updates), scaling, parts
-        self.clip_norm, self.skip, self.average = clip_norm, skip, average
+        self.clip_norm, self.skip, self.average, self.rule = clip_norm, skip, average, rule
         self.hooks = [*hooks, *(hook for update in self.updates for hook in update.hooks)]
         self.replica = None if network is None else distributed.averaging_wrapper(network)
         self.averaged = distributed.averaged_by(self.replica)
@@ -166,6 +170,47 @@ class Step:
         """Give the running step up; the next `backward` begins a new one."""
         narrow_(self.parameters() if self.pending and self.parts != 1 else ())
         self.pending, self.applied, self.found = 0, 0, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, rule, optimizers and hooks as they stand between two updates."""
+        optimizers = [update.optimizer for update in self.updates]
+        return {
+            "scale": self.scaling.seed.clone(),
+            "rule": None if self.rule is None else self.rule.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "kinds": [kinds_of(optimizer) for optimizer in optimizers],
+            "hooks": [hook.state_dict() if hasattr(hook, "state_dict") else None for hook in self.hooks],
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for a state that this step cannot take over."""
+        nothing = [None] * len(self.updates)
+        own = {"rule": None, "optimizers": nothing, "kinds": nothing, "hooks": [None] * len(self.hooks)}
+        check_alike("the state of a step", state, {"scale": self.scaling.seed, **own})
+        rule = None if self.rule is None else self.rule.state_dict()
+        held = [rule is not None, *(hasattr(hook, "state_dict") for hook in self.hooks)]
+        if [part is not None for part in (state["rule"], *state["hooks"])] != held:
+            raise ValueError("the saved step had other hooks, or another kind of scale; build it as it was saved")
+        for update, kinds, saved in zip(self.updates, state["kinds"], state["optimizers"]):
+            check_kinds(update.optimizer, kinds)
+            if "param_groups" in update.optimizer.state_dict():
+                check_saved(update.optimizer, saved)
+        check_alike("rule", state["rule"], rule)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; what was begun is given up.
+
+        Raises:  TypeError or ValueError, and changes nothing, if the parts are others. A hook of somebody else's comes
+                 first: what it takes nobody knows before.
+        """
+        self.check_state(state)
+        optimizers = [update.optimizer for update in self.updates]
+        parts = [*zip(self.hooks, state["hooks"]), (self.rule, state["rule"]), *zip(optimizers, state["optimizers"])]
+        for part, saved in parts:
+            if saved is not None:
+                part.load_state_dict(saved)
+        self.scaling.seed.copy_(state["scale"])
+        self.drop()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins a step of its own: it has other parameters, and torch leaves gradients behind."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from mpkit.arguments import check_number, is_number
+from mpkit.arguments import check_number
 from mpkit.optimizers.arguments import parameters_of
 
 
@@ -145,14 +146,11 @@ def apply_(optimizer: Optimizer, found_inf: Tensor | None) -> None:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def check_norm(name: str, value: object) -> None:
+def check_norm(name: str, value: object) -> float:
     """Raise unless `value` is a number above 0; inf is a norm that clips nothing."""
-    if not is_number(value):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if isinstance(value, int):
-        check_number(name, value)
-    if not float(value) > 0:
-        raise ValueError(f"{name} must be above 0, got {value}; leave it out for no clipping")
+    if isinstance(value, float) and value == math.inf:
+        return value
+    return check_number(name, value, open_low=True)
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_choice, check_flags, check_kind
+from mpkit.arguments import checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
-from mpkit.optimizers.saved import check_kinds, kinds_of
 from mpkit.step.engine import Step
 from mpkit.step.phases import check_norm, clip_, device_of
-from mpkit.step.restore import load_all
 from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
+
+
+def _optimizers(name: str, value: Any) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    listed = [value] if isinstance(value, Optimizer) else list(value) if isinstance(value, Iterable) else []
+    if not listed or not all(isinstance(each, Optimizer) for each in listed):
+        raise TypeError(f"{name} must be torch.optim.Optimizers, one or a non-empty list, got {value!r:.80}")
+    for optimizer in listed:
+        need_plain_step(optimizer)
+    identities = [id(p) for optimizer in listed for p in parameters_of(optimizer)]
+    if len(identities) != len(set(identities)):
+        raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")
+    return listed
 
 
 class ScaledStep(Step):
@@ -49,31 +60,21 @@ class ScaledStep(Step):
     False
     """
 
+    @checked
     def __init__(
         self,
-        optimizers: Optimizer | Sequence[Optimizer],
+        optimizers: Annotated[Any, _optimizers],
         scale_sense: object,
         *,
         skip: Literal["all", "each"] = "all",
         average: bool = True,
     ) -> None:
-        listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        own = list(listed) if isinstance(listed, Iterable) else []
-        if not own or not all(isinstance(o, Optimizer) for o in own):
-            raise TypeError(
-                f"optimizers must be torch.optim.Optimizers, one or a non-empty list, got {optimizers!r:.80}"
-            )
-        for optimizer in own:
-            need_plain_step(optimizer)
-        check_choice("skip", skip, ("all", "each"))
-        check_flags(average=average)
-        identities = [id(p) for o in own for p in parameters_of(o)]
-        if len(identities) != len(set(identities)):
-            raise ValueError("two optimizers share a parameter, whose gradient would be unscaled twice; give it to one")
-        self.optimizers = own
-        scaling = scaling_of(scale_sense, device_of(parameters_of(own[0])))
-        super().__init__([Update(o) for o in own], scaling, parts=0 if average else 1, skip=skip, average=average)
+        self.optimizers = optimizers
+        scaling = scaling_of(scale_sense, device_of(parameters_of(optimizers[0])))
         self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense
+        rule = self.adjust if hasattr(self.adjust, "load_state_dict") else None
+        updates = [Update(optimizer) for optimizer in optimizers]
+        super().__init__(updates, scaling, parts=0 if average else 1, skip=skip, average=average, rule=rule)
 
     @property
     def scale(self) -> Tensor:
@@ -144,31 +145,4 @@ class ScaledStep(Step):
         """Scale, rule and optimizers. Raises RuntimeError between `backward` and `update`."""
         if self.pending:
             raise RuntimeError("the step has gradients that no update has used; save after update()")
-        rule: Any = self.adjust
-        return {
-            "scale": self.scale.clone(),
-            "rule": rule.state_dict() if hasattr(rule, "state_dict") else None,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "kinds": [kinds_of(optimizer) for optimizer in self.optimizers],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError, and changes nothing, if the parts are others."""
-        rule: Any = self.adjust if hasattr(self.adjust, "load_state_dict") else None
-        if not isinstance(state, dict) or not {"scale", "rule", "optimizers", "kinds"} <= state.keys():
-            raise ValueError(f"this is not what a ScaledStep saved: {state!r:.60}")
-        check_kind("optimizers", state["optimizers"], (list, tuple), "the list of states that was saved")
-        theirs, ours = (len(state["optimizers"]), state["rule"] is None), (len(self.optimizers), rule is None)
-        if theirs != ours:
-            saved, own = (f"{count} optimizers and {'no' if bare else 'a'} rule" for count, bare in (theirs, ours))
-            raise ValueError(f"the saved step had {saved} for its scale, this one has {own}; build it as it was saved")
-        kinds = state["kinds"]
-        check_alike("kinds", kinds, [None] * len(self.optimizers))
-        check_kind("scale", state["scale"], Tensor, "a tensor, as it was saved")
-        if state["scale"].numel() != 1:
-            raise ValueError(f"scale must be one number, got shape {tuple(state['scale'].shape)}")
-        for optimizer, kind in zip(self.optimizers, kinds):
-            check_kinds(optimizer, kind)
-        load_all([*([] if rule is None else [(rule, state["rule"])]), *zip(self.optimizers, state["optimizers"])])
-        self.scale.copy_(state["scale"].reshape(self.scale.shape))
-        self.drop()
+        return super().state_dict()

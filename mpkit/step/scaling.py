@@ -37,6 +37,8 @@ class Scaling:
 
     def covers(self, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError unless all these parameters get a scale; one scale for the loss is one for all."""
+        if self.groups is not None:
+            self.groups.covers(parameters)
 
     def unscale_(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Divide the gradients by the scale; -> () float32, 1 where one was not finite, or None if nobody looks."""

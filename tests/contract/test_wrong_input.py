@@ -385,7 +385,7 @@ def is_record(thing) -> bool:
 
 def checked_kind(thing: typing.Any, p: inspect.Parameter) -> str:
     """What is annotated, where the annotation carries a check: `float` of `Annotated[float, check_float]`."""
-    if "schedules" not in thing.__module__ and "optimizers" not in thing.__module__:
+    if not {"schedules", "optimizers", "boost", "step", "model"} & {*thing.__module__.split(".")}:
         return ""
     hint = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing, include_extras=True).get(p.name)
     if not hasattr(hint, "__metadata__"):

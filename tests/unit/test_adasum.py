@@ -100,13 +100,6 @@ def test_devices_of_a_node_share_the_parameters_and_the_last_takes_the_rest() ->
     assert [cell.slot(0), cell.slot(1)] == [slice(0, 2), slice(2, 5)]
 
 
-def test_single_elements_are_averaged_pair_by_pair() -> None:
-    cell = AdaSum.__new__(AdaSum)
-    vars(cell).update(_levels=2, _swap=lambda values, _, level: [v + 4.0 * (level + 1) for v in values])
-    assert [v.tolist() for v in cell._mean([torch.tensor([1.0]), torch.tensor([-6.0])])] == [[7.0], [0.0]]  # +2, +4
-    assert cell._mean([]) == []
-
-
 def test_the_epsilon_grows_with_the_ranks_below_a_level() -> None:
     a, b, c, d = (torch.tensor([v, 0.0], dtype=torch.float64) for v in (1.0, 2.0, 3.0, 5.0))
 

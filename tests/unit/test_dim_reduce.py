@@ -77,7 +77,7 @@ def test_rows_of_an_earlier_run_with_another_size_are_refused(tmp_path: Path) ->
     np.save(tmp_path / "full.npy", walk(4, 3))
     prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy")
     write_pca_files(tmp_path / "full.npy", walk(6, 3), 2)
-    with pytest.raises(ValueError, match=r"need 2 components .* remove the files of an earlier run"):
+    with pytest.raises(ValueError, match=r"need 2 components .* remove the files of earlier runs"):
         prepare_pca(net, 4, pca_mat_path=tmp_path / "full.npy", rank=1, rank_size=2)  # only reads
 
 

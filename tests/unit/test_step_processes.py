@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpkit import optimizers
 from mpkit.boost import AdaSum
-from mpkit.boost.grad_freeze import reduce_
 from mpkit.scalers import DynamicLossScaleUpdateCell
 from mpkit.step import ScaledStep, TrainOneStepCell, TrainOneStepWithLossScaleCell, WithLossCell
-from mpkit.step.distributed import average_
+from mpkit.step.distributed import average_, mean_
 
 RANKS, STEPS = 2, 8
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
@@ -114,7 +113,7 @@ def large(rank):
     p.grad = torch.full_like(p, 40000.0)
     average_([p])
     summed = [torch.full((2,), 40000.0, dtype=torch.float16)]
-    reduce_(summed)
+    mean_(summed)
     return [p.grad, summed[0]]
 
 

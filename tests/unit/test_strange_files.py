@@ -30,8 +30,7 @@ from torch import nn
 from mpkit import data
 from mpkit.boost import AutoBoost
 from mpkit.boost.dim_reduce import prepare_pca
-from mpkit.boost.dim_reduce.pca import read_pca_rows, write_pca_files
-from mpkit.boost.dim_reduce.snapshots import WeightSnapshots, read_snapshots
+from mpkit.boost.dim_reduce.components import WeightSnapshots, read_pca_rows, read_snapshots, write_pca_files
 from mpkit.experiment import Results, command, experiment, train
 from mpkit.experiment.engine import _Plan
 from mpkit.files import read_npz, read_tensors

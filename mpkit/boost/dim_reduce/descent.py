@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_kind, check_number
-from mpkit.boost.dim_reduce.pca import row_block
+from mpkit.arguments import Count, Index, check_kind, check_number, checked
+from mpkit.boost.dim_reduce.components import row_block
+from mpkit.model.randomness import random_state, set_random_state
 from mpkit.optimizers.arguments import parameters_of
 from mpkit.step import StepContext
-from mpkit.step.distributed import mean_, rank_and_size
+from mpkit.step.distributed import mean_
 from mpkit.step.update import Update, Wrapped
 
+Open = Annotated[float, partial(check_number, high=1.0, open_low=True)]
 CURVATURE_FLOOR = 1e-20
 
 
@@ -35,29 +37,6 @@ class LineSearch(NamedTuple):
     rho: float
     accepted: bool
     losses: tuple[float, ...]
-
-
-class DimReduceSGD(torch.optim.SGD):
-    """The plain SGD with rate 1 that a `DimReduce` drives, and what it is to be made of.
-
-    Args:
-        parameters:     the trained parameters of the network, in its order.
-        pca_mat_local:  as in `DimReduce`.
-        alpha:          learning rate of the residual.
-    """
-
-    dim_reduce = True  # MindSpore's mark, by which train cells know it
-
-    def __init__(self, parameters: Sequence[nn.Parameter], pca_mat_local: np.ndarray | Tensor, alpha: float) -> None:
-        super().__init__(parameters, lr=1.0)
-        self.pca_mat_local, self.dim_reduce_alpha = pca_mat_local, alpha
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("pca_mat_local", "dim_reduce_alpha")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in mine}}
-
-
-DimReduceSGD.__name__ = "SGD"  # what it is to everybody else, and what MindSpore calls it
 
 
 class DimReduce(nn.Module):
@@ -97,57 +76,49 @@ class DimReduce(nn.Module):
     last_move: Tensor
     momentum: Tensor
 
+    @checked
     def __init__(
         self,
         network: nn.Module,
         optimizer: Optimizer,
         weight: Sequence[nn.Parameter],
         pca_mat_local: np.ndarray | Tensor,
-        n_components: int = 32,
-        rho: float = 0.55,
-        gamma: float = 0.9,
-        alpha: float = 0.001,
-        sigma: float = 0.4,
-        rank: int = 0,
-        rank_size: int = 1,
+        n_components: Count = 32,
+        rho: Open = 0.55,
+        gamma: Annotated[float, partial(check_number, high=1.0)] = 0.9,
+        alpha: Annotated[float, check_number] = 0.001,
+        sigma: Open = 0.4,
+        rank: Index = 0,
+        rank_size: Count = 1,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
-        check_kind("network", network, nn.Module, "an nn.Module")
         self.weights = tuple(weight)
         for each in self.weights:
             check_kind("each of weight", each, nn.Parameter, "a parameter")
-        self.size = sum(w.numel() for w in self.weights)
-        _check_numbers(n_components, rho, gamma, alpha, sigma)
-        if check_count("rank", rank, low=0) >= check_count("rank_size", rank_size):
-            raise ValueError(f"need 0 <= rank < rank_size, got rank={rank}, rank_size={rank_size}")
+        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
         _check_optimizer(optimizer, self.weights)
+        self.block = row_block(n_components, rank, rank_size)
+        rows, own = torch.as_tensor(pca_mat_local), self.block.stop - self.block.start
+        size = sum(w.numel() for w in self.weights)
+        if rank >= rank_size or rows.shape != (own, size):
+            raise ValueError(
+                f"pca_mat_local must have {own} rows ({n_components} components, rank {rank} of {rank_size}) of "
+                f"{size} weights, got {tuple(rows.shape)}"
+            )
+        if rank_size > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(f"rank_size={rank_size} needs torch.distributed.init_process_group first")
         self._parts = (network, optimizer)  # a tuple: the network's state stays out of this module's
         self.rho, self.gamma, self.alpha, self.sigma = rho, gamma, alpha, sigma
         self.rank, self.rank_size, self._group = rank, rank_size, process_group
-        self.block = row_block(n_components, rank, rank_size)
-        if rank_size > 1 and not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"rank_size={rank_size} needs torch.distributed.init_process_group first")
         like = self.weights[0].new_zeros((), dtype=torch.promote_types(self.weights[0].dtype, torch.float32))
-        self.register_buffer("pca", self._checked_rows(pca_mat_local, n_components).to(like), persistent=False)
+        self.register_buffer("pca", rows.to(like), persistent=False)
         self.register_buffer("inverse_hessian", torch.eye(n_components).to(like))
-        for name, size in (("last_projection", n_components), ("last_move", n_components), ("momentum", self.size)):
-            self.register_buffer(name, like.new_zeros(size))
+        for name, length in (("last_projection", n_components), ("last_move", n_components), ("momentum", size)):
+            self.register_buffer(name, like.new_zeros(length))
         self.search: LineSearch | None = None
-        self._random = _RandomState(like.device)
-        network.register_forward_pre_hook(self._random)
-
-    def _checked_rows(self, pca_mat_local: np.ndarray | Tensor, n_components: int) -> Tensor:
-        """The matrix, if its rows are those of this rank."""
-        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
-        rows, own = torch.as_tensor(pca_mat_local), self.block.stop - self.block.start
-        if rows.shape != (own, self.size):
-            raise ValueError(
-                f"pca_mat_local must have {own} rows ({n_components} components, rank {self.rank} of "
-                f"{self.rank_size}) of {self.size} weights, got {tuple(rows.shape)}"
-            )
-        return rows
+        self._trial = _Trial(network)
 
     @torch.no_grad()
     def forward(
@@ -191,25 +162,21 @@ class DimReduce(nn.Module):
 
     def _searched(self, loss: Tensor, slope: Tensor, move: Tensor, inputs: tuple[Any, ...]) -> tuple[float, tuple]:
         """The first of 1, rho whose loss is low enough (0 for none), and the losses tried."""
-        network = self._parts[0]
-        before = [w.detach().clone() for w in self.weights]
+        before, parts = [w.detach().clone() for w in self.weights], self._split(move)
         loss, losses = self._mean(loss), []
         try:
             for rho in (1.0, self.rho):
-                self._set(before, rho * move)
-                with _undisturbed(network, self._random):
-                    trial = self._mean(cast(Tensor, network(*inputs)))
+                for w, old, part in zip(self.weights, before, parts):
+                    w.copy_(old + rho * part)
+                with self._trial:
+                    trial = self._mean(self._parts[0](*inputs))
                 losses.append(trial.item())
                 if bool(trial < loss + self.sigma * rho * slope):
                     return rho, tuple(losses)
             return 0.0, tuple(losses)
         finally:
-            self._set(before, None)
-
-    def _set(self, before: list[Tensor], move: Tensor | None) -> None:
-        parts = self._split(move) if move is not None else [torch.zeros(()).to(w) for w in before]
-        for w, old, part in zip(self.weights, before, parts):
-            w.copy_(old + part)
+            for w, old in zip(self.weights, before):
+                w.copy_(old)
 
     def _step(self, move: Tensor) -> None:
         """Give the negative move to the SGD with rate 1; the true gradients are put back."""
@@ -250,7 +217,7 @@ class DimReduce(nn.Module):
 
 
 class DimReduceUpdate(Wrapped):
-    """The move of `DimReduce`, which drives the optimizer."""
+    """The move of a `DimReduce`, which drives the optimizer."""
 
     what = "dimension reduction"
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -258,22 +225,9 @@ class DimReduceUpdate(Wrapped):
         "it computes the whole move itself, and drives plain SGD",
     )
 
-    def __init__(self, inner: Update, network: nn.Module, hyper: Mapping[str, Any]) -> None:
+    def __init__(self, inner: Update, dim_reduce: DimReduce) -> None:
         super().__init__(inner)
-        optimizer: Any = inner.optimizer
-        if not hasattr(optimizer, "pca_mat_local"):  # marked by hand
-            raise ValueError("an optimizer marked for dim_reduce comes from AutoBoost.network_auto_process_train")
-        rank, size = rank_and_size()
-        self.dim_reduce = DimReduce(
-            network,
-            optimizer,
-            parameters_of(optimizer),  # type: ignore[arg-type]
-            optimizer.pca_mat_local,
-            alpha=float(optimizer.dim_reduce_alpha),
-            rank=rank,
-            rank_size=size,
-            **{name: hyper[name] for name in ("n_components", "rho", "gamma", "sigma")},
-        )
+        self.dim_reduce = dim_reduce
 
     def apply(self, ctx: StepContext | None, found_inf: Tensor | None) -> None:
         """One move from the loss and the batch of `ctx`. It measures losses, so the flag is read on the host."""
@@ -285,36 +239,25 @@ class DimReduceUpdate(Wrapped):
         self.dim_reduce(ctx.loss, grads, None, None, *ctx.inputs)
 
 
-class _RandomState:
-    """Remembers the random state before a network's forward pass, so that a trial can repeat its dropout."""
+class _Trial:
+    """Forward passes that repeat the dropout of the last real one, and leave buffers and random state as they were."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.devices = [device] if device.type == "cuda" else []
-        self.state: list[Tensor] | None = None
-        self.frozen = False
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.state = network, random_state()
+        self.before: Any = None
+        network.register_forward_pre_hook(self._real)
 
-    def __call__(self, module: nn.Module, inputs: object) -> None:
-        if not self.frozen:
-            self.state = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
+    def _real(self, module: nn.Module, inputs: object) -> None:
+        if self.before is None:
+            self.state = random_state()
 
-    def restore(self) -> None:
-        if self.state is not None:
-            torch.set_rng_state(self.state[0])
-            for device, state in zip(self.devices, self.state[1:]):
-                torch.cuda.set_rng_state(state, device)
+    def __enter__(self) -> None:
+        self.before = random_state(), [(buffer, buffer.clone()) for buffer in self.network.buffers()]
+        set_random_state(self.state)
 
-
-@contextmanager
-def _undisturbed(network: nn.Module, random: _RandomState) -> Iterator[None]:
-    """Run forward passes that leave buffers and random state as they were."""
-    buffers = [(b, b.clone()) for b in network.buffers()]
-    random.frozen = True
-    try:
-        with torch.random.fork_rng(random.devices):
-            random.restore()
-            yield
-    finally:
-        random.frozen = False
+    def __exit__(self, *error: object) -> None:
+        (state, buffers), self.before = self.before, None
+        set_random_state(state)
         for buffer, value in buffers:
             buffer.copy_(value)
 
@@ -323,16 +266,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _check_numbers(n_components: int, rho: float, gamma: float, alpha: float, sigma: float) -> None:
-    check_count("n_components", n_components)
-    for name, value in (("rho", rho), ("sigma", sigma)):
-        check_number(name, value, high=1.0, open_low=True)
-    check_number("gamma", gamma, high=1.0)
-    check_number("alpha", alpha)
-
-
 def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for group in optimizer.param_groups:
         found = {key: float(group.get(key, default)) for key, default in plain.items()}

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_alike, check_count, check_flags, check_kind, is_whole
+from mpkit.arguments import check_alike, check_kind, checked, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.grad_freeze.update import Freeze, FreezeHook, thaw_
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
+from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.wrapper import PATCHES, Wrapper
 from mpkit.step import Hook
 from mpkit.step.phases import skips_on_device
-from mpkit.step.restore import load_all
 from mpkit.step.update import Update
 
 OPTIONS = frozenset({"lr", "weight_decay", "momentum", "betas"})
@@ -56,6 +56,7 @@ class FreezeOpt(Wrapper):
     knows_its_parameters = True
     """Which parameter is frozen is told by its identity, so that nobody may put others in its place."""
 
+    @checked
     def __init__(
         self,
         opt: Optimizer,
@@ -64,9 +65,7 @@ class FreezeOpt(Wrapper):
         *,
         faithful: bool = False,
     ) -> None:
-        check_kind("opt", opt, Optimizer, "a torch.optim.Optimizer")
         super().__init__(opt)
-        check_flags(faithful=faithful)
         if train_parameter_groups is None and train_strategy is not None:
             raise ValueError("train_strategy names groups by index: give train_parameter_groups with it")
         self.groups = _checked_groups(train_parameter_groups, opt)
@@ -74,12 +73,7 @@ class FreezeOpt(Wrapper):
         # a dict, because torch.compile drops what a compiled step writes to attributes of an optimizer
         self._counts = {"step_index": 0, "steps": 0}
         self._held = parameters_of(opt)  # what is added later is in no group, and trained on every step
-        self.optimizers = self._copies(train_strategy) if faithful else [opt]
-        self._know()
-
-    def _know(self) -> None:
-        self._members = [{id(p) for p in group} for group in self.groups]
-        self._known = {id(p) for p in self._held}
+        self.optimizers = self._copies(isinstance(train_strategy, Tensor)) if faithful else [opt]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -87,7 +81,6 @@ class FreezeOpt(Wrapper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._know()  # a copy has other parameters
         for opt in self.optimizers:
             centralize_where_marked(inner(opt))
 
@@ -130,13 +123,14 @@ class FreezeOpt(Wrapper):
 
     def trained(self, index: int | None = None) -> list[Tensor]:
         """The parameters that a step of `index` (None: the coming step's) updates."""
-        members = self._members[self.index if index is None else index]
-        return [p for p in self.parameters if id(p) in members or id(p) not in self._known]
+        still = {id(p) for p in self.still(index)}
+        return [p for p in self.parameters if id(p) not in still]
 
     def still(self, index: int | None = None) -> list[Tensor]:
         """Those that it does not update."""
-        trained = {id(p) for p in self.trained(index)}
-        return [p for p in self.parameters if id(p) not in trained]
+        members = {id(p) for p in self.groups[self.index if index is None else index]}
+        frozen = {id(p) for p in self._held} - members
+        return [p for p in self.parameters if id(p) in frozen]
 
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
@@ -196,8 +190,55 @@ class FreezeOpt(Wrapper):
 
     def advance(self) -> None:
         """Go on to the next index without an update (a skipped step)."""
-        length = len(self.strategy) if self.strategy else len(self.groups)
-        self._counts["step_index"] = (self.step_index + 1) % length
+        self.step_index = (self.step_index + 1) % len(self.strategy or self.groups)
+
+    # saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
+        for opt in self.optimizers:
+            self._hand_on(opt)
+        states = [opt.state_dict() for opt in self.optimizers]
+        return {**self._counts, "strategy": list(self.strategy), "optimizers": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and `faithful`."""
+        check_alike("the state of a FreezeOpt", state_dict, {**self._counts, "strategy": None, "optimizers": None})
+        check_alike("optimizers", state_dict["optimizers"], [None] * len(self.optimizers))
+        check_kind("strategy", state_dict["strategy"], (list, tuple), "a list of group indices")
+        strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
+        counts = {name: state_dict[name] for name in self._counts}
+        if not all(map(is_whole, counts.values())) or not 0 <= counts["step_index"] < len(strategy or self.groups):
+            raise ValueError(f"step_index must be a place of the strategy and steps a number of calls, got {counts}")
+        for opt, saved in (pairs := list(zip(self.optimizers, state_dict["optimizers"]))):
+            check_saved(opt, saved)
+        for opt, saved in pairs:
+            opt.load_state_dict(saved)
+            self._hand_on(opt, back=True)
+        self.strategy, self._counts = strategy, counts
+
+    # what is faithful to MindSpore: an optimizer for each group
+
+    def _copies(self, split: bool) -> list[Optimizer]:
+        """One optimizer per group, without state; with `split` its listed rates are divided as MindSpore does."""
+        rates = [getattr(group["lr"], "values", None) for group in self.param_groups]
+        copies = []
+        for i, group in enumerate(self.groups):
+            opt = _copy_for(self.optimizer, group)
+            for values, own in zip(rates, opt.param_groups) if split and len(opt.param_groups) == len(rates) else ():
+                if values is not None:
+                    own["lr"] = type(own["lr"])(self._rates_of(i, values))
+            copies.append(opt)
+        return copies
+
+    def _rates_of(self, group: int, rates: tuple[float, ...]) -> tuple[float, ...]:
+        """Rate i goes to the group that step i trains, so that counters per group reproduce the global schedule.
+
+        A group that gets none, and every group when there are more rates than steps, gets the whole list and consumes
+        it from its start: MindSpore's defect.
+        """
+        own = tuple(rate for rate, index in zip(rates, self.strategy) if index == group)
+        return own if own and len(rates) <= len(self.strategy) else rates
 
     def _hand_on(self, opt: Optimizer, *, back: bool = False) -> None:
         """Give a copy the options that somebody has set in the groups of the original; `back`: the other way round."""
@@ -210,92 +251,16 @@ class FreezeOpt(Wrapper):
             # a schedule, or a function, belongs to the copy, which may have its own part of it
             get.update({key: have[key] for key in OPTIONS & have.keys() if not callable(source[key])})
 
-    # saving
-
-    def state_dict(self) -> dict[str, Any]:
-        """Place in the strategy, steps done, the strategy itself and the state of every optimizer."""
-        for opt in self.optimizers:
-            self._hand_on(opt)
-        return {
-            "step_index": self.step_index,
-            "steps": self.steps,
-            "strategy": list(self.strategy),
-            "optimizers": [opt.state_dict() for opt in self.optimizers],
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and `faithful`."""
-        kinds = {"step_index": 0, "strategy": None, "optimizers": None}
-        check_alike(
-            "the state of a FreezeOpt", state_dict, {**kinds, **({"steps": 0} if "steps" in state_dict else {})}
-        )
-        saved = state_dict["optimizers"]
-        check_kind("optimizers", saved, (list, tuple), "a list of states")
-        check_kind("strategy", state_dict["strategy"], (list, tuple), "a list of group indices")
-        if len(saved) != len(self.optimizers):
-            raise ValueError(
-                f"this FreezeOpt has {len(self.optimizers)} optimizers, the state {len(saved)}; "
-                "make it with the same groups and the same choice of faithful"
-            )
-        strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
-        place, length = int(state_dict["step_index"]), len(strategy or self.groups)
-        if not 0 <= place < length:
-            raise ValueError(f"step_index must be in 0..{length - 1}, the places of the strategy, got {place}")
-        steps = check_count("steps", state_dict.get("steps", 0), low=0)
-        load_all(list(zip(self.optimizers, saved)))
-        for opt in self.optimizers:
-            self._hand_on(opt, back=True)
-        self.strategy, self._counts = strategy, {"step_index": place, "steps": steps}
-
-    # what is faithful to MindSpore: an optimizer for each group
-
-    def _copies(self, strategy: object) -> list[Optimizer]:
-        """One optimizer per group, without state, its listed learning rates split as MindSpore does."""
-        split = isinstance(strategy, Tensor)
-        rates = [getattr(group["lr"], "values", None) for group in self.param_groups]
-        copies = []
-        for i, group in enumerate(self.groups):
-            opt = _copy_for(self.optimizer, group)
-            for values, own in zip(rates, opt.param_groups) if split and len(opt.param_groups) == len(rates) else ():
-                if values is not None:
-                    own["lr"] = type(own["lr"])(tuple(split_learning_rates(values, self.strategy, len(self.groups))[i]))
-            copies.append(opt)
-        return copies
-
 
 def _copy_for(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Optimizer:
     """A copy of `optimizer` for some of its parameters: same options, no state, the parameters themselves shared."""
-    own = inner(optimizer)
-    memo: dict[int, Any] = {id(p): p for p in parameters_of(own)}
-    memo[id(own.state)] = defaultdict(dict)
-    result = object.__new__(type(optimizer))
+    own, result = inner(optimizer), object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(p): p for p in parameters_of(own)} | {id(own.state): defaultdict(dict)}
     memo[id(optimizer)] = result
-    own_names = (name for name in optimizer.__dict__ if name not in PATCHES)
-    result.__dict__.update({name: copy.deepcopy(optimizer.__dict__[name], memo) for name in own_names})
+    kept = {name: value for name, value in vars(optimizer).items() if name not in PATCHES}
+    vars(result).update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
     regroup(inner(result), [subset(group, parameters) for group in inner(result).param_groups])
     return result
-
-
-def split_learning_rates(rates: Sequence[float], strategy: Sequence[int], groups: int) -> list[list[float]]:
-    """Rate i goes to the group that step i trains, so that counters per group reproduce the global schedule.
-
-    Edges:   a group that gets none, and every group when there are more rates than steps, gets the whole list and
-             consumes it from its start: MindSpore's defect, which a `FreezeOpt` has only where it is `faithful`.
-    """
-    check_kind("rates", rates, Sequence, "a list of numbers")
-    check_kind("strategy", strategy, Sequence, "a list of ints")
-    check_count("groups", groups)
-    if groups > max(len(strategy), len(rates), 2**20):
-        raise ValueError(f"groups must be at most the steps, or 2**20, got an int of {groups.bit_length()} bits")
-    if len(rates) > len(strategy):
-        return [list(rates) for _ in range(groups)]
-    split: dict[int, list[float]] = defaultdict(list)
-    for rate, index in zip(rates, strategy):
-        split[index].append(rate)
-    return [split[i] or list(rates) for i in range(groups)]
-
-
-# checks
 
 
 def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
@@ -303,14 +268,11 @@ def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
         return [parameters_of(opt)]
     if not isinstance(groups, list | tuple) or not groups:
         raise TypeError(f"train_parameter_groups must be a list of lists of parameters, got {groups!r:.60}")
-    for group in groups:
-        check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
-    parts = [
-        [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
-        for group in groups
-    ]
     held = {id(p) for p in parameters_of(opt)}
-    for i, part in enumerate(parts):
+    parts: list[list[Tensor]] = []
+    for i, group in enumerate(groups):
+        check_kind("each of train_parameter_groups", group, (list, tuple), "a list of parameters")
+        part = [p for item in group for p in (item.get("params", ()) if isinstance(item, dict) else [item])]
         for p in part:
             check_kind("each of a group of train_parameter_groups", p, Tensor, "a parameter, or a dict with 'params'")
         if not any(id(p) in held for p in part):
@@ -318,6 +280,7 @@ def _checked_groups(groups: object, opt: Optimizer) -> list[list[Tensor]]:
                 f"group {i} of train_parameter_groups has no parameter of the optimizer, so its steps would train "
                 "nothing; leave the group out"
             )
+        parts.append(part)
     return parts
 
 
@@ -330,11 +293,8 @@ def _checked_strategy(strategy: object, groups: int) -> list[int]:
                 f"a train_strategy tensor must be 1-D int32, got {strategy.dtype} of shape {tuple(strategy.shape)}"
             )
         strategy = strategy.tolist()
-    check_kind("train_strategy", strategy, (list, tuple), "a list, a tuple or a tensor")
-    assert isinstance(strategy, list | tuple)
-    for index in strategy:
-        if not is_whole(index) or not 0 <= index < groups:
-            raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {index!r}")
-    if not strategy:
-        raise ValueError("train_strategy is empty; leave it out to visit the groups in turn")
+    if not isinstance(strategy, list | tuple):
+        raise TypeError(f"train_strategy must be a list, a tuple or a tensor, got {type(strategy).__name__}")
+    if not strategy or not all(is_whole(index) and 0 <= index < groups for index in strategy):
+        raise ValueError(f"train_strategy must hold group indices 0..{groups - 1} as ints, got {strategy!r:.80}")
     return list(strategy)

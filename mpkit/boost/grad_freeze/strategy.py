@@ -1,21 +1,41 @@
-"""Which layers stand still on which step: freeze groups and the sequence of their indices."""
+"""Which layers stand still on which step: stages of a network, freeze groups, the sequence of their indices, costs."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_flags, check_kind, check_number
+from mpkit.arguments import Count, Index, check_count, check_kind, check_number, checked
 from mpkit.boost.grad_freeze.optimizer import FreezeOpt
-from mpkit.boost.grad_freeze.stages import stages_by_module, stages_by_name
 from mpkit.optimizers.arguments import parameters_of
 
-TYPES = {0: "continuous", 1: "interleaved"}
+MOST_GROUPS = 2**20
+
+
+def _groups(name: str, value: object) -> int:
+    if (groups := check_count(name, value)) > MOST_GROUPS:
+        raise ValueError(f"{name} must be at most {MOST_GROUPS}, got an int of {groups.bit_length()} bits")
+    return groups
+
+
+def _type(name: str, value: object) -> int:
+    if check_count(name, value, low=0) > 1:
+        raise ValueError(f"{name} must be 0 (continuous) or 1 (interleaved), got {value!r}")
+    return int(value)  # type: ignore[call-overload]
+
+
+Groups = Annotated[int, _groups]
+Type = Annotated[int, _type]
+Share = Annotated[float, partial(check_number, high=1.0 + 2.0**-52)]
 
 
 class GradientFreeze:
@@ -46,36 +66,33 @@ class GradientFreeze:
     [0, 0, 1, 2, 0, 0, 1, 2]
     """
 
+    @checked
     def __init__(
         self,
-        param_groups: int,
+        param_groups: Count,
         freeze_type: int,
-        freeze_p: float | None = None,
-        total_steps: int | None = None,
+        freeze_p: Share | None = None,
+        total_steps: Index | None = None,
         *,
-        full_step_fraction: float | None = None,
+        full_step_fraction: Share | None = None,
         faithful: bool = False,
-        seed: int = 0,
+        seed: Index = 0,
     ) -> None:
         share = full_step_fraction if freeze_p is None else freeze_p
         if share is None or None not in (freeze_p, full_step_fraction):
             raise TypeError("give freeze_p or full_step_fraction (one of them): the share of steps without freezing")
         if total_steps is None:
             raise TypeError("GradientFreeze needs total_steps, the length of the strategy in steps")
-        check_flags(faithful=faithful)
-        if check_count("seed", seed, low=0) >= 2**32 and faithful:
+        if param_groups > 1:  # one group never freezes, and MindSpore takes any type for it
+            _type("freeze_type", freeze_type)
+        if seed >= 2**32 and faithful:
             raise ValueError(f"the generator of faithful strategies takes seeds below 2**32, got {seed}")
-        self.param_groups = param_groups
-        self.freeze_type = freeze_type
-        self.freeze_p = share
-        self.total_steps = total_steps
-        self.faithful, self.seed = faithful, seed
-        _check_strategy(param_groups, freeze_type, self.freeze_p, total_steps)
+        self.param_groups, self.freeze_type, self.freeze_p = param_groups, freeze_type, share
+        self.total_steps, self.faithful, self.seed = total_steps, faithful, seed
 
-    def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
+    @checked
+    def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: Count) -> list[list[nn.Parameter]]:
         """One list per freeze group: list i holds the parameters that are trained when the index is i."""
-        check_kind("net", net, nn.Module, "an nn.Module")
-        check_count("freeze_para_groups_number", freeze_para_groups_number)
         stages = stages_by_name(net) if self.faithful else stages_by_module(net)
         if not stages:
             raise ValueError(f"{type(net).__name__} has no trainable parameter to freeze or train")
@@ -84,36 +101,37 @@ class GradientFreeze:
             warnings.warn(
                 f"{groups} freeze groups were asked for and the network has {len(stages)} stages; taking "
                 f"{len(stages)} groups. Give param_groups={len(stages)} or less.",
-                stacklevel=2,
+                stacklevel=3,
             )
             groups = len(stages)
         stride = len(stages) // groups
         return [[p for stage in stages[i * stride :] for p in stage] for i in range(groups)]
 
+    @checked
     def generate_freeze_index_sequence(
-        self, parameter_groups_number: int, freeze_strategy: int, freeze_p: float, total_steps: int
+        self, parameter_groups_number: Count, freeze_strategy: int, freeze_p: Share, total_steps: Index
     ) -> list[int]:
         """The index of every step, exactly `total_steps` long unless `faithful`.
 
         Edges:   freeze_p = 1 never freezes; a step count of 0 gives [].
         """
-        _check_strategy(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         groups, length = parameter_groups_number, int(total_steps * 1.01) if self.faithful else total_steps
-        if groups <= 1 or (freeze_strategy == 0 and freeze_p == 1):
+        if groups <= 1 or (_type("freeze_type", freeze_strategy) == 0 and freeze_p == 1):
             return [0] * length
-        if freeze_strategy == 0:
-            sequence = _continuous(groups, freeze_p, length)
+        if freeze_strategy == 0:  # whole cycles of full steps and the indices 1..G-1
+            cycle = [0] * full_steps(groups, freeze_p) + list(range(1, groups))
+            sequence = cycle * -(-length // len(cycle))
         else:
             draw = np.random.RandomState(self.seed) if self.faithful else np.random.default_rng(self.seed)
             sequence = _interleaved(groups, freeze_p, length, draw)
         return sequence if self.faithful else sequence[:length]
 
+    @checked
     def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, FreezeOpt]:
         """The network as it came, and its optimizer wrapped into a `FreezeOpt` with groups and strategy.
 
         What the optimizer holds beside the network's stages, such as the parameters of a loss, is always trained.
         """
-        check_kind("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         groups = self.split_parameters_groups(network, self.param_groups)
         if not self.faithful:
             staged = {id(p) for p in groups[0]}
@@ -121,16 +139,6 @@ class GradientFreeze:
             groups = [group + others for group in groups]
         strategy = self.generate_freeze_index_sequence(len(groups), self.freeze_type, self.freeze_p, self.total_steps)
         return network, FreezeOpt(optimizer, groups, strategy or None, faithful=self.faithful)
-
-
-def _check_strategy(groups: int, kind: int, share: float, steps: int) -> None:
-    check_count("param_groups", groups)
-    check_count("total_steps", steps, low=0)
-    if groups > 1 and kind not in TYPES:
-        raise ValueError(f"freeze_type must be 0 (continuous) or 1 (interleaved), got {kind!r}")
-    check_number("freeze_p", share, low=-math.inf)
-    if not 0 <= share <= 1:
-        raise ValueError(f"freeze_p is the share of steps without freezing and must be in [0, 1], got {share}")
 
 
 def full_steps(groups: int, share: float) -> int:
@@ -141,24 +149,106 @@ def full_steps(groups: int, share: float) -> int:
     return int(np.floor(share * (groups - 1) / (1 - share)) + 0.5)
 
 
-def _continuous(groups: int, share: float, length: int) -> list[int]:
-    """Whole cycles of z full steps and the indices 1..G-1, at least `length` steps."""
-    cycle = [0] * full_steps(groups, share) + list(range(1, groups))
-    return cycle * -(-length // len(cycle))
-
-
-def _interleaved(
-    groups: int, share: float, length: int, draw: np.random.RandomState | np.random.Generator
-) -> list[int]:
+def _interleaved(groups: int, share: float, length: int, draw: Any) -> list[int]:
     """Frozen steps as soon as their share falls below 1 - p; index v drawn with probability ~ G - v."""
     indices = list(range(groups - 1, 0, -1))
     odds = np.arange(1, groups) / sum(range(1, groups))
-    sequence, full, frozen = [0], 1, 0
+    sequence, frozen = [0], 0
     while len(sequence) < length:
-        if frozen / (full + frozen) < 1 - share:
-            sequence.append(int(draw.choice(indices, p=odds)))
-            frozen += 1
-        else:
-            sequence.append(0)
-            full += 1
+        freezes = frozen / len(sequence) < 1 - share
+        sequence.append(int(draw.choice(indices, p=odds)) if freezes else 0)
+        frozen += freezes
     return sequence
+
+
+# --- stages
+
+
+@checked
+def stages_by_module(net: nn.Module) -> list[list[nn.Parameter]]:
+    """The trainable parameters in definition order, cut before each module that holds a weight of two axes or more."""
+    stages: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    closed = True  # the stage at the end has its weight, so another weight opens a new one
+    for module in net.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, own))
+        weighty = any(p.ndim >= 2 for p in own)
+        if own and (not stages or (weighty and closed)):
+            stages.append([])
+            closed = False
+        if own:
+            stages[-1] += own
+        closed = closed or weighty
+    return stages
+
+
+def stages_by_name(net: nn.Module) -> list[list[nn.Parameter]]:
+    """MindSpore's rule: a parameter joins the stage if it is called "bn" or "bias", or the stage has under three."""
+    stages: list[list[nn.Parameter]] = [[]]
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            if "bn" not in name and "bias" not in name and len(stages[-1]) >= 3:
+                stages.append([])
+            stages[-1].append(p)
+    return [stage for stage in stages if stage]
+
+
+# --- costs
+
+
+@checked
+def index_probabilities(groups: Groups, freeze_type: Type) -> list[float]:
+    """P(v) of v = 1..G-1 on a frozen step: uniform for type 0, (G - v) / (G (G-1) / 2) for type 1."""
+    odds = [1 if freeze_type == 0 else groups - v for v in range(1, groups)]
+    total = sum(odds)
+    return [each / total for each in odds]
+
+
+@checked
+def expected_saving(costs: Sequence[float], groups: Groups, freeze_type: Type, full_step_fraction: Share) -> float:
+    """Share of the backward work that freezing saves on average: S = (1-p) sum_v P(v) s_v.
+
+    Args:
+        costs:  backward cost of each stage, any unit, in definition order; s_v is the share of the first
+                v * (stages // groups) of them.
+
+    >>> round(expected_saving([1.0] * 10, 10, 1, 0.7), 4)   # (1 - 0.7) * (10 + 1) / (3 * 10)
+    0.11
+    """
+    check_kind("costs", costs, (list, tuple), "a list of costs, one of each stage")
+    total, stride = sum(check_number("each of costs", cost) for cost in costs), len(costs) // groups
+    shares = [sum(costs[: v * stride]) / (total or 1.0) for v in range(1, groups)]  # nothing costs: nothing is saved
+    return (1 - full_step_fraction) * sum(p * s for p, s in zip(index_probabilities(groups, freeze_type), shares))
+
+
+@checked
+def stage_costs(net: nn.Module, *inputs: object) -> list[float]:
+    """Multiply-adds that freezing each stage saves in a backward pass: for `expected_saving`.
+
+    A layer costs its multiply-adds once for the gradient of its weight and once for that of its input, which the
+    first layer does not need. Freezing stage k also spares the input gradient of the layer after it, so that one is
+    counted there. Only Linear and convolution layers count.
+
+    Args:
+        inputs:  one forward pass is run on them, without gradients.
+    """
+    stages = stages_by_module(net)
+    place = {id(p): i for i, stage in enumerate(stages) for p in stage}
+    work = [0.0] * (len(stages) + 1)
+
+    def count(module: nn.Linear | _ConvNd, _inputs: object, output: Tensor) -> None:
+        outputs = output.numel() / output.shape[0] / module.weight.shape[0]  # positions of one sample
+        work[place[id(module.weight)]] += outputs * module.weight.numel()
+
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | _ConvNd) and id(m.weight) in place]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    training = net.training
+    try:
+        with torch.no_grad():
+            net.eval()(*inputs)
+    finally:
+        net.train(training)
+        for handle in handles:
+            handle.remove()
+    return [weight + after for weight, after in pairwise(work)]

@@ -25,7 +25,7 @@ class Freeze(Wrapped):
     def __init__(self, inner: Update, optimizer: Any) -> None:
         super().__init__(inner)
         self.freezing = optimizer
-        self.hooks = (*inner.hooks, optimizer.hook())
+        self.hooks = (*inner.hooks, FreezeHook(optimizer))
 
     def attach(self, replica: DistributedDataParallel | None) -> None:
         """Raises ValueError for a DistributedDataParallel that would wait for the gradients of frozen layers."""
@@ -68,8 +68,7 @@ class FreezeHook(Hook):
         thaw_(self._still)
         self._still = []
 
-    def after_failure(self, ctx: StepContext) -> None:
-        self.after_backward(ctx)
+    after_failure = after_backward
 
 
 def thaw_(still: Iterable[Tensor]) -> None:

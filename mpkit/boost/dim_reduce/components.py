@@ -1,20 +1,22 @@
-"""Principal components of weight snapshots, and the files through which ranks share them."""
+"""Weights on the way through training, their principal components, and the files through which ranks share them."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_count, check_kind, check_number
-from mpkit.boost.dim_reduce.snapshots import read_snapshots
-from mpkit.files import read_npy, write_whole
+from mpkit.arguments import Count, Index, check_alike, check_count, check_kind, check_number, checked
+from mpkit.files import read_npy, read_tensors, write_tensors, write_whole
+from mpkit.step import Hook, StepContext
 
+SUFFIXES = (".ckpt", ".pt", ".pth")
 FULL_NAME = "pca_mat_temp.npy"
 MARKER = "save_pca_end.txt"
 MOST_RANKS = 2**16
@@ -22,19 +24,94 @@ OVERSAMPLING = 10
 POLL_SECONDS = 0.1
 
 
-class NormalDraws(Protocol):
-    """What `pca_matrix` needs of a generator: numpy's Generator and RandomState both have it."""
-
-    def normal(self, *, size: tuple[int, int]) -> np.ndarray:
-        """Standard normal numbers of a shape."""
+def _array(name: str, value: object) -> Any:
+    check_kind(name, value, np.ndarray, "an array")
+    return value
 
 
+def _draws(name: str, value: object) -> Any:
+    check_kind(name, value, (np.random.Generator, np.random.RandomState), "a NumPy Generator or RandomState")
+    return value
+
+
+def _rank(name: str, value: object) -> int:
+    if (rank := check_count(name, value, low=0)) > MOST_RANKS:
+        raise ValueError(
+            f"{name} must be at most {MOST_RANKS}, a file for each, got an int of {rank.bit_length()} bits"
+        )
+    return rank
+
+
+Array = Annotated[np.ndarray, _array]
+Draws = Annotated[Any, _draws]
+Rank = Annotated[int, _rank]
+
+
+class WeightSnapshots(Hook):
+    """Saves a network's trained parameters every `every` training steps: a hook, and a call for other loops.
+
+    Files `step_00000010.ckpt` hold {parameter name: tensor}, as torch.save writes it.
+
+    Args:
+        network:   whose parameters are saved, under its own names (also inside a cell that adds the loss).
+        directory: made when the first snapshot is written.
+        every:     steps between snapshots (>= 1).
+    """
+
+    @checked
+    def __init__(self, network: nn.Module, directory: str | Path, every: Count = 10) -> None:
+        self.network, self.directory, self.every = network, Path(directory), every
+
+    def after_update(self, ctx: StepContext) -> None:
+        """Save the weights after each step whose number is a multiple of `every`."""
+        if (ctx.index + 1) % self.every == 0:
+            self.save(ctx.index + 1)
+
+    def save(self, step: int) -> Path:
+        """Save the present weights as those after `step`; -> the file."""
+        path = self.directory / f"step_{step:08d}.ckpt"
+        write_tensors(path, {name: p.cpu().clone() for name, p in _trained(self.network).items()})
+        return path
+
+
+@checked
+def read_snapshots(directory: str | Path, network: nn.Module) -> np.ndarray:
+    """All snapshots of a directory in order of their names -> (snapshots, weights) float64.
+
+    Columns follow the order of the network's trained parameters, flattened. Files end in .ckpt, .pt or .pth and hold
+    a state dict; they are read with `weights_only=True`, so nothing in them is executed.
+
+    Raises:  ValueError for a directory without snapshots, and for one that misses a parameter, has another
+             shape, or is damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"weight_load_dir must be a directory with snapshots, got {str(directory)!r}")
+    files = sorted(f for f in directory.iterdir() if f.suffix in SUFFIXES and not f.name.startswith("."))
+    if not files:
+        raise ValueError(f"no snapshot ({', '.join(SUFFIXES)}) in {str(directory)!r}; record some with WeightSnapshots")
+    trained, rows = _trained(network), []
+    for file in files:
+        state = read_tensors(file)
+        try:
+            check_alike("the state dict", state, trained)
+        except TypeError as error:
+            raise ValueError(f"{file.name} does not fit: {error}") from None
+        rows.append(torch.cat([state[name].detach().reshape(-1).double() for name in trained]).numpy())
+    return np.stack(rows)
+
+
+def _trained(network: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+
+@checked
 def pca_matrix(
-    data: np.ndarray,
-    n_components: int,
+    data: Array,
+    n_components: Count,
     *,
     method: Literal["randomized", "full"] = "randomized",
-    generator: NormalDraws | None = None,
+    generator: Draws | None = None,
 ) -> np.ndarray:
     """The first principal components of `data`, one per row, with orthonormal rows.
 
@@ -48,41 +125,27 @@ def pca_matrix(
     Source:  Halko, Martinsson, Tropp 2011, arXiv:0909.4061, algorithms 4.4 and 5.1 with one power iteration and ten
              extra directions, as in MindSpore boost (which centres the caller's array in place).
     """
-    check_kind("data", data, np.ndarray, "an array with a row per sample")
-    check_kind("n_components", n_components, int, "an int")
     data = np.array(data, dtype=np.float64)
-    if data.ndim != 2:
-        raise ValueError(f"data must have a row per sample, got shape {data.shape}")
-    if not 1 <= n_components <= min(data.shape):
+    if data.ndim != 2 or n_components > min(data.shape):
         raise ValueError(
-            f"{n_components} components need as many samples and weights, got {data.shape[0]} samples of "
-            f"{data.shape[1]} weights; record more snapshots or take fewer components"
+            f"{n_components} components need as many samples (rows) and weights (columns), got an array of "
+            f"{data.shape}; record more snapshots or take fewer components"
         )
-    check_choice("method", method, ("randomized", "full"))
-    _check_generator(generator)
     if n_components == data.shape[0]:
-        warnings.warn(
-            f"{n_components} components of {n_components} samples: the last one is noise; record one more snapshot",
-            stacklevel=2,
-        )
+        noise = f"{n_components} components of {n_components} samples: the last one is noise; record one more snapshot"
+        warnings.warn(noise, stacklevel=3)
     data -= data.mean(axis=0)
     if method == "full":
-        components = np.linalg.svd(data, full_matrices=False)[2][:n_components]
-        return components * _sign_of_largest(components)[:, None]
-    return _randomized(data, n_components, np.random.default_rng(0) if generator is None else generator)
+        components = samples = np.linalg.svd(data, full_matrices=False)[2][:n_components]
+    else:
+        draws = np.random.default_rng(0) if generator is None else generator
+        components, samples = _randomized(data, n_components, draws)
+    largest = samples[np.arange(len(samples)), np.abs(samples).argmax(axis=1)]
+    return components * np.sign(largest)[:, None]
 
 
-def _check_generator(generator: object) -> None:
-    kinds = (np.random.Generator, np.random.RandomState)
-    check_kind("generator", generator, kinds, "a NumPy Generator or RandomState", optional=True)
-
-
-def _check_rank(rank: int) -> None:
-    if check_count("rank", rank, low=0) >= MOST_RANKS:
-        raise ValueError(f"ranks are 0 to {MOST_RANKS - 1}, a file for each, got an int of {rank.bit_length()} bits")
-
-
-def _randomized(data: np.ndarray, k: int, generator: NormalDraws) -> np.ndarray:
+def _randomized(data: np.ndarray, k: int, generator: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The components, and their sample sides, which fix the signs."""
     wide = data.shape[0] < data.shape[1]
     tall = data.T if wide else data
     basis = tall @ generator.normal(size=(tall.shape[1], min(k + OVERSAMPLING, tall.shape[1])))
@@ -90,27 +153,19 @@ def _randomized(data: np.ndarray, k: int, generator: NormalDraws) -> np.ndarray:
     basis = np.linalg.qr(tall @ np.linalg.qr(tall.T @ basis)[0])[0]
     left, _, right = np.linalg.svd(basis.T @ tall, full_matrices=False)
     left, right = (basis @ left)[:, :k].T, right[:k]
-    samples, components = (right, left) if wide else (left, right)
-    return components * _sign_of_largest(samples)[:, None]
+    return (left, right) if wide else (right, left)
 
 
-def _sign_of_largest(rows: np.ndarray) -> np.ndarray:
-    return np.sign(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])
-
-
-def row_block(rows: int, rank: int, rank_size: int) -> slice:
+@checked
+def row_block(rows: Index, rank: Index, rank_size: Count) -> slice:
     """The rows of rank `rank`: ceil(rows / rank_size) each, the last ranks fewer or none."""
-    check_count("rows", rows, low=0)
-    check_count("rank", rank, low=0)
-    check_count("rank_size", rank_size)
     each = -(-rows // rank_size)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
-def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: int) -> None:
+@checked
+def write_pca_files(full_path: str | Path, matrix: Array, rank_size: Rank) -> None:
     """Write each rank's rows beside `full_path`, `<stem>_rank_<r>.npy`, then an empty marker: all are there."""
-    check_kind("matrix", matrix, np.ndarray, "an array")
-    _check_rank(check_count("rank_size", rank_size) - 1)
     full_path = Path(full_path)
     marker = full_path.with_name(MARKER)
     marker.unlink(missing_ok=True)
@@ -119,15 +174,13 @@ def write_pca_files(full_path: str | Path, matrix: np.ndarray, rank_size: int) -
     write_whole(marker, lambda file: None)
 
 
-def read_pca_rows(full_path: str | Path, rank: int, timeout: float = 1800.0) -> np.ndarray:
+@checked
+def read_pca_rows(full_path: str | Path, rank: Rank, timeout: Annotated[float, check_number] = 1800.0) -> np.ndarray:
     """One rank's rows, as soon as the marker is there.
 
     Raises:  RuntimeError when it is not there after `timeout` seconds; ValueError for a damaged file.
     """
-    _check_rank(rank)
-    check_number("timeout", timeout)
-    full_path = Path(full_path)
-    end = time.monotonic() + timeout
+    full_path, end = Path(full_path), time.monotonic() + timeout
     while not full_path.with_name(MARKER).exists():
         if time.monotonic() >= end:
             waited = f"rank {rank} waited {timeout:g} s for {MARKER} in {str(full_path.parent)!r}"
@@ -144,18 +197,19 @@ def _rank_path(full_path: Path, rank: int) -> Path:
     return full_path.with_name(f"{full_path.stem}_rank_{rank}.npy")
 
 
+@checked
 def prepare_pca(
     network: nn.Module,
-    n_components: int = 32,
+    n_components: Count = 32,
     *,
     pca_mat_path: str | Path | None = None,
     weight_load_dir: str | Path | None = None,
     timeout: float = 1800.0,
-    rank: int = 0,
-    rank_size: int = 1,
-    device_number: int = 8,
+    rank: Rank = 0,
+    rank_size: Count = 1,
+    device_number: Count = 8,
     method: Literal["randomized", "full"] = "randomized",
-    generator: NormalDraws | None = None,
+    generator: Draws | None = None,
 ) -> np.ndarray:
     """This rank's rows of the PCA matrix, from a `.npy` file or from the snapshots in a directory.
 
@@ -168,11 +222,6 @@ def prepare_pca(
              after `timeout` seconds.
     Source:  MindSpore boost, section dim_reduce of the configuration.
     """
-    check_kind("network", network, nn.Module, "an nn.Module")
-    _check_rank(rank)
-    for name, value in (("rank_size", rank_size), ("device_number", device_number)):
-        check_count(name, value)
-    _check_generator(generator)
     source = _source(pca_mat_path, weight_load_dir)
     full_path = source if source.is_file() else source / FULL_NAME
     computes = rank % device_number == 0
@@ -180,7 +229,7 @@ def prepare_pca(
         full_path.with_name(MARKER).unlink(missing_ok=True)
     if rank_size > 1 and dist.is_available() and dist.is_initialized():
         dist.barrier()
-    weights = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    weights = sum(p.numel() for p in _trained(network).values())
     if computes:
         if source.is_file():
             matrix = read_npy(source)
@@ -189,9 +238,8 @@ def prepare_pca(
             _save(full_path, matrix)
         _need_rows(np.atleast_1d(matrix)[:n_components], (n_components, weights), f"from {source.name!r}")
         write_pca_files(full_path, matrix[:n_components], rank_size)
-    rows = read_pca_rows(full_path, rank, timeout)
-    own = len(range(n_components)[row_block(n_components, rank, rank_size)])
-    _need_rows(rows, (own, weights), f"in {str(full_path.parent)!r}; remove the files of an earlier run")
+    rows, own = read_pca_rows(full_path, rank, timeout), row_block(n_components, rank, rank_size)
+    _need_rows(rows, (own.stop - own.start, weights), f"in {str(full_path.parent)!r}; remove the files of earlier runs")
     return rows
 
 
