@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.arguments import check_count, check_kind
-
 __all__ = [
     "Bottleneck",
     "CausalSelfAttention",
@@ -85,9 +83,6 @@ class ResidualBlock(nn.Module):
     expansion = 1
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, norm: Norm = nn.BatchNorm2d) -> None:
-        check_count("in_channels", in_channels)
-        check_count("channels", channels)
-        check_count("stride", stride)
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
         self.bn1 = norm(channels)
@@ -112,9 +107,6 @@ class Bottleneck(nn.Module):
     expansion = 4
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1, norm: Norm = nn.BatchNorm2d) -> None:
-        check_count("in_channels", in_channels)
-        check_count("channels", channels)
-        check_count("stride", stride)
         super().__init__()
         out = channels * self.expansion
         self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
@@ -160,11 +152,6 @@ class ResNet(nn.Module):
         small_input: bool = True,
         norm: Norm = nn.BatchNorm2d,
     ) -> None:
-        check_kind("depths", depths, Sequence, "four numbers of blocks")
-        if len(depths) != 4:
-            raise ValueError(f"depths must be four numbers of blocks, as in (2, 2, 2, 2), got {depths!r:.80}")
-        for depth in depths:
-            check_count("each of depths", depth, low=0)
         super().__init__()
         kernel, stride = (3, 1) if small_input else (7, 2)
         self.conv1 = nn.Conv2d(in_channels, width, kernel, stride, padding=kernel // 2, bias=False)
@@ -211,10 +198,6 @@ class InvertedResidual(nn.Module):
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, expansion: int) -> None:
-        check_count("in_channels", in_channels)
-        check_count("out_channels", out_channels)
-        check_count("stride", stride)
-        check_count("expansion", expansion)
         super().__init__()
         hidden = in_channels * expansion
         self.shortcut = stride == 1 and in_channels == out_channels
@@ -273,9 +256,6 @@ class DenseLayer(nn.Module):
     """
 
     def __init__(self, in_channels: int, growth: int, bottleneck: int = 4) -> None:
-        check_count("in_channels", in_channels)
-        check_count("growth", growth)
-        check_count("bottleneck", bottleneck)
         super().__init__()
         self.norm1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, bottleneck * growth, 1, bias=False)
@@ -317,8 +297,6 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a position sees itself and its past. x (N, T, width) -> (N, T, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
-        check_count("width", width)
-        check_count("heads", heads)
         super().__init__()
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got width={width}, heads={heads}")
@@ -336,8 +314,6 @@ class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP, each with a residual sum. x (N, T, width) -> (N, T, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
-        check_count("width", width)
-        check_count("heads", heads)
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = CausalSelfAttention(width, heads)

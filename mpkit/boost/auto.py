@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import check_count, check_flag, check_kind, check_number, checked, is_whole
+from mpkit.arguments import checked
 from mpkit.boost.adasum import AdaSumUpdate, adasum_enabled
+from mpkit.boost.config import FLAGS, LEVELS, SECTIONS, Config, Inactive
 from mpkit.boost.dim_reduce import DimReduce, prepare_pca
 from mpkit.boost.dim_reduce.descent import DimReduceUpdate
 from mpkit.boost.grad_accumulation import Accumulate
@@ -25,82 +22,9 @@ from mpkit.boost.grad_freeze import GradientFreeze, stages_by_module
 from mpkit.boost.grad_freeze.update import need_unused
 from mpkit.boost.less_bn import LessBN, NormalizedLinear
 from mpkit.boost.process import OptimizerProcess, ParameterProcess, regroup
-from mpkit.files import read_json
 from mpkit.optimizers.arguments import coming_rate, inner, need_plain_step, parameters_of
 from mpkit.step.distributed import averaging_wrapper, rank_and_size
 from mpkit.step.update import Update
-
-FLAGS = ("less_bn", "grad_freeze", "adasum", "grad_accumulation", "dim_reduce", "loss_scale_group")
-LEVELS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "O0": frozenset(),
-        "O1": frozenset({"less_bn", "grad_freeze"}),
-        "O2": frozenset({"less_bn", "grad_freeze", "adasum"}),
-    }
-)
-MODES = ("auto", "manual", "enable_all", "disable_all", "tuned")
-TUNED: Mapping[str, Any] = MappingProxyType({"freeze_p": 0.5, "freeze_type": 0})
-"""What mode "tuned" sets where the configuration is silent: half of the steps are frozen, with all indices in turn."""
-
-
-class Inactive(NamedTuple):
-    """Something that was asked for and does not run."""
-
-    what: str
-    reason: str
-
-
-def _type(name: str, value: object) -> object:
-    if isinstance(value, bool) or value not in (0, 1):
-        raise ValueError(f"{name} must be 0 or 1, got {value!r}")
-    return value
-
-
-def _path(name: str, value: object) -> object:
-    check_kind(name, value, (str, Path), "a path", optional=True)
-    return value
-
-
-def _alpha(name: str, value: object) -> object:
-    return value if value == "lr" else check_number(name, value)
-
-
-def _split(name: str, value: object) -> list[int] | None:
-    if value is not None and not (is_whole(value) or isinstance(value, list)):
-        raise ValueError(f"{name} must be a list of parameter positions, or one position, got {value!r}")
-    listed = value if isinstance(value, list) else [value]
-    return None if value is None else [check_count(f"each of {name}", each, low=0) for each in listed]
-
-
-_share = partial(check_number, high=math.nextafter(1.0, 2.0))
-_open = partial(check_number, high=1.0, open_low=True)
-Setting = tuple[Any, Callable[[str, Any], Any]]
-SECTIONS: Mapping[str, Mapping[str, Setting]] = MappingProxyType(
-    {
-        "boost": {"mode": ("auto", lambda _, mode: mode), **dict.fromkeys(FLAGS, (None, check_flag))},
-        "common": {"gradient_split_groups": (None, _split), "device_number": (8, check_count)},  # devices per node
-        "less_bn": {"fn_flag": (True, check_flag), "gc_flag": (True, check_flag)},
-        "grad_freeze": {
-            "param_groups": (10, check_count),
-            "freeze_type": (1, _type),
-            "freeze_p": (0.7, _share),  # of steps without freezing
-            "total_steps": (65536, check_count),
-        },
-        "grad_accumulation": {"grad_accumulation_step": (1, check_count)},
-        "dim_reduce": {
-            "rho": (0.55, _open),
-            "gamma": (0.9, partial(check_number, high=1.0)),
-            "alpha": (0.001, _alpha),  # a number, or "lr" for the rate of the optimizer
-            "sigma": (0.4, _open),
-            "n_components": (32, check_count),
-            "pca_mat_path": (None, _path),
-            "weight_load_dir": (None, _path),
-            "timeout": (1800, check_number),  # seconds
-        },
-    }
-)
-"""The configuration: section -> key -> its default, and what checks it."""
-KEYS = {name: section for section, keys in SECTIONS.items() for name in keys if section != "boost"}
 
 MADE: WeakKeyDictionary[Optimizer, AutoBoost] = WeakKeyDictionary()
 """The AutoBoost that returned an optimizer, for a train cell that is given the optimizer alone."""
@@ -151,17 +75,9 @@ class AutoBoost:
         *,
         faithful: bool = False,
     ) -> None:
-        self.faithful = faithful
-        self.level = _known("O0" if faithful and level not in LEVELS else level, LEVELS, "level")
-        config = _loaded(boost_config_dict)
-        section = config.get("boost", {})
-        self.mode = _known(section.get("mode", "auto"), MODES[: 4 if faithful else 5], "mode of section boost")
-        if not faithful:
-            _check_names(config)
-        self.flags = self._resolved_flags(section)
-        self.hyper = self._resolved_hyper(config)
-        self.configured = frozenset(name for keys in config.values() for name in keys)
-        self._notes = self._unread(config)
+        self.faithful, config = faithful, Config(level, boost_config_dict, faithful)
+        self.level, self.mode, self.flags, self.hyper = config.level, config.mode, config.flags, config.hyper
+        self._config = config
         self._reduction: tuple[np.ndarray, float] | None = None  # rows of components, and the rate of the residual
 
     @classmethod
@@ -189,7 +105,7 @@ class AutoBoost:
         never = [key for key in ("param_groups", "freeze_p") if hyper[key] == 1]
         if "grad_freeze" in on and "dim_reduce" not in on and never:
             found.append(Inactive("grad_freeze", f"{never[0]} is 1: no step is ever frozen"))
-        return found + self._notes
+        return found + self._config.unread
 
     def __str__(self) -> str:
         lines = [f"AutoBoost level {self.level}, mode {self.mode}"]
@@ -279,41 +195,6 @@ class AutoBoost:
         marked = getattr(optimizer, "adasum", False)
         return bool(marked) and adasum_enabled(rank_and_size()[1], self.hyper["device_number"])
 
-    # resolution
-
-    def _resolved_flags(self, section: Mapping[str, Any]) -> dict[str, bool]:
-        row = {flag: flag in LEVELS[self.level] for flag in FLAGS}
-        if self.mode in ("enable_all", "disable_all"):
-            return dict.fromkeys(FLAGS, self.mode == "enable_all")
-        given = {flag: self._checked(flag, section[flag], "boost") for flag in FLAGS if flag in section}
-        return row | given if self.mode == "manual" else row
-
-    def _resolved_hyper(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        hyper = {name: SECTIONS[section][name][0] for name, section in KEYS.items()}
-        hyper |= TUNED if self.mode == "tuned" else {}
-        for section, keys in config.items():
-            if section == "common" or self.flags.get(section):
-                hyper |= {name: self._checked(name, value, KEYS[name]) for name, value in keys.items() if name in KEYS}
-        return hyper
-
-    def _checked(self, name: str, value: object, section: str) -> Any:
-        if self.faithful and name != "gradient_split_groups":
-            return value
-        try:
-            return SECTIONS[section][name][1](name, value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"section {section}: {error}") from None
-
-    def _unread(self, config: Mapping[str, Any]) -> list[Inactive]:
-        """What the configuration says and nobody reads."""
-        given, unread = config.get("boost", {}), f"mode {self.mode!r} does not read flags; use 'manual'"
-        off = f"is off at level {self.level} in mode {self.mode!r}"
-        flags = [f for f in FLAGS if self.mode != "manual" and f in given and given[f] != self.flags[f]]
-        closed = [s for s, keys in config.items() if s in FLAGS and keys and not self.flags[s]]
-        return [Inactive(f"boost.{f}", unread) for f in flags] + [
-            Inactive(f"section {s}", f"{s} {off}") for s in closed
-        ]
-
     def _why_no_adasum(self, freezing: bool) -> str | None:
         if self.faithful and freezing:
             return "with grad_freeze MindSpore's train cell takes the freeze path first"
@@ -359,7 +240,7 @@ class AutoBoost:
 
     def _freeze(self, network: nn.Module) -> GradientFreeze:
         groups, *rest = (self.hyper[name] for name in ("param_groups", "freeze_type", "freeze_p", "total_steps"))
-        if "param_groups" not in self.configured and not self.faithful:
+        if "param_groups" not in self._config.configured and not self.faithful:
             groups = min(groups, max(1, len(stages_by_module(network))))  # the default must fit any network
         return GradientFreeze(groups, *rest, faithful=self.faithful)
 
@@ -380,39 +261,3 @@ def made_by(optimizer: object, boost: AutoBoost | None) -> AutoBoost:
     """`boost`, or the AutoBoost that returned this very optimizer, or one that asks for nothing."""
     made = MADE.get(optimizer) if isinstance(optimizer, Optimizer) else None
     return boost or made or AutoBoost("O0", {"common": {"device_number": 1}})
-
-
-def _loaded(config: object) -> dict[str, dict[str, Any]]:
-    if isinstance(config, str | Path) and config != "":
-        try:
-            config = read_json(Path(config))
-        except ValueError as error:
-            raise ValueError(f"boost_config_dict names a file that cannot be used: {error}") from error
-    config = {} if config is None or config == "" else config
-    check_kind("boost_config_dict", config, Mapping, "a dict or the path of a JSON file")
-    assert isinstance(config, Mapping)
-    for section, keys in config.items():
-        check_kind(f"section {section!r} of boost_config_dict", keys, Mapping, "a dict")
-    return {section: dict(keys) for section, keys in config.items()}
-
-
-def _known(name: object, valid: Iterable[str], what: str) -> str:
-    if name not in tuple(valid):  # a list or a dict is no name either, and cannot be looked up
-        raise ValueError(f"no {what} {name!r}{_nearest(name, valid)} Valid: {', '.join(valid)}")
-    return name
-
-
-def _nearest(name: object, valid: Iterable[str]) -> str:
-    match = difflib.get_close_matches(str(name).lower(), [v.lower() for v in valid], n=1, cutoff=0.5)
-    return f"; did you mean {next(v for v in valid if v.lower() == match[0])!r}?" if match else "."
-
-
-def _check_names(config: Mapping[str, Any]) -> None:
-    for section, keys in config.items():
-        if section not in SECTIONS:
-            near, known = _nearest(section, SECTIONS), ", ".join(SECTIONS)
-            raise ValueError(f"boost_config_dict has no section {section!r}{near} Sections: {known}")
-        for name in keys:
-            if name not in (valid := SECTIONS[section]):
-                home = f"; it belongs to section {KEYS[name]!r}." if name in KEYS else _nearest(name, valid)
-                raise ValueError(f"section {section!r} has no key {name!r}{home} Keys: {', '.join(valid)}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpkit import networks, optimizers
 from mpkit.arguments import is_number
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, OptimizerProcess
-from mpkit.boost.auto import FLAGS
+from mpkit.boost.config import FLAGS
 from mpkit.casting import LEVELS, Recipe, auto_mixed_precision, cast_like
 from mpkit.experiment.batches import found
 from mpkit.formats import FloatFormat, get_format

@@ -6,42 +6,19 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from mpkit.arguments import check_alike, check_count
-from mpkit.scalers import LossScaleManager
 from mpkit.step import StepOutcome
-
-
-class Trained(Protocol):
-    """What a callback may ask of the `Model` that is trained."""
-
-    network: nn.Module
-    train_network: nn.Module
-    optimizer: Optimizer | None
-    manager: LossScaleManager | None
-
-    def arguments(self, batch: object) -> tuple[Any, ...]:
-        """A batch as the train network takes it."""
-
-    @property
-    def pending(self) -> int:
-        """Micro-batches that are summed and that no update has used."""
-
-    def request_stop(self) -> None:
-        """End the run after the step that is running."""
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Everything that a resumed training needs, into a file that is replaced as a whole."""
 
 
 @dataclass
 class RunContext:
     """Where a training run stands; callbacks receive it and may stop the run.
 
+    model:           the `Model` that is trained.
     epoch_num:       epochs of the whole run.
     batch_num:       batches per epoch, None when the data set does not know.
     cur_epoch_num:   epoch now running, from 1.
@@ -53,7 +30,7 @@ class RunContext:
     Source:  MindSpore RunContext; `original_args()` returns the same object under its names there.
     """
 
-    model: Trained
+    model: Any
     epoch_num: int
     batch_num: int | None
     cur_epoch_num: int = 0

@@ -10,13 +10,12 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mpkit.model.callbacks import Callback, Checkpoint, RunContext, Trained
+from mpkit.model.callbacks import Callback, Checkpoint, RunContext
 from mpkit.model.interrupt import InterruptBetweenSteps
 from mpkit.model.randomness import random_state, saves_itself, set_random_state, unseen
 from mpkit.step import StepOutcome, TrainOneStepCell
-from mpkit.step.health import nonfinite_parameters, why_skipped
 
 _ENDS = ("on_train_epoch_end", "on_eval_end")
 READ_EVERY = 100
@@ -38,7 +37,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, model: Trained, dataset: Iterable[Any], callbacks: Sequence[Callback], run: RunContext, first_epoch: int
+        self, model: Any, dataset: Iterable[Any], callbacks: Sequence[Callback], run: RunContext, first_epoch: int
     ) -> None:
         self.cell = model.train_network
         self.dataset = dataset
@@ -191,16 +190,28 @@ class TrainingLoop:
             self.cell.step.scaling.check()  # raises here what the policy could not raise on the device
 
     def _check_health(self) -> None:
+        """Why the last steps were skipped, where it is not the search of a scale: the weights, the scale, the data."""
         if not self.skipped_in_a_row:
             return
         outcome = self.run.net_outputs  # None when the run was resumed after the last step of the epoch
         scale = float(outcome.scale if outcome is not None else getattr(self.cell, "scale_sense", math.nan))
-        network = getattr(self.cell, "network", self.cell)  # without the scale, a buffer of the cell
-        sentence = why_skipped(network, scale)
-        if math.isinf(scale) or nonfinite_parameters(network):
-            raise RuntimeError(sentence)
+        if bad := _nonfinite(getattr(self.cell, "network", self.cell)):
+            raise RuntimeError(
+                f"{bad[0]!r} and {len(bad) - 1} more tensors of the network hold inf or NaN, so every gradient does: "
+                "no loss scale can repair weights; go back to a checkpoint from before, then lower the learning rate "
+                "or look for a batch with inf in it"
+            )
+        if math.isinf(scale):
+            raise RuntimeError(
+                "the loss scale itself is inf, so every gradient is: its rule grew past the largest float32 and cannot "
+                "come back; set a finite scale, and give the rule a cap or a longer window"
+            )
         if self.skipped_in_a_row >= STUCK and scale <= 1:
-            message = f"the last {self.skipped_in_a_row} steps were skipped: {sentence}"
+            message = (
+                f"the last {self.skipped_in_a_row} steps were skipped: gradients overflow although the loss scale is "
+                "at its floor, so the scale is not the cause; check the batch for inf and NaN, lower the learning "
+                "rate, or keep the layer that overflows in float32 (mpkit.diagnose.diagnose names it)"
+            )
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def tell(self, phase: str, told: int = 0) -> None:
@@ -209,3 +220,11 @@ class TrainingLoop:
             self._told = phase, i
             getattr(callback, phase)(self.run)
         self._told = "", 0
+
+
+def _nonfinite(network: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that hold inf or NaN. Reads the device once."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    named = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    bad = torch.stack([(~t.isfinite()).any() for t in named.values()]).tolist() if named else []
+    return [name for name, is_bad in zip(named, bad) if is_bad]

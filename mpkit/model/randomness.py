@@ -6,6 +6,7 @@ Nobody hunts for others: a loader with `state_dict` is asked for its own, and wh
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -19,12 +20,11 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 def random_state(loader: object = None) -> dict[str, Any]:
     """The states of all generators that are seen, and the epochs that samplers were told."""
-    numpy_state: Any = np.random.get_state()  # noqa: NPY002  # the state that data sets of others may draw from
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].copy()), *map(_plain, numpy_state[2:])],
-        "python": random.getstate(),
+        "numpy": _text(np.random.get_state(legacy=False)),  # noqa: NPY002  # what data sets of others may draw from
+        "python": _text(random.getstate()),
         "loader": [_state(generator) for generator in _generators(loader)],
         "epochs": [part.epoch for part in _told(loader)],
     }
@@ -41,9 +41,8 @@ def set_random_state(state: dict[str, Any], loader: object = None) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy(), *rest))  # noqa: NPY002
-    random.setstate(state["python"])
+    np.random.set_state(json.loads(state["numpy"]))  # noqa: NPY002
+    random.setstate(_of_python(state["python"]))
     set_generator_states(zip(own, saved))
     for part, epoch in zip(_told(loader), state["epochs"]):
         part.set_epoch(epoch)
@@ -56,10 +55,17 @@ def generator_states(things: Iterable[object]) -> list[tuple[Generator, object]]
     return [(generator, _state(generator)) for generator in known.values()]
 
 
-def set_generator_states(states: Iterable[tuple[Generator, object]]) -> None:
+def set_generator_states(states: Iterable[tuple[Generator, Any]]) -> None:
     """The reverse of `generator_states`."""
     for generator, saved in states:
-        _set_state(generator, saved)
+        if isinstance(generator, torch.Generator):
+            generator.set_state(saved)
+        elif isinstance(generator, random.Random):
+            generator.setstate(_of_python(saved))
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(json.loads(saved))
+        else:
+            generator.bit_generator.state = json.loads(saved)
 
 
 def unseen(loader: object) -> list[str]:
@@ -100,39 +106,21 @@ def _attributes(thing: object) -> list[tuple[str, object]]:
     return list(getattr(thing, "__dict__", {}).items())
 
 
-def _state(generator: Generator) -> object:
+def _state(generator: Generator) -> Tensor | str:
+    """A generator's state as a tensor or as text, which is read again without running anything."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return _text(generator.getstate())
     if isinstance(generator, np.random.RandomState):
-        return _on_host(generator.get_state(legacy=False))
-    return _on_host(generator.bit_generator.state)
+        return _text(generator.get_state(legacy=False))
+    return _text(generator.bit_generator.state)
 
 
-def _set_state(generator: Generator, saved: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(saved)
-    elif isinstance(generator, random.Random):
-        generator.setstate(saved)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_as_numpy(saved))
-    else:
-        generator.bit_generator.state = _as_numpy(saved)
+def _text(state: object) -> str:
+    return json.dumps(state, default=lambda array: array.tolist())
 
 
-def _on_host(value: object) -> object:
-    """A NumPy state without NumPy objects: what `torch.load(weights_only=True)` reads."""
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else _plain(value)
-
-
-def _as_numpy(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_numpy(item) for key, item in value.items()}
-    return value.numpy().astype(np.uint64) if isinstance(value, Tensor) else value
-
-
-def _plain(number: object) -> object:
-    return number.item() if hasattr(number, "item") else number
+def _of_python(text: str) -> tuple[Any, ...]:
+    version, words, gauss = json.loads(text)
+    return version, tuple(words), gauss

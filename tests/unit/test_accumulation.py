@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -19,81 +19,11 @@ from mpkit.optimizers import Momentum
 from mpkit.step import ScaledStep, TrainOneStepWithLossScaleCell
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-OPTIMIZERS: list[Make] = [
-    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    lambda p: torch.optim.Adam(p, lr=0.01),
-    lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
-]
 
 
 def linear(seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(5, 3).double()
-
-
-def data(rows: int = 12) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(rows, 5, generator=generator).double(), torch.randn(rows, 3, generator=generator).double()
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_n_micro_batches_train_like_one_batch(make: Make, parts: int) -> None:
-    whole, split = linear(), linear()
-    one, many = make(list(whole.parameters())), make(list(split.parameters()))
-    accumulate = GradientAccumulation(parts, many)
-    x, y = data()
-    for _ in range(3):
-        one.zero_grad()
-        nn.functional.mse_loss(whole(x), y).backward()
-        one.step()
-        for xs, ys in zip(x.chunk(parts), y.chunk(parts)):
-            loss = nn.functional.mse_loss(split(xs), ys)
-            loss.backward()
-            accumulate(loss)  # takes the gradients away: no zero_grad needed between micro-steps
-    for a, b in zip(whole.parameters(), split.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_flush_applies_the_mean_of_what_is_there_once() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    accumulate = GradientAccumulation(4, torch.optim.SGD([weight], lr=1.0))
-    assert not accumulate.flush()
-    for g in (1.0, 5.0):
-        accumulate(torch.tensor(0.0), [torch.full((2,), g)])
-    assert accumulate.flush()
-    assert weight.tolist() == [-3.0, -3.0]  # the mean of 1 and 5, not (1 + 5) / 4
-    assert not accumulate.flush()
-    assert weight.tolist() == [-3.0, -3.0]
-
-
-def test_a_micro_step_that_overflowed_is_neither_added_nor_counted() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    accumulate = GradientAccumulation(2, torch.optim.SGD([weight], lr=1.0))
-    for g, overflow in ((1.0, False), (torch.inf, torch.tensor(True)), (3.0, torch.tensor(False))):
-        weight.grad = torch.tensor([g])
-        accumulate(torch.tensor(0.0), overflow=overflow)
-    assert weight.tolist() == [-2.0]
-
-
-def test_small_half_precision_gradients_are_summed_in_float32() -> None:
-    # In float16, 1 + 2**-11 rounds back to 1: 64 of them summed one by one would be lost.
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
-    accumulate = GradientAccumulation(65, torch.optim.SGD([weight], lr=65.0))
-    for g in [1.0] + [2.0**-11] * 64:
-        accumulate(torch.tensor(0.0), [torch.tensor([g], dtype=torch.float16)])
-    assert weight.item() == pytest.approx(-(1 + 64 * 2.0**-11), rel=2.0**-11)
-    assert weight.item() < -1.02
-
-
-def test_a_wrong_optimizer_and_a_wrong_number_of_gradients_are_refused() -> None:
-    with pytest.raises(TypeError, match="Optimizer, got Linear"):
-        GradientAccumulation(2, linear())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="LBFGS calls the loss several times"):
-        GradientAccumulation(2, torch.optim.LBFGS(linear().parameters()))
-    accumulate = GradientAccumulation(2, torch.optim.SGD(linear().parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="each of 2 parameters, got 1"):
-        accumulate(torch.tensor(0.0), [torch.zeros(3, 5)])
 
 
 def test_a_gradient_of_another_shape_leaves_nothing_behind() -> None:

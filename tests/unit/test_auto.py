@@ -12,7 +12,7 @@ from torch import nn
 
 from mpkit import networks
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, FreezeOpt, LessBN
-from mpkit.boost.auto import FLAGS, KEYS, MODES, TUNED
+from mpkit.boost.config import FLAGS, KEYS, MODES, TUNED
 from mpkit.boost.less_bn import NormalizedLinear
 from mpkit.step import WithLossCell
 

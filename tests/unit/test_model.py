@@ -6,8 +6,6 @@ import copy
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -16,7 +14,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from support import ROOT, assert_same
+from support import assert_same
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -319,59 +317,6 @@ def test_what_a_killed_process_left_half_written_is_removed_after_an_hour(tmp_pa
     assert (old.exists(), new.exists(), other.exists()) == (False, True, True)
 
 
-KILLED = """
-import os, signal, sys, time, torch
-sys.path[:0] = ["tests", "tests/unit"]
-import test_model as t
-from pathlib import Path
-from mpkit.model import Checkpoint
-
-torch.set_num_threads(1)
-path = Path(sys.argv[1])
-
-def train():
-    ours = t.model()
-    torch.manual_seed(os.getpid() if path.exists() else 11)
-    if path.exists():
-        ours.load(path)
-    ours.train(40, t.loader(seed=3, bad=(2,)), callbacks=[Checkpoint(path, every=3)])
-    return ours
-
-draw = torch.Generator().manual_seed(int(sys.argv[3]))
-reached = []
-for _ in range(6):
-    child = os.fork()
-    if not child:
-        train()
-        os._exit(0)
-    before = path.stat().st_mtime_ns if path.exists() else 0
-    while not path.exists() or path.stat().st_mtime_ns == before:  # it has saved something of its own
-        time.sleep(0.002)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child ended by itself"
-    time.sleep(0.03 * torch.rand((), generator=draw).item())
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    reached.append(torch.load(path)["progress"]["step"])
-ours = train()
-torch.save([reached, t.everything(ours)], sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_a_process_killed_at_random_moments_resumes_to_the_same_weights(tmp_path):
-    """SIGKILL six times at random moments, in a step or while a checkpoint is written, then once to the end."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run.pt"), str(tmp_path / "result.pt"), "0"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    reached, got = torch.load(tmp_path / "result.pt", weights_only=True)
-    assert reached == sorted(set(reached))
-    assert 0 < reached[0] < reached[-1] < 240
-    whole = model()
-    torch.manual_seed(11)
-    whole.train(40, loader(seed=3, bad=(2,)))
-    assert_same(got, everything(whole))
-    assert whole.manager.cur_iter == 241
-
-
 def test_a_checkpoint_of_another_network_changes_nothing(tmp_path):
     path, ours, other = tmp_path / "run.pt", model(), model(seed=3)
     other.network[3] = nn.Linear(8, 4)
@@ -448,14 +393,6 @@ def test_from_twenty_skipped_steps_at_the_floor_on_they_are_told(good, bad, scal
     assert sum("steps were skipped" in str(w.message) for w in seen) == told
 
 
-def test_labels_may_be_one_hot():
-    output, labels = torch.eye(3)[[0, 1, 2, 2]], torch.tensor([0, 1, 1, 2])
-    for given in (labels, torch.eye(3)[labels]):
-        metric = Metric(METRICS["accuracy"])
-        metric.update(output, given)
-        assert metric.eval() == 0.75
-
-
 BATCHES = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
 Pair = namedtuple("Pair", "first second")
 
@@ -464,19 +401,6 @@ def linear_model(**options):
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
     return Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), 0.1), **options)
-
-
-def test_every_tensor_of_a_nested_batch_goes_to_the_network_s_device():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 1, device="meta")
-
-        def forward(self, batch):
-            return self.linear(batch["x"][0]) + self.linear(batch["pair"].second)
-
-    x = torch.ones(4, 2)
-    assert Model(Sum()).predict({"x": [x], "pair": Pair(x, x)}).device.type == "meta"
 
 
 class LengthUnknown:
