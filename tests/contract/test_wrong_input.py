@@ -314,7 +314,6 @@ RIGHT_FOR = {  # one callable's own
     "blocks.BlockFormat": {"element": lambda: E2M1},
     "boost.GradientFreeze": {"freeze_type": lambda: 0, "freeze_p": lambda: 0.5, "total_steps": lambda: 8},
     "boost.freeze_cell": {"grad": lambda: None, "reducer_flag": lambda: False},
-    "boost.dim_reduce.DimReduceSGD": {"parameters": lambda: list(network().parameters())},
     "boost.dim_reduce.WeightSnapshots": {"directory": lambda: FILES},
     "boost.dim_reduce.pca_matrix": {"data": lambda: np.random.default_rng(0).normal(size=(5, 7))},
     "boost.dim_reduce.prepare_pca": {
@@ -329,7 +328,6 @@ RIGHT_FOR = {  # one callable's own
     },
     "boost.dim_reduce.read_snapshots": {"directory": lambda: on_disk("a.ckpt", network().state_dict()).parent},
     "boost.dim_reduce.write_pca_files": {"full_path": lambda: FILES / "pca.npy", "matrix": components},
-    "boost.grad_freeze.FreezeTrainCell": {"mean": lambda: None, "degree": lambda: None, "index": lambda: 0},
     "boost.grad_freeze.expected_saving": {"freeze_type": lambda: 1},
     "boost.grad_freeze.index_probabilities": {"freeze_type": lambda: 1},
     "boost.grad_freeze.stage_costs": {"net": Alone},
