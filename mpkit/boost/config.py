@@ -157,8 +157,8 @@ def _nearest(name: object, valid: Iterable[str]) -> str:
 def _check_names(config: Mapping[str, Any]) -> None:
     for section, keys in config.items():
         if section not in SECTIONS:
-            near, known = _nearest(section, SECTIONS), ", ".join(SECTIONS)
-            raise ValueError(f"boost_config_dict has no section {section!r}{near} Sections: {known}")
+            near, there = _nearest(section, SECTIONS), ", ".join(SECTIONS)
+            raise ValueError(f"boost_config_dict has no section {section!r}{near} Sections: {there}")
         for name in keys:
             if name not in (valid := SECTIONS[section]):
                 home = f"; it belongs to section {KEYS[name]!r}." if name in KEYS else _nearest(name, valid)

@@ -142,19 +142,6 @@ def test_with_every_direction_in_the_plane_a_bowl_is_solved_like_bfgs() -> None:
     assert losses[-1] < 1e-12 * losses[0]
 
 
-def test_the_first_step_is_descent_in_the_plane_and_slow_descent_outside() -> None:
-    net = Bowl([0.5, 0.25, 1.0])
-    reduce = build(net, np.eye(3)[:1], alpha=0.125)
-    descend(net, reduce, 1)
-    # plane: w0 -= g0 = -0.5, full step accepted; outside: w -= alpha g
-    # into the plane and back are two products, each right to its last bit: w0 to two units of 2^-23
-    assert net.w.tolist() == pytest.approx([0.5, 0.125 * 0.25, 0.125 * 1.0], rel=2 * 2.0**-23)
-    assert reduce.search.rho == 1.0
-    descend(net, reduce, 1)
-    m1, m2 = 0.9 * 0.25 + 0.25 * (1 - 0.03125), 0.9 + (1 - 0.125)
-    assert net.w[1:].tolist() == pytest.approx([0.03125 + 0.125 * m1, 0.125 + 0.125 * m2])
-
-
 def test_a_step_that_overshoots_is_shortened_and_one_that_cannot_help_is_left_out() -> None:
     for curvature, rho in ((1.5, 0.55), (9.0, 0.0)):  # w 0 -> 1.5 overshoots a little, 0 -> 9 far too much
         net = Bowl([curvature])

@@ -77,14 +77,6 @@ def test_a_stage_is_a_weight_layer_and_the_normalisation_after_it() -> None:
     assert len(stages_by_module(networks.LeNet5())) == 5
 
 
-def test_group_i_is_everything_from_stage_i_times_stride() -> None:
-    net = networks.LeNet5()
-    groups = GradientFreeze(2, 0, 0.5, 10).split_parameters_groups(net, 2)
-    every = list(net.parameters())
-    assert [len(g) for g in groups] == [8, 6]  # stride 2: the two convolutions can stand still
-    assert all(a is b for a, b in zip(groups[1], every[2:]))
-
-
 def test_more_groups_than_stages_warn_and_freeze_all_the_same() -> None:
     net = networks.LeNet5()
     freeze = GradientFreeze(10, 1, 0.5, 20)
@@ -198,15 +190,6 @@ def train(net: Loss, optimizer: FreezeOpt, seed: int) -> None:
     with optimizer.frozen():
         net(*batch(seed)).backward()
     optimizer.step()
-
-
-def test_a_torch_scheduler_drives_the_wrapped_optimizer() -> None:
-    net = Loss()
-    optimizer = FreezeOpt(MAKERS["torch SGD"](net.parameters()), groups_of(net))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    train(net, optimizer, 0)
-    scheduler.step()
-    assert optimizer.optimizer.param_groups[0]["lr"] == 0.05
 
 
 # the formula

@@ -20,6 +20,12 @@ from mpkit.step import StepContext
 from mpkit.step.distributed import mean_
 from mpkit.step.update import Update, Wrapped
 
+
+def _rows(name: str, value: Any) -> Any:
+    check_kind(name, value, (np.ndarray, Tensor), "an array or a tensor")
+    return value
+
+
 Open = Annotated[float, partial(check_number, high=1.0, open_low=True)]
 CURVATURE_FLOOR = 1e-20
 
@@ -82,7 +88,7 @@ class DimReduce(nn.Module):
         network: nn.Module,
         optimizer: Optimizer,
         weight: Sequence[nn.Parameter],
-        pca_mat_local: np.ndarray | Tensor,
+        pca_mat_local: Annotated[Any, _rows],
         n_components: Count = 32,
         rho: Open = 0.55,
         gamma: Annotated[float, partial(check_number, high=1.0)] = 0.9,
@@ -94,14 +100,9 @@ class DimReduce(nn.Module):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self.weights = tuple(weight)
-        for each in self.weights:
-            check_kind("each of weight", each, nn.Parameter, "a parameter")
-        check_kind("pca_mat_local", pca_mat_local, (np.ndarray, Tensor), "an array or a tensor")
-        _check_optimizer(optimizer, self.weights)
-        self.block = row_block(n_components, rank, rank_size)
+        self.weights, self.block = tuple(weight), row_block(n_components, rank, rank_size)
+        size = _check_optimizer(optimizer, self.weights)
         rows, own = torch.as_tensor(pca_mat_local), self.block.stop - self.block.start
-        size = sum(w.numel() for w in self.weights)
         if rank >= rank_size or rows.shape != (own, size):
             raise ValueError(
                 f"pca_mat_local must have {own} rows ({n_components} components, rank {rank} of {rank_size}) of "
@@ -266,7 +267,10 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
+def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> int:
+    """Raise unless it is plain SGD of rate 1 of these weights; -> how many values they have."""
+    for each in weights:
+        check_kind("each of weight", each, nn.Parameter, "a parameter")
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for group in optimizer.param_groups:
         found = {key: float(group.get(key, default)) for key, default in plain.items()}
@@ -278,3 +282,4 @@ def _check_optimizer(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> N
     held = {id(p) for p in parameters_of(optimizer)}
     if {id(w) for w in weights} != held:
         raise ValueError(f"the optimizer must hold exactly the {len(weights)} weights, it holds {len(held)} parameters")
+    return sum(w.numel() for w in weights)
