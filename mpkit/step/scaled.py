@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,11 +16,11 @@ from mpkit.step.scaling import scaling_of
 from mpkit.step.update import Update
 
 
-def _optimizers(name: str, value: Any) -> list[Optimizer]:
+def _listed(value: Any) -> list[Optimizer]:
     """One optimizer or several, as a list."""
     listed = [value] if isinstance(value, Optimizer) else list(value) if isinstance(value, Iterable) else []
     if not listed or not all(isinstance(each, Optimizer) for each in listed):
-        raise TypeError(f"{name} must be torch.optim.Optimizers, one or a non-empty list, got {value!r:.80}")
+        raise TypeError(f"optimizers must be torch.optim.Optimizers, one or a non-empty list, got {value!r:.80}")
     for optimizer in listed:
         need_plain_step(optimizer)
     identities = [id(p) for optimizer in listed for p in parameters_of(optimizer)]
@@ -63,17 +63,17 @@ class ScaledStep(Step):
     @checked
     def __init__(
         self,
-        optimizers: Annotated[Any, _optimizers],
+        optimizers: Optimizer | Sequence[Optimizer],
         scale_sense: object,
         *,
         skip: Literal["all", "each"] = "all",
         average: bool = True,
     ) -> None:
-        self.optimizers = optimizers
-        scaling = scaling_of(scale_sense, device_of(parameters_of(optimizers[0])))
+        self.optimizers = own = _listed(optimizers)
+        scaling = scaling_of(scale_sense, device_of(parameters_of(own[0])))
         self.adjust = None if isinstance(scale_sense, Tensor) or scaling.groups else scale_sense
         rule = self.adjust if hasattr(self.adjust, "load_state_dict") else None
-        updates = [Update(optimizer) for optimizer in optimizers]
+        updates = [Update(optimizer) for optimizer in own]
         super().__init__(updates, scaling, parts=0 if average else 1, skip=skip, average=average, rule=rule)
 
     @property
