@@ -104,13 +104,13 @@ def write_tensors(path: str | Path, state: dict[str, Any]) -> None:
 
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds. Raises ValueError, which names the file, for anything that is no JSON; OSError."""
-    with _refused(path := regular(path), "JSON"):
+    with refused(path := regular(path), "JSON"):
         return json.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin with a mark
 
 
 def read_npy(path: str | Path) -> np.ndarray:
     """The array of an npy file. Raises ValueError, which names the file, for a damaged or pickled one; OSError."""
-    with _refused(path := regular(path), "npy"):
+    with refused(path := regular(path), "npy"):
         return np.load(path, allow_pickle=False)
 
 
@@ -119,7 +119,7 @@ def read_npz(path: str | Path, names: Iterable[str] = ()) -> dict[str, np.ndarra
 
     Raises:  ValueError, which names the file, for a damaged or pickled one; OSError.
     """
-    with _refused(path := regular(path), "npz"), zipfile.ZipFile(path) as entries:
+    with refused(path := regular(path), "npz"), zipfile.ZipFile(path) as entries:
         check_growth(entries)
         with np.load(path, allow_pickle=False) as held:
             arrays = {name: held[name] for name in names or held}
@@ -136,7 +136,7 @@ def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    with _refused(path := regular(path), "checkpoint"), zipfile.ZipFile(path) as entries:
+    with refused(path := regular(path), "checkpoint"), zipfile.ZipFile(path) as entries:
         there = check_growth(entries)
         state = torch.load(path, map_location=device, weights_only=True)
         storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
@@ -160,7 +160,7 @@ def check_growth(file: zipfile.ZipFile) -> int:
 
 
 @contextmanager
-def _refused(path: Path, kind: str) -> Iterator[None]:
+def refused(path: Path, kind: str) -> Iterator[None]:
     """Whatever a damaged file raises, of a dozen kinds, is a ValueError that names it."""
     try:
         yield

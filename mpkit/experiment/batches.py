@@ -6,7 +6,6 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeGuard
 
@@ -30,35 +29,16 @@ def found(name: str) -> Any:
         raise ValueError(f"{nothing}; write it like my_runs:train, for the function train of my_runs.py")
     try:
         return getattr(import_module(module), attribute)
-    except AttributeError as error:
-        if getattr(error, "obj", None) is not sys.modules.get(module, error):
-            raise ValueError(_failed(module, error)) from error
-        raise ValueError(f"{nothing}: {error}") from error
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(_failed(module, error)) from error
-        raise ValueError(f"{nothing}: {error}; it is looked for in {sys.path[0] or '.'} and among packages") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(_failed(module, error)) from error
-
-
-def _failed(module: str, error: BaseException) -> str:
-    """Whose fault it is that a module cannot be imported."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
-    place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else frames[-1]
-    return (
-        f"the module {module} was found and fails where it is imported: {place[0]}, line {place[1]}: "
-        f"{type(error).__name__}: {short(error)}; mend it there"
-    )
-
-
-@dataclass
-class Batches:
-    """Batches of an epoch whenever `train` is iterated; `test` None where there is none; steps of an epoch."""
-
-    train: Iterable[Any]
-    test: Iterable[Any] | None
-    steps: int
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            where = sys.path[0] or "."
+            raise ValueError(f"{nothing}: {error}; it is looked for in {where} and among packages") from error
+        if isinstance(error, AttributeError) and error.obj is sys.modules.get(module, error):
+            raise ValueError(f"{nothing}: {error}") from error
+        frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
+        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else frames[-1]
+        fault = f"{file}, line {line}: {type(error).__name__}: {short(error)}"
+        raise ValueError(f"the module {module} was found and fails where it is imported: {fault}") from error
 
 
 class _Shuffled:
@@ -78,7 +58,10 @@ class _Shuffled:
             yield x[rows], y[rows]
 
 
-def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Batches:
+def batches_of(
+    data: object, batch: int, seed: int, device: torch.device
+) -> tuple[Iterable[Any], Iterable[Any] | None, int]:
+    """Batches for training and, if any, for the test, an epoch whenever they are iterated; steps of an epoch."""
     data = _named(data)
     test: object = None
     if isinstance(data, Mapping):
@@ -101,7 +84,7 @@ def batches_of(data: object, batch: int, seed: int, device: torch.device) -> Bat
     if tested is not None and _length(tested) == 0:
         raise ValueError("the test data gives no batch; leave 'test' out for a training without a test")
     steps = _length(batches)
-    return Batches(batches, tested, sum(1 for _ in batches) if steps is None else steps)
+    return batches, tested, sum(1 for _ in batches) if steps is None else steps
 
 
 def _length(batches: Iterable[Any]) -> int | None:
@@ -120,9 +103,7 @@ def _named(data: object) -> object:
         if data == "mnist":
             return mnist(), mnist(split="test")
         if ":" not in data:
-            raise ValueError(
-                f"no data set is called {data!r}; there are digits, digits8, mnist and 'package.module:name'"
-            )
+            raise ValueError(f"no data set is called {data!r}; write digits, digits8, mnist or 'package.module:name'")
         data = found(data)
     return _tensors(data() if callable(data) and not hasattr(data, "__iter__") else data)
 
@@ -142,10 +123,8 @@ def pair_of(batch: object) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     came = f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-    raise ValueError(
-        f"a batch must be (x, y), what the network takes and what the loss compares with, got {came}; have the data "
-        "set or collate_fn give such pairs, whose parts may be dicts, or write a run of your own for experiment"
-    )
+    need = "a batch must be (x, y), what the network takes and what the loss compares with, parts that may be dicts"
+    raise ValueError(f"{need}, got {came}; have the data set or collate_fn give such pairs")
 
 
 def _is_pair(data: object) -> TypeGuard[tuple[Any, Any] | list[Any]]:
@@ -161,7 +140,5 @@ def _batches(data: object, batch: int, seed: int, shuffle: bool, device: torch.d
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(data, batch, shuffle=shuffle and not isinstance(data, IterableDataset), generator=generator)
     if not hasattr(data, "__iter__"):
-        raise TypeError(
-            f"data must be a name, tensors, a Dataset or batches that can be iterated, got {type(data).__name__}"
-        )
+        raise TypeError(f"data must be a name, tensors, a Dataset or an iterable of batches, got {type(data).__name__}")
     return data

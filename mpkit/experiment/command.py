@@ -14,7 +14,8 @@ from mpkit.experiment.results import Results
 from mpkit.experiment.training import train
 from mpkit.files import FULL, read_json
 
-KEYS = ("run", "fixed", "grid", "seeds", "baseline", "n_jobs", "metrics")
+KINDS = {"run": str, "fixed": dict, "grid": dict | list, "metrics": list}
+KEYS = (*KINDS, "seeds", "baseline", "n_jobs")
 HELP = """grid.json, for instance:
   {"grid": {"level": ["O0", "O2"], "dtype": ["fp16", "bfloat16"], "scaler": [null, "torch"]},
    "fixed": {"network": "LeNet5", "data": "digits", "epochs": 3},
@@ -97,13 +98,9 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(asked, dict) or "grid" not in asked or set(asked) - set(KEYS):
         came = sorted(set(asked) - set(KEYS)) if isinstance(asked, dict) else type(asked).__name__
         raise ValueError(f"{path} must be an object with 'grid' and perhaps {', '.join(KEYS)}; unknown: {came!s:.200}")
-    if not isinstance(asked["grid"], dict | list) or not isinstance(asked.get("fixed", {}), dict):
-        raise ValueError(f"{path}: 'grid' must be an object or a list of objects, and 'fixed' an object")
-    metrics = asked.get("metrics", [])
-    if not isinstance(metrics, list) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f"{path}: 'metrics' must be a list of names, got {metrics!r:.80}")
-    if not isinstance(asked.get("run", ""), str):
-        raise ValueError(f"{path}: 'run' must be \"package.module:function\", got {asked['run']!r:.80}")
+    for key, kind in KINDS.items():
+        if key in asked and not isinstance(asked[key], kind):
+            raise ValueError(f"{path}: {key!r} must be of the kind shown by --help, got {asked[key]!r:.80}")
     return asked
 
 
@@ -116,7 +113,7 @@ def told(results: Results, metrics: Sequence[str] | None = None) -> str:
             said = list(results.summary(metric)["sentence"])
         except ValueError as error:  # a metric of no run: the others, and what failed, are to be told all the same
             said = [str(error)]
-        lines += ["", metric, *(f"  {sentence}" for sentence in said)]
+        lines += ["", str(metric), *(f"  {sentence}" for sentence in said)]
     for (cell, seed), text in results.failures.items():
         lines += ["", f"failed: {cell}, seed {seed}: {text.strip().splitlines()[-1]}"]
     return "\n".join(lines)

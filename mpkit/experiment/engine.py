@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import joblib
@@ -18,10 +17,10 @@ import torch
 
 from mpkit.arguments import check_flags, check_kind, is_whole
 from mpkit.device import default_device
-from mpkit.experiment.grid import baselines, cells_of, check_call
-from mpkit.experiment.identity import Description, run_name, versions
-from mpkit.experiment.results import Results, Temporary
-from mpkit.experiment.store import MOST, Folder, Row, cell_key, code_key, packed
+from mpkit.experiment.grid import baselines, cells_of, check_call, seeds_of
+from mpkit.experiment.identity import Description, versions
+from mpkit.experiment.results import Results, temporary
+from mpkit.experiment.store import Folder, Row, code_key
 from mpkit.experiment.worker import Task, watch_parent, work
 
 Progress = bool | Callable[[int, int, Row], Any]
@@ -50,7 +49,7 @@ def experiment(
                    names). Values are numbers, strings, functions, classes, dtypes, policies, arrays: whatever has a
                    content that can be compared.
         seeds:     how many (0, 1, ...), or which.
-        folder:    where the finished cells go; None: a temporary folder that ends with the results.
+        folder:    where the finished cells go; None: a temporary folder that ends with this process.
         baseline:  what every cell is compared with: None for the first cell, a cell's number or name, or arguments.
         n_jobs:    processes; None: what `joblib.parallel_config` says, else 1, in this process. -1: one per core.
         progress:  True shows a bar with the time left; False nothing; a function is called (done, all, row),
@@ -87,183 +86,143 @@ def experiment(
         check_flags(progress=progress)
     check_flags(retry=retry)
     check_kind("version", version, str, "your own word for the code", optional=True)
-    plan = _Plan(run, grid, seeds, baseline, n_jobs, version)
-    if folder is not None:
-        return _done(plan, Folder(folder), progress, retry)
-    temporary = tempfile.mkdtemp(prefix="mpkit-experiment-")
-    try:
-        results = _done(plan, Folder(temporary), progress, retry)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    results.held = Temporary(temporary)
-    return results
+    pool = Pool.of(n_jobs)
+    tasks, index = _planned(run, grid, seeds, baseline, version, pool)
+    place = Folder(temporary() if folder is None else folder)
+    place.begin(index)
+    there = place.names()
+    _say_what_changed(place, there, tasks)
+    rows = {stem: held for stem in tasks if stem in there and (held := place.read(stem)) is not None}
+    rows = {stem: row for stem, row in rows.items() if not (retry and row.error)}
+    pending = {stem: replace(task, folder=str(place.path)) for stem, task in tasks.items() if stem not in rows}
+    for stem in pending:
+        place.file(stem).unlink(missing_ok=True)
+    stopped = False
+    with _reported(progress, len(rows), len(tasks)) as report:
+        try:
+            for row in _ended(place, pool, pending):
+                rows[row.stem] = row
+                report(row)
+        except KeyboardInterrupt:  # what is finished is kept
+            stopped = True
+    return Results(index, list(rows.values()), folder=place.path, stopped=stopped)
 
 
-def _done(plan: _Plan, place: Folder, progress: Progress, retry: bool) -> Results:
-    place.create()
-    place.write_index(plan.index)
-    _say_what_changed(place, plan)
-    stopped = _complete(place, plan, progress, retry)
-    rows = [row for task in plan.tasks if (row := place.read(task.stem)) is not None]
-    return Results(plan.index, rows, folder=place.path, stopped=stopped)
+def _planned(
+    run: Callable[..., Any], grid: Any, seeds: object, baseline: object, version: str | None, pool: Pool
+) -> tuple[dict[str, Task], dict[str, Any]]:
+    """The tasks in the order in which they run, by the name of their file, and the index of the folder."""
+    describe = Description()
+    cells = cells_of(grid, describe)
+    check_call(run, cells)
+    chosen, against = seeds_of(seeds), baselines(cells, baseline, describe)
+    code, made_by = describe.hash(run) if version is None else version, versions(describe.libraries)
+    tasks: dict[str, Task] = {}
+    for seed in chosen:  # the cells of one seed in an order of their own
+        for cell in random.Random(str(seed)).sample(cells, len(cells)):
+            row = Row(cell.described, seed, pool.jobs == 1, made_by, code)
+            tasks[row.stem] = Task(run, cell.arguments, row, "", pool.threads)
+    told = [{"cell": c.described, "label": c.label, "baseline": b} for c, b in zip(cells, against)]
+    return tasks, {"seeds": chosen, "cells": told, "code": code_key(code, made_by)}
 
 
-class _Plan:
-    """What is to be run, checked: the tasks in the order in which they run, and the index of the folder."""
+@dataclass(frozen=True)
+class Pool:
+    """Where runs are made: processes, as joblib was asked for them, threads of each, whether they are children."""
 
-    def __init__(
-        self, run: Any, grid: object, seeds: object, baseline: object, n_jobs: int | None, version: str | None
-    ) -> None:
-        describe = Description()
-        cells = cells_of(grid, describe)
-        check_call(run, cells)
-        self.seeds = _seeds(seeds)
-        against = baselines(cells, baseline, describe)
-        self.code = describe.hash(run) if version is None else version
-        self.versions = versions(describe.libraries)
-        self.n_jobs, (self.jobs, threads, self.local) = n_jobs, _parallel(n_jobs)
-        self.tasks = []
-        for seed in self.seeds:  # the cells of one seed in an order of their own
-            for cell in random.Random(str(seed)).sample(cells, len(cells)):
-                row = Row(cell.described, seed, self.jobs == 1, self.versions, self.code)
-                self.tasks.append(Task(run, cell.arguments, row, "", threads))
-        self.index = {
-            "run": run_name(run),
-            "seeds": self.seeds,
-            "cells": [{"cell": c.described, "label": c.label, "baseline": b} for c, b in zip(cells, against)],
-            "jobs": self.jobs,
-            "code": code_key(self.code, self.versions),
-        }
+    jobs: int
+    asked: int | None
+    threads: int
+    local: bool
 
+    @classmethod
+    def of(cls, n_jobs: object) -> Pool:
+        """Raises TypeError, ValueError for what is no number of processes."""
+        if n_jobs is not None and not is_whole(n_jobs):
+            raise TypeError(f"n_jobs must be an int or None, got {n_jobs!r}")
+        if n_jobs is not None and not 0 < abs(n_jobs) < 2**20:
+            came = f"an int of {int(n_jobs).bit_length()} bits" if n_jobs else "0"
+            raise ValueError(f"n_jobs must be a number of processes, or -1 for one per core, got {came}")
+        backend, configured = joblib.parallel.get_active_backend()
+        jobs = joblib.effective_n_jobs(configured if n_jobs is None else n_jobs)
+        local = type(backend).__name__ == "LokyBackend"
+        device = default_device()
+        if local and device.type == "cuda":
+            jobs = min(jobs, torch.cuda.device_count() if device.index is None else 1)
+        return cls(jobs, n_jobs and jobs, backend.inner_max_num_threads or 1, local)
 
-def _seeds(seeds: object) -> list[int]:
-    if is_whole(seeds):
-        if seeds > MOST:
-            raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
-        found = list(range(seeds))
-    elif isinstance(seeds, Iterable) and not isinstance(seeds, str):
-        found = list(seeds)
-    else:
-        raise TypeError(f"seeds must be how many, or a list of them, got {seeds!r}")
-    if not all(map(is_whole, found)):
-        raise TypeError(f"seeds are whole numbers, got {found}")
-    if not found or len(set(found)) < len(found) or min(found) < 0 or max(found) >= 2**64:
-        raise ValueError(
-            f"seeds must be at least 1, or a list of different whole numbers from 0 and below 2**64, got {seeds!r}"
-        )
-    return [int(seed) for seed in found]
+    def answers(self, tasks: Iterable[Task]) -> Iterator[tuple[str, bytes | None]]:
+        """What becomes of the tasks, in the order in which they end."""
+        if self.jobs == 1:
+            yield from map(work, tasks)
+            return
+        gpus = torch.cuda.device_count() if self.local and torch.cuda.is_available() else 0
+        if gpus > 1:
+            tasks = [replace(task, device=f"cuda:{number % gpus}") for number, task in enumerate(tasks)]
+        options: dict[str, Any] = {"initializer": watch_parent, "initargs": (os.getpid(),)} if self.local else {}
+        backend = joblib.parallel.get_active_backend()[0]  # ray's can only tell of all cells at the end
+        one_by_one = "generator_unordered" if backend.supports_return_generator else "list"
+        parallel = joblib.Parallel(n_jobs=self.asked, return_as=one_by_one, batch_size=1, **options)
+        answers = parallel(joblib.delayed(work)(task) for task in tasks)
+        with contextlib.closing(answers) if hasattr(answers, "close") else contextlib.nullcontext():
+            yield from answers
 
 
-def _parallel(n_jobs: int | None) -> tuple[int, int, bool]:
-    """Processes, threads of each, and whether they are children of this one."""
-    if n_jobs is not None and not is_whole(n_jobs):
-        raise TypeError(f"n_jobs must be an int or None, got {n_jobs!r}")
-    if n_jobs is not None and not 0 < abs(n_jobs) < 2**20:
-        came = f"an int of {int(n_jobs).bit_length()} bits" if n_jobs else "0"
-        raise ValueError(f"n_jobs must be a number of processes, or -1 for one per core, got {came}")
-    backend, configured = joblib.parallel.get_active_backend()
-    jobs = joblib.effective_n_jobs(configured if n_jobs is None else n_jobs)
-    local = type(backend).__name__ == "LokyBackend"
-    device = default_device()
-    if local and device.type == "cuda":
-        jobs = min(jobs, torch.cuda.device_count() if device.index is None else 1)
-    return jobs, backend.inner_max_num_threads or 1, local
+def _ended(place: Folder, pool: Pool, pending: dict[str, Task]) -> Iterator[Row]:
+    """The rows of the tasks, as they end; survives the death of workers. Raises KeyboardInterrupt when it is to stop.
+
+    When a worker dies, one of those that were running did it. The next ones then run alone, to find it.
+    """
+    deaths, alone = Counter[str](), 0
+    while pending:
+        first = next(iter(pending))
+        try:
+            for stem, data in pool.answers([pending[first]] if alone else list(pending.values())):
+                if data is None:
+                    raise KeyboardInterrupt
+                if not place.file(stem).exists():  # of a machine that does not see the folder
+                    place.write(stem, data)
+                yield from _taken(place, pending, [stem])
+            alone = max(alone - 1, 0)
+        except BrokenExecutor:
+            yield from _taken(place, pending, [stem for stem in pending if place.file(stem).exists()])
+            deaths[first] += bool(alone)
+            alone = alone or 2 * pool.jobs
+            if first in pending and deaths[first] == DEATHS:
+                error = (
+                    f"its process was killed {DEATHS} times, by the system for want of memory or by the run itself\n"
+                )
+                place.write(first, replace(pending[first].row, error=error).packed({}))
+                yield from _taken(place, pending, [first])
 
 
-def _say_what_changed(place: Folder, plan: _Plan) -> None:
+def _taken(place: Folder, pending: dict[str, Task], stems: Iterable[str]) -> Iterator[Row]:
+    for stem in stems:
+        del pending[stem]
+        if (row := place.read(stem)) is not None:
+            yield row
+
+
+def _say_what_changed(place: Folder, there: set[str], tasks: Mapping[str, Task]) -> None:
     """Warn of cells of this grid that the folder holds, made by other code or other libraries."""
-    made: dict[str, list[str]] = {}
-    for stem in place.names():
-        cell, _, code = stem.rpartition("-")
-        made.setdefault(cell, []).append(code)
-    keys = [cell_key(task.row.cell, task.row.seed) for task in plan.tasks]
-    old = [key for key in keys if key in made and plan.index["code"] not in made[key]]
+    made = {stem.rpartition("-")[0]: stem for stem in there - set(tasks)}
+    old = [stem for stem in tasks if stem not in there and stem.rpartition("-")[0] in made]
     if not old:
         return
-    row = place.read(f"{old[0]}-{made[old[0]][0]}")
-    changed = ["the code of run has changed"] if row is not None and row.code != plan.code else []
+    now, row = tasks[old[0]].row, place.read(made[old[0].rpartition("-")[0]])
     before = {} if row is None else row.versions
-    changed += [f"{n} {before.get(n, 'absent')} -> {v}" for n, v in plan.versions.items() if before.get(n) != v]
+    changed = ["the code of run has changed"] if row is not None and row.code != now.code else []
+    changed += [f"{n} {before.get(n, 'absent')} -> {v}" for n, v in now.versions.items() if before.get(n) != v]
     warnings.warn(
         f"{len(old)} finished cells in {place.path} were made by other code: {', '.join(changed)}; they are kept, not "
         "used here, and run again",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
 
 
-def _complete(place: Folder, plan: _Plan, progress: Progress, retry: bool) -> bool:
-    """Run every task that is not finished; -> whether it was stopped before that."""
-    there, pending = place.names(), dict[str, Task]()
-    gpus = torch.cuda.device_count() if plan.jobs > 1 and plan.local and torch.cuda.is_available() else 0
-    for number, task in enumerate(plan.tasks):
-        row = place.read(task.stem) if task.stem in there else None
-        if row is None or (retry and row.error):
-            place.file(task.stem).unlink(missing_ok=True)
-            device = f"cuda:{number % gpus}" if gpus > 1 else ""
-            pending[task.stem] = replace(task, folder=str(place.path), device=device)
-    with _reported(progress, len(plan.tasks) - len(pending), len(plan.tasks)) as report:
-        try:
-            return _run_all(place, plan, pending, report)
-        except KeyboardInterrupt:
-            return True
-
-
-Report = Callable[[Row | None], None]
-
-
-def _run_all(place: Folder, plan: _Plan, pending: dict[str, Task], report: Report) -> bool:
-    """Run tasks until all are finished; -> whether a stop was asked for. Survives the death of workers."""
-
-    def finished(stem: str, data: bytes | None = None) -> None:
-        if data is not None and not place.file(stem).exists():  # of a machine that does not see the folder
-            place.write(stem, data)
-        del pending[stem]
-        report(place.read(stem))
-
-    while pending:
-        try:
-            for stem, data in _answers(plan, list(pending.values())):
-                if data is None:
-                    return True
-                finished(stem, data)
-        except BrokenExecutor:
-            for stem in [stem for stem in pending if place.file(stem).exists()]:
-                finished(stem)
-            # one of those that were running did it; alone, the guilty one is found
-            for task in list(pending.values())[: 2 * plan.jobs]:
-                finished(*_alone(plan, task))
-    return False
-
-
-def _alone(plan: _Plan, task: Task) -> tuple[str, bytes]:
-    for _ in range(DEATHS):
-        with contextlib.suppress(BrokenExecutor):
-            for stem, data in _answers(plan, [task]):
-                if data is None:
-                    raise KeyboardInterrupt
-                return stem, data
-    error = f"its process was killed {DEATHS} times, by the system for want of memory or by the run itself\n"
-    return task.stem, packed(replace(task.row, error=error), {})
-
-
-def _answers(plan: _Plan, tasks: Sequence[Task]) -> Iterator[tuple[str, bytes | None]]:
-    """What becomes of the tasks, in the order in which they end."""
-    if plan.jobs == 1:
-        yield from map(work, tasks)
-        return
-    options: dict[str, Any] = {"initializer": watch_parent, "initargs": (os.getpid(),)} if plan.local else {}
-    backend = joblib.parallel.get_active_backend()[0]  # ray's can only tell of all cells at the end
-    one_by_one = "generator_unordered" if backend.supports_return_generator else "list"
-    parallel = joblib.Parallel(n_jobs=plan.n_jobs and plan.jobs, return_as=one_by_one, batch_size=1, **options)
-    answers = parallel(joblib.delayed(work)(task) for task in tasks)
-    with contextlib.closing(answers) if hasattr(answers, "close") else contextlib.nullcontext():
-        yield from answers
-
-
 @contextlib.contextmanager
-def _reported(progress: Progress, done: int, total: int) -> Iterator[Report]:
+def _reported(progress: Progress, done: int, total: int) -> Iterator[Callable[[Row], None]]:
     """What is called with each finished row."""
     bar: Any = None
     if progress is True:
@@ -271,17 +230,16 @@ def _reported(progress: Progress, done: int, total: int) -> Iterator[Report]:
             from tqdm.auto import tqdm
 
             bar = tqdm(total=total, initial=done, unit="run")
-    failed = 0
+    count = Counter(done=done)
 
-    def report(row: Row | None) -> None:
-        nonlocal done, failed
-        done, failed = done + 1, failed + bool(row and row.error)
-        if callable(progress) and row is not None and progress(done, total, row) is False:
-            raise KeyboardInterrupt  # what is finished is kept, as with Ctrl-C
+    def report(row: Row) -> None:
+        count.update(done=1, failed=bool(row.error))
+        if callable(progress) and progress(count["done"], total, row) is False:
+            raise KeyboardInterrupt
         if bar is not None:
-            if failed:
-                bar.set_postfix(failed=failed)
+            if count["failed"]:
+                bar.set_postfix(failed=count["failed"])
             bar.update()
 
-    with contextlib.nullcontext() if bar is None else bar:
+    with bar if bar is not None else contextlib.nullcontext():
         yield report

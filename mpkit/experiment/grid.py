@@ -49,37 +49,47 @@ def _arguments(grid: object) -> list[dict[str, Any]]:
     if isinstance(grid, Mapping):
         for name, values in grid.items():
             if isinstance(values, Set):
-                raise TypeError(
-                    f"grid[{name!r}] must be a list, got a set, whose order and with it the baseline change from "
-                    f"process to process; write {list(values)!r}"
-                )
-            if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable) or _is_scalar(values):
+                raise TypeError(f"grid[{name!r}] must be a list, got a set, which has no order; write {list(values)!r}")
+            alone = getattr(values, "ndim", 1) == 0  # an array of one number
+            if alone or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
                 raise TypeError(f"grid[{name!r}] must be a list of values, got {values!r}; write [{values!r}]")
-        values = [list(v) for v in grid.values()]
-        if not all(values):
-            raise ValueError(
-                f"every list of the grid needs a value; empty: {[n for n, v in zip(grid, values) if not v]}"
-            )
-        if (many := math.prod(map(len, values))) > MOST:
+        lists = {name: list(values) for name, values in grid.items()}
+        if empty := [name for name, values in lists.items() if not values]:
+            raise ValueError(f"every list of the grid needs a value; empty: {empty}")
+        if (many := math.prod(map(len, lists.values()))) > MOST:
             raise ValueError(f"an experiment has at most {MOST} runs, and this grid has {many} cells")
-        cells = [dict(zip(grid, choice)) for choice in itertools.product(*values)]
+        cells = [dict(zip(lists, choice)) for choice in itertools.product(*lists.values())]
     elif isinstance(grid, Sequence) and not isinstance(grid, str) and all(isinstance(c, Mapping) for c in grid):
         cells = [dict(cell) for cell in grid]
     else:
         raise TypeError(f"grid must be a dict of lists, a list of dicts or a dict of dicts, got {type(grid).__name__}")
     if not cells:
         raise ValueError("the grid is empty; it needs at least one cell")
-    for cell in cells:
-        if wrong := [name for name in cell if not isinstance(name, str)]:
-            raise TypeError(f"the names of arguments in a grid are strings, got {wrong[0]!r}")
-        if "seed" in cell:
+    for name in {name for cell in cells for name in cell}:
+        if not isinstance(name, str):
+            raise TypeError(f"the names of arguments in a grid are strings, got {name!r}")
+        if name == "seed":
             raise ValueError("a grid must not set seed; give the seeds to experiment(..., seeds=[...])")
     return cells
 
 
-def _is_scalar(values: object) -> bool:
-    """Whether an array or a tensor is one number, over which nothing can be iterated."""
-    return getattr(values, "ndim", 1) == 0
+def seeds_of(seeds: object) -> list[int]:
+    """The seeds, given as a list, or as how many.
+
+    Raises:  TypeError, ValueError for what is none, twice the same, or too many.
+    """
+    if is_whole(seeds) and seeds > MOST:
+        raise ValueError(f"an experiment has at most {MOST} runs, got more seeds than that")
+    given = range(seeds) if is_whole(seeds) else seeds
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"seeds must be how many, or a list of them, got {seeds!r}")
+    found = list(given)
+    if not all(map(is_whole, found)):
+        raise TypeError(f"seeds are whole numbers, got {found}")
+    if not found or len(set(found)) < len(found) or not 0 <= min(found) <= max(found) < 2**64:
+        need = "at least 1, or a list of different whole numbers from 0 and below 2**64"
+        raise ValueError(f"seeds must be {need}, got {seeds!r}")
+    return [int(seed) for seed in found]
 
 
 def labels(described: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -113,38 +123,29 @@ def baselines(cells: Sequence[Cell], baseline: object, describe: Description) ->
              cell that has these arguments.
     Raises:  TypeError, ValueError when there is no such cell.
     """
-    described, count = [cell.described for cell in cells], len(cells)
-    if baseline is None:
-        return [0] * count
+    count, names = len(cells), [cell.label for cell in cells]
     if isinstance(baseline, str):
-        names = [cell.label for cell in cells]
         if baseline not in names:
             raise ValueError(f"the baseline must be one of the cells {'; '.join(names)}, got {baseline!r}")
         return [names.index(baseline)] * count
-    if is_whole(baseline):
-        if not 0 <= baseline < count:
+    if baseline is None or is_whole(baseline):
+        if not 0 <= (number := baseline or 0) < count:
             raise ValueError(f"baseline must be a cell's number from 0 to {count - 1}, got {baseline}")
-        return [baseline] * count
+        return [number] * count
     if not isinstance(baseline, Mapping):
         raise TypeError(f"baseline must be None, a cell's number or a dict of arguments, got {type(baseline).__name__}")
     wanted = {name: describe(value) for name, value in baseline.items()}
-    having = [
-        i for i, cell in enumerate(described) if all(name in cell and cell[name] == v for name, v in wanted.items())
-    ]
-    if not having:
-        raise ValueError(
-            f"no cell of the grid has {named(wanted, list(wanted))}; the baseline must be one of the cells"
-        )
-    place = {canonical(described[i]): i for i in having}
+    asked = named(wanted, list(wanted))
+    place = {canonical(cell.described): i for i, cell in enumerate(cells) if wanted.items() <= cell.described.items()}
+    if not place:
+        raise ValueError(f"no cell of the grid has {asked}; the baseline must be one of the cells")
     found = []
-    for cell in described:
-        own = place.get(canonical({**cell, **wanted}))
-        if own is None and len(having) > 1:
-            raise ValueError(
-                f"{len(having)} cells have {named(wanted, list(wanted))} and none of them is like "
-                f"{named(cell, list(cell))} otherwise; name more arguments of the baseline"
-            )
-        found.append(having[0] if own is None else own)
+    for cell in cells:
+        own = place.get(canonical({**cell.described, **wanted}))
+        if own is None and len(place) > 1:
+            several = f"{len(place)} cells have {asked} and none of them is like {cell.label} otherwise"
+            raise ValueError(f"{several}; name more arguments of the baseline")
+        found.append(next(iter(place.values())) if own is None else own)
     return found
 
 

@@ -29,12 +29,8 @@ Plain = str | float | bool | list[Any] | dict[str, Any] | None
 """What JSON can hold."""
 _DRAW = ("view", "lessons", "bench")  # parts that no run computes with
 _COMPUTE = ("batches", "parts", "training")  # what `train` is; the rest of this part only runs and stores
-_PARTS = {  # what is in the way between a class and its code
-    property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    functools.cached_property: ("func",),
-}
+_AROUND = (property, staticmethod, classmethod, functools.cached_property)
+_INSIDE = ("fget", "fset", "fdel", "__func__", "func")  # what these hold
 _OF_EVERY_CLASS = frozenset(
     ["__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__"]
 )
@@ -63,8 +59,7 @@ class Description:
         self._known: dict[int, tuple[object, Plain]] = {}  # the object is kept, or its id could be given to another
 
     def __call__(self, value: Any) -> Plain:
-        if isinstance(value, np.generic):
-            value = value.item()
+        value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, list | tuple):
             return [self(item) for item in value]
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -73,24 +68,23 @@ class Description:
         if value is None or finite or type(value) in (bool, int) or (type(value) is str and not _place(value)):
             return value
         if id(value) not in self._known:
-            if isinstance(value, torch.nn.Module | Iterator):
-                raise TypeError(
-                    f"a cell cannot hold the {type(value).__name__} object itself, which what ran before would have "
-                    "changed; pass what builds it, such as the class or `lambda: Network(hidden=64)`"
-                )
+            if isinstance(value, torch.nn.Module | Iterator) or not _has_content(value):
+                own = f"a cell cannot hold the {type(value).__name__} object itself, which a run would change"
+                raise TypeError(f"{own}; pass what builds it, such as the class or `lambda: Network(hidden=64)`")
             self._known[id(value)] = value, {"is": _name(value), "hash": self.hash(value)}
         return self._known[id(value)][1]
 
     def hash(self, value: object) -> str:
         """A digest of a value, and of all code of the reader's own that it refers to."""
-        hasher = _Hasher({}, self.libraries)
-        try:
-            return hasher.hash(value)
-        except Exception as error:
-            raise TypeError(
-                f"cannot tell whether two objects of type {type(value).__qualname__} are equal in another process; "
-                "pass a function that builds the object instead"
-            ) from error
+        return _Hasher({}, self.libraries).hash(value)
+
+
+def _has_content(value: object) -> bool:
+    """Whether pickle could take it apart: a function and a class it does not, they are read as code."""
+    try:
+        return isinstance(value, types.FunctionType | types.MethodType | type) or bool(value.__reduce_ex__(2))
+    except Exception:  # a lock, an open file
+        return False
 
 
 class _Hasher(NumpyHasher):
@@ -104,25 +98,37 @@ class _Hasher(NumpyHasher):
         super().__init__("sha1")
         self.seen, self.libraries = seen, libraries
 
-    def reducer_override(self, value: Any) -> object:
-        for plain in ("_torchdynamo_orig_callable", "_orig_mod"):  # what was compiled: its own objects change in use
-            if not isinstance(value, type) and plain in getattr(value, "__dict__", {}) | getattr(value, "_modules", {}):
-                return _shown(self.part(getattr(value, plain)))
-        if isinstance(value, torch.Tensor):
-            return _shown(value.dtype, value.shape, _bytes(value.detach().cpu()))
-        if isinstance(value, torch.Generator):
-            return _shown(value.get_state().numpy().tobytes())
-        if type(value) in _PARTS:
-            return _shown([self.part(getattr(value, name)) for name in _PARTS[type(value)]])
+    def reducer_override(self, value: object) -> Any:
+        content = None if value is tuple else self.content(value)
+        return NotImplemented if content is None else (tuple, (content,))  # as pickle has it: function and arguments
+
+    def part(self, value: object) -> str:
+        """The digest of what code refers to, by itself: equal whether or not it is one object with another part."""
+        return _Hasher(self.seen, self.libraries).hash(value)
+
+    def content(self, value: Any) -> tuple[object, ...] | None:
+        """What tells a value from others; None where pickle takes it apart as it should be."""
         if isinstance(value, str):
-            return _shown(self.part(found)) if (found := _place(value)) else NotImplemented
+            return (self.part(found),) if (found := _place(value)) else None
+        if isinstance(value, set | frozenset):  # whose order changes from process to process
+            return type(value).__name__, sorted(map(self.part, value))
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape, _bytes(value.detach())
         if isinstance(value, types.ModuleType):
             self.is_library(value.__name__)
-            return _shown(value.__name__)
-        named = isinstance(value, types.FunctionType | type) and "<" not in value.__qualname__
-        if isinstance(value, types.FunctionType | type) and not (self.is_library(value.__module__) and named):
+            return (value.__name__,)
+        if isinstance(value, types.CodeType):
+            return self.code(value)
+        if isinstance(value, _AROUND):
+            return tuple(self.part(getattr(value, name, None)) for name in _INSIDE)
+        for plain in ("_torchdynamo_orig_callable", "_orig_mod"):  # what was compiled: its own objects change in use
+            if not isinstance(value, type) and plain in getattr(value, "__dict__", {}) | getattr(value, "_modules", {}):
+                return (self.part(getattr(value, plain)),)
+        if isinstance(value, types.FunctionType | type):
+            if self.is_library(value.__module__) and "<" not in value.__qualname__:
+                return value.__module__, value.__qualname__
             return self.once(value, self.class_ if isinstance(value, type) else self.function)
-        return NotImplemented
+        return None if _has_content(value) else self.once(value, self.bare)
 
     def is_library(self, module: str | None) -> bool:
         package = (module or "").partition(".")[0]
@@ -130,50 +136,35 @@ class _Hasher(NumpyHasher):
             self.libraries.add(package)
         return known
 
-    def once(self, value: object, parts: Callable[..., object]) -> object:
+    def once(self, value: object, parts: Callable[..., tuple[object, ...]]) -> tuple[object, ...]:
         if id(value) in self.seen:
-            return _shown("again", self.seen[id(value)][0])
+            return "again", self.seen[id(value)][0]
         self.seen[id(value)] = len(self.seen), value
-        return _shown(parts(value))
+        return parts(value)
 
-    def part(self, value: object) -> str:
-        """The digest of what code refers to; what cannot be read (a lock, an open file) is named by its kind."""
-        before = len(self.seen)
-        try:
-            return _Hasher(self.seen, self.libraries).hash(value)
-        except Exception:
-            while len(self.seen) > before:
-                self.seen.popitem()
-        held = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-        held = held if isinstance(held, Mapping) else getattr(value, "__dict__", {})
-        if id(value) in self.seen or isinstance(value, type | types.FunctionType):
-            held = {}
-        self.seen[id(value)] = before, value
-        return f"{type(value).__qualname__} {[(str(name), self.part(v)) for name, v in held.items()]}"
+    def bare(self, value: object) -> tuple[object, ...]:
+        """What pickle cannot take apart is named by its kind and its attributes."""
+        held = getattr(value, "__dict__", {})
+        return type(value).__qualname__, [(name, self.part(held[name])) for name in sorted(held)]
 
-    def class_(self, value: type) -> object:
+    def class_(self, value: type) -> tuple[object, ...]:
         members = {k: self.part(v) for k, v in vars(value).items() if k not in _OF_EVERY_CLASS and k[:5] != "_abc_"}
         return [self.part(base) for base in value.__bases__], members
 
-    def function(self, value: types.FunctionType) -> object:
+    def function(self, value: types.FunctionType) -> tuple[object, ...]:
         cells = []
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # one that is not filled yet
                 cells.append(self.part(cell.cell_contents))
         names = {name: self.part(held) for name, held in sorted(self.referred(value).items())}
-        defaults = self.part(value.__defaults__), self.part(value.__kwdefaults__), self.part(vars(value))
-        return self.code(value.__code__), defaults, cells, names
+        given = value.__defaults__, value.__kwdefaults__, vars(value)
+        return self.code(value.__code__), [self.part(held) for held in given], cells, names
 
-    def code(self, code: types.CodeType) -> object:
-        """Instructions and constants; those of nested functions too, and not where in a file anything stands."""
-        texts = []
-        for c in code.co_consts:
-            if isinstance(c, types.CodeType):
-                texts.append(self.code(c))
-            else:
-                texts.append(self.part(c) if isinstance(c, str) else repr(sorted(map(repr, c)) if _is_set(c) else c))
+    def code(self, code: types.CodeType) -> tuple[object, ...]:
+        """Instructions and constants, those of nested functions too, and not where in a file anything stands."""
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        return code.co_code, code.co_exceptiontable, texts, counts, code.co_names, code.co_varnames, code.co_freevars
+        names = (code.co_names, code.co_varnames, code.co_freevars)
+        return code.co_code, code.co_exceptiontable, [self.part(c) for c in code.co_consts], counts, names
 
     def referred(self, function: types.FunctionType) -> dict[str, object]:
         """Dotted name -> what it stands for, of what is looked up outside the function and imported inside it.
@@ -183,8 +174,6 @@ class _Hasher(NumpyHasher):
         codes = [function.__code__]
         for code in codes:
             codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        attributes = sorted({name for code in codes for name in code.co_names})
-        steps = [step for code in codes for step in dis.get_instructions(code)]
         found: dict[str, object] = {}
         modules: set[int] = set()
 
@@ -193,37 +182,24 @@ class _Hasher(NumpyHasher):
                 found[name] = value
             elif id(value) not in modules:
                 modules.add(id(value))
-                for attribute in attributes:
-                    if hasattr(value, attribute):
-                        follow(f"{name}.{attribute}", getattr(value, attribute))
+                for attribute in {name for code in codes for name in code.co_names if hasattr(value, name)}:
+                    follow(f"{name}.{attribute}", getattr(value, attribute))
 
-        for step in steps:
-            name = str(step.argval)
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in function.__globals__:
-                follow(name, function.__globals__[name])
-            elif step.opname == "IMPORT_NAME" and not self.is_library(name):
+        for step in (step for code in codes for step in dis.get_instructions(code)):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
+                follow(step.argval, function.__globals__[step.argval])
+            elif step.opname == "IMPORT_NAME" and not self.is_library(step.argval):
                 with contextlib.suppress(Exception):  # the run says so itself, or does without
-                    importlib.import_module(name)
-                    follow(name.partition(".")[0], sys.modules[name.partition(".")[0]])
+                    importlib.import_module(step.argval)
+                    follow(name := step.argval.partition(".")[0], sys.modules[name])
         return found
 
 
-def _shown(*parts: object) -> tuple[type, tuple[object, ...]]:
-    """A value by what tells it from others, as pickle has it: a function and its arguments."""
-    return tuple, (parts,)
-
-
-def _is_set(value: object) -> bool:
-    return isinstance(value, frozenset)  # its order changes from process to process
-
-
 def _bytes(tensor: torch.Tensor) -> bytes:
-    parts = [tensor]
-    if tensor.layout is not torch.strided:
-        entries = tensor.to_sparse_coo().coalesce()
-        parts = [entries.indices(), entries.values()]
-    flat = [part.resolve_conj().resolve_neg().reshape(-1).contiguous() for part in parts if part.numel()]
-    return b"".join(part.view(torch.uint8).numpy().tobytes() for part in flat)
+    if tensor.is_meta or not tensor.numel():
+        return b""
+    flat = tensor.cpu().to_dense().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _place(text: str) -> object:
@@ -231,7 +207,7 @@ def _place(text: str) -> object:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text):
         return None
     module, _, name = text.partition(":")
-    if is_installed(module.partition(".")[0]) or find_spec(module.partition(".")[0]) is None:
+    if is_installed(module.partition(".")[0]):
         return None
     with contextlib.suppress(Exception):  # the run says so itself
         return getattr(importlib.import_module(module), name, None)
@@ -257,16 +233,6 @@ def is_installed(package: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(place.parts) or any(map(place.is_relative_to, python))
 
 
-@functools.cache
-def _mpkit() -> str:
-    """mpkit's version and a digest of what it computes with, so that a checkout that is worked on counts as changed."""
-    home = Path(__file__).parents[1]
-    parts = [p for p in sorted(home.rglob("*.py")) if p.relative_to(home).parts[0] not in (*_DRAW, "experiment")]
-    parts += [Path(__file__).with_name(f"{name}.py") for name in _COMPUTE]
-    version = importlib.import_module("mpkit").__version__
-    return f"{version}+{sha256(b''.join(p.read_bytes() for p in parts)).hexdigest()[:8]}"
-
-
 def versions(libraries: set[str]) -> dict[str, str]:
     """Library -> version, of Python, torch, NumPy, mpkit and the packages named."""
     found = {"python": ".".join(platform.python_version_tuple()[:2]), "mpkit": _mpkit()}
@@ -276,6 +242,16 @@ def versions(libraries: set[str]) -> dict[str, str]:
                 found[name] = importlib.metadata.version(distribution)
                 break
     return found
+
+
+@functools.cache
+def _mpkit() -> str:
+    """mpkit's version and a digest of what it computes with, so that a checkout that is worked on counts as changed."""
+    home = Path(__file__).parents[1]
+    parts = [p for p in sorted(home.rglob("*.py")) if p.relative_to(home).parts[0] not in (*_DRAW, "experiment")]
+    parts += [Path(__file__).with_name(f"{name}.py") for name in _COMPUTE]
+    version = importlib.import_module("mpkit").__version__
+    return f"{version}+{sha256(b''.join(p.read_bytes() for p in parts)).hexdigest()[:8]}"
 
 
 def _name(value: Any) -> str:
@@ -294,16 +270,8 @@ def _name(value: Any) -> str:
 def name_of(value: Plain) -> str:
     """A few characters for a described value."""
     if isinstance(value, Mapping):
-        return (
-            value["is"]
-            if {"is", "hash"} == set(value)
-            else f"{{{', '.join(f'{k}: {name_of(v)}' for k, v in value.items())}}}"
-        )
+        inner = ", ".join(f"{k}: {name_of(v)}" for k, v in value.items())
+        return value["is"] if {"is", "hash"} == set(value) else f"{{{inner}}}"
     if isinstance(value, list):
         return f"({', '.join(map(name_of, value))})"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def run_name(run: object) -> str:
-    """How a run is called in what is stored."""
-    return run_name(run.func) if isinstance(run, functools.partial) else _name(run)

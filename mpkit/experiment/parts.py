@@ -1,11 +1,10 @@
-"""The parts of a training by name: network, optimizer, level, scaler, boost, recipe, and the step that they make."""
+"""The parts of a training by name: network, loss, optimizer, level, recipe, scaler, boost, and their step."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,73 +34,8 @@ Scales = float | str | Mapping[str, Any] | ScalePolicy | LossScaler | LossScaleM
 Boosts = str | Mapping[str, Any] | AutoBoost
 
 
-@dataclass
-class Parts:
-    """What a training is made of, put together in the order in which each part must see the others."""
-
-    network: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: nn.Module
-    scaler: LossScaler | nn.Module | None
-    boost: AutoBoost | None
-    wide: bool
-
-    @classmethod
-    def built(
-        cls,
-        network: Builds,
-        optimizer: Optimizes,
-        lr: Rate | None,
-        loss: Callable[[Tensor, Tensor], Tensor] | None,
-        level: Casts,
-        dtype: Dtype,
-        scaler: Scales | Callable[[nn.Module], Scales],
-        boost: Boosts,
-        recipe: str | Recipe | None,
-        steps: int,
-        device: torch.device,
-    ) -> Parts:
-        """The parts for `steps` steps, from the arguments of `train`.
-
-        Raises:  TypeError, ValueError for what names nothing, or is of another kind.
-        """
-        net = network_of(network).to(device)
-        rule = optimizer_of(optimizer, net, lr)
-        boosted = boost_of(boost, steps)
-        if boost == "grad_centralization":
-            process = OptimizerProcess(rule)
-            process.add_grad_centralization(net)
-            rule = process.generate_new_optimizer()
-        elif boosted is not None:
-            net, rule = boosted.network_auto_process_train(net, rule)
-        _cast(net, level, dtype, recipe)
-        wide = recipe is not None or level != "O0"
-        return cls(net, rule, _Loss(loss), scaler_of(scaler, net), boosted, wide)
-
-    def cell(self, hooks: list[Any]) -> nn.Module:
-        """One training step of these parts."""
-        whole = (Float32Loss if self.wide else WithLossCell)(self.network, self.loss)
-        if self.scaler is None:
-            return BoostTrainOneStepCell(whole, self.optimizer, boost=self.boost, hooks=hooks).train()
-        sense = self.scaler
-        return BoostTrainOneStepWithLossScaleCell(whole, self.optimizer, sense, boost=self.boost, hooks=hooks).train()
-
-
-class _Loss(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-        super().__init__()
-        self.function = _usual if loss is None else loss
-
-    def forward(self, output: Tensor, label: Tensor) -> Tensor:
-        return self.function(output, label)
-
-
-def is_usual(loss: nn.Module) -> bool:
-    """Whether a loss of `Parts` is the one that stands for None, which takes the last axis for the classes."""
-    return isinstance(loss, _Loss) and loss.function is _usual
-
-
-def _usual(output: Tensor, label: Tensor) -> Tensor:
+def usual_loss(output: Tensor, label: Tensor) -> Tensor:
+    """Cross entropy, whose classes lie on the last axis, for whole-number labels, else the mean squared error."""
     if label.is_floating_point():
         if output.numel() == label.numel():  # (rows, 1) and (rows,), which would be compared each with all
             label = label.reshape(output.shape)
@@ -114,19 +48,15 @@ def _usual(output: Tensor, label: Tensor) -> Tensor:
 def network_of(network: object) -> nn.Module:
     """A network, built now: from a class, a function, or a name."""
     if isinstance(network, nn.Module):
-        raise TypeError(
-            f"network must be what builds a network, got a {type(network).__name__} that is built already, whose "
-            "weights would not follow the seed; pass the class, or `lambda: Network(hidden=64)`"
-        )
+        built = f"a {type(network).__name__} that is built already, whose weights would not follow the seed"
+        raise TypeError(f"network must be what builds a network, got {built}; pass the class, or `lambda: Network()`")
+    if isinstance(network, str) and ":" not in network and not hasattr(networks, network):
+        raise ValueError(f"mpkit.networks has no {network!r}; give a class, a function, or 'package.module:name'")
     if isinstance(network, str):
-        known = getattr(networks, network, None)
-        if known is None and ":" not in network:
-            raise ValueError(f"mpkit.networks has no {network!r}; give a class, a function, or 'package.module:name'")
-        network = known if known is not None else found(network)
+        network = found(network if ":" in network else f"{networks.__name__}:{network}")
     if not callable(network):
         raise TypeError(f"network must be a class, a function or a name, got {network!r}")
-    net = network()
-    if not isinstance(net, nn.Module):
+    if not isinstance(net := network(), nn.Module):
         raise TypeError(f"network() must return an nn.Module, got {type(net).__name__}")
     return net
 
@@ -137,13 +67,10 @@ def optimizer_of(optimizer: object, net: nn.Module, lr: Rate | None) -> torch.op
         home: Any = torch.optim if optimizer.startswith("torch.") else optimizers
         rule = getattr(home, optimizer.removeprefix("torch."), None)
         if rule is None:
-            raise ValueError(
-                f"no optimizer is called {optimizer!r}; there are {', '.join(optimizers.__all__)} and torch.*"
-            )
-        needs = inspect.signature(rule).parameters
-        options = (
-            {"momentum": 0.9} if "momentum" in needs and needs["momentum"].default is inspect.Parameter.empty else {}
-        )
+            known = ", ".join(optimizers.__all__)
+            raise ValueError(f"no optimizer is called {optimizer!r}; there are {known} and torch.*")
+        needs = inspect.signature(rule).parameters.get("momentum")
+        options = {"momentum": 0.9} if needs and needs.default is needs.empty else {}
         made = rule(net.parameters(), *([] if lr is None else [lr]), **options)
     elif callable(optimizer):
         made = optimizer(net.parameters())
@@ -173,7 +100,8 @@ def low_format(level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> str:
     return low.name if isinstance(low, FloatFormat) else {torch.bfloat16: "bf16"}.get(low, "fp16")
 
 
-def _cast(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> None:
+def cast_network(net: nn.Module, level: Casts, dtype: Dtype, recipe: str | Recipe | None) -> None:
+    """Cast a network as `train` is asked to, in place."""
     if recipe is not None:
         cast_like(net, recipe)
     elif callable(level):
@@ -188,12 +116,10 @@ def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) ->
     """A loss scaler for one run, None for none: from all that `train` takes."""
     if callable(scaler) and not isinstance(scaler, nn.Module | LossScaler):
         scaler = scaler(net)
+    if isinstance(scaler, str) and scaler not in ("dynamic", *FRAMEWORKS):
+        raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
     if isinstance(scaler, str):
-        if scaler == "dynamic":
-            return DynamicLossScaleManager().get_update_cell()
-        if scaler not in FRAMEWORKS:
-            raise ValueError(f"no loss scaler is called {scaler!r}; there are dynamic, {', '.join(FRAMEWORKS)}")
-        scaler = {"framework": scaler}
+        scaler = DynamicLossScaleManager() if scaler == "dynamic" else preset(scaler)
     if isinstance(scaler, Mapping):
         scaler = preset(**scaler)
     if isinstance(scaler, ScalePolicy):
@@ -209,31 +135,46 @@ def scaler_of(scaler: Scales | Callable[[nn.Module], Scales], net: nn.Module) ->
 
 def boost_of(boost: object, steps: int) -> AutoBoost | None:
     """The boost of a run of `steps` steps; None for what changes no more than the optimizer."""
-    freeze = {"total_steps": steps}
     if isinstance(boost, AutoBoost):
         return copy.deepcopy(boost)
+    sections: dict[str, Any] = {}
     if isinstance(boost, Mapping):
         sections = dict(boost)
-        named = sections.pop("level", "O1")
-        return AutoBoost(named, {**sections, "grad_freeze": {**freeze, **sections.get("grad_freeze", {})}})
-    if not isinstance(boost, str):
+        level = sections.pop("level", "O1")
+    elif not isinstance(boost, str):
         raise TypeError(f"boost must be a name, a configuration or an AutoBoost, got {type(boost).__name__}")
-    if boost in ("O0", "grad_centralization"):
+    elif boost in ("O0", "grad_centralization"):
         return None
-    if boost in AutoBoost.levels:
-        return AutoBoost(boost, {"grad_freeze": freeze})
-    if boost == "tuned":
-        return AutoBoost("O1", {"boost": {"mode": "tuned"}, "grad_freeze": freeze})
-    names = boost.split("+")
-    unknown = [name for name in names if name not in FLAGS]
-    if unknown:
-        raise ValueError(
-            f"no boost is called {unknown[0]!r}; there are "
-            + ", ".join((*AutoBoost.levels, "tuned", "grad_centralization", *FLAGS))
-        )
-    sections = {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
-    if "grad_freeze" in names:
-        sections["grad_freeze"] = freeze
-    if "grad_accumulation" in names:
-        sections["grad_accumulation"] = {"grad_accumulation_step": 2}
-    return AutoBoost("O0", sections)
+    elif boost in AutoBoost.levels:
+        level = boost
+    elif boost == "tuned":
+        level, sections = "O1", {"boost": {"mode": "tuned"}}
+    else:
+        names = boost.split("+")
+        if unknown := [name for name in names if name not in FLAGS]:
+            known = ", ".join((*AutoBoost.levels, "tuned", "grad_centralization", *FLAGS))
+            raise ValueError(f"no boost is called {unknown[0]!r}; there are {known}")
+        level, sections = "O0", {"boost": {"mode": "manual", **{flag: flag in names for flag in FLAGS}}}
+        if "grad_accumulation" in names:
+            sections["grad_accumulation"] = {"grad_accumulation_step": 2}
+    return AutoBoost(level, {**sections, "grad_freeze": {"total_steps": steps, **sections.get("grad_freeze", {})}})
+
+
+def boosted(boost: object, net: nn.Module, rule: Any, steps: int) -> tuple[nn.Module, Any, AutoBoost | None]:
+    """Network and optimizer as a boost makes them, and the boost that the step is told of."""
+    if boost == "grad_centralization":
+        process = OptimizerProcess(rule)
+        process.add_grad_centralization(net)
+        return net, process.generate_new_optimizer(), None
+    auto = boost_of(boost, steps)
+    return (net, rule, auto) if auto is None else (*auto.network_auto_process_train(net, rule), auto)
+
+
+def step_of(
+    net: nn.Module, loss: Callable[..., Tensor], wide: bool, rule: Any, sense: Any, **options: Any
+) -> nn.Module:
+    """The training step of these parts; wide: the loss is computed in float32."""
+    whole = (Float32Loss if wide else WithLossCell)(net, loss)
+    if sense is None:
+        return BoostTrainOneStepCell(whole, rule, **options)
+    return BoostTrainOneStepWithLossScaleCell(whole, rule, sense, **options)

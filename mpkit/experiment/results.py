@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
-import re
 import shutil
 import statistics
 import tempfile
-import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,44 +19,21 @@ from mpkit.arguments import check_count
 from mpkit.experiment.identity import name_of
 from mpkit.experiment.statistics import Paired, holm, mean_of, paired, student_quantile
 from mpkit.experiment.store import INDEX, Folder, Row, cell_key, index_text
-from mpkit.files import check_growth, regular, short, write_whole
+from mpkit.experiment.verdict import concluded, direction
+from mpkit.files import check_growth, refused, regular, write_whole
 from mpkit.record import Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _ALWAYS = ("cell", "seed", "run_seconds", "alone", "error")  # columns of every frame
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{12}\.npz")  # of the file of a run
-UP = ("accuracy", "score", "auc", "bleu", "speed", "per_second")
-DOWN = ("loss", "error", "second", "memory", "skipped", "perplexity")
 
 
-def _unpack(path: Path, to: Path) -> None:
-    """The files of a zip file that `Results.save` made; names and sizes are looked at before anything is written."""
-    try:
-        with zipfile.ZipFile(regular(path)) as file:
-            check_growth(file)
-            if strange := [n for n in file.namelist() if n != INDEX and not _NAME.fullmatch(n)]:
-                raise ValueError(f"it holds {strange[0]!r:.80}, which no experiment writes")
-            file.extractall(to)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # zip files raise a dozen kinds of errors
-        raise ValueError(f"{path} is damaged or no zip file of an experiment: {short(error)}") from error
-
-
-class Temporary:
-    """A folder that ends with the last of the results whose files lie in it: copies and parts of them count."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-    def __deepcopy__(self, memo: object) -> Temporary:
-        return self
-
-    def __reduce__(self) -> tuple[type[Path], tuple[str]]:  # in a pickle: another process ends nothing here
-        return Path, (str(self.path),)
+def temporary() -> Path:
+    """A folder that ends with this process."""
+    path = tempfile.mkdtemp(prefix="mpkit-experiment-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)
 
 
 class Results:
@@ -76,7 +52,6 @@ class Results:
         self.labels: list[str] = [cell["label"] for cell in index["cells"]]
         self.seeds: list[int] = list(index["seeds"])
         self.folder, self.stopped = folder, stopped
-        self.held: Temporary | None = None
         self._index = index
         place = {cell_key(c["cell"], s): (i, s) for i, c in enumerate(index["cells"]) for s in self.seeds}
         keyed = ((place.get(cell_key(row.cell, row.seed)), row) for row in rows)
@@ -91,21 +66,18 @@ class Results:
                  of files that were changed or cut.
         """
         if Path(folder).suffix == ".zip" and not Path(folder).expanduser().is_dir():
-            unpacked = Path(tempfile.mkdtemp(prefix="mpkit-experiment-"))
+            unpacked = temporary()
             try:
-                _unpack(Path(folder), unpacked)
-                results = cls.load(unpacked)
-            except BaseException:
-                shutil.rmtree(unpacked, ignore_errors=True)
+                with refused(Path(folder), "zip file of an experiment"), zipfile.ZipFile(regular(Path(folder))) as file:
+                    check_growth(file)
+                    file.extractall(unpacked)
+                return cls.load(unpacked)
+            except Exception:
+                shutil.rmtree(unpacked)
                 raise
-            results.held = Temporary(unpacked)
-            return results
         place = Folder(folder)
-        index = place.read_index()
-        if not index:
-            raise FileNotFoundError(f"no experiment in {place.path}; experiment(run, grid, folder=...) makes one")
+        index, there = place.read_index(), place.names()
         stems = [f"{cell_key(c['cell'], s)}-{index['code']}" for c in index["cells"] for s in index["seeds"]]
-        there = place.names()
         rows = [row for stem in stems if stem in there and (row := place.read(stem)) is not None]
         return cls(index, rows, folder=place.path)
 
@@ -118,9 +90,7 @@ class Results:
         if count > len(self.seeds):
             raise ValueError(f"seeds must be at most {len(self.seeds)}, the number that was run, got {count}")
         index, rows = {**self._index, "seeds": self.seeds[:count]}, list(self._rows.values())
-        part = Results(index, rows, folder=self.folder, stopped=self.stopped)
-        part.held = self.held
-        return part
+        return Results(index, rows, folder=self.folder, stopped=self.stopped)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One zip file of these runs and no others, whole or not at all, to keep or to send; `Results.load` opens it.
@@ -129,8 +99,7 @@ class Results:
         """
         if Path(path).suffix != ".zip":
             raise ValueError(f"the name must end in .zip, so that load recognises the file, got {path}")
-        files = {f"{row.stem}.npz": row.folder for row in self._rows.values()}
-        held = {name: regular(home / name).read_bytes() for name, home in files.items()}
+        held = {row.path.name: regular(row.path).read_bytes() for row in self._rows.values()}
         held[INDEX] = index_text(self._index).encode()
 
         def pack(open_: IO[bytes]) -> None:
@@ -144,8 +113,7 @@ class Results:
         return len(self._rows)
 
     def __repr__(self) -> str:
-        failed = sum(bool(row.error) for row in self._rows.values())
-        open_ = len(self.labels) * len(self.seeds) - len(self)
+        failed, open_ = len(self.failures), len(self.labels) * len(self.seeds) - len(self)
         text = f"{len(self)} runs of {len(self.labels)} cells from {len(self.seeds)} seeds"
         return text + (f", {failed} failed" if failed else "") + (f", {open_} not run yet" if open_ else "")
 
@@ -157,23 +125,16 @@ class Results:
     @property
     def note(self) -> str:
         """What to know before trusting the numbers: how times were taken, what failed or is missing."""
-        said = []
-        beside = sum(not row.alone for row in self._rows.values())
+        beside, missing = sum(not r.alone for r in self._rows.values()), len(self.labels) * len(self.seeds) - len(self)
+        alone = "Runs were made one at a time, and the cells of each seed in random order, so times can be compared."
+        said = [alone] if len(self) and not beside else []
         if beside:
-            said.append(
+            said += [
                 f"Times cannot be compared: {beside} of {len(self)} runs had other runs beside them; use n_jobs=1."
-            )
-        elif len(self):
-            said.append(
-                "Runs were made one at a time, and the cells of each seed in random order, so times can be compared."
-            )
-        failed = [key for key, row in self._rows.items() if row.error]
-        if failed:
-            said.append(f"{len(failed)} of {len(self)} runs failed; `.failures` has their tracebacks.")
-        missing = len(self.labels) * len(self.seeds) - len(self)
-        if missing:
-            said.append(f"{missing} runs are not done; the same call goes on with them.")
-        return " ".join(said)
+            ]
+        if self.failures:
+            said += [f"{len(self.failures)} of {len(self)} runs failed; `.failures` has their tracebacks."]
+        return " ".join(said + [f"{missing} runs are not done; the same call goes on with them."] * bool(missing))
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -187,14 +148,25 @@ class Results:
         names = dict.fromkeys(name for cell in self._index["cells"] for name in cell["cell"])
         arguments = {name: f"{name} (argument)" if name in _ALWAYS else name for name in names}
         metrics = {n: f"{n} (result)" if n in _ALWAYS or n in names else n for n in self.metrics}
-        rows = [self._line(at, arguments, metrics) for at in self._order()]
+        lines = []
+        for (i, seed), row in self._ordered().items():
+            shown = {k: v if isinstance(v, None | int | float | str) else name_of(v) for k, v in row.cell.items()}
+            line = {"cell": self.labels[i], **{arguments[k]: v for k, v in shown.items()}, "seed": seed}
+            line |= {metrics[k]: v for k, v in row.numbers.items()}
+            lines.append(line | {"run_seconds": row.seconds, "alone": row.alone, "error": row.error})
         columns = ["cell", *arguments.values(), "seed", *metrics.values(), "run_seconds", "alone", "error"]
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(lines, columns=columns)
+
+    def _ordered(self, cell: int | str | None = None) -> dict[tuple[int, int], Row]:
+        """(number of the cell, seed) -> row, in order; of one cell those that ended well."""
+        cells = range(len(self.labels)) if cell is None else [self.number(cell)]
+        rows = {(i, s): self._rows[i, s] for i in cells for s in self.seeds if (i, s) in self._rows}
+        return rows if cell is None else {at: row for at, row in rows.items() if not row.error}
 
     @property
     def failures(self) -> dict[tuple[str, int], str]:
         """(cell, seed) -> traceback of every failed run."""
-        return {(self.labels[i], s): self._rows[i, s].error for i, s in self._order() if self._rows[i, s].error}
+        return {(self.labels[i], s): row.error for (i, s), row in self._ordered().items() if row.error}
 
     def values(self, cell: int | str, metric: str) -> dict[int, float]:
         """Seed -> number, of the runs of a cell that ended well; NaN and inf included.
@@ -203,25 +175,25 @@ class Results:
         """
         if metric not in self.metrics and metric != "run_seconds":
             raise ValueError(f"no run returned {metric!r}; there are {', '.join(self.metrics) or 'no numbers at all'}")
-        i = self.number(cell)
-        ended = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
-        values = {s: self._value((i, s), metric) for s in ended}
-        return {s: v for s, v in values.items() if v is not None}
+        numbers = {s: {**row.numbers, "run_seconds": row.seconds} for (_, s), row in self._ordered(cell).items()}
+        return {seed: own[metric] for seed, own in numbers.items() if metric in own}
 
     def series(self, cell: int | str, name: str, seed: int | None = None) -> np.ndarray:
         """A series of the run of a cell from a seed (None: the first seed that is there).
 
         Raises:  ValueError for a run that is not there, failed, or returned no such series.
         """
-        row = self._row(cell, seed)
-        held = row.series()
+        held = self._row(cell, seed).arrays("series/")
         if name not in held:
             raise ValueError(f"this run returned no series {name!r}; there are {', '.join(held) or 'none'}")
         return held[name]
 
     def trace(self, cell: int | str, seed: int | None = None) -> Trace:
         """The trace of the run of a cell from a seed (None: the first seed that is there)."""
-        return self._row(cell, seed).load_trace()
+        row = self._row(cell, seed)
+        if not (arrays := row.arrays("trace/")):
+            raise ValueError("this run returned no Trace; with `train` ask for one by trace=True")
+        return Trace.of_arrays(arrays, row.path)
 
     def difference(self, cell: int | str, metric: str, baseline: int | str | None = None) -> Paired | None:
         """The paired difference to the baseline over the seeds that both have; None where they share no finite one.
@@ -249,26 +221,25 @@ class Results:
         """
         import pandas as pd
 
-        cells = range(len(self.labels))
         against = [cell["baseline"] for cell in self._index["cells"]]
-        found = [None if against[i] == i else self.difference(i, metric) for i in cells]
+        found = [None if i == j else self.difference(i, metric) for i, j in enumerate(against)]
         corrected = holm([math.nan if d is None else d.p for d in found])
-        comparisons = sum(not math.isnan(p) for p in corrected)
+        tests = sum(not math.isnan(p) for p in corrected)
         up = direction(metric) if higher_is_better is None else higher_is_better
         rows = []
-        for i in cells:
-            finite = [v for v in self.values(i, metric).values() if math.isfinite(v)]
-            d, nothing = found[i], (math.nan,) * 4
-            difference, low, high, p = nothing if d is None else (d.mean, d.low, d.high, d.p)
+        for i, (d, p) in enumerate(zip(found, corrected)):
+            finite, done = self._finite(i, metric), sum((i, s) in self._rows for s in self.seeds)
+            base = self.labels[against[i]] if against[i] != i else None
+            paired_ = (math.nan,) * 4 if d is None else (d.mean, d.low, d.high, d.p)
             mean, spread = mean_of(finite) if finite else math.nan, _spread(finite)
-            said = self._said(i, against[i], metric, d, corrected[i], comparisons, up)
-            rows.append((len(finite), mean, spread, difference, low, high, p, corrected[i], *said))
+            said = concluded(self.labels[i], base, finite, done, d, p, tests, up)
+            rows.append((len(finite), mean, spread, *paired_, p, *said))
         columns = ["n", "mean", "spread", "difference", "low", "high", "p", "p_holm", "verdict", "sentence"]
         return pd.DataFrame(rows, columns=columns, index=pd.Index(self.labels, name="cell"))
 
     def interval(self, cell: int | str, metric: str) -> tuple[float, float, float]:
         """(low, mean, high) of a cell: its mean and the ends of its 95 % interval; NaN where they cannot be known."""
-        finite = [v for v in self.values(cell, metric).values() if math.isfinite(v)]
+        finite = self._finite(cell, metric)
         mean, half = mean_of(finite) if finite else math.nan, math.nan
         if len(finite) > 1:
             half = student_quantile(0.975, len(finite) - 1) * _spread(finite) / math.sqrt(len(finite))
@@ -291,38 +262,6 @@ class Results:
             raise ValueError(f"kind is cost, curves or scales, got {kind!r}")
         return pictures.curves(self, "scale" if kind == "scales" else metric, cells)
 
-    def _said(
-        self, i: int, j: int, metric: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None
-    ) -> tuple[str, str]:
-        """Verdict and sentence on a cell."""
-        numbers = self.values(i, metric)
-        finite = [v for v in numbers.values() if math.isfinite(v)]
-        done = sum((i, s) in self._rows for s in self.seeds)
-        lost = done - len(finite)
-        left_out = f" {lost} of {done} runs gave no finite number and are left out." if lost and finite else ""
-        if not finite:
-            return "no number", f"{self.labels[i]}: none of {_runs(done)} gave a finite number."
-        if i == j:
-            return (
-                "baseline",
-                f"{self.labels[i]}: the baseline, {mean_of(finite):.4g} in {_seeds(len(finite))}.{left_out}",
-            )
-        return _verdict(self.labels[i], self.labels[j], d, corrected, comparisons, up, left_out)
-
-    def _order(self) -> list[tuple[int, int]]:
-        return [(i, s) for i in range(len(self.labels)) for s in self.seeds if (i, s) in self._rows]
-
-    def _line(self, at: tuple[int, int], arguments: Mapping[str, str], metrics: Mapping[str, str]) -> dict[str, Any]:
-        row, cell = self._rows[at], self._index["cells"][at[0]]["cell"]
-        plain = (type(None), int, float, str)
-        shown = {arguments[k]: v if isinstance(v, plain) else name_of(v) for k, v in cell.items()}
-        numbers = {title: value for name, title in metrics.items() if (value := self._value(at, name)) is not None}
-        tail = {"seed": at[1], "run_seconds": row.seconds, "alone": row.alone, "error": row.error}
-        return {"cell": self.labels[at[0]], **shown, **numbers, **tail}
-
-    def _value(self, at: tuple[int, int], metric: str) -> float | None:
-        return self._rows[at].seconds if metric == "run_seconds" else self._rows[at].numbers.get(metric)
-
     def number(self, cell: int | str) -> int:
         """The number of a cell that is given by its label or number. Raises ValueError where there is none."""
         if isinstance(cell, str):
@@ -333,63 +272,16 @@ class Results:
             raise ValueError(f"cells are numbered 0 to {len(self.labels) - 1}, got {cell}")
         return cell
 
+    def _finite(self, cell: int | str, metric: str) -> list[float]:
+        return [v for v in self.values(cell, metric).values() if math.isfinite(v)]
+
     def _row(self, cell: int | str, seed: int | None) -> Row:
-        i = self.number(cell)
-        seeds = [s for s in self.seeds if (i, s) in self._rows and not self._rows[i, s].error]
-        if (seed is None and not seeds) or (seed is not None and seed not in seeds):
-            raise ValueError(f"{self.labels[i]} has no run from seed {seed} that ended well; it has {seeds}")
-        return self._rows[i, seeds[0] if seed is None else seed]
-
-
-def direction(metric: str) -> bool | None:
-    """Whether more of a metric is better, as far as its name tells.
-
-    >>> direction("accuracy"), direction("final_loss"), direction("loss_scale")
-    (True, False, None)
-    """
-    if "scale" in metric:
-        return None
-    if any(word in metric for word in UP):
-        return True
-    return False if any(word in metric for word in DOWN) else None
+        ended = {s: row for (_, s), row in self._ordered(cell).items()}
+        if not ended or seed not in (None, *ended):
+            label = self.labels[self.number(cell)]
+            raise ValueError(f"{label} has no run from seed {seed} that ended well; it has {list(ended)}")
+        return next(iter(ended.values())) if seed is None else ended[seed]
 
 
 def _spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s' * (count != 1)}"
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed{'s' * (count != 1)}"
-
-
-def _verdict(
-    label: str, base: str, d: Paired | None, corrected: float, comparisons: int, up: bool | None, left_out: str
-) -> tuple[str, str]:
-    if d is None:
-        return "no comparison", f"{label}: no seed gave a finite number both here and in {base}.{left_out}"
-    if d.n == 1:
-        text = (
-            f"{label}: {d.mean:+.3g} against {base} in the one seed that both have, which may be chance; "
-            "run 5 seeds or more."
-        )
-        return "one seed", text + left_out
-    interval = f"{d.mean:+.3g} against {base} (95 % interval {d.low:+.3g} to {d.high:+.3g}, {_seeds(d.n)})"
-    words = {True: ("better", "worse"), False: ("worse", "better"), None: ("higher", "lower")}[up]
-    word = words[d.mean < 0]
-    if corrected < 0.05:
-        among = f", also after the correction for {comparisons} comparisons" if comparisons > 1 else ""
-        return word, f"{label}: {word}, {interval}{among}.{left_out}"
-    more = (
-        "over a thousand more seeds" if d.more is None else f"about {d.more} more {'seed' if d.more == 1 else 'seeds'}"
-    )
-    if d.p < 0.05:
-        why = f"{word} if it were the only comparison, but not after the correction for {comparisons} (Holm)"
-        return "not distinguishable", f"{label}: {why}: {interval}.{left_out}"
-    if d.spread == 0:
-        return "not distinguishable", f"{label}: equal to {base} in every one of {_seeds(d.n)}.{left_out}"
-    take = f"a difference of this size would take {more} to show" if d.more != 0 else "more seeds would show it"
-    return "not distinguishable", f"{label}: not distinguishable, {interval}; {take}.{left_out}"

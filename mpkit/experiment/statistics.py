@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -113,15 +114,9 @@ def more_seeds(difference: float, spread: float, n: int) -> int | None:
         both = student_quantile(0.975, seeds - 1) + student_quantile(0.8, seeds - 1)
         return both * spread / math.sqrt(seeds) <= abs(difference)
 
-    if found(max(n, 2)):
-        return max(2 - n, 0)
-    low, high = max(n, 2), ENOUGH
-    if not found(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if found(middle) else (middle, high)
-    return high - n
+    seeds = range(max(n, 2), ENOUGH + 1)
+    at = bisect_left(seeds, True, key=found)
+    return seeds[at] - n if at < len(seeds) else None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

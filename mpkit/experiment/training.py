@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mpkit.arguments import check_count, check_flags
 from mpkit.casting import Recipe
 from mpkit.casting.low import map_tensors
 from mpkit.device import default_device
+from mpkit.experiment import parts
 from mpkit.experiment.batches import batches_of, pair_of
-from mpkit.experiment.parts import Boosts, Builds, Casts, Dtype, Optimizes, Parts, Scales, is_usual, low_format
 from mpkit.optimizers.arguments import Rate
 from mpkit.record import Recorder
 from mpkit.step import StepOutcome
@@ -30,16 +31,16 @@ WARM = 5
 
 
 def train(
-    network: Builds = "Network",
+    network: parts.Builds = "Network",
     data: object = "digits",
     *,
-    optimizer: Optimizes = "Momentum",
+    optimizer: parts.Optimizes = "Momentum",
     lr: Rate | None = 0.05,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    level: Casts = "O0",
-    dtype: Dtype = "float16",
-    scaler: Scales | Callable[[nn.Module], Scales] = None,
-    boost: Boosts = "O0",
+    level: parts.Casts = "O0",
+    dtype: parts.Dtype = "float16",
+    scaler: parts.Scales | Callable[[nn.Module], parts.Scales] = None,
+    boost: parts.Boosts = "O0",
     recipe: str | Recipe | None = None,
     epochs: int = 5,
     batch: int = 32,
@@ -82,41 +83,44 @@ def train(
               size of the process while it trained; NaN elsewhere.
     Raises:   TypeError, ValueError for arguments, before a step is made.
     """
-    _check(epochs, batch, level, recipe)
+    for name, value in (("epochs", epochs), ("batch", batch)):
+        check_count(name, value)
+    if recipe is not None and level != "O0":
+        raise ValueError(f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}")
     check_flags(trace=trace, keep=keep)
     device = default_device()
     torch.manual_seed(seed)
-    given = batches_of(data, batch, seed, device)
-    parts = Parts.built(network, optimizer, lr, loss, level, dtype, scaler, boost, recipe, epochs * given.steps, device)
-    recorder = Recorder(parts.network, parts.optimizer, format=low_format(level, dtype, recipe)) if trace else None
-    cell = parts.cell([recorder] if recorder is not None else [])
-    memory, clock = _Memory(device), _Clock(device)
-    outcomes: list[StepOutcome] = []
-    tests: list[tuple[str, float]] = []
+    batches, test, steps = batches_of(data, batch, seed, device)
+    net = parts.network_of(network).to(device)
+    net, rule, auto = parts.boosted(boost, net, parts.optimizer_of(optimizer, net, lr), epochs * steps)
+    parts.cast_network(net, level, dtype, recipe)
+    function = parts.usual_loss if loss is None else loss
+    wide, sense = recipe is not None or level != "O0", parts.scaler_of(scaler, net)
+    recorder = Recorder(net, rule, format=parts.low_format(level, dtype, recipe)) if trace else None
+    cell = parts.step_of(net, function, wide, rule, sense, boost=auto, hooks=[recorder] if recorder else [])
+    clock = _Clock(device)
+    outcomes, tests = list[StepOutcome](), list[tuple[str, float]]()
     for _ in range(epochs):
-        cell.train()
-        outcomes += _steps(cell, given.train, device, clock)
-        if given.test is not None:
-            tests.append(_tested(parts, given.test, device))
-    result = _result(outcomes, tests, given.steps)
-    result |= {"step_seconds": list(clock.seconds), "seconds_per_step": clock.per_step()}
-    result["peak_memory_mib"] = memory.peak()
-    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": parts.network} if keep else {})
+        outcomes += _steps(cell, batches, device, clock)
+        tests += [] if test is None else [_tested(net, function, test, device)]
+    result = _told(outcomes, tests, steps, clock)
+    return result | ({"trace": recorder.trace()} if recorder else {}) | ({"network": net} if keep else {})
 
 
-def _result(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: int) -> dict[str, Any]:
-    """What a run of epochs of so many steps returns of its losses, scales and tests."""
+def _told(outcomes: list[StepOutcome], tests: list[tuple[str, float]], steps: int, clock: _Clock) -> dict[str, Any]:
+    """What a run of epochs of so many steps returns."""
     losses = torch.stack([o.loss.float() for o in outcomes]).tolist()
     scales = torch.stack([o.scale.float().mean() for o in outcomes]).tolist()
     result: dict[str, Any] = {"loss": losses, "final_loss": statistics.fmean(losses[-steps:])}
     for name in dict.fromkeys(name for name, _ in tests):
-        result[name] = tests[-1][1]
-        result[f"{name}_curve"] = [value for _, value in tests]
+        result |= {name: tests[-1][1], f"{name}_curve": [value for _, value in tests]}
     skipped = int(torch.stack([o.overflow.any() for o in outcomes]).sum())
-    return result | {"skipped": skipped, "last_scale": scales[-1], "scale": scales}
+    result |= {"skipped": skipped, "last_scale": scales[-1], "scale": scales, "step_seconds": list(clock.seconds)}
+    return result | {"seconds_per_step": clock.per_step(), "peak_memory_mib": clock.peak()}
 
 
 def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock: _Clock) -> list[StepOutcome]:
+    cell.train()
     outcomes = []
     for batch in batches:
         x, y = pair_of(batch)
@@ -130,28 +134,30 @@ def _steps(cell: nn.Module, batches: Iterable[Any], device: torch.device, clock:
     return outcomes
 
 
-def _tested(parts: Parts, batches: Iterable[Any], device: torch.device) -> tuple[str, float]:
+def _tested(
+    net: nn.Module, loss: Callable[[Any, Any], Tensor], batches: Iterable[Any], device: torch.device
+) -> tuple[str, float]:
     """("accuracy", percent) where labels are classes, else ("test_loss", mean over the rows)."""
-    parts.network.eval()
+    net.eval()
     total, rows, name, empty = 0.0, 0, "test_loss", True
     with torch.no_grad():
         for batch in batches:
             (x, y), empty = pair_of(batch), False
-            out, y = widened(parts.network(_moved(x, device))), _moved(y, device)
-            if (classes := _classes(out, y, parts.loss)) is not None:
+            out, y = widened(net(_moved(x, device))), _moved(y, device)
+            if (classes := _classes(out, y, loss)) is not None:
                 name, counted = "accuracy", y != IGNORED
                 total += 100 * float(((out.argmax(classes) == y) & counted).sum())
                 rows += int(counted.sum())
             else:
-                count = _rows(y)
-                total += float(parts.loss(out, y)) * count
+                count = next((len(part) for part in tree_leaves(y) if isinstance(part, Tensor)), 1)
+                total += float(loss(out, y)) * count
                 rows += count
     if empty:
         raise ValueError("the test data gave no batch; pass what can be iterated anew in every epoch, not a generator")
     return name, total / rows if rows else float("nan")
 
 
-def _classes(out: object, y: object, loss: nn.Module) -> int | None:
+def _classes(out: object, y: object, loss: object) -> int | None:
     """The axis of the scores of classes; None where the labels are no classes, or nobody could tell which axis it is.
 
     One column is no choice among classes: its sign, or its distance to the label, is what counts.
@@ -159,31 +165,10 @@ def _classes(out: object, y: object, loss: nn.Module) -> int | None:
     if not isinstance(out, Tensor) or not isinstance(y, Tensor) or y.is_floating_point() or out.dim() != y.dim() + 1:
         return None
     last = y.dim() > 1 and out.shape[:-1] == y.shape
-    if last and out.shape[:1] + out.shape[2:] == y.shape and not is_usual(loss):
+    if last and out.shape[:1] + out.shape[2:] == y.shape and loss is not parts.usual_loss:
         return None
     axis = out.dim() - 1 if last else 1
     return axis if y.dim() > 0 and out.shape[axis] > 1 else None
-
-
-def _rows(y: object) -> int:
-    """How many rows a batch has whose labels these are: those of the first tensor in the nest."""
-    counts: list[int] = []
-
-    def count(part: Tensor) -> Tensor:
-        counts.append(len(part))
-        return part
-
-    map_tensors(count, y)
-    return counts[0] if counts else 1
-
-
-def _check(epochs: object, batch: object, level: object, recipe: object) -> None:
-    for name, value in (("epochs", epochs), ("batch", batch)):
-        check_count(name, value)
-    if recipe is not None and level != "O0":
-        raise ValueError(
-            f"a recipe says itself what is cast, so level stays 'O0' with it, got {level!r}; give one of them"
-        )
 
 
 def _moved(value: object, device: torch.device) -> Any:
@@ -191,11 +176,16 @@ def _moved(value: object, device: torch.device) -> Any:
 
 
 class _Clock:
-    """Wall time of the steps made inside it."""
+    """Wall time of the steps made inside it, and the largest memory in use since it was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.seconds: list[float] = []
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            _asked_of_linux("clear_refs", "5")  # the kernel forgets the largest resident size so far
 
     def __enter__(self) -> None:
         if self.cuda and len(self.seconds) == WARM:
@@ -215,31 +205,18 @@ class _Clock:
             return statistics.fmean(timed)
         return statistics.median(timed)
 
-
-class _Memory:
-    """The largest memory in use since it was made, MiB."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        gc.collect()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._reset()
-
-    @staticmethod
-    def _reset() -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the largest resident size so far
-        except OSError:
-            return
-
     def peak(self) -> float:
         """MiB; NaN where the system does not tell."""
         if self.cuda:
             return torch.cuda.max_memory_allocated() / 2**20
-        try:
-            status = Path("/proc/self/status").read_text()
-        except OSError:
-            return float("nan")
-        return float(status.partition("VmHWM:")[2].split()[0]) / 1024
+        told = _asked_of_linux("status").partition("VmHWM:")[2].split()
+        return float(told[0]) / 1024 if told else float("nan")
+
+
+def _asked_of_linux(name: str, text: str | None = None) -> str:
+    """What the kernel tells of this process, "" elsewhere; or the text is written there."""
+    path = Path("/proc/self") / name
+    try:
+        return path.read_text() if text is None else str(path.write_text(text))
+    except OSError:
+        return ""

@@ -61,9 +61,7 @@ def flushed(trace: Trace, scales: np.ndarray, fmt: FloatFormat | str | None = No
     fmt = _format(trace, fmt)
     check_kind("scales", scales, np.ndarray, "an array of scales")
     if scales.ndim != 2 or len(scales) != len(trace.gradients.step):
-        raise ValueError(
-            f"scales need a row for each of {len(trace.gradients.step)} histograms, got shape {scales.shape}"
-        )
+        raise ValueError(f"scales need {len(trace.gradients.step)} rows, one a histogram, got shape {scales.shape}")
     return _flushed(trace.gradients.total(), trace.gradients.lowest, scales, fmt)
 
 

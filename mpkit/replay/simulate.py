@@ -76,9 +76,7 @@ def _checked(ceilings: ArrayLike, shape: torch.Size) -> np.ndarray:
     try:
         tops = np.asarray(ceilings, dtype=np.float64)
     except OverflowError:
-        raise ValueError(
-            "ceilings must fit a float, got an int that does not; write math.inf where every scale works"
-        ) from None
+        raise ValueError("ceilings must fit a float; write math.inf where every scale works") from None
     if tops.shape[1:] not in ((), shape) or not tops.ndim or np.isnan(tops).any():
         with_nan = " with NaN" * bool(np.isnan(tops).any())
         raise ValueError(f"ceilings must be (steps,) or (steps, {shape[0]}) without NaN, got {tops.shape}{with_nan}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from boost_accuracy import STUDIES, accuracies, configurations
+from boost_accuracy import CONFIGURATIONS, OFF, STUDIES, accuracies
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +26,7 @@ from mpkit.bench import Row
 from mpkit.boost import AutoBoost, BoostTrainOneStepCell, BoostTrainOneStepWithLossScaleCell, FreezeOpt
 from mpkit.casting import auto_mixed_precision
 from mpkit.device import default_device, describe
+from mpkit.experiment.parts import boost_of
 from mpkit.files import write_whole
 from mpkit.optimizers import Momentum
 from mpkit.step import WithLossCell
@@ -105,10 +106,9 @@ def _speedups(setting: Setting, device: torch.device, phases: int) -> list[Row]:
 
 def _contenders(setting: Setting, device: torch.device, steps: int) -> dict[str, Contender]:
     """Every configuration of the accuracy study, and freezing in whole cycles."""
-    off = {"mode": "manual", "less_bn": False, "adasum": False, "grad_freeze": True}
-    configs = configurations(steps)
-    configs["freezing, type 0"] = ("O0", {"boost": off, "grad_freeze": {"total_steps": steps, "freeze_type": 0}})
-    return {name: _contender(setting, device, AutoBoost(*config)) for name, config in configs.items()}
+    frozen = {"level": "O0", "boost": {**OFF, "grad_freeze": True}, "grad_freeze": {"freeze_type": 0}}
+    configs = {**CONFIGURATIONS, "freezing, type 0": frozen}
+    return {name: _contender(setting, device, boost_of(config, steps)) for name, config in configs.items()}
 
 
 def _contender(setting: Setting, device: torch.device, boost: AutoBoost) -> Contender:

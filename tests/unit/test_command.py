@@ -12,7 +12,6 @@ import pytest
 from support import LESSONS, ROOT
 
 from mpkit import __version__, command, data, info, lab
-from mpkit.bench import __main__ as bench_command
 
 
 def test_help_names_every_subcommand_and_an_unknown_one_is_refused_with_them(capsys):
@@ -36,28 +35,31 @@ def test_the_help_of_the_command_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_info_tells_version_data_and_device(capsys):
+def test_info_tells_version_data_and_device_and_what_an_extra_lacks(monkeypatch, capsys):
     assert command.main(["info"]) == 0
     said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert said["mpkit"].startswith(__version__)
     assert f"digits, {len(list((ROOT / 'data' / 'traces').glob('*.npz')))} traces" in said["data"]
     assert {"device", "python", "torch", "cuda"} <= said.keys()
-
-
-def test_info_names_what_an_extra_lacks(monkeypatch):
+    monkeypatch.setenv("MPKIT_DEVICE", "gpu")
     wanted = ["numpy>=2", 'mpkit[lab]; extra == "test"', 'no-such-thing>=1; extra == "lab"']
     monkeypatch.setattr(info.metadata, "requires", lambda name: wanted)
     assert info.wanted() == {"": ["numpy"], "lab": ["no-such-thing"]}
-    assert dict(info.facts())["lab"] == "missing: no-such-thing; pip install 'mpkit[lab]'"
+    said = dict(info.facts())
+    assert said["lab"] == "missing: no-such-thing; pip install 'mpkit[lab]'"
+    assert said["device"] == "none: MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got 'gpu'"
 
 
 @pytest.fixture
-def lessons(tmp_path):
-    """A folder of lessons as the wheel has it."""
+def lessons(tmp_path, monkeypatch):
+    """A folder of lessons as the wheel has it, installed."""
     folder = tmp_path / "lessons"
     (folder / "labs").mkdir(parents=True)
     for name in ("00_start_here.ipynb", "01_number_formats.ipynb", "labs/lab01.ipynb"):
         (folder / name).write_text(f"{name}, first edition")
+    monkeypatch.setattr(lab, "installed_lessons", lambda: folder)
+    monkeypatch.setattr(lab.os, "execv", lambda path, command: pytest.fail("JupyterLab was started"))
+    monkeypatch.chdir(tmp_path)
     return folder
 
 
@@ -99,25 +101,35 @@ def test_work_in_the_folder_before_the_first_copy_is_kept(lessons, tmp_path):
     assert elsewhere.read_text() == "mine too"
 
 
-def test_a_folder_that_cannot_be_written_is_named(lessons, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
-    taken = tmp_path / "taken"
-    taken.write_text("a file")
-    assert lab.main([str(taken), "--copy-only"]) == 1
-    assert f"could not be copied into {taken}" in capsys.readouterr().err
-    assert taken.read_text() == "a file"
+SAYS = {  # the words after `mpkit lab`, the exit status -> what is said
+    ("taken", "--copy-only", 1): "could not be copied into taken",
+    ("mine", 1): "pip install 'mpkit[lab]'",
+    ("mine", "--copy-only", 0): "3 files are new in",
+    ("", "--copy-only", 2): "the name of the folder is empty",
+    ("--copy-only", "mine", 2): "mine means nothing beside --copy-only; FOLDER stands first",
+    ("a", "b", 2): "one FOLDER is needed, as the first word, got b",
+    ("--no-browser", "b", 2): "one FOLDER is needed, as the first word, got b",
+    ("a", "--port=8899", "b", 2): "one FOLDER is needed, as the first word, got b",
+    ("--port", "8899", "b", 2): "one FOLDER is needed, as the first word, got b",
+}
 
 
-def test_without_jupyterlab_the_lessons_are_copied_and_the_way_on_is_named(lessons, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
+@pytest.mark.parametrize("words", SAYS)
+def test_lab_says_what_it_did_or_needs_and_a_wrong_word_copies_nothing(words, lessons, tmp_path, monkeypatch, capsys):
+    """`mpkit lab --no-browser b` copied them into mpkit-lessons, where JupyterLab then missed a file called b."""
     monkeypatch.setattr(lab, "find_spec", lambda name: None)
-    assert lab.main([str(tmp_path / "mine")]) == 1
-    assert "pip install 'mpkit[lab]'" in capsys.readouterr().err
-    assert (tmp_path / "mine" / "00_start_here.ipynb").exists()
+    (tmp_path / "taken").write_text("a file")
+    try:
+        status = lab.main(words[:-1])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert (status, SAYS[words] in "".join(capsys.readouterr())) == (words[-1], True)
+    assert {path.name for path in tmp_path.iterdir()} - {"mine"} == {"lessons", "taken"}
+    assert (tmp_path / "taken").read_text() == "a file"
+    assert (tmp_path / "mine" / "00_start_here.ipynb").exists() == (words[0] == "mine")
 
 
 def test_jupyterlab_gets_every_other_word_and_replaces_the_process(lessons, tmp_path, monkeypatch):
-    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
     monkeypatch.setattr(lab.os, "name", "posix")
     monkeypatch.setattr(lab.os, "chdir", lambda folder: calls.append(folder))
     monkeypatch.setattr(lab.os, "execv", lambda path, command: calls.append(command))
@@ -129,32 +141,6 @@ def test_jupyterlab_gets_every_other_word_and_replaces_the_process(lessons, tmp_
     assert calls[1][4:7] == ["--no-browser", "--port", "8899"]
 
 
-@pytest.mark.parametrize(
-    "words", [["a", "b"], ["--no-browser", "b"], ["a", "--port=8899", "b"], ["--port", "8899", "b"]]
-)
-def test_a_second_folder_is_refused_before_the_lessons_go_into_another_one(
-    words, lessons, tmp_path, monkeypatch, capsys
-):
-    """`mpkit lab --no-browser b` copied them into mpkit-lessons, where JupyterLab then missed a file called b."""
-    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
-    monkeypatch.setattr(lab.os, "execv", lambda path, command: pytest.fail("JupyterLab was started"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        lab.main(words)
-    assert "one FOLDER is needed, as the first word, got b" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["lessons"]
-
-
-def test_how_many_files_are_new_is_said_in_words_that_fit(lessons, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(lab, "installed_lessons", lambda: lessons)
-    mine = tmp_path / "mine"
-    for gone, said in (([], "3 files are new"), (["00_start_here.ipynb"], "1 file is new"), ([], "no files are new")):
-        for name in gone:
-            (mine / name).unlink()
-        assert lab.main([str(mine), "--copy-only"]) == 0
-        assert said in capsys.readouterr().out
-
-
 @pytest.fixture
 def fork():
     spec = importlib.util.spec_from_file_location("fork", ROOT / ".ci" / "fork.py")
@@ -164,31 +150,28 @@ def fork():
 
 
 def test_one_command_points_every_address_to_a_fork_and_back(fork, tmp_path):
+    def read(folder):
+        return [(folder / name).read_text("utf-8") for name in fork.FILES if (folder / name).exists()]
+
     for name in fork.FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
-    before = [(tmp_path / name).read_text("utf-8") for name in fork.FILES]
+    before = read(tmp_path)
     owner, repo = fork.address(ROOT)
     assert fork.fork("ada", "fp-16.kit", tmp_path) == list(fork.FILES)
-    text = "".join((tmp_path / name).read_text("utf-8") for name in fork.FILES)
+    text = "".join(read(tmp_path))
     assert f"{owner}/{repo}" not in text
     assert text.count("ada/fp-16.kit") == "".join(before).count(f"{owner}/{repo}") >= 8
     assert fork.fork("ada", "fp-16.kit", tmp_path) == []
     fork.fork(owner, repo, tmp_path)
-    assert [(tmp_path / name).read_text("utf-8") for name in fork.FILES] == before
     for words in (("ada/x", "mpkit"), ("ada", ""), ("-ada", "mpkit")):
         with pytest.raises(ValueError, match="as GitHub has them"):
             fork.fork(*words, tmp_path)
-    assert [(tmp_path / name).read_text("utf-8") for name in fork.FILES] == before
-
-
-def test_a_fork_that_lacks_a_file_writes_none(fork, tmp_path):
-    for name in fork.FILES[:-1]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
+    assert read(tmp_path) == before
+    (tmp_path / fork.FILES[-1]).unlink()  # one that lacks a file writes none
     with pytest.raises(FileNotFoundError):
         fork.fork("ada", "mpkit", tmp_path)
-    assert all((tmp_path / name).read_text("utf-8") == (ROOT / name).read_text("utf-8") for name in fork.FILES[:-1])
+    assert read(tmp_path) == before[:-1]
 
 
 def test_what_travels_in_the_wheel_is_written_over_nobodys_work(tmp_path):
@@ -250,32 +233,24 @@ def test_a_closed_output_is_no_error():
     assert mpkit("--help", code="sys.stdout = None").returncode == 0
 
 
-def test_info_tells_that_the_device_is_not_there(monkeypatch, capsys):
-    monkeypatch.setenv("MPKIT_DEVICE", "gpu")
-    assert command.main(["info"]) == 0
-    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert said["device"] == "none: MPKIT_DEVICE must name a device such as cpu, cuda or cuda:1, got 'gpu'"
-    assert {"python", "torch", "cuda"} <= said.keys()
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["bench", "--threads", "0"], "--threads must be at least 1, got 0"),
-        (["bench", "--quick"], "MPKIT_DEVICE must name a device such as cpu"),
-        (["lab", "", "--copy-only"], "the name of the folder is empty"),
-        (["lab", "--copy-only", "mine"], "mine means nothing beside --copy-only; FOLDER stands first"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--quick"], "MPKIT_DEVICE must name a device such as cpu"),
+        (["--only", "record", "--out", "."], "--out cannot be written"),
+        (["--only", "record", "--out", "missing.json/b.json"], "--out cannot be written"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_words_are_refused_in_one_line_before_anything_happens(words, says, monkeypatch, tmp_path, capsys):
+def test_bench_refuses_wrong_words_in_one_line_before_anything_is_measured(words, says, monkeypatch, tmp_path, capsys):
+    (tmp_path / "missing.json").touch()
     monkeypatch.setenv("MPKIT_DEVICE", "gpu")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        command.main(words)
+        command.main(["bench", *words])
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["missing.json"]
 
 
 def test_somebody_without_a_home_is_told_so(monkeypatch, capsys):
@@ -342,14 +317,3 @@ def test_lessons_that_cannot_be_gathered_are_told_in_one_line(tmp_path, monkeypa
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "could not gather them in /dev/null/scratch: mpkit: [Errno 20] Not a directory" in err
-
-
-@pytest.mark.parametrize("place", [".", "missing.json/b.json"])
-def test_where_no_figures_can_be_stored_nothing_is_measured(place, tmp_path, monkeypatch, capsys):
-    (tmp_path / "missing.json").touch()
-    monkeypatch.setattr("importlib.import_module", None)
-    with pytest.raises(SystemExit):
-        bench_command.main(["--only", "record", "--out", str(tmp_path / place)])
-    err = capsys.readouterr().err
-    assert "usage: mpkit bench" in err
-    assert "--out cannot be written" in err

@@ -1,14 +1,11 @@
 """What results say: every verdict by numbers that are worked by hand, missing and failed runs, several comparisons."""
 
-import copy
-import gc
 import math
-import pickle
 
 import pytest
 import torch
 
-from mpkit.experiment import Results, experiment
+from mpkit.experiment import experiment
 
 TABLE = {  # metric by cell and seed
     "base": [90.0, 91.0, 92.0, 93.0],
@@ -137,26 +134,6 @@ def test_wrong_questions_are_refused():
         results.series(0, "loss", 9)
     with pytest.raises(ValueError, match="ask for one by trace=True"):
         results.trace(0)
-
-
-def test_a_temporary_folder_lives_as_long_as_any_copy_or_part_of_its_results(tmp_path):
-    def run(seed, x):
-        return {"y": x, "curve": [1.0, 2.0]}
-
-    made = experiment(run, {"x": [1]}, seeds=2, progress=False)
-    made.save(tmp_path / "a.zip")
-    found = [made, Results.load(tmp_path / "a.zip")]
-    del made
-    while found:
-        folder, others = found[-1].folder, [copy.deepcopy(found[-1]), copy.copy(found[-1]), found[-1].first(1)]
-        pickled = pickle.loads(pickle.dumps(found.pop()))
-        while others:
-            gc.collect()
-            assert folder.exists()
-            others.pop().save(tmp_path / "b.zip")
-        gc.collect()
-        assert not folder.exists()  # a pickle is another process's
-        assert pickled.folder == folder
 
 
 def test_numbers_that_are_huge_or_equal_but_for_rounding_have_a_summary():

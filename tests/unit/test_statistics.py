@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
-from mpkit.experiment.results import direction
 from mpkit.experiment.statistics import ENOUGH, more_seeds, paired, student_cdf, student_quantile
+from mpkit.experiment.verdict import direction
 
 # Student's t, upper 2.5 % and 20 % points: Fisher and Yates 1938, table III (as every textbook prints it)
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}

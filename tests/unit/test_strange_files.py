@@ -6,6 +6,7 @@ kind; what else a variant may do is what its kind says.
 """
 
 import copy
+import functools
 import gzip
 import hashlib
 import io
@@ -32,7 +33,6 @@ from mpkit.boost import AutoBoost
 from mpkit.boost.dim_reduce import prepare_pca
 from mpkit.boost.dim_reduce.components import WeightSnapshots, read_pca_rows, read_snapshots, write_pca_files
 from mpkit.experiment import Results, command, experiment, train
-from mpkit.experiment.engine import _Plan
 from mpkit.files import read_npz, read_tensors
 from mpkit.model import Model
 from mpkit.optimizers import Momentum
@@ -115,7 +115,13 @@ def _results(path: Path) -> None:
 def _planned(path: Path) -> None:
     """A grid file up to the point where its first cell would run."""
     asked = command.read(path)
-    _Plan(train, command.cells(asked), asked.get("seeds", 5), asked.get("baseline"), 1, None)
+    options = {"seeds": asked.get("seeds", 5), "baseline": asked.get("baseline"), "progress": False}
+    assert experiment(stopped, command.cells(asked), n_jobs=1, version="any", **options).stopped
+
+
+@functools.wraps(train)
+def stopped(**_):
+    raise KeyboardInterrupt
 
 
 def _idx(folder: Path) -> Path:
