@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from mpkit.diagnose.words import said
@@ -50,7 +51,7 @@ def candidates(network: nn.Module, module: str, level: str | None, autocast: boo
         yield from (Cure(keep, ".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
     if level in ("O2", "O3"):
         yield from (Cure("level", gentler) for gentler in ("O1", "auto"))
-    if level is not None or autocast:
+    if level is not None or autocast or any(p.dtype is torch.float16 for p in network.parameters()):
         yield Cure("bfloat16")
 
 

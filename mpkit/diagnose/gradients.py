@@ -123,7 +123,13 @@ def rates(optimizer: Optimizer) -> list[object]:
 
 def look(params: list[Tensor]) -> list[tuple[int, int]]:
     """Identity and version of every gradient: one of them changes with the gradient."""
-    return [(0, 0) if (grad := p.grad) is None else (id(grad), grad._version) for p in params]
+    return [(0, 0) if (grad := p.grad) is None else (id(grad), _local(grad)._version) for p in params]
+
+
+def _local(grad: Tensor) -> Tensor:
+    """What this process holds of a sharded gradient (FSDP2)."""
+    local: Tensor = grad if type(grad) is Tensor else getattr(grad, "to_local", lambda: grad)()
+    return local
 
 
 def norms(params: list[Tensor]) -> list[Tensor]:
@@ -139,7 +145,8 @@ def length(parts: list[Tensor]) -> float:
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad.detach() if grad.layout == torch.strided else grad.detach().coalesce().values()
+    grad = _local(grad).detach()
+    return grad if grad.layout == torch.strided else grad.coalesce().values()
 
 
 def undivided(passes: list[Pass]) -> bool:

@@ -19,6 +19,7 @@ from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure
 from mpkit.diagnose.precision import Outputs
 from mpkit.diagnose.watch import Watch
+from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
 
 T = TypeVar("T")
@@ -170,6 +171,13 @@ def device_of(network: nn.Module) -> str:
     return next((p.device.type for p in network.parameters()), "cpu")
 
 
+def dtype_of(network: nn.Module, given: torch.dtype | FloatFormat) -> torch.dtype | FloatFormat:
+    """What a network without a level runs in: that of the autocast region, or of a parameter of 16 bits."""
+    if in_autocast(network):
+        return torch.get_autocast_dtype(device_of(network))
+    return next((p.dtype for p in network.parameters() if p.dtype in (torch.float16, torch.bfloat16)), given)
+
+
 def in_autocast(network: nn.Module) -> bool:
     kind = device_of(network)
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -181,7 +189,8 @@ def _saying(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(f"{what}: {error}") from error
+        unfit = "cannot be converted to type" in str(error)
+        raise RuntimeError(f"{what}: {error}{said('report', 'unfit') if unfit else ''}") from error
 
 
 def _in_float32(loss_fn: LossFn, output: object, *target: object) -> Tensor:
@@ -190,18 +199,19 @@ def _in_float32(loss_fn: LossFn, output: object, *target: object) -> Tensor:
 
 
 def gradients_of(loss: Tensor, parameters: list[nn.Parameter], scale: float) -> list[Tensor | None]:
-    """The gradients of loss * scale, dense; the graph stays."""
+    """The gradients of loss * scale, dense; the graph stays. Out of an autocast region, as a loop does it."""
     seed = torch.full_like(loss, scale)
     found: Sequence[Tensor | None]
-    try:
-        found = torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        for p in parameters:  # of a copy of the network; a re-entrant checkpoint only knows backward()
-            p.grad = None
-        loss.backward(seed, retain_graph=True)
-        found = [p.grad for p in parameters]
+    with torch.autocast(loss.device.type, enabled=False):
+        try:
+            found = torch.autograd.grad(loss, parameters, seed, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            for p in parameters:  # of a copy of the network; a re-entrant checkpoint only knows backward()
+                p.grad = None
+            loss.backward(seed, retain_graph=True)
+            found = [p.grad for p in parameters]
     return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 
 

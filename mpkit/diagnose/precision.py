@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 _ROWS, _VALUES = 2**12, 2**24  # of an output that are looked at; one with more values is left out
 _ERROR = 0.1  # relative error from which an output is lost, in a format that could do better
 _FEW_ROWS = 8
+_CHANCE = 1e-4  # how much smaller than its inputs an output is that is left of them by chance
 _OWN = 4.0  # how many times more a module must lose than came in
 
 
@@ -72,7 +73,7 @@ def module_losses(full: Outputs, low: Outputs, step: float) -> tuple[tuple[Modul
             continue
         found.append(loss)
         before = _loss(wide.module, wide.given, narrow.given) or ModuleLoss("", 0.0, 0, 0)
-        small = _length(wide.made) <= 1e-3 * _length(wide.given)  # what is left of large numbers by chance
+        small = _length(wide.made) <= _CHANCE * _length(wide.given)
         lost = loss.error > max(_ERROR, 16 * step, _OWN * before.error) and not small
         halved = _FEW_ROWS <= loss.rows_float32 >= 2 * loss.rows and 2 * before.rows >= before.rows_float32
         if first is None and (lost or halved) and not issubclass(wide.kind, nn.modules.dropout._DropoutNd):

@@ -147,7 +147,8 @@ def _hint(report: Report) -> list[str]:
     for operation in (report.gradient_of, report.operation.split(" ")[0]):
         for key, hint in WORDS["hints"].items():
             if key in operation.split("_") or ("_" in key and key in operation):
-                return [hint]
+                below = report.phase == "forward" and any(operand.low < 0 for operand in report.operands)
+                return ["negative" if below and key in ("log", "sqrt", "rsqrt") else hint]
     native = report.dtype in ("float16", "bfloat16", "float32", "float64")
     brought = report.operation == "masked_fill" or any(operand.nonfinite for operand in report.operands)
     return ["no_infinity"] if brought and not native and not get_format(report.dtype).has_inf else []

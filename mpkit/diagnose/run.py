@@ -12,7 +12,7 @@ from mpkit.arguments import check_choice, check_function, is_number, kind_of
 from mpkit.casting import LEVELS
 from mpkit.diagnose.copies import copied, copied_batch
 from mpkit.diagnose.cure import Cure, candidates, cures
-from mpkit.diagnose.passes import LossFn, Pass, Question, device_of, gradients_of, in_autocast, loss_of
+from mpkit.diagnose.passes import LossFn, Pass, Question, dtype_of, gradients_of, loss_of
 from mpkit.diagnose.precision import ModuleLoss, module_losses
 from mpkit.diagnose.report import AS_IT_IS, IN_AUTOCAST, LOST_TOO_MUCH, Report
 from mpkit.diagnose.stale import stale_operands
@@ -58,7 +58,7 @@ def diagnose(
     _check(network, loss_fn, level, scale)
     kept = [name for name, p in network.named_parameters() if p.is_leaf and p.grad is not None and not _finite(p.grad)]
     asked, scale = scale, scale or 1.0
-    dtype = torch.get_autocast_dtype(device_of(network)) if level is None and in_autocast(network) else dtype
+    dtype = dtype_of(network, dtype) if level is None else dtype
     state = random_state(None)
     try:
         question = Question(network, batch, loss_fn, level, dtype, lambda: set_random_state(state, None))

@@ -13,7 +13,7 @@ from test_diagnose import chain, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, to_float
-from mpkit.diagnose import Report, diagnose
+from mpkit.diagnose import Report, diagnose, preflight, watch_loop
 
 Y = torch.arange(64) % 3
 
@@ -237,8 +237,24 @@ def test_a_scale_of_0_is_explained() -> None:
     assert "init_scale" in report.advice[0]
 
 
-def test_a_sharded_network_is_told_to_come_before_it_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = chain()
-    monkeypatch.setattr(type(network.first.weight), "device_mesh", "of FSDP2", raising=False)
-    with pytest.raises(TypeError, match="before fully_shard"):
-        diagnose(network, rows(), F.cross_entropy)
+def test_a_sharded_network_is_told_to_come_before_it_is_sharded() -> None:
+    """Really sharded, on one process; its loop can be watched."""
+    fsdp, mesh = pytest.importorskip("torch.distributed.fsdp"), pytest.importorskip("torch.distributed.device_mesh")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        network = chain(nn.ReLU())
+        fsdp.fully_shard(network, mesh=mesh.init_device_mesh("cpu", (1,)))
+        with pytest.raises(TypeError, match=r"before fully_shard\(network\)"):
+            diagnose(network, rows(), F.cross_entropy)
+        optimizer = torch.optim.AdamW(network.parameters(), 1e-3)
+        assert preflight(network, optimizer, "torch_autocast") == []
+        for mistake, calls in ((None, [optimizer.zero_grad]), ("not_cleared", [])):
+            with watch_loop(network, optimizer) as seen:
+                for _ in range(2):
+                    for call in calls:
+                        call()
+                    F.cross_entropy(network(rows()[0]), rows()[1]).backward()
+                    optimizer.step()
+            assert [found.mistake for found in seen.findings] == [mistake] * (mistake is not None)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,295 @@
+# ruff: noqa: E501  (one report per line reads best)
+"""Public reports of mixed precision gone wrong, each as the smallest network or loop that shows it: the cause is named.
+
+A row begins with the report (owner/repository#number on GitHub) and what it says in short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_diagnose_silent import Table, Written, linear
+from torch import Tensor, nn
+
+from mpkit.diagnose import diagnose, preflight, watch_loop
+from mpkit.diagnose.mistakes import MISTAKES
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def randn(*shape: int, gain: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * gain
+
+
+def mean(out: Tensor) -> Tensor:
+    return out.float().mean()
+
+
+def last(inputs: int = 8, gain: float = 1.0) -> nn.Linear:
+    return linear(3, inputs, gain)
+
+
+class RmsNorm(nn.Module):
+    """As LLaMA's, but without the cast to float32."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+@dataclass(frozen=True)
+class Net:
+    """`ends`: words of the cure. `dtype`: of an autocast region, or with `low` of the network and the batch."""
+
+    report: str
+    network: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    verdict: str
+    module: str
+    operation: str
+    ends: str
+    dtype: torch.dtype = HALF
+    low: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[..., Tensor] = mean
+
+
+def table(m: Any, x: Tensor) -> Tensor:
+    return m.last(m.table(x))
+
+
+class Cosines(Table):
+    def forward(self, position: Tensor) -> Tensor:
+        return super().forward(position).cos()
+
+
+def rope(first: int, dtype: torch.dtype, report: str) -> Net:
+    make = lambda: Written(lambda m, x: m.last(m.table(x).cos()), table=Table(True), last=linear())  # noqa: E731
+    return Net(report, make, lambda: first + torch.arange(64.0), "precision_lost", "table", "", "keep table", dtype)
+
+
+def residual(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x)
+    return m.last((h * 40000 / h.detach().abs().amax() + h * 40000 / h.detach().abs().amax()) / 1e4)
+
+
+def distance(m: Any, x: Tensor) -> Tensor:
+    """|x - y|^2 as x^2 + y^2 - 2xy, of a vector to itself."""
+    z = m.first(x) + 20
+    squares = (z * z).sum(-1, keepdim=True)
+    return m.last((squares + squares.T - 2 * z @ z.T).sqrt()[:, :8])
+
+
+def gram(m: Any, x: Tensor) -> Tensor:
+    features = m.first(x)
+    return m.last(torch.bmm(features.transpose(1, 2), features).mean(1) / features.shape[1])
+
+
+def normalized_scores(m: Any, x: Tensor) -> Tensor:
+    scores = m.first(x)
+    scores = torch.cat([scores[:1] * 0 + 1, scores[1:]])  # one query whose documents are equally good
+    low, high = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)
+    return m.last((scores - low) / (high - low + 1e-8))
+
+
+def padded(m: Any, x: Tensor) -> Tensor:
+    """Attention over padding alone in one row, masked by a subtraction."""
+    scores = m.first(x)
+    return m.last(torch.cat([scores[:1] - 1e15, scores[1:]]).softmax(-1))
+
+
+def filled(m: Any, x: Tensor) -> Tensor:
+    return m.last(m.first(x).masked_fill(torch.arange(8) > 3, -1e9).softmax(-1))
+
+
+NETS = [
+    Net("huggingface/transformers#5651 T5's wo gives 66246", lambda: Written(lambda m, x: m.last(m.norm(m.wo(F.relu(m.wi(x))))), wi=linear(8, gain=60), wo=linear(8, gain=60), norm=nn.LayerNorm(8), last=last()), lambda: randn(4, 8, gain=200), "forward_overflow", "wo", "addmm", "keep wo"),
+    Net("huggingface/transformers#19229 a residual sum leaves the range", lambda: Written(residual, first=linear(8), last=last()), lambda: randn(4, 8), "forward_overflow", "(network)", "add", "bfloat16", low=True),
+    Net("pytorch/pytorch#133085 RMSNorm squares in fp16", lambda: nn.Sequential(linear(8), RmsNorm(), last()), lambda: randn(4, 8, gain=3000), "forward_overflow", "1", "pow", "make the base smaller", low=True),
+    Net("microsoft/onnxruntime#29043 values of 7600 in a skip norm", lambda: nn.Sequential(RmsNorm(), last()), lambda: randn(4, 8, gain=7600), "forward_overflow", "0", "pow", "keep", options={"level": "O3"}),
+    rope(65536, BF16, "huggingface/transformers#29285 RoPE in bfloat16 under autocast"),
+    rope(2048, BF16, "huggingface/transformers#29496 Mistral's cos and sin beyond its length"),
+    rope(40000, HALF, "NVIDIA/Megatron-LM#535 positions beyond 2048 fall together in fp16"),
+    Net("okoge-kaz/llm-recipes#6 model.to(bfloat16) takes inv_freq along", lambda: Written(table, table=Cosines(False), last=linear()), lambda: 3000 + torch.arange(64.0), "precision_lost", "table", "", "", BF16, low=True),
+    Net("NVIDIA/apex#93 a mask of -1e15 and a row of padding alone", lambda: Written(padded, first=linear(8), last=last()), lambda: randn(4, 8), "forward_overflow", "(network)", "sub", "bfloat16", low=True),
+    Net("pytorch/pytorch#43211 slope of norm(3) of small fp16 values", lambda: Written(lambda m, x: (m.last(m.first(x)) * 1e-4).abs().pow(3).sum() ** (1 / 3), first=linear(8), last=last()), lambda: randn(4, 8), "gradient_overflow", "(network)", "", "", low=True),
+    Net("lightonai/pylate#239 an eps of 1e-8 is zero in fp16", lambda: Written(normalized_scores, first=linear(8), last=last()), lambda: randn(4, 8), "forward_overflow", "(network)", "div", "an eps that the format holds"),
+    Net("lucidrains/vector-quantize-pytorch#106 root of a negative square", lambda: Written(distance, first=linear(8), last=last()), lambda: randn(8, 8), "model_non_finite", "(network)", "sqrt", "clamp(min=eps)"),
+    Net("NVIDIA/apex#402 a Gram matrix of style loss", lambda: Written(gram, first=linear(8, gain=10), last=last()), lambda: randn(2, 64, 8, gain=30), "forward_overflow", "(network)", "bmm", "bfloat16"),
+    Net("pytorch/pytorch#115500 batch norm after a layer that overflows", lambda: nn.Sequential(linear(8), nn.BatchNorm1d(8), last()), lambda: torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) * 2**18, "forward_overflow", "0", "cast to float16", "keep 0"),
+    Net("pytorch/pytorch#96798 a convolution before a batch norm", lambda: nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Flatten(), last()), lambda: randn(4, 8, 1, gain=6e4), "forward_overflow", "0", "cast to float16", "keep 0"),
+    Net("chelsea0x3b/dfdx#748 a mean divides by a count beyond 65504", lambda: Written(lambda m, x: m.last(m.first(x).sum(0, keepdim=True) / torch.tensor(70000.0).to(x)), first=linear(8), last=last()), lambda: randn(4, 8), "forward_overflow", "(network)", "cast to float16", "", low=True),
+    Net("espnet/espnet#3237 a summed loss inside autocast", lambda: nn.Sequential(last(gain=30)), lambda: randn(64, 8, gain=10), "gradient_overflow", "0", "mm", "mean, not sum", options={"level": "O2"}, loss=lambda out: out.square().sum()),
+    Net("pytorch/pytorch#49844 logits of -inf in BCEWithLogitsLoss", lambda: nn.Sequential(linear(8), last(gain=1e6)), lambda: randn(4, 8), "forward_overflow", "1", "cast to float16", "bfloat16", loss=lambda out: F.binary_cross_entropy_with_logits(out.float(), torch.ones_like(out.float()))),
+    Net("dingo-actual/om#11 LayerNorm over dimensions of small variance in bfloat16", lambda: Written(lambda m, x: m.last(m.norm(m.wide(x) + 300)), wide=linear(8), norm=nn.LayerNorm(8), last=last()), lambda: randn(16, 8), "precision_lost", "norm", "", "", BF16, low=True),
+    Net("pytorch/executorch#20089 a running sum in bfloat16 stops at 256", lambda: Written(lambda m, x: m.last(m.count(x)), count=Written(lambda m, x: sum([x.abs() * 0 + 1] * 600, x * 0) / 600), last=last()), lambda: randn(4, 8), "precision_lost", "count", "", "", BF16, low=True),
+    Net("intel/ipex-llm#2471 log(1 + eps - p) where p is 1", lambda: Written(lambda m, x: (1 + 1e-12 - m.last(x + 30).abs().sigmoid()).log(), last=last(gain=10)), lambda: randn(4, 8), "model_non_finite", "(network)", "log", "add a small number inside"),
+    Net("open-mmlab/mmdetection3d#944 1e-12 beside equal corners", lambda: Written(lambda m, x: m.last(m.first(x) * 0 / ((x + 1e-12) - x)), first=linear(8), last=last()), lambda: randn(4, 8) + 3, "model_non_finite", "(network)", "div", "add an eps that the format holds"),
+    Net("NVIDIA/apex#834 the scale fell to 0", lambda: nn.Sequential(linear(8), last()), lambda: randn(4, 8), "scale_zero", "", "", "init_scale", options={"scale": 0.0}),
+    Net("NVIDIA/apex#318 skipped at any scale: the loss is NaN", lambda: nn.Sequential(linear(8), last()), lambda: randn(4, 8) * math.nan, "bad_data", "batch", "", "drop or repair"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NETS, ids=lambda case: case.report.split()[0])
+def test_a_network_of_a_report(case: Net) -> None:
+    network, batch, options = case.network(), case.batch(), {"level": None, "scale": 1.0} | case.options
+    if case.low:
+        network, batch = network.to(case.dtype), batch.to(case.dtype)
+    with torch.autocast("cpu", case.dtype, enabled=not case.low and options["level"] is None):
+        report = diagnose(network, batch, case.loss, **options)
+    assert (report.verdict, report.module) == (case.verdict, case.module), str(report)
+    assert case.operation in report.operation, str(report)
+    assert case.ends in "\n".join(report.advice), str(report)
+    assert report.advice
+
+
+def test_a_mask_that_float16_cannot_hold_is_told_with_the_way_out() -> None:
+    """NVIDIA/apex#1052 and #1105, huggingface/lerobot#710."""
+    network = Written(filled, first=linear(8), last=last())
+    with torch.autocast("cpu", HALF), pytest.raises(RuntimeError, match=r"finfo\(x\.dtype\)\.min"):
+        diagnose(network, randn(4, 8), mean, level=None)
+
+
+# --- before the first step
+
+
+def in_16_bits(dtype: torch.dtype = HALF) -> nn.Module:
+    return nn.Sequential(linear(8), last()).to(dtype)
+
+
+def with_gradients(network: nn.Module, gradient: float = 1e-3) -> nn.Module:
+    for p in network.parameters():
+        p.grad = torch.full_like(p, gradient)
+    return network
+
+
+def broken_statistics() -> nn.Module:
+    """A step that was skipped, whose batch norm has seen the infinity all the same."""
+    network = nn.Sequential(linear(8), nn.BatchNorm1d(8), last())
+    with torch.autocast("cpu", HALF):
+        network(randn(4, 8, gain=1e5))
+    return network
+
+
+SETUPS: list[tuple[str, Callable[[], nn.Module], Any, str, str]] = [
+    ("afiaka87/glide-finetune#5, chainer/chainer#6299, keras-team/keras#11860 Adam's eps in fp16", in_16_bits, torch.optim.Adam, "eps=1e-08 is zero in fp16", "use eps >="),
+    ("Lightning-AI/pytorch-lightning#5140, huggingface/transformers#23165 unscaling FP16 gradients", in_16_bits, torch.optim.SGD, "refuses its gradient", "network.float()"),
+    ("pytorch/pytorch#58392, #88474, #90342 NaN in evaluation alone", broken_statistics, torch.optim.SGD, "evaluation reads them", "reset_running_stats()"),
+    ("google-deepmind/optax#1754 a state of squares in fp16", in_16_bits, torch.optim.Adam, "eps=1e-08", "keep parameters and states in float32"),
+    ("pytorch/ao#1124, zyushun/Adam-mini#26 updates below a step of bfloat16", lambda: with_gradients(in_16_bits(BF16)), torch.optim.AdamW, "change nothing", "BFloat16Weights"),
+    ("Nerogar/OneTrainer#996 no weight decay in bfloat16", lambda: in_16_bits(BF16), torch.optim.AdamW, "never decay", "BFloat16Weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("report", "make", "kind", "what", "way"), SETUPS, ids=lambda v: v.split()[0] if isinstance(v, str) else ""
+)
+def test_a_set_up_of_a_report(report: str, make: Callable[[], nn.Module], kind: Any, what: str, way: str) -> None:
+    network = make()
+    found = [f for f in preflight(network, kind(network.parameters(), lr=1e-5), "torch_autocast") if what in f.what]
+    assert found, report
+    assert way in found[0].way_out
+
+
+def test_an_average_in_16_bits() -> None:
+    """d8ahazard/sd_dreambooth_extension#1415, PaddlePaddle/PaddleMIX#515, NUS-HPC-AI-Lab/VideoSys#6."""
+    network = nn.Sequential(linear(8), last())
+    for dtype in (HALF, BF16):
+        (found,) = preflight(network, torch.optim.SGD(network.parameters(), 0.1), average=in_16_bits(dtype))
+        assert "does not move" in found.what
+
+
+# --- loops
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.net = nn.Sequential(linear(8), nn.ReLU(), last())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def backward(self, share: int = 1) -> None:
+        with torch.autocast("cpu", HALF):
+            loss = F.cross_entropy(self.net(randn(4, 8)).float(), torch.arange(4) % 3)
+        self.scaler.scale(loss / share).backward()
+
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
+
+    def agc(self) -> None:
+        """Adaptive gradient clipping: each gradient at most a hundredth of its weight."""
+        for p in self.net.parameters():
+            assert p.grad is not None
+            most = 0.01 * p.detach().norm().clamp(min=1e-3)
+            p.grad.mul_((most / p.grad.norm()).clamp(max=1))
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+
+def accumulating(c: Loop, each: Callable[[], Any], at_the_end: Callable[[], Any]) -> None:
+    for i in range(6):
+        c.backward(3)
+        each()
+        if i % 3 == 2:
+            at_the_end()
+
+
+def once(c: Loop, *calls: Callable[[], Any]) -> None:
+    for _ in range(3):
+        c.backward()
+        for call in calls:
+            call()
+
+
+def overflowing(c: Loop, *, before_update: bool) -> None:
+    """The scale begins far too high, and the schedule moves on with every step."""
+    c.scaler.load_state_dict(c.scaler.state_dict() | {"scale": 2.0**30})
+    schedule = torch.optim.lr_scheduler.OneCycleLR(c.optimizer, 0.1, total_steps=9)
+    for _ in range(4):
+        c.optimizer.zero_grad()
+        c.backward()
+        c.scaler.step(c.optimizer)
+        for call in (schedule.step, c.scaler.update) if before_update else (c.scaler.update, schedule.step):
+            call()
+
+
+def inside(c: Loop) -> None:
+    with torch.autocast("cpu", HALF):
+        once(c, c.update)
+
+
+LOOPS: list[tuple[str, Callable[[Loop], Any], str]] = [
+    ("milesial/Pytorch-UNet#468, pytorch/examples#1196, allenai/allennlp#5426 clipped before unscaling", lambda c: once(c, c.clip, c.update), "clip_before_unscale"),
+    ("andreped/GradientAccumulator#19 adaptive clipping of scaled gradients", lambda c: once(c, c.agc, c.update), "clip_before_unscale"),
+    ("TorchSSL/TorchSSL#59 clipped twice, unscaled between", lambda c: once(c, c.clip, lambda: c.scaler.unscale_(c.optimizer), c.update), "clip_before_unscale"),
+    ("microsoft/Swin-Transformer#311, huggingface/accelerate#641 unscaled in every micro-batch", lambda c: accumulating(c, lambda: c.scaler.unscale_(c.optimizer), c.update), "unscale_per_micro_batch"),
+    ("NVIDIA/apex#439, pytorch/pytorch#36601 update in every micro-batch", lambda c: accumulating(c, c.scaler.update, c.update), "update_per_micro_batch"),
+    ("pytorch/pytorch#44511, princeton-vl/RAFT#104 the schedule before update()", lambda c: overflowing(c, before_update=True), "schedule_counts_skips"),
+    ("pytorch/pytorch#55585, huggingface/transformers#11106 the schedule after update()", lambda c: overflowing(c, before_update=False), "schedule_counts_skips"),
+    ("kekmodel/MPL-pytorch#38 nobody clears the gradients of the first step", lambda c: once(c, lambda: c.scaler.step(c.optimizer), c.scaler.update), "not_cleared"),
+    ("pytorch/pytorch#120376 the whole loop inside of the autocast region", inside, "inside_autocast"),
+    ("princeton-vl/RAFT#104 answered by optimizer.step() itself", lambda c: once(c, c.optimizer.step, c.optimizer.zero_grad), "bare_step"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(("report", "loop", "mistake"), LOOPS, ids=lambda v: v.split()[0] if isinstance(v, str) else "")
+def test_a_loop_of_a_report(report: str, loop: Callable[[Loop], Any], mistake: str) -> None:
+    c = Loop()
+    with contextlib.suppress(AssertionError, RuntimeError), watch_loop(c.net, c.optimizer, c.scaler) as seen:
+        loop(c)
+    assert [f.mistake for f in seen.findings] == [mistake], f"{report}: {seen}"
+    assert seen.findings[0].advice == MISTAKES[mistake]
