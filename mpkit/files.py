@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import json
 import os
-import stat
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 DENSEST = 300  # times that a file may grow when it is unpacked; recorded traces grow 20-fold
 SMALL = 2**26  # bytes that it may have unpacked however dense it is
@@ -30,8 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, and what a user
 
 def short(error: BaseException, length: int = 200) -> str:
     """The first line of what an error says, cut."""
-    lines = str(error).strip().splitlines()
-    return f"{lines[0] if lines else type(error).__name__}"[:length]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:length]
 
 
 def regular(path: str | Path) -> Path:
@@ -57,18 +53,18 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
     """
     path = Path(os.path.realpath(Path(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    old, device = path.is_file(), path.exists() and not path.is_file()  # nothing may take the place of a device
-    draft = path if device else path.with_name(f"{_draft(path)}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    device = path.exists() and not path.is_file()  # whose place nothing may take
+    # a name has 255 bytes at most, and a letter up to four
+    draft = path if device else path.with_name(f".{path.name[:50]}.{uuid.uuid4().hex}.part")
     try:
         with draft.open("wb") as file:
-            if old:  # before there is anything to read in it
-                draft.chmod(stat.S_IMODE(path.stat().st_mode))
+            if path.is_file():  # before there is anything to read in it
+                draft.chmod(path.stat().st_mode & 0o7777)
             write(file)
             file.flush()
             if sync and not device:
                 os.fsync(file.fileno())
-        if not device:
-            os.replace(draft, path)
+        os.replace(draft, path)  # of a device by itself: nothing
     except OSError as error:
         if error.errno and not error.filename:  # the disk knows no name
             error.filename = str(path)
@@ -78,28 +74,18 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object], *, sync:
             draft.unlink(missing_ok=True)
 
 
-def _draft(path: Path) -> str:
-    return f".{path.name[:50]}"  # a name has 255 bytes at most, and a letter up to four
-
-
 def drafts_of(path: str | Path) -> Iterator[Path]:
     """What killed processes have left of `path` half-written, and what others write at this moment."""
     path = Path(os.path.realpath(Path(path)))
-    return path.parent.glob(f"{glob.escape(_draft(path))}.*.part")
+    return path.parent.glob(f"{glob.escape(f'.{path.name[:50]}')}.*.part")
 
 
 def write_tensors(path: str | Path, state: dict[str, Any]) -> None:
-    """What `torch.save` writes, by `write_whole`. Raises OSError of the disk."""
+    """What `torch.save` writes, by `write_whole`; it lies in memory meanwhile. Raises OSError of the disk."""
     import torch
 
-    def write(file: IO[bytes]) -> None:
-        try:
-            torch.save(state, file)
-        except RuntimeError:  # of a full disk torch speaks as of positions in its archive: the disk says it itself
-            file.write(bytes(2**20))
-            raise
-
-    write_whole(path, write)
+    torch.save(state, held := io.BytesIO())  # which of a full disk would speak as of positions in its archive
+    write_whole(path, lambda file: file.write(held.getbuffer()))
 
 
 def read_json(path: str | Path) -> Any:
@@ -128,7 +114,7 @@ def read_npz(path: str | Path, names: Iterable[str] = ()) -> dict[str, np.ndarra
         return arrays
 
 
-def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
+def read_tensors(path: str | Path, device: Any = "cpu") -> Any:
     """What `torch.save` wrote of tensors, numbers, text, lists and dicts.
 
     Raises:  ValueError, which names the file, for one of another kind, or whose tensors are larger than it is; OSError.
@@ -140,8 +126,8 @@ def read_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
         there = check_growth(entries)
         state = torch.load(path, map_location=device, weights_only=True)
         storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        needed = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        if needed > there:  # torch believes the number in the pickle, and would read beyond its record
+        # torch believes the number in the pickle, and would read beyond its record
+        if (needed := sum({s.data_ptr(): s.nbytes() for s in storages}.values())) > there:
             raise ValueError(f"its tensors need {needed} bytes, and it holds {there}")
         return state
 

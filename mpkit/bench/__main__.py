@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,18 +29,6 @@ def line(row: Row) -> str:
     return f"  {row.case:44.44} {row.contender:34.34}{time_ms} {ratio}  {goal} {row.note}".rstrip()
 
 
-def _unwritable(path: Path) -> str:
-    """Why no file can be written there: known before anything is measured, and not after it."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; name a file in it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
-            return ""
-    except OSError as error:
-        return str(error)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mpkit bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TOPICS, default=TOPICS, metavar="TOPIC", help=", ".join(TOPICS))
@@ -51,8 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, got {options.threads}")
-    if options.out and (why := _unwritable(options.out)):
-        parser.error(f"--out cannot be written: {why}")
+    try:  # known before anything is measured, and not after it
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.open("ab").close()
+    except OSError as error:
+        parser.error(f"--out cannot be written: {error}")
     torch.set_num_threads(options.threads)
     if options.gpu and not torch.cuda.is_available():
         print("not measured on a GPU: torch sees no CUDA device here", file=sys.stderr)
@@ -71,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += found
     if options.out:
         made = {"made_by": "python -m mpkit.bench", "utc": datetime.now(UTC).isoformat(timespec="seconds"), **where}
-        text = json.dumps({"meta": made, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n"
+        text = json.dumps({"meta": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
         write_whole(options.out, lambda file: file.write(text.encode()))
         print(f"stored in {options.out}")
     missed = [row for row in rows if row.verdict == "missed"]

@@ -6,8 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,10 +41,6 @@ class Row:
     goal_is_floor: bool = False
     note: str = ""
     skipped: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
 
     @property
     def verdict(self) -> str:

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def _store(path: Path, rows: Sequence[Row], found: Sequence[dict[str, Any]], device: torch.device, note: str) -> None:
-    store = {"meta": _made(device, note), "speed": [r.as_dict() for r in rows], "accuracy": list(found)}
+    store = {"meta": _made(device, note), "speed": [asdict(r) for r in rows], "accuracy": list(found)}
     if path.exists() and (blocks_before := json.loads(path.read_text()).get("blocks")):
         store["blocks"] = blocks_before
     write_whole(path, lambda file: file.write((json.dumps(store, indent=1) + "\n").encode()))
