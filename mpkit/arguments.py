@@ -12,7 +12,7 @@ from functools import cache, partial, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -31,15 +31,25 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def check_number(
-    name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False
+    name: str,
+    value: object,
+    *,
+    low: float = 0.0,
+    high: float = math.inf,
+    open_low: bool = False,
+    closed_high: bool = False,
 ) -> float:
-    """Raise unless `value` is a number in [low, high), or in (low, high) with `open_low`; -> it as a float."""
-    check_flags(open_low=open_low)
+    """Raise unless `value` is a number in [low, high); `open_low` leaves low out, `closed_high` lets high in; -> float.
+
+    Raises:  TypeError for what is no number, ValueError for one out of range or too large for a float.
+    """
+    check_flags(open_low=open_low, closed_high=closed_high)
     _need_real("a bound", low, high)
     _need_real(name, value)
-    if not (is_number(value) and (low < value < high if open_low else low <= value < high)):
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}), got {value}")
-    return float(value)
+    left, right = "(" if open_low else "[", "]" if closed_high else ")"
+    if not (low <= value <= high) or (open_low and value == low) or (not closed_high and value == high):  # type: ignore[operator]
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def check_float(name: str, value: object, *, low: float = 0.0, high: float = math.inf, open_low: bool = False) -> float:
@@ -136,6 +146,17 @@ def _instance(hint: type, name: str, value: Value) -> Value:
     what = {"Module": "an nn.Module", "Tensor": "a tensor", "Optimizer": "a torch.optim.Optimizer"}
     check_kind(name, value, hint, what.get(hint.__name__, f"a {hint.__name__}"))
     return value
+
+
+class Checked:
+    """A base for frozen dataclasses: each field is what its annotation asks for, and kept as the check gave it back."""
+
+    unchecked: ClassVar[tuple[type, ...]] = ()  # kinds of values that are taken as they are
+
+    def __post_init__(self) -> None:
+        for name, check in checks_of(type(self).__init__).items():
+            if not isinstance(value := getattr(self, name), self.unchecked):
+                object.__setattr__(self, name, check(name, value))
 
 
 def check_flag(name: str, value: Value) -> Value:

@@ -16,6 +16,19 @@ from mpkit.arguments import check_kind, check_number
 
 from .rule import FLOAT32_MAX, STOPS, ScalePolicy, ScaleState, Stop, advance, initial
 
+REASONS = {
+    "held": "gradients were finite, and the growth interval is not over",
+    "grew": "a whole growth interval without overflow",
+    "backed off": "an overflow",
+    "tolerated": "an overflow that hysteresis or tolerance let pass",
+    "at floor": "an overflow, and the scale cannot go lower: look at the model, not at the scale",
+    "at cap": "gradients were finite, and the scale cannot go higher",
+    "lifted": "an overflow below the floor: the scale was raised to it",
+    "lowered": "growth was due above the cap: the scale was lowered to it",
+    "stopped": "the policy raised its error",
+}
+"""Every word that `ScaleHistory.reasons` uses."""
+
 
 @dataclass(frozen=True, eq=False)
 class ScaleHistory:
@@ -54,24 +67,21 @@ def run(policy: ScalePolicy, finite: ArrayLike | Tensor) -> ScaleHistory:
     array([ 65536., 131072.,  65536.,  65536.])
     """
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
-    flags = _flags(finite)
-    return _run_vector(policy, flags) if policy.shape else _run_one(policy, flags)
+    flags = _array("finite", finite, "b")
+    if flags.ndim not in (1, 2) or flags.shape[1:] not in ((), policy.shape):
+        shapes = f"(steps,) or (steps, {policy.shape[0]})" if policy.shape else "(steps,); stack([...]) makes a vector"
+        raise ValueError(f"finite must have shape {shapes}, got {flags.shape}")
+    return (_run_vector if policy.shape else _run_one)(policy, flags)
 
 
-def _flags(finite: ArrayLike | Tensor) -> np.ndarray:
-    flags = finite.numpy(force=True) if isinstance(finite, Tensor) else np.asarray(finite)
-    if flags.dtype != np.bool_:
-        if flags.size:
-            raise TypeError(f"finite must hold booleans (True: all gradients finite), got {flags.dtype}")
-        flags = flags.astype(bool)
-    if flags.ndim not in (1, 2):
-        raise ValueError(f"finite must be (steps,) or (steps, policies), got shape {flags.shape}")
-    return flags
+def _array(name: str, value: ArrayLike | Tensor, kinds: str) -> np.ndarray:
+    array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
+    if array.size and array.dtype.kind not in kinds:
+        raise TypeError(f"{name} must be an array of {'numbers or ' * (len(kinds) > 1)}booleans, got {array.dtype}")
+    return array if array.size else array.astype(bool)
 
 
 def _run_one(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
-    if flags.ndim != 1:
-        raise ValueError(f"one policy takes finite of shape (steps,), got {flags.shape}; stack([...]) makes a vector")
     state, raised, scales = initial(policy), 0, []
     for flag in flags.tolist():
         state, raised = advance(policy, state, flag)
@@ -87,8 +97,6 @@ def _run_one(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
 def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     state = initial(policy)
     n, device, start = policy.shape[0], state.scale.device, state.scale.numpy(force=True)
-    if flags.ndim == 2 and flags.shape[1] != n:
-        raise ValueError(f"{n} policies take finite of shape (steps,) or (steps, {n}), got {flags.shape}")
     flags = np.broadcast_to(flags if flags.ndim == 2 else flags[:, None], (len(flags), n))
     steps = torch.tensor(flags, device=device)
     scales = torch.empty(steps.shape, dtype=torch.float64, device=device)
@@ -107,41 +115,30 @@ def _run_vector(policy: ScalePolicy, flags: np.ndarray) -> ScaleHistory:
     return ScaleHistory(policy, flags, scale, skipped, raised_at, sentences, state, start)
 
 
-def _plain_array(name: str, value: object) -> np.ndarray:
-    array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{name} must be an array of numbers or truth values, got {array.dtype}")
-    return array
-
-
-def explain(policy: ScalePolicy, before: object, after: object, finite: object) -> np.ndarray:
+def explain(policy: ScalePolicy, before: ArrayLike, after: ArrayLike, finite: ArrayLike) -> np.ndarray:
     """The reason of each decision, from the scale before and after it: arrays of one shape -> words of `REASONS`.
 
     In a delayed policy the word describes the decision of the step before, which became public in this one.
     """
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
-    before, after, finite = (
-        _plain_array(*named) for named in zip(("before", "after", "finite"), (before, after, finite))
-    )
-    low, high, grow, bits = (
-        value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
-        for value in (policy.min_scale, policy.max_scale, policy.growth_factor, policy.scale_bits)
-    )
+    old, new, ok = (_array(*x, "biuf") for x in (("before", before), ("after", after), ("finite", finite)))
+    asked = ("min_scale", "max_scale", "growth_factor", "scale_bits")
+    low, high, grow, bits = (_array(name, getattr(policy, name), "if") for name in asked)
     largest = np.select([bits == 16, bits == 32], [65504.0, FLOAT32_MAX], np.finfo(np.float64).max)
     with np.errstate(over="ignore", invalid="ignore"):
-        capped = (after >= high) | (after * grow > largest)
-    up, down, same = after > before, after < before, after == before
-    choices = [
-        (np.isnan(after), "stopped"),
-        (same & finite & capped, "at cap"),
-        (same & finite, "held"),
-        (same & ((after <= low) | np.isinf(after)), "at floor"),
-        (same, "tolerated"),
-        (up & (finite | (before > low)), "grew"),
-        (up, "lifted"),
-        (down & finite & (after == high), "lowered"),
-    ]
-    return np.select([mask for mask, _ in choices], [word for _, word in choices], "backed off")
+        capped = (new >= high) | (new * grow > largest)
+    up, down, same = new > old, new < old, new == old
+    choices = {
+        "stopped": np.isnan(new),
+        "at cap": same & ok & capped,
+        "held": same & ok,
+        "at floor": same & ((new <= low) | np.isinf(new)),
+        "tolerated": same,
+        "grew": up & (ok | (old > low)),
+        "lifted": up,
+        "lowered": down & ok & (new == high),
+    }
+    return np.select([*choices.values()], [*choices], "backed off")
 
 
 def naive_loss_ratio(scale: float, loss: float) -> float:

@@ -1,16 +1,43 @@
-"""Every framework's dynamic loss scale, written down as a policy under the framework's own parameter names."""
+"""Every framework's dynamic loss scale as a row of a table: its own parameters, and the policy that they make.
+
+A row lists the parameters of the framework's class with their defaults. `CALLED` says which field of a policy the
+other names mean; the row adds the fields that its parameters do not set, what its class refuses, and, where a name is
+not enough, how a field follows from the parameters.
+"""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 
-from .rule import FLOAT32_MAX, NEVER, SMALLEST_NORMAL, ScalePolicy, in_float16, in_float32
+from mpkit.arguments import check_choice, check_kind, check_number
+
+from .rule import FLOAT32_MAX, NEVER, SMALLEST_NORMAL, ScalePolicy, in_float32, in_format
+
+Values = dict[str, Any]
+NEEDED: Any = object()  # the default of a parameter that has none
+_NAMES = {  # field of a policy -> what frameworks call it
+    "init_scale": "initial_scale initial_loss_scale init_loss_scaling init_loss_scale loss_scale_value scale_value "
+    "scale _loss_scale",
+    "growth_interval": "dynamic_growth_steps increment_period scale_window period incr_every_n_steps _scale_seq_len",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "factor": "multiplier scale_factor",  # for both ways
+    "min_scale": "min_loss_scale minimum_scale",
+    "max_scale": "max_loss_scale _max_loss_scale",
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "init_count": "counter fin_steps",
+    "raise_at_min": "raise_error_at_min_scale",
+    "refill_on_finite": "consecutive_hysteresis",
+}
+CALLED = {other: name for name, others in _NAMES.items() for other in others.split()}
+"""What a framework calls a parameter -> the field of a policy."""
 
 
 def preset(framework: str, **parameters: object) -> ScalePolicy:
@@ -24,12 +51,23 @@ def preset(framework: str, **parameters: object) -> ScalePolicy:
     >>> preset("deepspeed", scale_window=500).hysteresis
     2
     """
-    build = _known(framework).build
-    try:
-        inspect.signature(build).bind(**parameters)
-    except TypeError as error:
-        raise TypeError(f"{framework} takes {inspect.signature(build)}: {error}") from None
-    return _on_its_grid(replace(build(**parameters), name=framework))
+    row = _known(framework)
+    own: Values = {**row.own, **parameters}
+    if strange := own.keys() - row.own.keys():
+        raise TypeError(f"{framework} takes {', '.join(row.own)}; got {', '.join(sorted(strange))}")
+    if missing := [name for name, value in own.items() if value is NEEDED]:
+        raise TypeError(f"{framework} needs {', '.join(missing)}; it takes {', '.join(row.own)}")
+    if (scale := row.fixed(own)) is not None:
+        return ScalePolicy.fixed(float(scale), scale_bits=row.fields.get("scale_bits", 32), name=framework)
+    for name, check in row.refuses.items():
+        check(name, own[name])
+    made = {**row.fields, **{row.field_of(name): value for name, value in own.items()}}
+    for rule in row.rules:
+        made |= rule(made)
+    policy = ScalePolicy(**{name: made[name] for name in FIELDS & made.keys()}, name=framework)
+    if policy.shape:
+        return policy
+    return replace(policy, init_scale=in_format(policy.scale_bits, policy.init_scale))  # as the framework stores it
 
 
 def own_names(framework: str) -> tuple[str | None, str]:
@@ -38,388 +76,217 @@ def own_names(framework: str) -> tuple[str | None, str]:
     >>> own_names("paddle")
     ('init_loss_scaling', 'incr_every_n_steps')
     """
-    return _known(framework)[1:]
+    row = _known(framework)
+    called = {row.field_of(name): name for name in row.own}
+    return called.get("init_scale"), called["growth_interval"]
 
 
-def _known(framework: str) -> _Preset:
-    if framework not in _PRESETS:
-        raise ValueError(f"unknown framework {framework!r}; known are {', '.join(FRAMEWORKS)}")
-    return _PRESETS[framework]
+@dataclass(frozen=True)
+class _Row:
+    """A framework.
+
+    own:      its parameters -> their defaults.
+    fields:   fields of the policy that are the same for all parameters.
+    refuses:  parameter -> the check of its range.
+    rules:    what follows from several parameters, or in other numbers than they are given: fields -> changed fields.
+    called:   names that mean another field here than in `CALLED`.
+    fixed:    the scale, where the parameters switch the dynamic rule off, else None.
+    """
+
+    own: Values
+    fields: Values = field(default_factory=dict)
+    refuses: Mapping[str, Callable[[str, Any], object]] = field(default_factory=dict)
+    rules: tuple[Callable[[Values], Values], ...] = ()
+    called: Mapping[str, str] = field(default_factory=dict)
+    fixed: Callable[[Values], float | None] = lambda own: None
+
+    def field_of(self, name: str) -> str:
+        return self.called.get(name) or CALLED.get(name, name)
 
 
-def _on_its_grid(policy: ScalePolicy) -> ScalePolicy:
-    """Start, floor and cap as the framework stores them: in the format of its scale."""
-    if policy.scale_bits == 64 or policy.shape:
-        return policy
-    narrow = in_float32 if policy.scale_bits == 32 else in_float16
-    return replace(
-        policy,
-        init_scale=narrow(float(policy.init_scale)),
-        min_scale=narrow(float(policy.min_scale)),
-        max_scale=narrow(float(policy.max_scale)),
-    )
+FIELDS = {f.name for f in fields(ScalePolicy)} - {"name"}
 
 
-def _need(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
+def _known(framework: str) -> _Row:
+    return _ROWS[check_choice("framework", framework, _ROWS)]
 
 
-def _named(parameters: dict[str, Any], **others: Any) -> ScalePolicy:
-    """The policy whose fields are the variables of the same name, and `others`."""
-    own = {field.name for field in fields(ScalePolicy)}
-    return ScalePolicy(
-        **{name: value for name, value in parameters.items() if name in own and name not in others}, **others
-    )
+# --- ranges that classes refuse
 
 
-def _patience(count: int) -> int:
+def _above(low: float, high: float = math.inf) -> Callable[[str, Any], object]:
+    return partial(check_number, low=low, high=high, open_low=True, closed_high=high == math.inf)
+
+
+_GROWS, _SHRINKS = {"growth_factor": _above(1)}, {"backoff_factor": _above(0, 1)}
+_BELOW_1 = {"backoff_factor": partial(check_number, low=-math.inf, high=1)}
+_RATIOS = {"incr_ratio": _above(1), "decr_ratio": _above(0, 1)}
+_DTYPE = {"dtype": partial(check_choice, choices=("float16", "float32", "float64"))}
+
+
+def _ordered(*names: str) -> Callable[[Values], Values]:
+    """A rule that changes nothing, and raises unless 0 < the first <= the second, and so on."""
+
+    def rule(p: Values) -> Values:
+        for low, high in pairwise(names):
+            if not 0 < p[low] <= p[high]:
+                raise ValueError(f"need 0 < {low} <= {high}, got {p[low]} and {p[high]}")
+        return {}
+
+    return rule
+
+
+# --- what follows from the parameters
+
+
+def _divides(p: Values) -> Values:
+    """One factor for both ways: times it, and divided by it."""
+    return {"growth_factor": p["factor"], "backoff_factor": 1.0, "backoff_divisor": p["factor"]}
+
+
+def _multiplies(p: Values) -> Values:
+    """One factor for both ways: times it, and times its reciprocal, in the precision of the scale."""
+    bits = p.get("scale_bits", 32)
+    factor = in_format(bits, p["factor"])
+    return {"growth_factor": factor, "backoff_factor": in_format(bits, 1 / factor)}
+
+
+def _single(p: Values) -> Values:
+    """Factors as float32 holds them."""
+    return {name: in_float32(p[name]) for name in ("factor", "growth_factor", "backoff_factor") if name in p}
+
+
+def _positive(p: Values) -> Values:
     """A count that is compared for equality: below 1 it is never reached."""
-    return count if count >= 1 else NEVER
+    return {"hysteresis": p["hysteresis"] if p["hysteresis"] >= 1 else NEVER}
 
 
-def _mpkit(
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    min_scale: float = 2.0**-14,
-    max_scale: float = 2.0**24,
-    hysteresis: int = 1,
-    raise_at_min: bool = True,
-) -> ScalePolicy:
-    """mpkit's own: what no mainstream default has is a floor that reports and a finite cap.
-
-    The floor lies below 1, because large losses need that, and as low as the reciprocal still fits a float16 normal;
-    an overflow there is reported, since no scale can be the cause. At the cap the reciprocal is the smallest
-    float16: above it, float16 gradients would all unscale to zero.
-    """
-    _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
-    _need(0 < min_scale <= init_scale <= max_scale < math.inf, "need 0 < min_scale <= init_scale <= max_scale < inf")
-    soon = hysteresis > 1
-    return _named(locals(), refill_on_growth=soon, refill_on_finite=soon)
+def _free(p: Values) -> Values:
+    """None is no bound."""
+    return {"min_scale": p["min_scale"] or 0.0, "max_scale": p.get("max_scale") or math.inf}
 
 
-def _torch(
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    enabled: bool = True,
-) -> ScalePolicy:
-    if not enabled:
-        return ScalePolicy.fixed(1.0)
-    _need(growth_factor > 1, f"growth_factor must be above 1, got {growth_factor}")
-    _need(backoff_factor < 1, f"backoff_factor must be below 1, got {backoff_factor}")
-    return _named(locals())
+def _standard(**defaults: float) -> Callable[[Values], Values]:
+    """None is a number too."""
+    return lambda p: {name: value if p[name] is None else p[name] for name, value in defaults.items()}
 
 
-def _keras3(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> ScalePolicy:
-    return ScalePolicy(
-        init_scale=initial_scale, growth_interval=dynamic_growth_steps, hold_at_overflow=False, flush_subnormal=True
-    )
+def _jmp(p: Values) -> Values:
+    """`jit`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
+    bits = {"float16": 16, "float32": 32, "float64": 64}[p["dtype"]]
+    made = {"factor": in_format(bits, p["factor"]), "scale_bits": bits, "flush_subnormal": bits == 32}
+    product = {**_multiplies({**p, **made}), "backoff_divisor": 1.0, "min_scale": 1.0} if p["jit"] else {}
+    return {**made, **_divides(made), **product}
 
 
-def _tf_keras(
-    dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
-) -> ScalePolicy:
-    if not dynamic:
-        if initial_scale is None:
-            raise ValueError("with dynamic=False, initial_scale must be given: it is the fixed scale")
-        return ScalePolicy.fixed(initial_scale)
-    steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-    return _tf_v1(2.0**15 if initial_scale is None else initial_scale, steps)
+def _layers(p: Values) -> Values:
+    check_kind("layer_scale_dict", layers := p["layer_scale_dict"], Mapping, "{name: scale}")
+    if not layers:
+        raise ValueError("layer_scale_dict needs at least one layer: {name: scale}")
+    for name, scale in layers.items():
+        _above(0)(f"the scale of {name!r} in layer_scale_dict", scale)
+    return {"init_scale": torch.tensor([*layers.values()], dtype=torch.float64), "layers": tuple(layers)}
 
 
-def _tf_v1(initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0) -> ScalePolicy:
-    _need(multiplier > 0, f"multiplier must be above 0, got {multiplier}")
-    factor = in_float32(multiplier)  # so TensorFlow holds it; the compiler makes the division a product
-    return ScalePolicy(
-        init_scale=initial_loss_scale,
-        growth_factor=factor,
-        backoff_factor=in_float32(1 / factor),
-        growth_interval=increment_period,
-        min_scale=1.0,
-        growth_ge=True,
-    )
+def _tf_fixed(own: Values) -> float | None:
+    if not own["dynamic"] and own["initial_scale"] is None:
+        raise ValueError("with dynamic=False, initial_scale must be given: it is the fixed scale")
+    return None if own["dynamic"] else own["initial_scale"]
 
 
-def _apex(
-    loss_scale: float | str = "dynamic",
-    init_scale: float = 2.0**16,
-    scale_factor: float = 2.0,
-    scale_window: int = 2000,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-) -> ScalePolicy:
-    """`scale_factor` is taken and ignored, as the class does: 2 is hard-wired."""
-    if loss_scale != "dynamic":
-        return ScalePolicy.fixed(float(loss_scale), scale_bits=64)
-    return ScalePolicy(
-        init_scale=min(max_loss_scale, init_scale),
-        growth_interval=scale_window,
-        min_scale=min_loss_scale or 0.0,
-        max_scale=max_loss_scale,
-        scale_bits=64,
-        hold_at_overflow=False,
-        error_at_zero=True,
-    )
+def _paddle_fixed(own: Values) -> float | None:
+    dynamic = own["enable"] and own["use_dynamic_loss_scaling"]
+    return None if dynamic else own["init_loss_scaling"] if own["enable"] else 1.0
 
 
-def _deepspeed(
-    init_scale: float = 2.0**16,
-    scale_factor: float = 2.0,
-    scale_window: int = 1000,
-    min_scale: float = 1,
-    delayed_shift: int = 2,
-    consecutive_hysteresis: bool = False,
-    raise_error_at_min_scale: bool = True,
-    dtype: torch.dtype = torch.float16,
-) -> ScalePolicy:
-    """The dynamic scaler of ZeRO 1-3 with the defaults of its configuration."""
-    _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
-    return ScalePolicy.by_factor(
-        init_scale,
-        scale_factor,
-        scale_window,
-        min_scale,
-        scale_bits=64,
-        hold_at_overflow=False,
-        first_growth_lag=1,
-        hysteresis=_patience(delayed_shift),
-        refill_on_growth=True,
-        refill_on_finite=consecutive_hysteresis,
-        raise_at_min=raise_error_at_min_scale,
-        error_at_inf=dtype is torch.float16,
-    )
+# --- the table
 
+_USUAL = {"growth_factor": 2.0, "backoff_factor": 0.5}
+_TO_INF, _WIDE = {"hold_at_overflow": False}, {"hold_at_overflow": False, "scale_bits": 64}
+_PADDLE = {"refill_on_finite": True, "refill_on_backoff": True}
+_TF = {"min_scale": 1.0, "growth_ge": True}
+_MINDSPORE = {"scale_factor": NEEDED, "scale_window": NEEDED}
+_FACTOR = {"scale_factor": _above(0)}
 
-def _megatron(
-    initial_scale: float = 2.0**32,
-    min_scale: float = 1.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-) -> ScalePolicy:
-    _need(0 < min_scale <= initial_scale, f"need 0 < min_scale <= initial_scale, got {min_scale}, {initial_scale}")
-    _need(growth_factor > 1 > backoff_factor > 0, "need growth_factor > 1 > backoff_factor > 0")
-    _need(growth_interval > 0, f"growth_interval must be above 0, got {growth_interval}")
-    _need(hysteresis > 0, f"hysteresis must be above 0, got {hysteresis}")
-    growth_factor, backoff_factor = in_float32(growth_factor), in_float32(backoff_factor)
-    return _named(locals(), init_scale=initial_scale, hold_at_overflow=False, refill_on_growth=True)
-
-
-def _colossalai(
-    initial_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    min_scale: float | None = None,
-    max_scale: float | None = None,
-    hysteresis: int = 2,
-    verbose: bool = False,
-) -> ScalePolicy:
-    _need(hysteresis >= 0, f"hysteresis must be at least 0, got {hysteresis}")
-    megatron = _megatron(initial_scale, min_scale or initial_scale, growth_factor, backoff_factor, growth_interval)
-    return replace(megatron, min_scale=min_scale or 0.0, max_scale=max_scale or math.inf, hysteresis=hysteresis)
-
-
-def _fairseq(
-    init_scale: float = 2.0**15,
-    scale_factor: float = 2.0,
-    scale_window: int = 2000,
-    tolerance: float = 0.0,
-    threshold: float | None = None,
-    min_loss_scale: float = 1e-4,
-) -> ScalePolicy:
-    _need(scale_window >= 1, f"scale_window must be at least 1, got {scale_window}")
-    return ScalePolicy.by_factor(
-        init_scale,
-        scale_factor,
-        scale_window,
-        0.0 if threshold is None else threshold,
-        scale_bits=64,
-        hold_at_overflow=False,
-        tolerance=max(0.0, tolerance),
-        stop_at=min_loss_scale,
-    )
-
-
-def _jmp(
-    loss_scale: float,
-    counter: int = 0,
-    period: int = 2000,
-    factor: float = 2,
-    min_loss_scale: float = 1.0,
-    dtype: str = "float32",
-    jit: bool = False,
-) -> ScalePolicy:
-    """`jit=True`: as carried through `jax.jit`, where the floor is lost (1) and the division becomes a product."""
-    _need(dtype in ("float16", "float32", "float64"), f"dtype is 'float16', 'float32' or 'float64', got {dtype!r}")
-    _need(factor > 0, f"factor must be above 0, got {factor}")
-    bits = {"float16": 16, "float32": 32, "float64": 64}[dtype]
-    narrow = in_float16 if bits == 16 else in_float32 if bits == 32 else float
-    held = narrow(factor)
-    product = {"backoff_factor": narrow(1 / held), "backoff_divisor": 1.0} if jit else {}
-    return ScalePolicy.by_factor(
-        loss_scale,
-        held,
-        period,
-        1.0 if jit else min_loss_scale,
-        scale_bits=bits,
-        flush_subnormal=bits == 32,
-        init_count=counter,
-        **product,
-    )
-
-
-def _flax(
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    fin_steps: int = 0,
-    scale: float = 2.0**16,
-    minimum_scale: float | None = SMALLEST_NORMAL,
-) -> ScalePolicy:
-    growth_factor, backoff_factor = in_float32(growth_factor), in_float32(backoff_factor)
-    min_scale, max_scale, init_count = minimum_scale or 0.0, FLOAT32_MAX, fin_steps
-    return _named(locals(), init_scale=scale, first_growth_lag=1, next_growth_lag=1, flush_subnormal=True)
-
-
-def _paddle(
-    enable: bool = True,
-    init_loss_scaling: float = 2.0**16,
-    incr_ratio: float = 2.0,
-    decr_ratio: float = 0.5,
-    incr_every_n_steps: int = 2000,
-    decr_every_n_nan_or_inf: int = 1,
-    use_dynamic_loss_scaling: bool = True,
-) -> ScalePolicy:
-    if not (enable and use_dynamic_loss_scaling):
-        return ScalePolicy.fixed(init_loss_scaling if enable else 1.0)
-    _need(incr_ratio > 1, f"incr_ratio must be above 1, got {incr_ratio}")
-    _need(0 < decr_ratio < 1, f"decr_ratio must lie in (0, 1), got {decr_ratio}")
-    return ScalePolicy(
-        init_scale=init_loss_scaling,
-        growth_factor=in_float32(incr_ratio),
-        backoff_factor=in_float32(decr_ratio),
-        growth_interval=incr_every_n_steps,
-        hold_at_overflow=False,
-        hysteresis=_patience(decr_every_n_nan_or_inf),
-        refill_on_finite=True,
-        refill_on_backoff=True,
-    )
-
-
-def _paddle_static(
-    init_loss_scaling: float = 2.0**15,
-    incr_ratio: float = 2.0,
-    decr_ratio: float = 0.8,
-    incr_every_n_steps: int = 1000,
-    decr_every_n_nan_or_inf: int = 2,
-) -> ScalePolicy:
-    """The defaults of the older of two signatures of `paddle.static.amp.decorate` (Paddle 3.3.1): that of a call with
-    `use_pure_fp16` or `use_bf16`. A plain `decorate(optimizer)` takes the newer one, with the defaults of `paddle`.
-    """
-    eager = _paddle(True, init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf)
-    return replace(eager, min_scale=1.0, hold_at_overflow=True)
-
-
-def _mxnet(_loss_scale: float = 2.0**16, _scale_seq_len: int = 2000, _max_loss_scale: float = 2.0**24) -> ScalePolicy:
-    """The class has no arguments; these are the names of its private fields."""
-    return ScalePolicy(
-        init_scale=_loss_scale,
-        growth_interval=_scale_seq_len,
-        max_scale=_max_loss_scale,
-        scale_bits=64,
-        hold_at_overflow=False,
-        delayed=True,
-    )
-
-
-def _fairscale_layerwise(
-    layer_scale_dict: Mapping[str, float],
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 10000,
-    min_scale: float = SMALLEST_NORMAL,
-    max_scale: float = FLOAT32_MAX,
-) -> ScalePolicy:
-    if not isinstance(layer_scale_dict, Mapping):
-        raise TypeError(f"layer_scale_dict must be {{name: scale}}, got {type(layer_scale_dict).__name__}")
-    _need(len(layer_scale_dict) > 0, "layer_scale_dict needs at least one layer: {name: scale}")
-    below = {name: scale for name, scale in layer_scale_dict.items() if not scale > 0}
-    _need(not below, f"the scales of layer_scale_dict must be above 0, got {below}")
-    _need(growth_factor > 1 > backoff_factor, "need growth_factor > 1 > backoff_factor")
-    init_scale = torch.tensor([float(v) for v in layer_scale_dict.values()], dtype=torch.float64)
-    layers, scale_bits = tuple(layer_scale_dict), 64
-    return _named(locals(), hold_at_overflow=False, clamp_both_ways=True)
-
-
-def _mindspore_scaler(scale_value: float, scale_factor: int, scale_window: int) -> ScalePolicy:
-    return _jmp(scale_value, factor=scale_factor, period=scale_window)
-
-
-def _mindspore_cell(loss_scale_value: float, scale_factor: float, scale_window: int) -> ScalePolicy:
-    """`scale_window` may be a fraction, as in the class: the counter passes it at the next whole step."""
-    _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
-    factor = in_float32(scale_factor)
-    return ScalePolicy(
-        init_scale=loss_scale_value,
-        growth_factor=factor,
-        backoff_factor=in_float32(1 / factor),
-        growth_interval=math.ceil(scale_window),
-        min_scale=1.0,
-        hold_at_overflow=False,
-        growth_ge=True,
-    )
-
-
-def _mindspore_manager(
-    init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
-) -> ScalePolicy:
-    _need(scale_factor > 0, f"scale_factor must be above 0, got {scale_factor}")
-    return ScalePolicy(
-        init_scale=init_loss_scale,
-        growth_factor=scale_factor,
-        backoff_factor=1 / scale_factor,
-        growth_interval=scale_window,
-        min_scale=1.0,
-        scale_bits=64,
-        hold_at_overflow=False,
-        max_consecutive=1000,
-    )
-
-
-class _Preset(NamedTuple):
-    """A framework's rule, and what its class calls the first scale and the finite steps before growth."""
-
-    build: Callable[..., ScalePolicy]
-    start: str | None
-    interval: str
-
-
-_PRESETS = {
-    "mpkit": _Preset(_mpkit, "init_scale", "growth_interval"),
-    "torch": _Preset(_torch, "init_scale", "growth_interval"),
-    "keras3": _Preset(_keras3, "initial_scale", "dynamic_growth_steps"),
-    "tf_keras": _Preset(_tf_keras, "initial_scale", "dynamic_growth_steps"),
-    "tf_v1": _Preset(_tf_v1, "initial_loss_scale", "increment_period"),
-    "apex": _Preset(_apex, "init_scale", "scale_window"),
-    "deepspeed": _Preset(_deepspeed, "init_scale", "scale_window"),
-    "megatron": _Preset(_megatron, "initial_scale", "growth_interval"),
-    "colossalai": _Preset(_colossalai, "initial_scale", "growth_interval"),
-    "fairseq": _Preset(_fairseq, "init_scale", "scale_window"),
-    "jmp": _Preset(_jmp, "loss_scale", "period"),
-    "flax": _Preset(_flax, "scale", "growth_interval"),
-    "paddle": _Preset(_paddle, "init_loss_scaling", "incr_every_n_steps"),
-    "paddle_static": _Preset(_paddle_static, "init_loss_scaling", "incr_every_n_steps"),
-    "mxnet": _Preset(_mxnet, "_loss_scale", "_scale_seq_len"),
-    "fairscale_layerwise": _Preset(_fairscale_layerwise, None, "growth_interval"),
-    "mindspore_scaler": _Preset(_mindspore_scaler, "scale_value", "scale_window"),
-    "mindspore_cell": _Preset(_mindspore_cell, "loss_scale_value", "scale_window"),
-    "mindspore_manager": _Preset(_mindspore_manager, "init_loss_scale", "scale_window"),
+# fmt: off
+_ROWS: dict[str, _Row] = {
+    # mpkit's own: what no mainstream default has is a floor that reports and a finite cap. The floor lies below 1,
+    # because large losses need that, and as low as the reciprocal still fits a float16 normal; an overflow there is
+    # reported, since no scale can be the cause. At the cap the reciprocal is the smallest float16: above it, float16
+    # gradients would all unscale to zero.
+    "mpkit": _Row(
+        {"init_scale": 2.0**16, **_USUAL, "growth_interval": 2000, "min_scale": 2.0**-14, "max_scale": 2.0**24,
+         "hysteresis": 1, "raise_at_min": True},
+        refuses={**_GROWS, **_SHRINKS, "max_scale": check_number},
+        rules=(_ordered("min_scale", "init_scale", "max_scale"),
+               lambda p: dict.fromkeys(("refill_on_growth", "refill_on_finite"), p["hysteresis"] > 1))),
+    "torch": _Row(
+        {"init_scale": 2.0**16, **_USUAL, "growth_interval": 2000, "enabled": True},
+        refuses={**_GROWS, **_BELOW_1}, fixed=lambda own: None if own["enabled"] else 1.0),
+    "keras3": _Row(
+        {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}, {**_TO_INF, "flush_subnormal": True}),
+    "tf_keras": _Row(
+        {"dynamic": True, "initial_scale": None, "dynamic_growth_steps": None}, _TF,
+        rules=(_standard(init_scale=2.0**15, growth_interval=2000),), fixed=_tf_fixed),
+    "tf_v1": _Row(  # the compiler makes the division a product
+        {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0}, _TF,
+        {"multiplier": _above(0)}, (_multiplies,)),
+    "apex": _Row(  # `scale_factor` is taken and ignored, as the class does: 2 is hard-wired
+        {"loss_scale": "dynamic", "init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000,
+         "min_loss_scale": None, "max_loss_scale": 2.0**24}, {**_WIDE, "error_at_zero": True},
+        rules=(_free, lambda p: {"init_scale": min(p["max_scale"], p["init_scale"])}),
+        fixed=lambda own: None if own["loss_scale"] == "dynamic" else own["loss_scale"]),
+    "deepspeed": _Row(  # the dynamic scaler of ZeRO 1-3 with the defaults of its configuration
+        {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2,
+         "consecutive_hysteresis": False, "raise_error_at_min_scale": True, "dtype": torch.float16},
+        {**_WIDE, "first_growth_lag": 1, "refill_on_growth": True}, {"scale_window": _above(0)},
+        (_divides, _positive, lambda p: {"error_at_inf": p["dtype"] is torch.float16})),
+    "megatron": _Row(
+        {"initial_scale": 2.0**32, "min_scale": 1.0, **_USUAL, "growth_interval": 1000, "hysteresis": 2},
+        {**_TO_INF, "refill_on_growth": True},
+        {**_GROWS, **_SHRINKS, "growth_interval": _above(0), "hysteresis": _above(0)},
+        (_ordered("min_scale", "init_scale"), _single)),
+    "colossalai": _Row(
+        {"initial_scale": 2.0**16, **_USUAL, "growth_interval": 1000, "min_scale": None, "max_scale": None,
+         "hysteresis": 2, "verbose": False}, {**_TO_INF, "refill_on_growth": True},
+        {**_GROWS, **_SHRINKS, "growth_interval": _above(0), "hysteresis": check_number},
+        (lambda p: _ordered("least", "init_scale")({**p, "least": p["min_scale"] or p["init_scale"]}), _single, _free)),
+    "fairseq": _Row(
+        {"init_scale": 2.0**15, "scale_factor": 2.0, "scale_window": 2000, "tolerance": 0.0, "threshold": None,
+         "min_loss_scale": 1e-4}, _WIDE, {"scale_window": _above(0)},
+        (_divides, _free, lambda p: {"tolerance": max(0.0, p["tolerance"])}),
+        {"threshold": "min_scale", "min_loss_scale": "stop_at"}),
+    "jmp": _Row(
+        {"loss_scale": NEEDED, "counter": 0, "period": 2000, "factor": 2, "min_loss_scale": 1.0, "dtype": "float32",
+         "jit": False}, {}, {"factor": _above(0), **_DTYPE}, (_jmp,), {"loss_scale": "init_scale"}),
+    "flax": _Row(
+        {**_USUAL, "growth_interval": 2000, "fin_steps": 0, "scale": 2.0**16, "minimum_scale": SMALLEST_NORMAL},
+        {"max_scale": FLOAT32_MAX, "first_growth_lag": 1, "next_growth_lag": 1, "flush_subnormal": True},
+        rules=(_single, _free)),
+    "paddle": _Row(
+        {"enable": True, "init_loss_scaling": 2.0**16, "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
+         "decr_every_n_nan_or_inf": 1, "use_dynamic_loss_scaling": True},
+        {**_PADDLE, **_TO_INF}, _RATIOS, (_single, _positive), fixed=_paddle_fixed),
+    # The defaults of the older of two signatures of `paddle.static.amp.decorate` (Paddle 3.3.1): that of a call with
+    # `use_pure_fp16` or `use_bf16`. A plain `decorate(optimizer)` takes the newer one, with the defaults of `paddle`.
+    "paddle_static": _Row(
+        {"init_loss_scaling": 2.0**15, "incr_ratio": 2.0, "decr_ratio": 0.8, "incr_every_n_steps": 1000,
+         "decr_every_n_nan_or_inf": 2}, {**_PADDLE, "min_scale": 1.0}, _RATIOS, (_single, _positive)),
+    "mxnet": _Row(  # the class has no arguments; these are the names of its private fields
+        {"_loss_scale": 2.0**16, "_scale_seq_len": 2000, "_max_loss_scale": 2.0**24}, {**_WIDE, "delayed": True}),
+    "fairscale_layerwise": _Row(
+        {"layer_scale_dict": NEEDED, **_USUAL, "growth_interval": 10000, "min_scale": SMALLEST_NORMAL,
+         "max_scale": FLOAT32_MAX}, {**_WIDE, "clamp_both_ways": True}, {**_GROWS, **_BELOW_1}, (_layers,)),
+    "mindspore_scaler": _Row(
+        {"scale_value": NEEDED, **_MINDSPORE}, {"min_scale": 1.0, "flush_subnormal": True}, _FACTOR,
+        (_single, _divides)),
+    "mindspore_cell": _Row(  # the window may be a fraction, as in the class: the counter passes it at the next step
+        {"loss_scale_value": NEEDED, **_MINDSPORE}, {**_TO_INF, **_TF}, _FACTOR,
+        (_multiplies, lambda p: {"growth_interval": math.ceil(p["growth_interval"])})),
+    "mindspore_manager": _Row(
+        {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
+        {**_WIDE, "min_scale": 1.0, "max_consecutive": 1000}, _FACTOR, (_multiplies,)),
 }
-FRAMEWORKS = tuple(_PRESETS)
+# fmt: on
+FRAMEWORKS = tuple(_ROWS)
 """Every name that `preset` knows."""

@@ -9,25 +9,21 @@ and the oracle `run`.
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_flags, check_kind, is_number, is_whole
+from mpkit.arguments import check_kind
 from mpkit.device import as_device
 
-from .vector import Value, Vector, stacked
-
-NEVER = 2**62
-"""A count that is not reached."""
+from .vector import NEVER, Bits, Divisor, First, Flag, Names, Real, Scale, Steps, Value, Vector, Whole, stacked
 
 SMALLEST_NORMAL = 2.0**-126
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
@@ -54,19 +50,6 @@ STOPS = {
     Stop.CONSECUTIVE: "too many overflows in a row: no scale helps, look at the model and the data",
 }
 """What each error says."""
-
-REASONS = {
-    "held": "gradients were finite, and the growth interval is not over",
-    "grew": "a whole growth interval without overflow",
-    "backed off": "an overflow",
-    "tolerated": "an overflow that hysteresis or tolerance let pass",
-    "at floor": "an overflow, and the scale cannot go lower: look at the model, not at the scale",
-    "at cap": "gradients were finite, and the scale cannot go higher",
-    "lifted": "an overflow below the floor: the scale was raised to it",
-    "lowered": "growth was due above the cap: the scale was lowered to it",
-    "stopped": "the policy raised its error",
-}
-"""Every word that `ScaleHistory.reasons` uses."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,59 +92,40 @@ class ScalePolicy(Vector):
              cap is stored cut.
     """
 
-    init_scale: Value = 2.0**16
-    growth_factor: Value = 2.0
-    backoff_factor: Value = 0.5
-    growth_interval: Value = 2000
-    min_scale: Value = 0.0
-    max_scale: Value = math.inf
-    backoff_divisor: Value = 1.0
-    scale_bits: Value = 32
-    hold_at_overflow: Value = True
-    growth_ge: Value = False
-    first_growth_lag: Value = 0
-    next_growth_lag: Value = 0
-    hysteresis: Value = 1
-    refill_on_growth: Value = False
-    refill_on_finite: Value = False
-    refill_on_backoff: Value = False
-    tolerance: Value = -1.0
-    raise_at_min: Value = False
-    stop_at: Value = -math.inf
-    max_consecutive: Value = NEVER
-    error_at_zero: Value = False
-    error_at_inf: Value = False
-    clamp_both_ways: Value = False
-    delayed: Value = False
-    flush_subnormal: Value = False
-    init_count: Value = 0
+    init_scale: Scale = 2.0**16
+    growth_factor: Divisor = 2.0
+    backoff_factor: Scale = 0.5
+    growth_interval: Steps = 2000
+    min_scale: Scale = 0.0
+    max_scale: Scale = math.inf
+    backoff_divisor: Divisor = 1.0
+    scale_bits: Bits = 32
+    hold_at_overflow: Flag = True
+    growth_ge: Flag = False
+    first_growth_lag: First = 0
+    next_growth_lag: First = 0
+    hysteresis: Steps = 1
+    refill_on_growth: Flag = False
+    refill_on_finite: Flag = False
+    refill_on_backoff: Flag = False
+    tolerance: Real = -1.0
+    raise_at_min: Flag = False
+    stop_at: Real = -math.inf
+    max_consecutive: Whole = NEVER
+    error_at_zero: Flag = False
+    error_at_inf: Flag = False
+    clamp_both_ways: Flag = False
+    delayed: Flag = False
+    flush_subnormal: Flag = False
+    init_count: First = 0
     name: str = ""
-    layers: tuple[str, ...] = ()
+    layers: Names = ()
 
     def __post_init__(self) -> None:
-        for key in _NUMBERS:
-            value, high = getattr(self, key), NEVER if key in _BOUNDED else math.inf
-            low = _LEAST.get(key, -high)
-            if isinstance(value, Tensor):
-                continue
-            if not is_number(value):
-                raise TypeError(f"{key} must be a number, got {value!r}")
-            if isinstance(value, int) and key not in _COUNTS and abs(value) > sys.float_info.max:
-                raise ValueError(f"{key} must fit a float, got an int of {value.bit_length()} bits")
-            if not low <= value <= high:
-                raise ValueError(f"{key} must lie in [{low}, {high}], got {value!r}")
-            if key not in _COUNTS:
-                object.__setattr__(self, key, float(value))  # an int of 100 bits, say, is a fine scale
-            elif not is_whole(value) and not math.isinf(value) and value != int(value):
-                raise ValueError(f"{key} counts steps and must be whole, got {value!r}")
-            else:  # what no training reaches is one number, which a counter of 64 bits can be compared with
-                object.__setattr__(self, key, int(max(-NEVER, min(value, NEVER))))
-        check_flags(**{key: flag for key in _FLAGS if not isinstance(flag := getattr(self, key), Tensor)})
-        if not isinstance(self.scale_bits, Tensor) and self.scale_bits not in (16, 32, 64):
-            raise ValueError(f"scale_bits must be 16, 32 or 64, got {self.scale_bits!r}")
-        for key in ("min_scale", "max_scale"):  # a bound between two numbers of the format is the nearer of them
-            if not isinstance(bound := getattr(self, key), Tensor):
-                object.__setattr__(self, key, _in_format(self.scale_bits, bound))
+        super().__post_init__()
+        for key in {"min_scale", "max_scale"} - self.tensors().keys():
+            if not isinstance(self.scale_bits, Tensor):  # a bound between two numbers of the format is the nearer one
+                object.__setattr__(self, key, in_format(self.scale_bits, getattr(self, key)))
 
     @classmethod
     def by_factor(cls, init_scale: float, factor: float, window: int, floor: float = 0.0, **others: Any) -> ScalePolicy:
@@ -173,8 +137,8 @@ class ScalePolicy(Vector):
         >>> run_down.growth_factor, run_down.backoff_divisor, run_down.backoff_factor
         (3.0, 3.0, 1.0)
         """
-        bounds = {"growth_interval": window, "min_scale": floor}
         factors = {"growth_factor": factor, "backoff_factor": 1.0, "backoff_divisor": factor}
+        bounds = {"growth_interval": window, "min_scale": floor}
         return cls(**{"init_scale": init_scale, **factors, **bounds, **others})
 
     @classmethod
@@ -183,28 +147,12 @@ class ScalePolicy(Vector):
         return cls(**{"init_scale": scale, "backoff_factor": 1.0, "growth_interval": 0, **others})
 
 
-_COUNTS = {field.name for field in fields(ScalePolicy) if type(field.default) is int} - {"scale_bits"}
-_FLAGS = [field.name for field in fields(ScalePolicy) if type(field.default) is bool]
-_NUMBERS = [field.name for field in fields(ScalePolicy) if field.name not in (*_FLAGS, "scale_bits", "name", "layers")]
-_LEAST = {
-    **dict.fromkeys(("init_scale", "backoff_factor", "min_scale", "max_scale", "max_consecutive"), 0.0),
-    **dict.fromkeys(("growth_factor", "backoff_divisor"), math.ulp(0.0)),
-}
-_BOUNDED = ("first_growth_lag", "next_growth_lag", "init_count")  # what is counted from, where others are counted to
-
-
 def stack(policies: Iterable[ScalePolicy], device: torch.device | str = "cpu") -> ScalePolicy:
     """Many policies -> one whose fields are (n,) tensors where they differ and plain numbers where all agree.
 
     What all agree on stays a number, so `advance` leaves out what no policy of the vector uses.
     """
-    rows = list(policies)
-    if not rows:
-        raise ValueError("stack needs at least one policy, got none")
-    for row in rows:
-        if not isinstance(row, ScalePolicy) or row.shape:
-            raise TypeError(f"stack needs single policies, got {'a vector' if hasattr(row, 'shape') else repr(row)}")
-    return stacked(rows, "init_scale", device)
+    return stacked(ScalePolicy, policies, "init_scale", device)
 
 
 class ScaleState(NamedTuple):
@@ -236,20 +184,14 @@ def initial(policy: ScalePolicy, device: torch.device | str | None = None) -> Sc
     """
     check_kind("policy", policy, ScalePolicy, "a ScalePolicy")
     p = policy
-    if device is None and not p.shape:
-        # numbers: one policy, followed step by step, as the oracle and a loop by hand do
-        scale = _rounded(p, float(p.init_scale))
-        return ScaleState(scale, scale, p.init_count - p.first_growth_lag, p.hysteresis, 0, 0, 1)
-    device = next(value.device for value in p.tensors().values()) if device is None else as_device(device)
-
-    def full(value: Value, dtype: torch.dtype) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.to(device, dtype, copy=True).expand(p.shape).contiguous()
-        return torch.full(p.shape, value, dtype=dtype, device=device)
-
-    scale = _rounded(p, full(p.init_scale, torch.float64))
-    good, left, streak = (full(v, torch.int64) for v in (p.init_count - 1 * p.first_growth_lag, p.hysteresis, 0))
-    return ScaleState(scale, scale.clone(), good, left, streak, full(0, torch.float64), full(1, torch.float64))
+    state = ScaleState(p.init_scale, p.init_scale, p.init_count - 1 * p.first_growth_lag, p.hysteresis, 0, 0, 1)
+    if device is not None or p.shape:
+        device = next(iter(p.tensors().values())).device if device is None else as_device(device)
+        kinds = {name: torch.int64 if name in ("good", "left", "streak") else torch.float64 for name in state._fields}
+        full = [torch.as_tensor(x, dtype=kind, device=device) for x, kind in zip(state, kinds.values())]
+        state = ScaleState(*(x.expand(p.shape).clone() for x in full))
+    scale = _rounded(p, state.scale)
+    return state._replace(scale=scale, decided=scale + 0)
 
 
 def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[ScaleState, Value]:
@@ -264,21 +206,18 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
         kinds = f"{type(policy).__name__} and {type(state).__name__}"
         raise TypeError(f"need a ScalePolicy and what initial(policy) gave, got {kinds}")
     p, s = policy, state.decided
-    bad = _not(finite)
+    bad = finite ^ True  # `^ True` and `&` mean the same for Python's booleans and for tensors; `~` and `and` do not
     # counted first: the step that completes the interval is the one that grows
     good = state.good + 1
     due = good == p.growth_interval
     if p.growth_ge is not False:
-        due = _either(due, _both(good > p.growth_interval, p.growth_ge))
-    due = _both(due, finite)
+        due = due | (good > p.growth_interval) & p.growth_ge
+    due = due & finite
     # with hysteresis or a tolerance not every bad step makes the scale back off
     state, shrink = _patience(p, state, due, bad)
 
-    decided = s
-    if due is not False:
-        decided = _where(due, _grown(p, s), s)
-    if shrink is not False:
-        decided = _where(shrink, _shrunk(p, s), decided)
+    decided = _where(due, _grown(p, s), s) if due is not False else s
+    decided = _where(shrink, _shrunk(p, s), decided) if shrink is not False else decided
     # where growth lags the counter starts below zero: after each growth, or only at the start and after a bad step
     good = _where(due, -1 * p.next_growth_lag, good)
     good = _where(bad, -1 * p.first_growth_lag, good)
@@ -288,7 +227,7 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
         streak = _where(bad, streak + 1, 0)
     raised = _stops(p, s, decided, bad, shrink, streak)
     if _used(p.stop_at > -math.inf):
-        decided = _where(_both(bad, decided <= p.stop_at), s, decided)
+        decided = _where(bad & (decided <= p.stop_at), s, decided)
     # in MXNet a decision takes effect one step later than elsewhere
     scale = decided if p.delayed is False else _where(p.delayed, s, decided)
     return ScaleState(scale, decided, good, state.left, streak, state.strikes, state.since), raised
@@ -296,24 +235,20 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
 
 def _patience(p: ScalePolicy, state: ScaleState, due: Value, bad: Value) -> tuple[ScaleState, Value]:
     """Whether this bad step makes the scale back off, and the counters of hysteresis and tolerance after it."""
-    left, strikes, since = state.left, state.strikes, state.since
-    shrink = bad
+    left, strikes, since, shrink = state.left, state.strikes, state.since, bad
     if _used(p.hysteresis > 1):
         # at 0 it stays: further bad steps back off each time until something refills it
         left = _where(bad, _at_least(left - 1, 0), left)
-        shrink = _both(bad, left <= 0)
+        shrink = bad & (left <= 0)
     if _used(p.tolerance >= 0):
         strikes = strikes + bad
         # fairseq counts bad steps among all since the last change, not bad steps in a row
-        enough = strikes / since >= p.tolerance
-        shrink = _both(bad, _where(p.tolerance >= 0, enough, shrink) if isinstance(p.tolerance, Tensor) else enough)
+        shrink = bad & _where(p.tolerance >= 0, strikes / since >= p.tolerance, shrink)
         strikes = _where(shrink, 0, strikes)
-        since = _where(_either(due, shrink), 1, since + 1)
+        since = _where(due | shrink, 1, since + 1)
     if _used(p.hysteresis > 1):
         # frameworks differ in what restores the patience: growth, backing off, or any finite step
-        refill = _either(_both(due, p.refill_on_growth), _both(shrink, p.refill_on_backoff))
-        if p.refill_on_finite is not False:
-            refill = _either(refill, _both(_not(bad), p.refill_on_finite))
+        refill = due & p.refill_on_growth | shrink & p.refill_on_backoff | (bad ^ True) & p.refill_on_finite
         left = _where(refill, p.hysteresis, left)
     return state._replace(left=left, strikes=strikes, since=since), shrink
 
@@ -326,16 +261,13 @@ def _grown(p: ScalePolicy, s: Value) -> Value:
     if p.hold_at_overflow is False:
         return grown
     # torch and MindSpore keep a scale that would grow to inf; others go there
-    fits = grown < math.inf
-    return _where(_either(fits, _not(p.hold_at_overflow)), grown, s)
+    return _where((grown == math.inf) & p.hold_at_overflow, s, grown)
 
 
 def _shrunk(p: ScalePolicy, s: Value) -> Value:
     shrunk = s * p.backoff_factor if _used(p.backoff_factor != 1) else s
     # division and multiplication by the reciprocal differ in the last bit for factors like 3
-    if _used(p.backoff_divisor != 1):
-        shrunk = shrunk / p.backoff_divisor
-    shrunk = _rounded(p, shrunk)
+    shrunk = _rounded(p, shrunk / p.backoff_divisor if _used(p.backoff_divisor != 1) else shrunk)
     if p.clamp_both_ways is not False:
         shrunk = _where(p.clamp_both_ways, _at_most(shrunk, p.max_scale), shrunk)
     return _at_least(shrunk, p.min_scale)
@@ -345,13 +277,13 @@ def _stops(p: ScalePolicy, s: Value, decided: Value, bad: Value, shrink: Value, 
     """The error code of this step; a policy without errors costs nothing here."""
     raised: Value = 0
     if p.raise_at_min is not False:
-        raised = _where(_both(_both(shrink, s == p.min_scale), p.raise_at_min), Stop.AT_FLOOR.value, raised)
+        raised = _where(shrink & (s == p.min_scale) & p.raise_at_min, Stop.AT_FLOOR.value, raised)
     if _used(p.stop_at > -math.inf):
-        raised = _where(_both(bad, decided <= p.stop_at), Stop.SANK.value, raised)
+        raised = _where(bad & (decided <= p.stop_at), Stop.SANK.value, raised)
     if p.error_at_zero is not False:
-        raised = _where(_both(s == 0, p.error_at_zero), Stop.ZERO.value, raised)
+        raised = _where((s == 0) & p.error_at_zero, Stop.ZERO.value, raised)
     if p.error_at_inf is not False:
-        raised = _where(_both(_both(bad, s == math.inf), p.error_at_inf), Stop.INFINITE.value, raised)
+        raised = _where(bad & (s == math.inf) & p.error_at_inf, Stop.INFINITE.value, raised)
     if _used(p.max_consecutive < NEVER):
         raised = _where(streak > p.max_consecutive, Stop.CONSECUTIVE.value, raised)
     return raised
@@ -362,32 +294,8 @@ def _used(condition: Value) -> bool:
     return isinstance(condition, Tensor) or bool(condition)
 
 
-def _not(a: Value) -> Value:
-    return ~a if isinstance(a, Tensor) else not a
-
-
-def _both(a: Value, b: Value) -> Value:
-    """a and b; where one of them is a plain bool, no operation on a tensor is spent on it."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a & b
-    plain, other = (b, a) if isinstance(a, Tensor) else (a, b)
-    return other if plain else False
-
-
-def _either(a: Value, b: Value) -> Value:
-    """a or b, as `_both`."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a | b
-    plain, other = (b, a) if isinstance(a, Tensor) else (a, b)
-    return True if plain else other
-
-
 def _where(mask: Value, yes: Value, no: Value) -> Value:
-    if not isinstance(mask, Tensor):
-        return yes if mask else no
-    if isinstance(no, Tensor) and not isinstance(yes, Tensor):
-        return no.masked_fill(mask, yes)
-    return torch.where(mask, yes, no)
+    return torch.where(mask, yes, no) if isinstance(mask, Tensor) else yes if mask else no
 
 
 def _at_most(x: Value, cap: Value) -> Value:
@@ -402,32 +310,21 @@ def _at_least(x: Value, floor: Value) -> Value:
 
 def _rounded(p: ScalePolicy, x: Value) -> Value:
     """A float64 result -> the nearest number of the format in which the framework keeps its scale."""
-    if isinstance(bits := p.scale_bits, Tensor):
-        narrow = torch.where(bits == 32, x.float().double(), x.half().double())
-        x = torch.where(bits == 64, x, narrow)
-    else:
-        x = _in_format(bits, x)
-    if p.flush_subnormal is False:
+    x = in_format(p.scale_bits, x)
+    return x if p.flush_subnormal is False else _where((x < SMALLEST_NORMAL) & p.flush_subnormal, 0.0, x)
+
+
+def in_format(bits: Value, x: Value) -> Value:
+    """The nearest number of 16, 32 or 64 bits, as a Python float or a float64 tensor; too large becomes inf."""
+    if isinstance(bits, Tensor):
+        return torch.where(bits == 64, x, torch.where(bits == 32, in_format(32, x), in_format(16, x)))
+    if bits == 64:
         return x
-    return _where(_both(x < SMALLEST_NORMAL, p.flush_subnormal), 0.0, x)
-
-
-def _in_format(bits: Value, x: Value) -> Value:
-    if isinstance(bits, Tensor) or bits == 64:
-        return x
-    return in_float32(x) if bits == 32 else in_float16(x)
-
-
-def in_float32(x: Value) -> Value:
-    """The nearest float32, as a Python float or a float64 tensor (a float32 one stays); too large becomes inf."""
     if isinstance(x, Tensor):
-        return x if x.dtype == torch.float32 else x.float().double()
-    return ctypes.c_float(x).value
+        return (x.float() if bits == 32 else x.half()).double()
+    with np.errstate(over="ignore"):  # float16 through float32, as a tensor is rounded
+        return float(np.float32(x) if bits == 32 else np.float16(np.float32(x)))
 
 
-def in_float16(x: Value) -> Value:
-    """The nearest float16 of a number that float32 holds, as a Python float or a float64 tensor."""
-    if isinstance(x, Tensor):
-        return x.half().double()
-    with np.errstate(over="ignore"):
-        return float(np.float16(np.float32(x)))
+in_float32 = partial(in_format, 32)
+"""The nearest float32."""

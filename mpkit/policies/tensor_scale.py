@@ -10,21 +10,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, overload
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind, check_number, is_number, is_whole
+from mpkit.arguments import check_choice, check_count, check_kind, check_number, is_number
 from mpkit.device import as_device
-from mpkit.formats import E4M3FN, E5M2, FloatFormat
+from mpkit.formats import E4M3FN, FloatFormat
 
-from . import rule
-from .rule import FLOAT32_MAX, Value, in_float32
+from .rule import FLOAT32_MAX, Flag, Scale, Value, in_float32
+from .rule import advance as advance_loss_scale
 from .vector import Vector, stacked
 
-_FLAGS = ("most_recent", "unfused", "delayed", "power_of_two", "double")
+
+def _limit(name: str, value: object) -> float:
+    """A positive number, as float32 holds it."""
+    number = check_number(name, value, open_low=True)
+    if number > FLOAT32_MAX or not (held := in_float32(number)):
+        raise ValueError(f"{name} must be a positive number that float32 holds, got {value!r}")
+    return held
+
+
+def _margin(name: str, value: object) -> int:
+    if (margin := check_count(name, value, -126)) > 126:
+        raise ValueError(f"{name} must lie in [-126, 126], got {value!r}")
+    return margin
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,35 +60,16 @@ class TensorScalePolicy(Vector):
              torchao 0.18 (float8/float8_utils.py), whose recorded results are reproduced bit for bit.
     """
 
-    element_max: Value = 448.0
-    delayed: Value = True
-    history_len: Value = 1024
-    most_recent: Value = False
-    margin: Value = 0
-    unfused: Value = False
-    amax_floor: Value = 0.0
-    double: Value = False
-    power_of_two: Value = False
+    element_max: Annotated[Value, _limit] = 448.0
+    delayed: Flag = True
+    history_len: Annotated[Value, check_count] = 1024
+    most_recent: Flag = False
+    margin: Annotated[Value, _margin] = 0
+    unfused: Flag = False
+    amax_floor: Scale = 0.0
+    double: Flag = False
+    power_of_two: Flag = False
     name: str = ""
-
-    def __post_init__(self) -> None:
-        for key in ("element_max", "amax_floor", "history_len", "margin"):
-            value = getattr(self, key)
-            if isinstance(value, Tensor):
-                continue
-            whole = key in ("history_len", "margin")
-            if not (is_whole(value) if whole else is_number(value)):
-                raise TypeError(f"{key} must be {'an int' if whole else 'a number'}, got {value!r}")
-            low = {"history_len": 1, "margin": -126}.get(key, 0)
-            if not low <= value <= (126 if key == "margin" else math.inf) or (key == "element_max" and not value):
-                raise ValueError(f"{key} must be at least {low} and in range, got {value!r}")
-            if key == "element_max":
-                if value > FLOAT32_MAX or not (held := in_float32(float(value))):
-                    raise ValueError(f"element_max must be a positive number that float32 holds, got {value!r}")
-                object.__setattr__(self, key, held)  # as tensors have it
-        for key in _FLAGS:
-            if not isinstance(getattr(self, key), bool | Tensor):
-                raise TypeError(f"{key} must be True or False, got {getattr(self, key)!r}")
 
 
 class TensorScaleState(NamedTuple):
@@ -94,13 +87,11 @@ class TensorScaleState(NamedTuple):
 def initial_tensor_scale(policy: TensorScalePolicy, device: torch.device | str | None = None) -> TensorScaleState:
     """The state before the first step, scale 1: numbers, or tensors where `device` is given or `policy` is a vector."""
     check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy")
-    vector = bool(policy.shape)
-    if device is None and not vector:
+    if device is None and not policy.shape:
         return TensorScaleState(1.0, (0.0,) * policy.history_len if policy.delayed else ())
     device = None if device is None else as_device(device)
     longest = 0 if policy.delayed is False else int(torch.as_tensor(policy.history_len).max())
-    history = torch.zeros(*policy.shape, longest, device=device)
-    return TensorScaleState(torch.ones(policy.shape, device=device), history)
+    return TensorScaleState(torch.ones(policy.shape, device=device), torch.zeros(*policy.shape, longest, device=device))
 
 
 def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, amax: Value) -> TensorScaleState:
@@ -121,21 +112,11 @@ def advance_tensor_scale(policy: TensorScalePolicy, state: TensorScaleState, ama
         return _advance_tensors(policy, state, amax)
     if not is_number(amax):
         raise TypeError(f"amax is a number where the state holds numbers, got {amax!r}; give the state a device")
-    check_number("amax", amax, low=-math.inf, high=math.inf) if isinstance(amax, int) else None
-    if amax < 0:
-        raise ValueError(f"amax is the largest magnitude, at least 0, got {amax}")
+    check_number("amax", amax, closed_high=True) if amax == amax else None  # NaN is the policy's affair
     # numbers are tensors of one policy, so that there is one rule
     held = TensorScaleState(torch.tensor(state.scale, device="cpu"), torch.tensor(state.history, device="cpu"))
     after = _advance_tensors(policy, held, torch.tensor(in_float32(amax), device="cpu"))
-    return TensorScaleState(after.scale.item(), tuple(after.history.tolist()) if policy.delayed else state.history)
-
-
-@overload
-def advance(policy: rule.ScalePolicy, state: rule.ScaleState, news: Value) -> tuple[rule.ScaleState, Value]: ...
-
-
-@overload
-def advance(policy: TensorScalePolicy, state: TensorScaleState, news: Value) -> TensorScaleState: ...
+    return TensorScaleState(after.scale.item(), tuple(after.history.tolist()))
 
 
 def advance(policy: Any, state: Any, news: Value) -> Any:
@@ -143,39 +124,29 @@ def advance(policy: Any, state: Any, news: Value) -> Any:
 
     A ScalePolicy gives (state after, error code), see `rule.advance`; a TensorScalePolicy gives the state after.
     """
-    if isinstance(policy, TensorScalePolicy):
-        return advance_tensor_scale(policy, state, news)
-    return rule.advance(policy, state, news)
-
-
-def current_scale(policy: TensorScalePolicy, amax: Tensor) -> Tensor:
-    """Encoding scales for amaxes (*) float32 -> (*), each amax by itself, for one policy that is not delayed."""
-    return _current_tensors(policy, amax)
+    rule = advance_tensor_scale if isinstance(policy, TensorScalePolicy) else advance_loss_scale
+    return rule(policy, state, news)
 
 
 def _advance_tensors(p: TensorScalePolicy, state: TensorScaleState, amax: Tensor) -> TensorScaleState:
     """The rule on float32 tensors. A part that no policy of the vector uses (a plain bool says so) costs nothing."""
-    current = None if p.delayed is True else _current_tensors(p, amax)
     if p.delayed is False:
-        assert current is not None
-        return state._replace(scale=current)
+        return state._replace(scale=current_scale(p, amax))
     newest = amax[..., None]
     entries = torch.cat([newest, state.history[..., 1:]], -1)
-    fused = entries.nan_to_num(0.0, torch.inf).amax(-1)
-    reached = _pick(p.unfused, lambda: entries.amax(-1), lambda: fused)
-    reached = _pick(p.most_recent, lambda: amax, lambda: reached)
-    renews = (reached > 0) & (reached < torch.inf)
-    scale = _pick(p.unfused, lambda: _renewed_unfused(p, reached), lambda: _renewed_fused(p, reached))
-    scale = _powered_tensors(p, scale.clamp(max=FLOAT32_MAX))
-    scale = torch.where(renews, scale, state.scale)
-    history = _rolled(p, entries, newest)
-    if p.unfused is not True:  # the kernel leaves a step without an amax out
-        counts = (amax != 0) | p.unfused
-        scale = torch.where(counts, scale, state.scale)
-        history = torch.where(counts[..., None], history, state.history)
-    if current is not None:
-        scale = torch.where(p.delayed, scale, current)
-    return TensorScaleState(scale, history)
+    largest = _pick(p.unfused, lambda: entries.amax(-1), lambda: entries.nan_to_num(0.0, torch.inf).amax(-1))
+    reached = _pick(p.most_recent, lambda: amax, lambda: largest)
+    limit, shift = _tensor(p.element_max, amax), _tensor(2.0 ** (1.0 * p.margin), amax)
+    scale = _pick(
+        p.unfused,
+        lambda: torch.reciprocal(reached) * limit / shift,
+        lambda: _tensor(p.element_max * 2.0 ** (-1.0 * p.margin), amax) / reached,
+    )
+    scale = _power_of_two(p, scale.clamp(max=FLOAT32_MAX))
+    counts = (amax != 0) | p.unfused  # the kernel leaves a step without an amax out
+    scale = torch.where((reached > 0) & (reached < torch.inf) & counts, scale, state.scale)
+    history = torch.where(counts[..., None], _rolled(p, entries, newest), state.history)
+    return TensorScaleState(_pick(p.delayed, lambda: scale, lambda: current_scale(p, amax)), history)
 
 
 def _rolled(p: TensorScalePolicy, entries: Tensor, newest: Tensor) -> Tensor:
@@ -186,40 +157,29 @@ def _rolled(p: TensorScalePolicy, entries: Tensor, newest: Tensor) -> Tensor:
     return rolled.masked_fill((slots == 0) | (slots > last), 0.0)
 
 
-def _renewed_fused(p: TensorScalePolicy, amax: Tensor) -> Tensor:
-    return _tensor(p.element_max * 2.0 ** (-1 * p.margin), amax) / amax
-
-
-def _renewed_unfused(p: TensorScalePolicy, amax: Tensor) -> Tensor:
-    return torch.reciprocal(amax) * _tensor(p.element_max, amax) / _tensor(2.0 ** (1.0 * p.margin), amax)
-
-
-def _current_tensors(p: TensorScalePolicy, amax: Tensor) -> Tensor:
+def current_scale(p: TensorScalePolicy, amax: Tensor) -> Tensor:
+    """Encoding scales for amaxes (*) float32 -> (*), each amax by itself, for policies that are not delayed."""
     limit = _tensor(p.element_max, amax)
 
     def double() -> Tensor:
         scale = (limit.double() / torch.clamp(amax.double(), min=p.amax_floor)).float()
-        if p.power_of_two is False:
-            return scale
-        exponent = scale.double().log2().float().floor()  # float32 log2, correctly rounded: as torchao's on a CPU
-        return torch.where(
-            torch.as_tensor(p.power_of_two, device=scale.device), exponent.double().exp2().float(), scale
+        # float32 log2, correctly rounded: as torchao's on a CPU
+        return _pick(
+            p.power_of_two, lambda: scale.double().log2().float().floor().double().exp2().float(), lambda: scale
         )
 
     def single() -> Tensor:
         floored = torch.maximum(amax, _tensor(p.amax_floor, amax))
-        scale = _powered_tensors(p, (limit / floored).clamp(max=FLOAT32_MAX))
+        scale = _power_of_two(p, (limit / floored).clamp(max=FLOAT32_MAX))
         return torch.where((floored > 0) & (floored < torch.inf), scale, 1.0)
 
     return _pick(p.double, double, single)
 
 
-def _powered_tensors(p: TensorScalePolicy, scale: Tensor) -> Tensor:
-    if p.power_of_two is False:
-        return scale
-    # in float64, where every float32 has an exponent of its own
-    floored = (scale.double().view(torch.int64) & (0x7FF << 52)).view(torch.float64).float()
-    return torch.where(torch.as_tensor(p.power_of_two, device=scale.device), floored, scale)
+def _power_of_two(p: TensorScalePolicy, scale: Tensor) -> Tensor:
+    """Rounded down to one, where the policy asks for it: in float64, where every float32 has an exponent of its own."""
+    down = lambda: (scale.double().view(torch.int64) & (0x7FF << 52)).view(torch.float64).float()  # noqa: E731
+    return _pick(p.power_of_two, down, lambda: scale)
 
 
 def _pick(flag: Value, yes: Callable[[], Tensor], no: Callable[[], Tensor]) -> Tensor:
@@ -237,24 +197,25 @@ def _tensor(value: Value, like: Tensor) -> Tensor:
 
 def stack_tensor_scales(policies: Iterable[TensorScalePolicy], device: torch.device | str = "cpu") -> TensorScalePolicy:
     """Many policies -> one whose fields are (n,) tensors where they differ, plain where all agree."""
-    rows = list(policies)
-    if not rows or not all(isinstance(row, TensorScalePolicy) and not row.shape for row in rows):
-        raise TypeError(f"need at least one single TensorScalePolicy, got {rows!r:.200}")
-    return stacked(rows, "element_max", device)
+    return stacked(TensorScalePolicy, policies, "element_max", device)
 
 
-TENSOR_SCALE_PRESETS: dict[str, TensorScalePolicy] = {
-    "te_delayed": TensorScalePolicy(),
-    "te_delayed_unfused": TensorScalePolicy(unfused=True),
-    "te_current": TensorScalePolicy(delayed=False),
-    "torchao_tensorwise": TensorScalePolicy(delayed=False, double=True, amax_floor=1e-12),
-    "torchao_rowwise": TensorScalePolicy(delayed=False, double=True, amax_floor=1e-12, power_of_two=True),
-    "te_blockwise": TensorScalePolicy(delayed=False, power_of_two=True),
-    "te_blockwise_fp32": TensorScalePolicy(delayed=False),
-    "torchao_blockwise": TensorScalePolicy(delayed=False, double=True, amax_floor=1e-12),
+_CURRENT: dict[str, Any] = {"delayed": False}
+_TORCHAO: dict[str, Any] = {"delayed": False, "double": True, "amax_floor": 1e-12}
+TENSOR_SCALE_PRESETS = {
+    name: TensorScalePolicy(name=name, **fields)
+    for name, fields in {
+        "te_delayed": {},
+        "te_delayed_unfused": {"unfused": True},
+        "te_current": _CURRENT,
+        "torchao_tensorwise": _TORCHAO,
+        "torchao_rowwise": {**_TORCHAO, "power_of_two": True},
+        "te_blockwise": {**_CURRENT, "power_of_two": True},
+        "te_blockwise_fp32": _CURRENT,
+        "torchao_blockwise": _TORCHAO,
+    }.items()
 }
 """Presets: TransformerEngine 2.20 (te_) and torchao 0.18 (torchao_); tensor, row or block is the choice of a cast."""
-TENSOR_SCALE_PRESETS = {name: replace(policy, name=name) for name, policy in TENSOR_SCALE_PRESETS.items()}
 
 
 def tensor_scale_preset(name: str, element: FloatFormat = E4M3FN, **options: Any) -> TensorScalePolicy:
@@ -268,19 +229,12 @@ def tensor_scale_preset(name: str, element: FloatFormat = E4M3FN, **options: Any
     16
     """
     check_kind("element", element, FloatFormat, "a FloatFormat such as E4M3FN")
-    check_kind("name", name, str, "the name of a preset")
-    if name not in TENSOR_SCALE_PRESETS:
-        raise ValueError(f"a tensor-scale preset is one of {', '.join(TENSOR_SCALE_PRESETS)}, got {name!r}")
+    made = TENSOR_SCALE_PRESETS[check_choice("name", name, TENSOR_SCALE_PRESETS)]
     if "amax_history_len" in options:
         options["history_len"] = options.pop("amax_history_len")
     if "amax_compute_algo" in options:
-        if (algorithm := options.pop("amax_compute_algo")) not in ("max", "most_recent"):
-            raise ValueError(f"amax_compute_algo is 'max' or 'most_recent', got {algorithm!r}")
+        algorithm = check_choice("amax_compute_algo", options.pop("amax_compute_algo"), ("max", "most_recent"))
         options["most_recent"] = algorithm == "most_recent"
-    known = [field.name for field in fields(TensorScalePolicy)]
-    if unknown := [key for key in options if key not in known]:
-        raise TypeError(f"{name} has no option {', '.join(unknown)}; there are {', '.join(known[1:-1])}")
-    return replace(TENSOR_SCALE_PRESETS[name], element_max=element.max, **options)
-
-
-FORWARD_ELEMENT, BACKWARD_ELEMENT = E4M3FN, E5M2  # "HYBRID": range for gradients, precision for the rest
+    if unknown := options.keys() - vars(made).keys():
+        raise TypeError(f"{name} has no option {', '.join(unknown)}; there are {', '.join(vars(made))}")
+    return replace(made, **{"element_max": element.max, **options})

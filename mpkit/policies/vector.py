@@ -1,29 +1,64 @@
-"""A vector of policies is a policy whose fields are tensors: what both kinds of policies share."""
+"""What policies are made of: numbers of declared kinds, or, in a vector of policies, tensors where they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import Annotated, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from mpkit.arguments import Checked, check_flag, check_kind, check_number, is_number, is_whole
 from mpkit.device import as_device
 
 Value = Any  # a Python number, or a tensor of them: one rule serves both
 Policy = TypeVar("Policy", bound="Vector")
 
+NEVER = 2**62
+"""A count that is not reached."""
 
-class Vector:
+
+def _steps(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> int:
+    """A whole number of steps; what no training reaches is one number, that a counter of 64 bits compares with."""
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must lie in [{low}, {high}], got {value!r}")
+    if not is_whole(value) and not math.isinf(value) and value != int(value):
+        raise ValueError(f"{name} counts steps and must be whole, got {value!r}")
+    return int(max(-NEVER, min(value, NEVER)))
+
+
+def _bits(name: str, value: Any) -> int:
+    if value not in (16, 32, 64):
+        raise ValueError(f"{name} must be 16, 32 or 64, got {value!r}")
+    return int(value)
+
+
+Flag = Annotated[Value, check_flag]
+Real = Annotated[Value, partial(check_number, low=-math.inf, closed_high=True)]
+Scale = Annotated[Value, partial(check_number, closed_high=True)]
+Divisor = Annotated[Value, partial(check_number, open_low=True, closed_high=True)]
+Steps = Annotated[Value, _steps]
+Whole = Annotated[Value, partial(_steps, low=0)]
+Bits = Annotated[Value, _bits]
+Names = Annotated[tuple[str, ...], lambda name, value: tuple(value)]
+First = Annotated[Value, partial(_steps, low=-NEVER, high=NEVER)]  # what is counted from, where others are counted to
+
+
+class Vector(Checked):
     """A frozen dataclass of numbers, or of (n,) tensors where the policies of a vector differ."""
 
+    unchecked = (Tensor,)
     name: str
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return all(_same(mine, getattr(other, key)) for key, mine in vars(self).items())
 
     def __hash__(self) -> int:
         return hash((self.name, self.shape))
@@ -31,8 +66,7 @@ class Vector:
     @property
     def shape(self) -> torch.Size:
         """() for one policy, (n,) for a vector of n."""
-        sizes = [value.shape for value in self.tensors().values()]
-        return torch.broadcast_shapes(*sizes) if sizes else torch.Size()
+        return torch.broadcast_shapes(*(value.shape for value in self.tensors().values()))
 
     def to(self, device: torch.device | str) -> Self:
         """The same vector of policies with its numbers on `device`; a single policy has nothing to move."""
@@ -56,26 +90,23 @@ def _same(a: Value, b: Value) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
-def stacked(rows: Sequence[Policy], spread: str, device: torch.device | str) -> Policy:
+def stacked(kind: type[Policy], policies: Iterable[Policy], spread: str, device: torch.device | str) -> Policy:
     """Single policies -> a vector: tensors where they differ, numbers where all agree, `spread` always a tensor."""
-    device = as_device(device)
-    columns: dict[str, Any] = {}
-    for field in fields(rows[0]):  # type: ignore[arg-type]
-        values = [getattr(row, field.name) for row in rows]
-        if field.name == "name":
-            columns["name"] = values[0] if len(set(values)) == 1 else "stack"
-        elif field.name != "layers":
-            columns[field.name] = _column(values, device)
-    if not any(isinstance(value, Tensor) for value in columns.values()):
-        kind = torch.float64 if spread == "init_scale" else torch.float32
-        columns[spread] = torch.full((len(rows),), float(getattr(rows[0], spread)), dtype=kind, device=device)
-    return type(rows[0])(**columns)
+    check_kind("policies", policies, Iterable, f"a list of {kind.__name__} objects")
+    rows, device = list(policies), as_device(device)
+    if not rows:
+        raise ValueError(f"a vector needs at least one {kind.__name__}, got none")
+    for row in rows:
+        if not isinstance(row, kind) or row.shape:
+            raise TypeError(f"a vector is made of single {kind.__name__} objects, got {row!r:.200}")
+    columns = {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}  # type: ignore[arg-type]
+    names, _ = columns.pop("name"), columns.pop("layers", None)
+    made = {key: values[0] if len(set(values)) == 1 else _column(values, device) for key, values in columns.items()}
+    if not any(isinstance(value, Tensor) for value in made.values()):
+        made[spread] = _column(columns[spread], device)
+    return kind(**{**made, "name": names[0] if len(set(names)) == 1 else "stack"})
 
 
-def _column(values: Sequence[Value], device: torch.device) -> Value:
-    if all(value == values[0] for value in values):
-        return values[0]
-    if isinstance(values[0], bool):
-        return torch.tensor(values, device=device)
-    whole = all(isinstance(value, int) for value in values)
-    return torch.tensor(values, dtype=torch.int64 if whole else torch.float64, device=device)
+def _column(values: Sequence[Value], device: torch.device) -> Tensor:
+    kind = torch.bool if isinstance(values[0], bool) else torch.float64
+    return torch.tensor(values, dtype=torch.int64 if all(type(x) is int for x in values) else kind, device=device)

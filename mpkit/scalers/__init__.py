@@ -8,24 +8,12 @@ from .managers import (
     FixedLossScaleUpdateCell,
     LossScaleManager,
 )
-from .policy import PolicyLossScaler
 from .scale import Scale
-from .scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from .scaler import DynamicLossScaler, LossScaler, PolicyLossScaler, StaticLossScaler
 from .tensor_scale import TensorScaler, update_all_
 
 __all__ = [
-    "DynamicLossScaleManager",
-    "DynamicLossScaleUpdateCell",
-    "DynamicLossScaler",
-    "FixedLossScaleManager",
-    "FixedLossScaleUpdateCell",
-    "LossScaleManager",
-    "LossScaler",
-    "PolicyLossScaler",
-    "Scale",
-    "StaticLossScaler",
-    "TensorScaler",
-    "all_finite",
-    "check_and_unscale_",
-    "update_all_",
-]
+    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
+    "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "PolicyLossScaler", "Scale", "StaticLossScaler",
+    "TensorScaler", "all_finite", "check_and_unscale_", "update_all_",
+]  # fmt: skip

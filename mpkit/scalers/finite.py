@@ -10,7 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_flags, check_kind
 
 _DTYPE = attrgetter("dtype")
 _IN_KERNEL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -97,8 +97,7 @@ def check_and_unscale_(
     check_kind("found_inf", found_inf, Tensor, "the result of an earlier call", optional=True)
     if found_inf is not None and not found_inf.is_floating_point():
         raise TypeError(f"found_inf must be the float32 result of an earlier call, got {found_inf.dtype}")
-    if uniform is not True and uniform is not False:
-        raise TypeError(f"uniform must be True or False, got {type(uniform).__name__}")
+    check_flags(uniform=uniform)
     inverse = (scale.detach() if scale.requires_grad else scale).reciprocal()
     # the reciprocal of a scale of another dtype is a float32 too, as MindSpore has it
     inverse = inverse if inverse.dtype == torch.float32 else inverse.float()
@@ -108,8 +107,6 @@ def check_and_unscale_(
         try:
             _divide(grads, found, _cast(inverse, dtype))  # type: ignore[arg-type]
         except RuntimeError:  # a sparse gradient or a negated view among them: refused before anything was changed
-            if all(g.layout is torch.strided and not g.is_neg() for g in grads):  # type: ignore[union-attr]
-                raise
             found = _by_group(grads, inverse)
     else:
         found = _by_group(grads, inverse)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.arguments import check_alike, check_count, check_flags, check_number
-from mpkit.policies import STOPS, ScalePolicy, advance, initial, preset
+from mpkit.policies import ScalePolicy, preset
 
-from .scale import Scale
-from .scaler import need_flag, need_number
+from .scale import Face, Scale
+from .scaler import checked_scale, need_flag
 
 _ONE = torch.tensor(1)  # a 0-d CPU tensor is cheaper than a Python number, which torch wraps each time
 
@@ -68,11 +67,8 @@ class FixedLossScaleManager(LossScaleManager):
     """
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        need_number("loss_scale", loss_scale)
-        if loss_scale < 1:
-            raise ValueError(f"loss_scale must be at least 1, got {loss_scale}")
         check_flags(drop_overflow_update=drop_overflow_update)
-        self._loss_scale, self._drop = loss_scale, drop_overflow_update
+        self._loss_scale, self._drop = checked_scale("loss_scale", loss_scale), drop_overflow_update
 
     @property
     def policy(self) -> ScalePolicy:
@@ -95,7 +91,7 @@ class FixedLossScaleManager(LossScaleManager):
         return FixedLossScaleUpdateCell(self._loss_scale) if self._drop else None
 
 
-class DynamicLossScaleManager(LossScaleManager):
+class DynamicLossScaleManager(Face, LossScaleManager):
     """The dynamic scale on the host, in double precision: preset "mindspore_manager".
 
     Counts steps (`cur_iter`, from 1), the last overflow (`last_overflow_iter`) and overflows in a row (`bad_step`).
@@ -107,30 +103,20 @@ class DynamicLossScaleManager(LossScaleManager):
     """
 
     def __init__(self, init_loss_scale: float = 2**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
-        need_number("init_loss_scale", init_loss_scale)
-        need_number("scale_factor", scale_factor)
-        if init_loss_scale < 1:
-            raise ValueError(f"init_loss_scale must be at least 1, got {init_loss_scale}")
-        self.scale_factor, self.scale_window = scale_factor, check_count("scale_window", scale_window)
-        self._rule = preset(
-            "mindspore_manager", init_loss_scale=init_loss_scale, scale_factor=scale_factor, scale_window=scale_window
-        )
-        self._state = initial(self._rule)  # numbers: a manager lives on the host, and a `Scale` on the device
+        start = checked_scale("init_loss_scale", init_loss_scale)
+        check_count("scale_window", scale_window)
+        rule = preset("mindspore_manager", init_loss_scale=start, scale_factor=scale_factor, scale_window=scale_window)
+        self.live = Scale(rule).to_("cpu")
         self.cur_iter, self.last_overflow_iter = 1, 0
-
-    @property
-    def policy(self) -> ScalePolicy:
-        """Preset "mindspore_manager" from the scale of now."""
-        return replace(self._rule, init_scale=self.get_loss_scale())
 
     @property
     def bad_step(self) -> int:
         """Overflows in a row, up to now."""
-        return self._state.streak
+        return int(self.live.counts["streak"])
 
     def get_loss_scale(self) -> float:
         """The scale now."""
-        return self._state.scale
+        return self.live.value.item()
 
     def get_drop_overflow_update(self) -> bool:
         """Always True."""
@@ -143,12 +129,13 @@ class DynamicLossScaleManager(LossScaleManager):
             raise TypeError(
                 f"overflow must be a bool or a bool tensor of one element, got {overflow!r:.80}; write overflow != 0"
             )
-        overflow = bool(overflow)
-        self._state, raised = advance(self._rule, self._state, not overflow)
+        self.live.advance_(torch.tensor(float(overflow), device="cpu"))
         if overflow:
             self.last_overflow_iter = self.cur_iter
-        if raised:
-            raise RuntimeError(f"{self.bad_step} overflows in a row: {STOPS[raised]}")
+        try:
+            self.live.check()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.bad_step} overflows in a row: {error}") from None
         self.cur_iter += 1
 
     def get_update_cell(self) -> DynamicLossScaleUpdateCell:
@@ -156,23 +143,16 @@ class DynamicLossScaleManager(LossScaleManager):
         return DynamicLossScaleUpdateCell(self.get_loss_scale(), self.scale_factor, self.scale_window)
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, every counter and the settings, as Python numbers."""
-        own = ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-        return {**self._state._asdict(), **{name: getattr(self, name) for name in own}}
+        """Policy, scale and every counter, as Python numbers."""
+        counted = {"cur_iter": self.cur_iter, "last_overflow_iter": self.last_overflow_iter}
+        return {**super().state_dict(), **counted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, settings too."""
-        check_alike("the state of a manager", state, self.state_dict())
-        need_number("scale", scale := state["scale"])
-        if scale < 1:
-            raise ValueError(f"scale must be at least 1, got {scale}: this state is damaged")
-        cur_iter = check_count("cur_iter", state["cur_iter"])
-        last = check_count("last_overflow_iter", state["last_overflow_iter"], low=0)
-        # a new one, so that a wrong setting leaves this one as it was
-        fresh = DynamicLossScaleManager(1, state["scale_factor"], state["scale_window"])
-        fresh._state = fresh._state._replace(**{key: state[key] for key in fresh._state._fields})
-        fresh.cur_iter, fresh.last_overflow_iter = cur_iter, last
-        vars(self).update(vars(fresh))
+        """Take over what `state_dict` gave, factor and window too."""
+        check_alike("the state of a manager", state, {**self.state_dict(), "policy": None})
+        counted = [check_count(name, state[name], low=0) for name in ("cur_iter", "last_overflow_iter")]
+        super().load_state_dict(state)
+        self.cur_iter, self.last_overflow_iter = counted
 
 
 class FixedLossScaleUpdateCell(nn.Module):

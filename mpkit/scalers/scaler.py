@@ -1,18 +1,20 @@
-"""`LossScaler`s: multiply a loss, divide gradients, adjust the scale."""
+"""`LossScaler`s: multiply a loss, divide gradients, adjust the scale; all but a user's own are faces of a `Scale`."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, is_number
-from mpkit.policies import ScalePolicy, preset
+from mpkit.arguments import check_alike, check_count, check_number, is_number
+from mpkit.policies import ScaleHistory, ScalePolicy, initial, preset
 
-from .scale import Scale
+from .scale import Face, Scale
 
 Nest = TypeVar("Nest")
 """A tensor, or a tuple or list of nests."""
@@ -76,14 +78,13 @@ class LossScaler(ABC):
             if self.scale_value.device != inputs.device:
                 self._to(inputs.device)
             return function(inputs, self.scale_value if layer is None else self.scale_value[layer])
-        if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
-            return type(inputs)(*(self._map(function, x, layer) for x in inputs))
-        if isinstance(inputs, tuple | list):
-            return type(inputs)(self._map(function, x, layer) for x in inputs)
-        raise TypeError(f"needs a tensor or a tuple or list of tensors, got {type(inputs).__name__}; use torch.tensor")
+        if not isinstance(inputs, tuple | list):
+            raise TypeError(f"needs a tensor or a tuple or list of tensors, got {type(inputs).__name__}")
+        mapped = [self._map(function, x, layer) for x in inputs]
+        return type(inputs)(*mapped) if hasattr(inputs, "_fields") else type(inputs)(mapped)
 
 
-class LiveScaler(LossScaler):
+class LiveScaler(Face, LossScaler):
     """A scaler that is the face of a `Scale`, `live`."""
 
     def __init__(self, live: Scale) -> None:
@@ -107,7 +108,9 @@ class LiveScaler(LossScaler):
                     f"grads_finite must hold one flag per scale, {shape.numel()}, got shape {came}; use .all()"
                 )
             grads_finite = grads_finite.reshape(shape)
-        self.live.advance_(found_inf_of(grads_finite))
+        # all were finite -> the float32 flag of `check_and_unscale_`, in one operation
+        found_inf = torch.logical_not(grads_finite, out=torch.empty_like(grads_finite, dtype=torch.float32))
+        self.live.advance_(found_inf)
         return bool(self.live.counts)
 
     def advance_(self, found_inf: Tensor) -> None:
@@ -116,10 +119,6 @@ class LiveScaler(LossScaler):
             self.adjust(found_inf == 0)  # a step must hear it
         else:
             self.live.advance_(found_inf)
-
-    def check(self) -> None:
-        """Raise RuntimeError if the policy met one of its errors since the last call (one host read)."""
-        self.live.check()
 
     def _to(self, device: torch.device) -> None:
         self.live.to_(device)
@@ -142,12 +141,9 @@ class StaticLossScaler(LiveScaler):
     """
 
     def __init__(self, scale_value: float) -> None:
-        super().__init__(Scale(ScalePolicy.fixed(1.0), _checked_scale(scale_value)))
-
-    @property
-    def policy(self) -> ScalePolicy:
-        """A fixed scale."""
-        return ScalePolicy.fixed(float(self.scale_value))
+        super().__init__(
+            Scale(ScalePolicy.fixed(1.0), torch.tensor(checked_scale("scale_value", scale_value), dtype=torch.float32))
+        )
 
 
 class DynamicLossScaler(LiveScaler):
@@ -170,75 +166,92 @@ class DynamicLossScaler(LiveScaler):
     """
 
     def __init__(self, scale_value: float, scale_factor: int, scale_window: int) -> None:
-        value = _checked_scale(scale_value)
-        self._settings = _checked_settings(scale_factor, scale_window)
-        super().__init__(Scale(_policy(1.0, *self._settings), value))  # it moves any scale of 1 or more
-
-    @property
-    def scale_factor(self) -> int:
-        """As given to the constructor, or loaded."""
-        return self._settings[0]
-
-    @property
-    def scale_window(self) -> int:
-        """As given to the constructor, or loaded."""
-        return self._settings[1]
+        value = torch.tensor(checked_scale("scale_value", scale_value), dtype=torch.float32)
+        checked_scale("scale_factor", check_count("scale_factor", scale_factor))
+        check_count("scale_window", scale_window)
+        # the first scale of the rule is not looked at: it moves any
+        rule = preset("mindspore_scaler", scale_value=1.0, scale_factor=scale_factor, scale_window=scale_window)
+        super().__init__(Scale(rule, value))
 
     @property
     def counter(self) -> Tensor:
         """() whole number: finite steps since the last change or overflow."""
         return self.live.counts["good"]
 
+
+class PolicyLossScaler(LiveScaler):
+    """A loss scaler that follows any `ScalePolicy`, without a host read in a step.
+
+    Usable where a `LossScaler` is (`scale`, `unscale`, `adjust`), and where an update cell is:
+    `scaler(loss_scale, overflow) -> overflow` writes the next scale into the caller's tensor.
+
+    An error of the policy (overflow at the floor, say) cannot stop a device by itself: it is noted, and `check()`
+    raises it when asked. `history()` tells what was decided in the last `remember` steps, and why.
+
+    A vector of n policies, such as a layer-wise preset, has n scales: `adjust` takes (n,) flags, `scale` and `unscale`
+    a tuple or list with one entry per policy (a tensor or a container of them). Whether the step of all is skipped
+    is for the loop to decide: `flags.all()`.
+
+    Args:    policy: one policy or a vector of them; remember: steps kept for `history` (0: none).
+    Raises:  TypeError for anything but a ScalePolicy and an int; ValueError for a negative number of steps.
+
+    >>> scaler = PolicyLossScaler(ScalePolicy(growth_interval=2))
+    >>> _ = [scaler.adjust(torch.tensor(finite)) for finite in (True, True, False)]
+    >>> scaler.history().reasons.tolist()
+    ['held', 'grew', 'backed off']
+    """
+
+    def __init__(self, policy: ScalePolicy, remember: int = 1000) -> None:
+        super().__init__(Scale(policy, remember=check_count("remember", remember, low=0)))
+
     @property
     def policy(self) -> ScalePolicy:
-        """Preset "mindspore_scaler" from the scale of now."""
-        return _policy(float(self.scale_value), *self._settings)
+        """The policy given, with its first scale."""
+        return self.live.policy
 
-    def state_dict(self) -> dict[str, Any]:
-        """Scale, counter and settings, as Python numbers."""
-        settings = dict(zip(("scale_factor", "scale_window"), self._settings))
-        return {**super().state_dict(), "counter": int(self.counter), **settings}
+    def get_loss_scale(self) -> Any:
+        """The policy's first scale, as update cells answer (a list of a vector); the live one is `scale_value`."""
+        first = initial(self.policy).scale
+        return first.tolist() if isinstance(first, Tensor) else first
+
+    def __call__(self, loss_scale: Tensor, overflow: Tensor) -> Tensor:
+        """The update-cell form: adjust, write the next scale into `loss_scale`, return `overflow`."""
+        need_flag("overflow", overflow)
+        self.adjust(overflow.logical_not())
+        loss_scale.copy_(self.scale_value)
+        return overflow
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, settings too."""
-        check_alike("the state of a scaler", state, self.state_dict())
-        scale, counter = _checked_scale(state["scale_value"]), check_count("counter", state["counter"], low=0)
-        if counter >= 2**31:
-            raise ValueError(f"counter has 31 bits, got an int of {counter.bit_length()}")
-        self._settings = _checked_settings(state["scale_factor"], state["scale_window"])
-        self.live.follow(_policy(1.0, *self._settings))
-        self.scale_value.copy_(scale)
-        self.counter.fill_(counter)
+        """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
+        self.live.load_state_dict(state)
+
+    def history(self) -> ScaleHistory:
+        """What was decided in the last `remember` steps, oldest first (reads the device)."""
+        turn = -1 - int(self.live.ring["row"])
+        scales, found = (self.live.ring[name].cpu().roll(turn, 0).numpy() for name in ("scales", "found"))
+        known = ~np.isnan(scales.reshape(len(scales), -1)).any(1)
+        finite, scales = found[known][1:] == 0, scales[known].astype(np.float64)
+        skipped = ~finite.all(1) if self.policy.layers else ~finite
+        return ScaleHistory(self.policy, finite, scales[1:], skipped, None, "", self.live.state(), scales[0][()])
+
+    def _map(self, function: Callable[[Tensor, Tensor], Tensor], inputs: object, layer: int | None = None) -> Any:
+        if layer is not None or not (shape := self.live.shape):
+            return super()._map(function, inputs, layer)
+        if not isinstance(inputs, tuple | list) or len(inputs) != shape.numel():
+            came = f"{len(inputs)} entries" if isinstance(inputs, tuple | list) else type(inputs).__name__
+            raise ValueError(f"{shape.numel()} scales need a tuple or list with one entry for each, got {came}")
+        return type(inputs)(super(PolicyLossScaler, self)._map(function, x, i) for i, x in enumerate(inputs))
 
 
-def _checked_settings(scale_factor: object, scale_window: object) -> tuple[int, int]:
-    factor, window = check_count("scale_factor", scale_factor), check_count("scale_window", scale_window)
-    need_number("scale_factor", factor)
-    return factor, window
-
-
-def _policy(scale: float, factor: int, window: int) -> ScalePolicy:
-    return preset("mindspore_scaler", scale_value=scale, scale_factor=factor, scale_window=window)
-
-
-def _checked_scale(scale_value: float) -> Tensor:
-    need_number("scale_value", scale_value)
-    if scale_value < 1:
-        raise ValueError(f"scale_value must be at least 1, got {scale_value}; it multiplies the loss to lift gradients")
-    return torch.tensor(scale_value, dtype=torch.float32)
-
-
-def found_inf_of(finite: Tensor) -> Tensor:
-    """A bool tensor "all were finite" as the float32 flag of `check_and_unscale_`, in one operation."""
-    return torch.logical_not(finite, out=torch.empty_like(finite, dtype=torch.float32))
-
-
-def need_number(name: str, value: object) -> None:
-    """TypeError unless `value` is an int or a float (a bool is neither)."""
+def checked_scale(name: str, value: float) -> float:
+    """A number >= 1 that float32 holds, as it came; NaN is one, as in MindSpore. Raises TypeError or ValueError."""
     if not is_number(value):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > torch.finfo(torch.float32).max:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}; a scale multiplies the loss to lift gradients")
+    if isinstance(value, int) and value > torch.finfo(torch.float32).max:
         raise ValueError(f"{name} must fit a float32, got an int of {value.bit_length()} bits")
+    return value
 
 
 def need_flag(name: str, value: object) -> None:
@@ -246,3 +259,78 @@ def need_flag(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         came = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a bool tensor, got {came}; for a Python bool write torch.tensor({value!r})")
+
+
+def scale_of(scale_sense: object, device: torch.device | str) -> Scale:
+    """`scale_sense` as a `Scale` on `device`.
+
+    A `Scale` is itself, a tensor of shape () or (1,) a fixed one on a copy, a loss scaler gives its own. A scaler with
+    an `adjust` of its own, and whatever can be called as an update cell, `cell(scale, overflow)`, moves one that
+    follows it.
+
+    Raises:  TypeError for a number or a manager; ValueError for another shape, several scales, or a scale that is 0,
+             infinite or NaN.
+    """
+    if isinstance(scale_sense, Tensor):
+        return Scale(ScalePolicy.fixed(1.0), scale_tensor(scale_sense, device, "scale_sense"))
+    if isinstance(scale_sense, Scale | LossScaler):
+        value = scale_sense.value if isinstance(scale_sense, Scale) else scale_sense.scale_value
+        if (scales := value.numel()) != 1:
+            way_out = "take one of its policies, policy[i], or train layers with mpkit.boost.GroupLossScaleManager"
+            raise ValueError(f"one loss has one scale, and this scaler has {scales}: {way_out}")
+        copied = scale_tensor(value, device, "scale_sense")
+        if isinstance(scale_sense, Scale):
+            return scale_sense.to_(device)
+        if isinstance(scale_sense, LiveScaler) and not adjusts_itself(type(scale_sense)):
+            return scale_sense.live.to_(device)
+        return FollowingScale(scale_sense, copied)
+    if callable(scale_sense) and hasattr(scale_sense, "get_loss_scale"):
+        if isinstance(scale_sense, torch.nn.Module):
+            scale_sense.to(device)
+        return FollowingScale(scale_sense, scale_tensor(float(scale_sense.get_loss_scale()), device, "scale_sense"))
+    manager = hasattr(scale_sense, "get_update_cell")
+    hint = "ask the manager for its cell with get_update_cell()" if manager else "wrap a number with torch.tensor(...)"
+    what = "an update cell, a loss scaler or a tensor of shape () or (1,)"
+    raise TypeError(f"scale_sense must be {what}, got {type(scale_sense).__name__}; {hint}")
+
+
+class FollowingScale(Scale):
+    """The scale of an object with a rule of its own: `owner` is told of each step, and its scale is taken over.
+
+    owner:  a `LossScaler`, or a cell `owner(scale, overflow)` that writes the next scale into the tensor it is given.
+    """
+
+    def __init__(self, owner: Any, value: Tensor) -> None:
+        super().__init__(ScalePolicy.fixed(1.0), value)
+        self.owner = owner
+
+    def advance_(self, found_inf: Tensor, part: Tensor | None = None) -> None:
+        """Tell the owner."""
+        if isinstance(self.owner, LossScaler):
+            self.owner.advance_(found_inf)
+            self.value.copy_(self.owner.scale_value)
+        elif hasattr(self.owner, "advance_"):  # takes the float32 flag as it is, which saves a conversion
+            self.owner.advance_(self.value, found_inf)
+        else:
+            self.owner(self.value, found_inf.bool())
+
+    def check(self) -> None:
+        """Ask the owner, where it can be asked."""
+        getattr(self.owner, "check", lambda: None)()
+
+
+def scale_tensor(value: float | Tensor, device: torch.device | str, name: str) -> Tensor:
+    """A float32 tensor on `device` that holds `value` and is nobody else's.
+
+    Raises:  TypeError if it is no number and no tensor; ValueError if a tensor's shape is neither () nor (1,), or the
+             value is 0, infinite or NaN.
+    """
+    if not isinstance(value, Tensor):
+        value = torch.tensor(check_number(name, value, low=-math.inf), dtype=torch.float64)
+    if value.shape not in ((), (1,)):
+        raise ValueError(f"{name} must have shape () or (1,), got {tuple(value.shape)}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating tensor, got {value.dtype}; call {name}.float() first")
+    if float(value) == 0 or not math.isfinite(float(value)):
+        raise ValueError(f"{name} multiplies every gradient and must be finite and not 0, got {float(value)}")
+    return value.detach().to(device, torch.float32, copy=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ class TensorScaler:
     """
 
     def __init__(self, policy: TensorScalePolicy) -> None:
-        if not isinstance(policy, TensorScalePolicy) or policy.shape:
-            raise TypeError(f"policy is one TensorScalePolicy, got {policy!r}; tensor_scale_preset(...) makes one")
+        check_kind("policy", policy, TensorScalePolicy, "a TensorScalePolicy; tensor_scale_preset(...) makes one")
+        if policy.shape:
+            raise TypeError("a TensorScaler follows one policy, got a vector of them; make one scaler for each")
         if not policy.delayed:
             raise ValueError(f"{policy.name or 'this policy'} takes its scale from the tensor itself and has no state")
         self.policy = policy
@@ -70,13 +70,8 @@ class TensorScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Policy, scale, history, and the amax of a step that is not over."""
-        return {
-            "policy": {field.name: getattr(self.policy, field.name) for field in fields(self.policy)},
-            "scale": self.state.scale.clone(),
-            "history": self.state.history.clone(),
-            "amax": self.amax.clone(),
-            "pending": self.pending,
-        }
+        parts = {"scale": self.state.scale, "history": self.state.history, "amax": self.amax}
+        return {"policy": dict(vars(self.policy)), "pending": self.pending, **{k: x.clone() for k, x in parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another policy."""
@@ -84,9 +79,8 @@ class TensorScaler:
         if (saved := TensorScalePolicy(**state["policy"])) != self.policy:
             raise ValueError(f"this state belongs to another policy; build the scaler with {saved}")
         check_alike("the state of a scaler", state, {**self.state_dict(), "policy": None})
-        device = self.amax.device
-        self.state = TensorScaleState(state["scale"].clone().to(device), state["history"].clone().to(device))
-        self.amax, self.pending = state["amax"].clone().to(device), state["pending"]
+        scale, history, self.amax = (state[k].to(self.amax.device, copy=True) for k in ("scale", "history", "amax"))
+        self.state, self.pending = TensorScaleState(scale, history), state["pending"]
 
 
 def update_all_(scalers: Sequence[TensorScaler], *, only_seen: bool = False) -> None:
@@ -101,16 +95,15 @@ def update_all_(scalers: Sequence[TensorScaler], *, only_seen: bool = False) -> 
     for scaler in scalers:
         check_kind("each of scalers", scaler, TensorScaler, "a TensorScaler")
     check_flags(only_seen=only_seen)
-    if several_processes() and scalers:
-        device = scalers[0].amax.device
-        found = torch.stack([_pattern(scaler, only_seen).to(device) for scaler in scalers])
+    if not several_processes():
+        for scaler in scalers:
+            if scaler.pending or not only_seen:
+                _end(scaler, None)
+    elif scalers:
+        found = torch.stack([_pattern(scaler, only_seen).to(scalers[0].amax.device) for scaler in scalers])
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         for scaler, pattern in zip(scalers, found.unbind()):
             _end(scaler, pattern.to(scaler.amax.device))
-        return
-    for scaler in scalers:
-        if scaler.pending or not only_seen:
-            _end(scaler, None)
 
 
 def several_processes() -> bool:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mpkit.arguments import Count, check_alike, check_count, check_function, check_kind, checked
 from mpkit.optimizers.arguments import need_plain_step, parameters_of
 from mpkit.scalers import LossScaler, Scale
-from mpkit.scalers.sense import scale_tensor
+from mpkit.scalers.scaler import scale_tensor
 from mpkit.step.engine import Step, uncompiled
 from mpkit.step.hooks import Hook, StepContext, StepOutcome
 from mpkit.step.phases import check_norm, checked_loss, device_of

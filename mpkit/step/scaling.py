@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpkit.scalers import Scale, check_and_unscale_
-from mpkit.scalers.sense import scale_of
+from mpkit.scalers.scaler import scale_of
 
 
 class Scaling:

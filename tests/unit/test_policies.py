@@ -17,7 +17,9 @@ from support import tries
 from mpkit.policies import (
     FRAMEWORKS,
     REASONS,
+    STOPS,
     ScalePolicy,
+    Stop,
     advance,
     explain,
     initial,
@@ -27,7 +29,7 @@ from mpkit.policies import (
     run,
     stack,
 )
-from mpkit.policies.rule import FLOAT32_MAX, NEVER, STOPS, Stop
+from mpkit.policies.rule import FLOAT32_MAX, NEVER
 
 CEILING = {  # preset: first good step, skipped of 20,000, headroom in bits; skips while the ceiling falls (reference)
     "torch": ({}, 4, 13, 0.58, 19),
