@@ -72,7 +72,7 @@ class Scale:
         self.fused = fused_rule(policy)
         start = initial(policy, self.value.device)._asdict()
         self.counts = {name: start[name] for name in counters(policy)}
-        if self.fused and self.counts:
+        if self.counts and not self.shape and policy.growth_interval < 2**31:
             self.counts["good"] = self.counts["good"].int()  # as the kernel counts
 
     def advance_(self, found_inf: Tensor, part: Tensor | None = None) -> None:
