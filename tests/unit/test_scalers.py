@@ -196,13 +196,8 @@ TOP = float(np.finfo(np.float32).max)
         ({}, True),
         ({"growth_interval": 2**31 - 1}, True),
         ({"growth_interval": 2**31}, False),  # the kernel counts in 32 bits
-        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 2.0**-126}, True),
-        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 2.0**-127}, False),  # a quotient below is rounded
-        ({"backoff_factor": 1.0, "backoff_divisor": 2.5, "min_scale": 1.0}, False),
-        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**24 - 1, "min_scale": 1.0}, True),
-        ({"backoff_factor": 1.0, "backoff_divisor": 2.0**24 + 2, "min_scale": 1.0}, False),
+        ({"backoff_factor": 1.0, "backoff_divisor": 3.0, "min_scale": 1.0}, False),  # by a third is not over three
         ({"backoff_factor": 1.0, "backoff_divisor": 2.0**30}, True),  # a power of two rounds nothing
-        ({"backoff_factor": 0.7, "backoff_divisor": 3.0, "min_scale": 1.0}, False),
         ({"max_scale": TOP / 2}, True),
         ({"max_scale": 2.0**127}, False),  # the next growth would leave float32
         ({"min_scale": 8.0, "init_scale": 8.0, "max_scale": 8.0}, True),
@@ -588,13 +583,6 @@ def test_a_scaler_goes_where_the_loss_is_with_all_that_it_counts(make: Any) -> N
     assert {t.device.type for t in [*held, *live.counts.values()]} == {"meta"}
     if live.shape:
         assert live.policy.init_scale.device.type == "meta"
-
-
-def test_a_divisor_that_rounds_is_left_to_the_rule() -> None:
-    """s / 3 and s * (1 / 3) may differ in the last bit; a power of two rounds nothing."""
-    halves = ScalePolicy(backoff_factor=1.0, backoff_divisor=2.0, min_scale=1.0)
-    assert fused_rule(halves) is not None
-    assert fused_rule(replace(halves, backoff_divisor=3.0)) is None
 
 
 def test_a_tensors_scaler_waits_for_its_step_to_end_once_it_has_seen_something() -> None:
