@@ -19,27 +19,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from mpkit.arguments import check_count, check_flags, check_float, check_kind, checks_of, is_number, is_whole
+from mpkit.arguments import Checked, check_count, check_float, check_kind, check_number, is_number, is_whole
 
 __all__ = [
-    "Chained",
-    "CosineDecayLR",
-    "ExponentialDecayLR",
-    "InverseDecayLR",
-    "LearningRateSchedule",
-    "ListedLR",
-    "NaturalExpDecayLR",
-    "PolynomialDecayLR",
-    "WarmUpLR",
-    "cosine_decay_lr",
-    "exponential_decay_lr",
-    "inverse_decay_lr",
-    "lambda_lr",
-    "natural_exp_decay_lr",
-    "piecewise_constant_lr",
-    "polynomial_decay_lr",
-    "warmup_lr",
-]
+    "Chained", "CosineDecayLR", "ExponentialDecayLR", "InverseDecayLR", "LearningRateSchedule", "ListedLR",
+    "NaturalExpDecayLR", "PolynomialDecayLR", "WarmUpLR", "cosine_decay_lr", "exponential_decay_lr", "inverse_decay_lr",
+    "lambda_lr", "natural_exp_decay_lr", "piecewise_constant_lr", "polynomial_decay_lr", "warmup_lr",
+]  # fmt: skip
 
 MOST = 10**8
 """Rates in a list."""
@@ -56,60 +42,8 @@ Above0 = Annotated[float, partial(check_float, open_low=True)]
 Count = Annotated[int, _counted]
 
 
-# --- arithmetic on a number or on a tensor
-
 At = float | Tensor
 """A place in a training: one as a number, or as many as a tensor holds. Rates come in the same kind."""
-
-
-def _floor(x: At) -> At:
-    return x.floor() if isinstance(x, Tensor) else math.floor(x) if math.isfinite(x) else x
-
-
-def _ceil(x: At) -> At:
-    return x.ceil() if isinstance(x, Tensor) else math.ceil(x) if math.isfinite(x) else x
-
-
-def _exp(x: At) -> At:
-    if isinstance(x, Tensor):
-        return x.exp()
-    try:
-        return math.exp(x)
-    except OverflowError:  # as a tensor has it
-        return math.inf
-
-
-def _power(base: At, x: At) -> At:
-    try:
-        return base**x
-    except OverflowError:
-        return math.inf
-
-
-def _divided(x: float, by: At) -> At:
-    return x / by if isinstance(by, Tensor) or by else math.inf  # the pole, as a tensor has it
-
-
-def _cos(x: At) -> At:
-    return x.cos() if isinstance(x, Tensor) else math.cos(x) if math.isfinite(x) else math.nan
-
-
-def _at_most(x: At, most: float) -> At:
-    return x.clamp(max=most) if isinstance(x, Tensor) else min(x, most)
-
-
-def _at_least(x: At, least: float) -> At:
-    return x.clamp(min=least) if isinstance(x, Tensor) else max(x, least)
-
-
-def _checked_step(step: object) -> float:
-    """A step of NumPy's as Python's own, so that no step is computed with in fewer bits."""
-    if isinstance(step, np.ndarray) and step.ndim == 0:
-        step = step.item()
-    if not is_number(step):
-        what = f"an array of shape {step.shape}" if isinstance(step, np.ndarray) else repr(step)[:80]
-        raise TypeError(f"a step is a number or a tensor, got {what}; for many steps pass torch.as_tensor(steps)")
-    return int(step) if is_whole(step) else float(step)
 
 
 # --- schedules, functions of the step
@@ -119,7 +53,7 @@ def _checked_step(step: object) -> float:
 class LearningRateSchedule:
     """A learning rate for every step: `schedule(step)`.
 
-    Write your own by subclassing and overriding `rate(at)` in arithmetic that works on numbers and float64 tensors.
+    Write your own by subclassing and overriding `rate(at)` in arithmetic that works on float64 tensors.
 
     Shapes:  step int -> float; step () or (*) integer tensor -> float32 tensor of that shape on the same device.
     Units:   `step` counts optimizer updates from 0, so the first update uses `schedule(0)`.
@@ -136,13 +70,20 @@ class LearningRateSchedule:
     def __call__(self, step: At) -> At:
         if isinstance(step, Tensor):
             return torch.as_tensor(self.rate(step.double()), dtype=torch.float64, device=step.device).float()
-        if not isinstance(step, int | float):
-            step = _checked_step(step)
-        return float(self.rate(step))
+        if isinstance(step, np.ndarray) and step.ndim == 0:
+            step = step.item()
+        if not is_number(step):
+            what = f"an array of shape {step.shape}" if isinstance(step, np.ndarray) else repr(step)[:80]
+            raise TypeError(f"a step is a number or a tensor, got {what}; for many steps pass torch.as_tensor(steps)")
+        return self.number(int(step) if is_whole(step) else float(step))
 
-    def rate(self, at: At) -> At:
-        """Step as float or float64 tensor -> rate of the same kind."""
+    def rate(self, at: Tensor) -> At:
+        """Steps as a float64 tensor -> their rates."""
         raise NotImplementedError(f"{type(self).__name__} must define rate(at)")
+
+    def number(self, step: float) -> float:
+        """The rate of one step that the host knows."""
+        return float(self.rate(torch.tensor(step, dtype=torch.float64, device="cpu")))
 
     def then(self, after: LearningRateSchedule, at: int) -> Chained:
         """This schedule for the steps before `at`, then `after`, which counts its own steps from 0 there.
@@ -154,46 +95,37 @@ class LearningRateSchedule:
         return Chained(self, after, at)
 
 
-@dataclass(frozen=True)
-class _Checked(LearningRateSchedule):
-    """Checks what its annotations ask for, and keeps numbers as Python's own: NumPy's would compute in fewer bits."""
-
-    def __post_init__(self) -> None:
-        for name, check in checks_of(type(self).__init__).items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
-
-
-def _link(name: str, value: object) -> LearningRateSchedule:
-    if not isinstance(value, LearningRateSchedule):
-        raise TypeError(f"only schedules can be chained, got {value!r}; wrap a list in ListedLR(values)")
+def _link(name: str, value: LearningRateSchedule) -> LearningRateSchedule:
+    check_kind(name, value, LearningRateSchedule, "a schedule; wrap a list in ListedLR(values)")
     return value
 
 
 @dataclass(frozen=True)
-class Chained(_Checked):
+class Chained(Checked, LearningRateSchedule):
     """`before` for the steps below `at`, then `after`, counted from 0 there; made by `schedule.then(after, at)`."""
 
     before: Annotated[LearningRateSchedule, _link]
     after: Annotated[LearningRateSchedule, _link]
     at: Count
 
-    def rate(self, at: At) -> At:
-        if isinstance(at, Tensor):
-            rates = self.before.rate(at), self.after.rate(_at_least(at - self.at, 0))
-            early, late = (torch.as_tensor(rate, dtype=torch.float64, device=at.device) for rate in rates)
-            return torch.where(at < self.at, early, late)
-        return self.before.rate(at) if at < self.at else self.after.rate(at - self.at)
+    def rate(self, at: Tensor) -> Tensor:
+        rates = self.before.rate(at), self.after.rate((at - self.at).clamp(min=0))
+        early, late = (torch.as_tensor(rate, dtype=torch.float64, device=at.device) for rate in rates)
+        return torch.where(at < self.at, early, late)
+
+    def number(self, step: float) -> float:
+        return self.before.number(step) if step < self.at else self.after.number(step - self.at)
 
 
 @dataclass(frozen=True)
-class _Decay(_Checked):
+class _Decay(Checked, LearningRateSchedule):
     learning_rate: Above0
     decay_rate: Above0
     decay_steps: Count
     is_stair: bool = False
 
-    def _stair(self, x: At) -> At:
-        return _floor(x) if self.is_stair else x
+    def _stair(self, x: Tensor) -> Tensor:
+        return x.floor() if self.is_stair else x
 
 
 class ExponentialDecayLR(_Decay):
@@ -203,8 +135,8 @@ class ExponentialDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.ExponentialDecayLR.
     """
 
-    def rate(self, at: At) -> At:
-        return self.learning_rate * _power(self.decay_rate, self._stair(at / self.decay_steps))
+    def rate(self, at: Tensor) -> Tensor:
+        return self.learning_rate * self.decay_rate ** self._stair(at / self.decay_steps)
 
 
 class NaturalExpDecayLR(_Decay):
@@ -214,9 +146,9 @@ class NaturalExpDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.NaturalExpDecayLR.
     """
 
-    def rate(self, at: At) -> At:
-        span = self.decay_steps
-        return self.learning_rate * _exp(-self.decay_rate * (_floor(at / span) * span if self.is_stair else at))
+    def rate(self, at: Tensor) -> Tensor:
+        passed = (at / self.decay_steps).floor() * self.decay_steps if self.is_stair else at
+        return self.learning_rate * (-self.decay_rate * passed).exp()
 
 
 class InverseDecayLR(_Decay):
@@ -226,12 +158,12 @@ class InverseDecayLR(_Decay):
     Source:  MindSpore 2.7 nn.learning_rate_schedule.InverseDecayLR.
     """
 
-    def rate(self, at: At) -> At:
-        return _divided(self.learning_rate, 1.0 + self.decay_rate * self._stair(at / self.decay_steps))
+    def rate(self, at: Tensor) -> Tensor:
+        return self.learning_rate / (1.0 + self.decay_rate * self._stair(at / self.decay_steps))
 
 
 @dataclass(frozen=True)
-class CosineDecayLR(_Checked):
+class CosineDecayLR(Checked, LearningRateSchedule):
     """Half a cosine from `max_lr` at step 0 to `min_lr` at `decay_steps`, `min_lr` from there on.
 
     Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or decay_steps < 1.
@@ -247,13 +179,13 @@ class CosineDecayLR(_Checked):
         if self.min_lr >= self.max_lr:
             raise ValueError(f"need min_lr < max_lr, got min_lr={self.min_lr}, max_lr={self.max_lr}")
 
-    def rate(self, at: At) -> At:
-        turn = math.pi * (_at_most(at, self.decay_steps) / self.decay_steps)
-        return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + _cos(turn))
+    def rate(self, at: Tensor) -> Tensor:
+        turn = math.pi * (at.clamp(max=self.decay_steps) / self.decay_steps)
+        return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + turn.cos())
 
 
 @dataclass(frozen=True)
-class PolynomialDecayLR(_Checked):
+class PolynomialDecayLR(Checked, LearningRateSchedule):
     """`(lr - end) * (1 - step / decay_steps) ** power + end`, then `end`; rises where `end` is above `lr`.
 
     With `update_decay_steps` the span grows to the next multiple of `decay_steps` that covers the step, so the rate is
@@ -274,15 +206,17 @@ class PolynomialDecayLR(_Checked):
     power: Above0
     update_decay_steps: bool = False
 
-    def rate(self, at: At) -> At:
-        span, update, end = self.decay_steps, self.update_decay_steps, self.end_learning_rate
-        whole = span * _at_least(_ceil(at / span), 1) if update else span
-        done = (at if update else _at_most(at, span)) / whole
-        return (self.learning_rate - end) * _power(1.0 - done, self.power) + end
+    def rate(self, at: Tensor) -> Tensor:
+        span, end = self.decay_steps, self.end_learning_rate
+        if self.update_decay_steps:
+            done = at / (span * (at / span).ceil().clamp(min=1))
+        else:
+            done = at.clamp(max=span) / span
+        return (self.learning_rate - end) * (1.0 - done) ** self.power + end
 
 
 @dataclass(frozen=True)
-class WarmUpLR(_Checked):
+class WarmUpLR(Checked, LearningRateSchedule):
     """`lr * min(step, warmup_steps) / warmup_steps`: 0 at step 0, `lr` from `warmup_steps` on.
 
     Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or warmup_steps < 1.
@@ -292,25 +226,19 @@ class WarmUpLR(_Checked):
     learning_rate: Rate
     warmup_steps: Count
 
-    def rate(self, at: At) -> At:
-        return self.learning_rate * _at_most(at, self.warmup_steps) / self.warmup_steps
+    def rate(self, at: Tensor) -> Tensor:
+        return self.learning_rate * at.clamp(max=self.warmup_steps) / self.warmup_steps
 
 
 def _listed(name: str, values: Iterable[float]) -> tuple[float, ...]:
     check_kind(name, values, Iterable, "a list of rates")
-    rates = tuple(values)
-    if not rates:
+    if not (rates := tuple(check_number("a learning rate", rate) for rate in values)):
         raise ValueError("a list of learning rates needs at least one entry")
-    for rate in rates:
-        if not is_number(rate):
-            raise TypeError(f"learning rates must be numbers, got {rate!r}")
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"a learning rate must be at least 0 and finite, got {rate}")
-    return tuple(map(float, rates))
+    return rates
 
 
 @dataclass(frozen=True)
-class ListedLR(_Checked):
+class ListedLR(Checked, LearningRateSchedule):
     """One rate per step, from a list such as the `*_lr` functions return.
 
     Edges:   past the end a number raises (a list must cover every step); a tensor cannot raise without a host read, so
@@ -322,18 +250,15 @@ class ListedLR(_Checked):
     values: Annotated[tuple[float, ...], _listed]
     _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def rate(self, at: At) -> At:
-        if isinstance(at, Tensor):
-            return torch.take(self._table(at.device), at.long().clamp(0, len(self.values) - 1))
-        if not 0 <= at < len(self.values):
-            raise RuntimeError(f"the list has {len(self.values)} rates, none for step {at}; make it longer")
-        return self.values[int(at)]
+    def rate(self, at: Tensor) -> Tensor:
+        if at.device not in self._tables:  # the rates on the device, copied there once and not once per step
+            self._tables[at.device] = torch.tensor(self.values, dtype=torch.float64, device=at.device)
+        return torch.take(self._tables[at.device], at.long().clamp(0, len(self.values) - 1))
 
-    def _table(self, device: torch.device) -> Tensor:
-        """The rates on the device, copied there once and not once per step."""
-        if device not in self._tables:
-            self._tables[device] = torch.tensor(self.values, dtype=torch.float64, device=device)
-        return self._tables[device]
+    def number(self, step: float) -> float:
+        if not 0 <= step < len(self.values):
+            raise RuntimeError(f"the list has {len(self.values)} rates, none for step {step}; make it longer")
+        return self.values[int(step)]
 
 
 # --- lists, one rate per step, constant inside an epoch
@@ -351,30 +276,28 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     [0.1, 0.1, 0.05, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01, 0.01]
     """
     for name, value in (("milestone", milestone), ("learning_rates", learning_rates)):
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"{name} must be a list, got {value!r}")
+        check_kind(name, value, (list, tuple), "a list")
     if len(milestone) != len(learning_rates):
         raise ValueError(f"need one rate per milestone, got {len(milestone)} milestones, {len(learning_rates)} rates")
     rates: list[float] = []
     for step, rate in zip(milestone, learning_rates):
-        step = _counted("milestone", step)
-        if not isinstance(rate, float | np.floating):
-            raise TypeError(f"learning_rates must be floats, got {rate!r}")
+        step = _length("milestone", step)
         if step < len(rates):
             raise ValueError(f"milestones must not decrease, got {list(milestone)}")
-        if step > MOST:
-            raise ValueError(f"a milestone must be at most {MOST}: the list has one rate for each step; got {step}")
-        rates += [float(rate)] * (step - len(rates))
+        rates += [check_float("learning_rates", rate, low=-math.inf)] * (step - len(rates))
     return rates
 
 
+def _length(name: str, value: object) -> int:
+    if (length := check_count(name, value)) > MOST:
+        raise ValueError(f"{name} must be at most {MOST}, for a list has one rate for each step; a schedule has no end")
+    return length
+
+
 def _by_epoch(schedule: LearningRateSchedule, total_step: int, step_per_epoch: int) -> list[float]:
-    total_step, step_per_epoch = _counted("total_step", total_step), _counted("step_per_epoch", step_per_epoch)
-    if total_step > MOST:
-        raise ValueError(
-            f"total_step must be at most {MOST}, since the list has one rate for each step; a schedule has no limit"
-        )
-    return [float(schedule.rate(step // step_per_epoch)) for step in range(total_step)]
+    steps = torch.arange(_length("total_step", total_step), device="cpu")
+    epochs = steps.div(_counted("step_per_epoch", step_per_epoch), rounding_mode="floor")
+    return torch.as_tensor(schedule.rate(epochs.double())).tolist()
 
 
 def exponential_decay_lr(
@@ -390,8 +313,8 @@ def exponential_decay_lr(
     Raises:  TypeError for an int rate or a float count; ValueError for a rate or count that is not positive.
     Source:  MindSpore 2.7 nn.dynamic_lr.exponential_decay_lr.
     """
-    span = _counted("decay_epoch", decay_epoch)
-    return _by_epoch(ExponentialDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+    schedule = ExponentialDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
+    return _by_epoch(schedule, total_step, step_per_epoch)
 
 
 def natural_exp_decay_lr(
@@ -407,8 +330,8 @@ def natural_exp_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.natural_exp_decay_lr.
     """
-    span = _counted("decay_epoch", decay_epoch)
-    return _by_epoch(NaturalExpDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+    schedule = NaturalExpDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
+    return _by_epoch(schedule, total_step, step_per_epoch)
 
 
 def inverse_decay_lr(
@@ -424,8 +347,8 @@ def inverse_decay_lr(
     Raises:  as `exponential_decay_lr`.
     Source:  MindSpore 2.7 nn.dynamic_lr.inverse_decay_lr.
     """
-    span = _counted("decay_epoch", decay_epoch)
-    return _by_epoch(InverseDecayLR(learning_rate, decay_rate, span, is_stair), total_step, step_per_epoch)
+    schedule = InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair)
+    return _by_epoch(schedule, total_step, step_per_epoch)
 
 
 def cosine_decay_lr(
@@ -436,8 +359,7 @@ def cosine_decay_lr(
     Raises:  TypeError for an int rate or a float count; ValueError for min_lr < 0, min_lr >= max_lr or a count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.cosine_decay_lr.
     """
-    span = _counted("decay_epoch", decay_epoch)
-    return _by_epoch(CosineDecayLR(min_lr, max_lr, span), total_step, step_per_epoch)
+    return _by_epoch(CosineDecayLR(min_lr, max_lr, decay_epoch), total_step, step_per_epoch)
 
 
 def polynomial_decay_lr(
@@ -457,9 +379,7 @@ def polynomial_decay_lr(
              count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.polynomial_decay_lr.
     """
-    check_flags(update_decay_epoch=update_decay_epoch)
-    span = _counted("decay_epoch", decay_epoch)
-    schedule = PolynomialDecayLR(learning_rate, end_learning_rate, span, power, update_decay_epoch)
+    schedule = PolynomialDecayLR(learning_rate, end_learning_rate, decay_epoch, power, update_decay_epoch)
     return _by_epoch(schedule, total_step, step_per_epoch)
 
 
@@ -469,7 +389,7 @@ def warmup_lr(learning_rate: float, total_step: int, step_per_epoch: int, warmup
     Raises:  TypeError for an int rate or a float count; ValueError for a negative rate or a count below 1.
     Source:  MindSpore 2.7 nn.dynamic_lr.warmup_lr.
     """
-    return _by_epoch(WarmUpLR(learning_rate, _counted("warmup_epoch", warmup_epoch)), total_step, step_per_epoch)
+    return _by_epoch(WarmUpLR(learning_rate, warmup_epoch), total_step, step_per_epoch)
 
 
 def lambda_lr(
@@ -485,13 +405,9 @@ def lambda_lr(
     """
     check_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
     groups = optimizer.param_groups
-    if not isinstance(schedule, Sequence):
-        check_kind("schedule", schedule, LearningRateSchedule, "a LearningRateSchedule, or a list of them,")
-        schedule = [schedule] * len(groups)
-    schedules = list(schedule)
+    schedules = list(schedule) if isinstance(schedule, Sequence) else [schedule] * len(groups)
     for each in schedules:
-        if not isinstance(each, LearningRateSchedule):
-            raise TypeError(f"need a LearningRateSchedule, got {each!r}; wrap a list in ListedLR(values)")
+        check_kind("schedule", each, LearningRateSchedule, "a LearningRateSchedule; wrap a list in ListedLR(values)")
     if len(schedules) != len(groups):
         raise ValueError(f"need one schedule per group, got {len(schedules)} for {len(groups)} groups")
     for each in schedules:

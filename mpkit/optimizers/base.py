@@ -41,8 +41,9 @@ AT_HAND = frozenset({"cpu"})
 """Devices whose memory is the host's own: looking at a flag there waits for nothing, and a step that is applied costs
 what it costs without the flag. Elsewhere the decision is taken on the device, by neutral coefficients."""
 
-LARGE = 2**18
-"""Values above which a tensor on a CPU is updated alone: its intermediate results leave their memory to the next."""
+LARGE, SLICE = 2**18, 2**16
+"""Values above which a tensor on a CPU is updated alone, some rows after the other: what a formula computes on the way
+then stays in the cache, where the memory of a whole tensor would be asked from the system anew each time."""
 
 NEEDED = ("params", "learning_rate", "weight_decay", "options")
 UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
@@ -91,6 +92,7 @@ class Optimizer(torch.optim.Optimizer):
     rate_by_group = True
     centralizes = True
     by_axes = False  # True where matrices have another state than vectors
+    elementwise = True  # False where the update of one number depends on the others of its tensor
 
     def __init__(self, given: dict[str, Any]) -> None:
         check_alike("given, the locals() of a constructor", given, dict.fromkeys(("__class__", *NEEDED)))
@@ -336,7 +338,8 @@ class Optimizer(torch.optim.Optimizer):
         u.g = self._prepared(u) if self.gradient_rule is None else self.gradient_rule(u)
         if keep is not None:
             u.g = silenced(u.g, keep)
-        self.update(u)
+        for part in u.slices(SLICE) if self.elementwise and weights[0].numel() > LARGE else (u,):
+            self.update(part)
         if rows:
             whole[0][at] = weights[0]
             for slot, (part,) in states.items():

@@ -8,7 +8,7 @@ neutral. A running average becomes `1 * m + c * -0.0` and a weight `w - (+0.0)`:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ class Update:
 
     def __getitem__(self, name: str) -> Any:
         return self.group[name]
+
+    def slices(self, size: int) -> list[Update]:
+        """This update, one tensor of a CPU about `size` values after the other."""
+        w = self.w.xs[0]
+        if len(self.w.xs) > 1 or not w.is_cpu or torch.compiler.is_compiling():
+            return [self]
+        rows = max(1, size * len(w) // w.numel())
+        parts = zip(*(many.xs[0].split(rows) for many in (self.w, self.g, *self.state.values())))
+        many = [[Many([x]) for x in part] for part in parts]
+        return [replace(self, w=w, g=g, state=dict(zip(self.state, states))) for w, g, *states in many]
 
     def mix(self, slot: str, beta: float, x: Many, y: Many | None = None) -> Many:
         """state = beta state + (1 - beta) x y, a running average."""

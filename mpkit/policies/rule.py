@@ -205,6 +205,8 @@ def advance(policy: ScalePolicy, state: ScaleState, finite: Value) -> tuple[Scal
     if not (isinstance(policy, ScalePolicy) and isinstance(state, ScaleState)):
         kinds = f"{type(policy).__name__} and {type(state).__name__}"
         raise TypeError(f"need a ScalePolicy and what initial(policy) gave, got {kinds}")
+    if isinstance(finite, Tensor) and finite.dtype != torch.bool:
+        raise TypeError(f"finite must be a bool tensor, got {finite.dtype}; write finite != 0")
     p, s = policy, state.decided
     bad = finite ^ True  # `^ True` and `&` mean the same for Python's booleans and for tensors; `~` and `and` do not
     # counted first: the step that completes the interval is the one that grows
