@@ -83,7 +83,7 @@ class LearningRateSchedule:
 
     def number(self, step: float) -> float:
         """The rate of one step that the host knows."""
-        return float(self.rate(torch.tensor(step, dtype=torch.float64, device="cpu")))
+        return float(np.asarray(self.rate(torch.tensor(step, dtype=torch.float64, device="cpu"))))
 
     def then(self, after: LearningRateSchedule, at: int) -> Chained:
         """This schedule for the steps before `at`, then `after`, which counts its own steps from 0 there.

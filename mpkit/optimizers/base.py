@@ -41,7 +41,7 @@ AT_HAND = frozenset({"cpu"})
 """Devices whose memory is the host's own: looking at a flag there waits for nothing, and a step that is applied costs
 what it costs without the flag. Elsewhere the decision is taken on the device, by neutral coefficients."""
 
-LARGE, SLICE = 2**18, 2**16
+LARGE, SLICE = 2**18, 2**18
 """Values above which a tensor on a CPU is updated alone, some rows after the other: what a formula computes on the way
 then stays in the cache, where the memory of a whole tensor would be asked from the system anew each time."""
 
