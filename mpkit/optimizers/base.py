@@ -338,8 +338,8 @@ class Optimizer(torch.optim.Optimizer):
         u.g = self._prepared(u) if self.gradient_rule is None else self.gradient_rule(u)
         if keep is not None:
             u.g = silenced(u.g, keep)
-        for part in u.slices(SLICE) if self.elementwise and weights[0].numel() > LARGE else (u,):
-            self.update(part)
+        for each in u.slices(SLICE) if self.elementwise and weights[0].numel() > LARGE else (u,):
+            self.update(each)
         if rows:
             whole[0][at] = weights[0]
             for slot, (part,) in states.items():
