@@ -155,7 +155,7 @@ def test_few_types_say_nothing():
 
 
 HARD = (
-    *("rounding.py", "blocks/quantize.py", "record/counts.py", "policies/rule.py", "scalers/kernel.py"),
+    *("rounding.py", "blocks/quantize.py", "record/counts.py", "policies/rule.py", "scalers/scale.py"),
     *("casting/rules.py", "casting/mode.py", "casting/marks.py", "casting/low.py"),
     *("casting/products.py", "optimizers/base.py", "optimizers/update.py", "scalers/finite.py"),
 )
@@ -218,7 +218,7 @@ def test_the_rule_of_a_loss_scale_stands_once():
     counter = re.compile(r"(?:good|counter|count|streak)\b[^\n]*[=>]=? [\w.]*(?:growth_interval|window)")
     assert [name for name, source in text.items() if counter.search(source)] == ["mpkit/policies/rule.py"]
     fused = [name for name, source in text.items() if "torch._amp_update_scale_" in source]
-    assert fused == ["mpkit/scalers/kernel.py"]
+    assert fused == ["mpkit/scalers/scale.py"]
 
 
 def test_import_mpkit_pulls_in_torch_and_numpy_only():
