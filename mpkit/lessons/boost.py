@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,8 +75,7 @@ def odds(boost: AutoBoost) -> np.ndarray:
     return np.append(full, (1 - full) * np.array(index_probabilities(GROUPS, kind)))
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """What a configuration does: a step takes `step` of the time of one without boost, NaN where nobody measured it.
 
     `trained` is the one of `COMPARED` that it is, "" for none: its time was measured as a whole. That of others is
@@ -113,9 +111,8 @@ def first_steps(name: str) -> np.ndarray:
     boost = preset(name)
     network = "O1" if "less_bn" in boost.active else "plain"
     full, kind = strategy(boost)
-    given = GROUPS, kind, full, CYCLE
     split = {row["index"]: [row[p] for p in PARTS] for row in measured()["blocks"]["rows"] if row["network"] == network}
-    indices = GradientFreeze(*given).generate_freeze_index_sequence(*given)
+    indices = GradientFreeze(GROUPS, kind, full, CYCLE).generate_freeze_index_sequence(GROUPS, kind, full, CYCLE)
     return np.array([relative_time(f"{network} index {v}") * np.array(split[v]) / sum(split[v]) for v in indices])
 
 
@@ -185,11 +182,6 @@ def levels(
         active=this.boost.active, inactive=this.boost.inactive, removed=gone, odds=this.odds, speedup=1 / this.step,
         frozen=frozen, trained=this.trained, steps=steps,
     )  # fmt: skip
-    see.rows = [
-        {"configuration": name, "active": ", ".join(one.boost.active) or "nothing", "speed-up": _told(one),
-         "steps frozen": percent(1 - one.odds[0]), "accuracy, %": _mean_told(one.trained)}
-        for name, one in (("this", this), (compare, other))
-    ]  # fmt: skip
 
 
 def _frozen(of: Effect) -> np.ndarray:
@@ -244,10 +236,8 @@ def _field(see: Sheet, this: Effect, compare: str) -> None:
         panel.points(runs[name], [speed] * len(runs[name]), "muted", size=2.5, label="one seed", quiet=True)
         panel.line([mean - spread, mean + spread], [speed] * 2, color, width=3, quiet=True)
         panel.points([mean], [speed], color, glyph="s", size=5.5, label=name, quiet=True)
-        room = (
-            {"beside": -8, "dy": 14} if k == 1 else {"beside": 8, "dy": 30 if k == 2 else 14}
-        )  # between its neighbours
-        panel.text(name, speed, mean, halo=True, color=color, **room)
+        side, down = (-8, 14) if k == 1 else (8, 30 if k == 2 else 14)  # between its neighbours
+        panel.text(name, speed, mean, halo=True, color=color, beside=side, dy=down)
     speeds, means = np.array(list(at.values())).T
     squares = speeds - 0.012, means - 0.4, speeds + 0.012, means + 0.4
     sets = [{"compare": name} | ({} if name == compare else {"beside": compare}) for name in at]

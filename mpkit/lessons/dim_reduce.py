@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +53,7 @@ def start() -> DigitsLoss:
     return DigitsLoss()
 
 
-@dataclass(frozen=True, eq=False)
-class Path:
+class Path(NamedTuple):
     """A training: `weights` (steps + 1, n), `losses` (steps + 1,), and what each line search saw, if there was one.
 
     `residual` is the share of each gradient's length that lies outside the subspace, (steps,).
@@ -64,20 +62,21 @@ class Path:
     weights: np.ndarray
     losses: np.ndarray
     searches: tuple[LineSearch, ...] = ()
-    residual: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    residual: np.ndarray = np.zeros(0)
 
 
 @cache
 def earlier_path() -> Path:
     """Plain gradient descent, `STEPS` steps."""
     net, weights, losses = start(), [], []
+    plain = torch.optim.SGD(net.parameters(), RATE)
     for _ in range(STEPS + 1):
-        loss, grads = net.gradients()
         weights.append(net.flat())
+        plain.zero_grad()
+        loss = net()
+        loss.backward()
         losses.append(loss.item())
-        with torch.no_grad():
-            for parameter, grad in zip(net.parameters(), grads):
-                parameter.sub_(RATE * grad)
+        plain.step()
     return Path(np.array(weights), np.array(losses))
 
 
@@ -133,8 +132,7 @@ def contours() -> dict[float, np.ndarray]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Trials:
+class Trials(NamedTuple):
     """The trials of each line search on the plane, and the `picture` ((left, right), (low, high)) that holds the path.
 
     `taken` (steps, 2) is the accepted trial and `refused` (2, steps, 2) the others; of those beyond the picture the
@@ -207,11 +205,6 @@ def descent(see: Sheet, k=8, rho=0.55, alpha=0.001, step=10) -> None:
         plain=earlier.losses[:-1], share=[percent(s) for s in path.residual], losses=path.losses,
         earlier=earlier.losses, accepted=accepted, size=size, outside=path.residual, beyond=seen.beyond,
     )  # fmt: skip
-    see.rows = [
-        {"step": t, "loss, DimReduce": f"{path.losses[t]:.3f}", "loss, gradient descent": f"{earlier.losses[t]:.3f}",
-         "step size": f"{size[t]:g}", "trials": len(search.losses), "outside": percent(path.residual[t])}
-        for t, search in enumerate(path.searches)
-    ]  # fmt: skip
 
 
 def _plane(see: Sheet, seen: Trials, earlier: np.ndarray) -> None:

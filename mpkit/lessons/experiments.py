@@ -44,11 +44,6 @@ def perceptron() -> nn.Module:
     return Network(inputs=64, hidden=32)
 
 
-def lenet() -> nn.Module:
-    """LeNet-5 for 28x28 digits."""
-    return LeNet5()
-
-
 def residual() -> nn.Module:
     """A ResNet-18 of width 4 for 8x8 digits."""
     return resnet18(width=4, in_channels=1)
@@ -56,7 +51,7 @@ def residual() -> nn.Module:
 
 NETWORKS: dict[str, Any] = {  # name -> how it is trained, small enough for a minute of several cells and seeds
     "perceptron": partial(train, perceptron, "digits8", lr=0.1, epochs=2, batch=64),
-    "LeNet-5": partial(train, lenet, "digits", lr=0.05, epochs=1, batch=64),
+    "LeNet-5": partial(train, LeNet5, "digits", lr=0.05, epochs=1, batch=64),
     "ResNet-18, width 4": partial(train, residual, "digits8", lr=0.05, epochs=1, batch=64),
 }
 
@@ -65,12 +60,6 @@ NETWORKS: dict[str, Any] = {  # name -> how it is trained, small enough for a mi
 def recorded() -> Results:
     """The experiment in `data/experiments`: the perceptron, eight cells, ten seeds, six epochs."""
     return Results.load(data_dir() / "experiments" / "digits_levels.zip")
-
-
-@cache
-def recorded_first(count: int) -> Results:
-    """What the recorded experiment would have said with its first `count` seeds."""
-    return recorded().first(count)
 
 
 @cache
@@ -100,9 +89,8 @@ def running(now: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     name, cells = made_by(given), chosen(given["left_out"])
     run, folder = given["run"] or NETWORKS[name], Path(given["folder"] or own_folder()) / name
     while True:
-        found = experiment(
-            run, cells, seeds=given["seeds"], baseline="float32", folder=folder, progress=lambda *_: False
-        )
+        asked: dict[str, Any] = {"baseline": "float32", "folder": folder, "progress": lambda *_: False}
+        found = experiment(run, cells, seeds=given["seeds"], **asked)
         left = missing(found, list(cells), given["seeds"])
         yield {"results": found, "made": name, "progress": 1 - left / (len(cells) * given["seeds"])}
         if not found.stopped or not left:
@@ -140,12 +128,11 @@ def own_experiment(
     in place of the three networks, `left_out` the numbers of the cells that are not ticked. Numbers: `results losses`
     (of the two that are compared), `left`, the runs that Run would make.
     """
-    cells, shown = chosen(left_out), results or recorded_first(recorded_seeds)
+    cells, shown = chosen(left_out), results or recorded().first(recorded_seeds)
     losses = {name: loss for name in dict.fromkeys((one, other)) if len(loss := _loss(shown, name, seed))}
     name = made_by({"run": run, "network": network})
     left = missing(results if made == name else None, list(cells), seeds)
-    see.idle = {"network"} if run else set()
-    see.idle |= {"recorded_seeds"} if results else set()
+    see.idle = ({"network"} if run else set()) | ({"recorded_seeds"} if results else set())
     see.buttons = ({"Run": running} if left else {}) | ({"Show recorded runs": {"results": None}} if results else {})
     title = f"your runs: {made}" if results else f"recorded: perceptron, {counted(recorded_seeds, 'seed')}"
 
@@ -193,10 +180,9 @@ def _accuracies(see: Sheet, results: Results, cells: Mapping[str, Any], left_out
     """Every chosen cell as its runs arrive; a press on a row chooses it or leaves it out."""
     values = [_values(results, name) if name in cells else [] for name in CELLS]
     ends = [_interval(results, name) if name in cells else (math.nan,) * 3 for name in CELLS]
-    told = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS]
+    told, every = [f"{'☑' if name in cells else '☐'} {name}" for name in CELLS], np.arange(len(CELLS))
     x = axis("accuracy on the test digits, percent", [v for a, b in zip(values, ends) for v in (*a, *b)])
     panel = see.panel(title=title, x=x, y=names(told, down=True, bare=False), pad=beside(told))
-    every = np.arange(len(told))
     sets = [{"left_out": sorted({*left_out} ^ {i})} for i in range(len(told))]
     panel.boxes([x["lo"]], every - 0.45, [x["hi"]], every + 0.45, name="cell", sets=sets, names=told, quiet=True)
     intervals(panel, values, ends)

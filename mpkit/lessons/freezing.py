@@ -78,10 +78,7 @@ def timeline(see: Sheet, groups=10, kind=1, full=0.7, seed=0, step=10) -> None:
         at=np.arange(STEPS), index=index, who=who, work=[percent(s) for s in saved], frozen=frozen, saved=saved,
         mean=saved.mean(), formula=formula,
     )  # fmt: skip
-    see.rows = [
-        {"step": i, "index": int(index[i]), "frozen stages": int(frozen[i]), "work saved": percent(saved[i], 1)}
-        for i in range(STEPS)
-    ]
+    see.rows = [{"step": i, "frozen stages": n, "saved": percent(s, 1)} for i, (n, s) in enumerate(zip(frozen, saved))]
 
 
 def blocks_reached(index: int) -> list[str]:
@@ -90,22 +87,16 @@ def blocks_reached(index: int) -> list[str]:
     net = networks.resnet18(width=4, in_channels=1)
     groups = GradientFreeze(10, 1, 0.7, 10).split_parameters_groups(net, 10)
     optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.1), groups, list(range(10)))
-    heard: set[str] = set()
-
-    def listen(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda _: heard.add(name))
-
-        return hook
-
+    outputs: dict[str, Tensor] = {}
     for name, module in net.named_modules():
         if isinstance(module, networks.ResidualBlock):
-            module.register_forward_hook(listen(name))
+            module.register_forward_hook(lambda _m, _x, output, name=name: outputs.__setitem__(name, output))
     images, labels = digits("train", size=8)
     with optimizer.frozen(index):
-        F.cross_entropy(net(images[:16]), labels[:16]).backward()
-    return sorted(heard)
+        loss = F.cross_entropy(net(images[:16]), labels[:16])
+        reached = {name: output for name, output in outputs.items() if output.requires_grad}
+        grads = torch.autograd.grad(loss, [*reached.values()], allow_unused=True)
+    return sorted(name for name, grad in zip(reached, grads) if grad is not None)
 
 
 # ---- which BatchNorms go
@@ -256,8 +247,3 @@ def centralize(see: Sheet, layer="conv1.weight", output=0, subtract=True) -> Non
         f"{count} entries; the layer's gradient keeps {percent(kept)} of its length.",
         gradient=grad, used=used, kept=kept,
     )  # fmt: skip
-    see.rows = [
-        {"output": i, "mean before": f"{before[i]:+.2e}", "length before": f"{grad[i].norm():.2e}",
-         "length after": f"{used[i].norm():.2e}"}
-        for i in range(outputs)
-    ]  # fmt: skip

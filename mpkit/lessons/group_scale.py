@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,15 +36,11 @@ class DeepSigmoid(nn.Module):
     def __init__(self, depth: int, way: str = "scale per group", fmt: FloatFormat = FP32, scale: float = 1.0) -> None:
         super().__init__()
         self.fmt, self.together = fmt, way == "one scale"
-        sizes = [64, *[WIDTH] * (GROUPS * depth)]
-        layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
-        layers.append(nn.Linear(WIDTH, 10))
+        layers = [nn.Linear(a, b) for a, b in pairwise([64, *[WIDTH] * (GROUPS * depth), 10])]
         self.layers = nn.ModuleList(layers)
-        ends = [*range(depth, depth * GROUPS, depth), len(layers)]
-        self.groups = [layers[a:b] for a, b in pairwise([0, *ends])]
+        self.groups = [layers[a:b] for a, b in pairwise([*range(0, depth * GROUPS, depth), len(layers)])]
         owned = [[p for layer in group for p in layer.parameters()] for group in self.groups]
-        parts = [[p for group in owned for p in group]] if self.together else owned
-        self.manager = GroupLossScaleManager(scale, parts, max_scale=LARGEST)
+        self.manager = GroupLossScaleManager(scale, [[*chain(*owned)]] if self.together else owned, max_scale=LARGEST)
         self.seen: list[list[Tensor]] = [[] for _ in self.groups]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -67,10 +62,8 @@ class DeepSigmoid(nn.Module):
 
     def gradients(self) -> list[Tensor]:
         """Per group, all values of its weights' gradients."""
-        return [
-            torch.cat([p.grad.flatten() for layer in g for p in layer.parameters() if p.grad is not None])
-            for g in self.groups
-        ]
+        every = ([p.grad for layer in group for p in layer.parameters()] for group in self.groups)
+        return [torch.cat([g.flatten() for g in grads if g is not None]) for grads in every]
 
 
 def deep_sigmoid(depth: int, way: str = "scale per group", fmt: FloatFormat = FP32, scale: float = 1.0) -> DeepSigmoid:
@@ -98,8 +91,7 @@ def train_step(net: DeepSigmoid, images: Tensor, labels: Tensor) -> Tensor:
     return net.manager.unscale_and_update_()
 
 
-@dataclass(frozen=True, eq=False)
-class GradientTrace:
+class GradientTrace(NamedTuple):
     """What the true gradients of a run look like.
 
     largest:  (steps, groups) float64, the largest magnitude that any operation of the group hands on.
@@ -127,8 +119,7 @@ def gradient_trace(depth: int, steps: int = STEPS) -> GradientTrace:
     return GradientTrace(every, tuple(values))
 
 
-@dataclass(frozen=True, eq=False)
-class ScaleRun:
+class ScaleRun(NamedTuple):
     """Scales over a run: (steps, groups) float64 used in each step, and whether an overflow began in the group."""
 
     scales: np.ndarray

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ FORMATS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
 
 
 # ---- Adam's first step in a narrow format
-@dataclass(frozen=True)
-class AdamStep:
+class AdamStep(NamedTuple):
     """What one first Adam update computes for gradients of given sizes, every intermediate result in one format.
 
     Args:
@@ -49,11 +47,8 @@ def first_adam_step(gradient: Tensor, eps: float, fmt: FloatFormat) -> AdamStep:
     def held(x: Tensor) -> Tensor:
         return round_to(x, fmt)
 
-    g = held(gradient)
-    moment1 = held(g * 0.1)
-    moment2 = held(held(g * g) * 0.001)
-    tiny = held(torch.tensor(eps))
-    correction = held(torch.tensor(math.sqrt(0.001) / 0.1))
+    g, tiny, correction = held(gradient), held(torch.tensor(eps)), held(torch.tensor(math.sqrt(0.001) / 0.1))
+    moment1, moment2 = held(g * 0.1), held(held(g * g) * 0.001)
     ratio = held(held(moment1 * correction) / held(held(moment2.sqrt()) + tiny))
     return AdamStep(moment2, float(tiny), ratio)
 
@@ -88,11 +83,10 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
     x, own = EXPONENTS.numpy(), _shown(narrow.size)
     panel.line(_shown(wide.size), x, "reference", dash="--", label="float32", tag=True)
     panel.line(own, x, "own", width=2.4, label="chosen format", ghost=True)
-    ends = (
+    for where, color, label, word in (
         (narrow.size == 0, "zero", "no step: 0", "0"),
         (~narrow.size.isfinite(), "overflow", "inf or NaN", "not finite"),
-    )
-    for where, color, label, word in ends:
+    ):
         at = np.flatnonzero(where.numpy())[::-3]  # with the last: one value may be all there is
         if len(at):
             panel.points(own[at], x[at], color, glyph="x", size=3, label=label, told=word)
@@ -106,14 +100,10 @@ def adam_state(see: Sheet, state="float16", eps=-8, gradient=-10) -> None:
         gradients=gradients, narrow=narrow.size, wide=wide.size,
     )  # fmt: skip
     see.rows = [
-        {
-            "gradient": f"{gradients[i]:.5g}",
-            "v as stored": f"{narrow.moment2[i]:.5g}",
-            "step, learning rates": f"{narrow.size[i]:.3g}",
-            "the same in float32": f"{wide.size[i]:.3g}",
-        }
+        {"gradient": f"{gradients[i]:.5g}", "v as stored": f"{narrow.moment2[i]:.5g}",
+         "step, learning rates": f"{narrow.size[i]:.3g}", "the same in float32": f"{wide.size[i]:.3g}"}
         for i in range(0, len(gradients), 8)
-    ]
+    ]  # fmt: skip
 
 
 # ---- trainings on the digits
@@ -148,15 +138,8 @@ def train_with_state(fmt: FloatFormat, eps: float, steps: int = 120) -> dict[str
             for moment in moments.values():
                 round_to(moment, fmt, out=moment)
     tests, truth = _pixels("test")
-    right = (network(tests).argmax(1) == truth).float().mean()
-    stored = optimizer.param_groups[0]["eps"]
-    return {
-        "state": fmt.name,
-        "eps": eps,
-        "stored eps": stored,
-        "last loss": loss.item(),
-        "accuracy": float(right),
-    }
+    right, stored = float((network(tests).argmax(1) == truth).float().mean()), optimizer.param_groups[0]["eps"]
+    return {"state": fmt.name, "eps": eps, "stored eps": stored, "last loss": loss.item(), "accuracy": right}
 
 
 # ---- the static loss scale, multiplied and divided in two places
@@ -213,7 +196,6 @@ def loss_scale(see: Sheet, optimizer="SGD", sens=10, scale=10, decay=0.0) -> Non
         f"{told(agreed[-1])}. Guessing gives 2.3.",
         stored=head, losses=losses, agreed=agreed,
     )  # fmt: skip
-    see.rows = [{"step": k, "these": told(losses[k]), "agreeing": told(agreed[k])} for k in range(0, len(losses), 5)]
 
 
 def told(loss: float) -> str:

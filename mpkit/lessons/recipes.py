@@ -79,10 +79,6 @@ def delayed(see: Sheet, tensor=TENSORS[2], length=16, newest=False, margin=0, cu
         f"average{others}, counted in whole bits.",
         amax=amax, holds=holds, clipped=clipped, worst=float(done.worst[0]), unused=float(done.unused_bits[0]),
     )  # fmt: skip
-    see.rows = [
-        {"step": int(i), "amax": f"{amax[i]:.3g}", "scale holds": f"{holds[i]:.3g}"}
-        for i in sorted({*range(0, len(amax), 25), *clipped.tolist()})
-    ]
 
 
 # ---- *Blocks*: an outlier among 128 values
@@ -133,11 +129,9 @@ def blocks(see: Sheet, fmt="MXFP4", size=32, rule="floor", outlier=6) -> None:
 
     low, high = -8, max(3, math.ceil(math.log2(float(np.abs(x).max()))) + 1)
     see.grid(420)
-    panel = see.panel(
-        title="128 magnitudes in a row, and how they are stored; zero is at the bottom",
-        x=linear("place in the row", -1, 128, 8),
-        y=log2("magnitude", low - 0.4, high),  # a cross at the edge would be cut
-    )
+    title = "128 magnitudes in a row, and how they are stored; zero is at the bottom"
+    x_axis, y_axis = linear("place in the row", -1, 128, 8), log2("magnitude", low - 0.4, high)  # or an x would be cut
+    panel = see.panel(title=title, x=x_axis, y=y_axis)
     for border in range(size, 128, size):
         panel.rule("x", border - 0.5)
     panel.points(exponents(np.abs(x), low, high), color="reference", glyph="o", size=3.5, label="value")
@@ -215,12 +209,6 @@ def trained(see: Sheet, recipe="mxfp4", step=50) -> None:
         own=own, plain=plain, gap=gap, gap_now=now, spread=float(np.ptp(data["end"][0])),
         spread_now=float(np.ptp(plain[:, at])), shares=shares,
     )  # fmt: skip
-    see.rows = [
-        {"operand": name}
-        | (
-            {"clipped": percent(shares[name][0], 2), "flushed": percent(shares[name][1], 2)}
-            if name in shares
-            else dict.fromkeys(("clipped", "flushed"), "not cast")
-        )
-        for name in data["meta"]["shares"][recipe]
-    ]
+    told = {name: [percent(share, 2) for share in both] for name, both in shares.items()}
+    every = ((name, told.get(name, ["not cast"] * 2)) for name in data["meta"]["shares"][recipe])
+    see.rows = [{"operand": name, "clipped": clipped, "flushed": flushed} for name, (clipped, flushed) in every]

@@ -56,38 +56,31 @@ def cost(results: Any, metric: str, against: str) -> Still:
     """Left: `metric` of every cell with its interval. Right: the same means over `against`, by the cells' numbers."""
     labels = results.labels
     both = {m: [results.interval(label, m) for label in labels] for m in (metric, against)}
-    runs = {m: [list(results.values(label, m).values()) for label in labels] for m in (metric, against)}
-    shown = {m: [v for one, ends in zip(runs[m], both[m]) for v in (*one, *ends)] for m in both}
+    runs = [list(results.values(label, metric).values()) for label in labels]
+    shown = [v for one, ends in zip(runs, both[metric]) for v in (*one, *ends)]
     see = Sheet()
     see.grid(90 + 34 * max(len(labels), 5), 900, cols=(1.7, 1))
     told = [f"{i + 1}  {label}" for i, label in enumerate(labels)]
-    x, y = axis(named(metric), shown[metric]), names(told, down=True, bare=False)
-    left = see.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=beside(told))
-    intervals(left, runs[metric], both[metric])
-    dear, good = axis(named(against), shown[against], 3), axis(named(metric), shown[metric])
+    x, y = axis(named(metric), shown), names(told, down=True, bare=False)
+    intervals(see.panel(title="every run, mean, 95 % interval", x=x, y=y, pad=beside(told)), runs, both[metric])
+    dear, good = axis(named(against), [v for ends in both[against] for v in ends], 3), axis(named(metric), shown)
     right = see.panel(0, 1, title="the same means, and their cost", x=dear, y=good)
     near = [0.04 * (scale["hi"] - scale["lo"]) for scale in (dear, good)]
     together: dict[tuple[float, float], list[str]] = {}  # numbers that would cover each other stand side by side
     for i, (up, across) in enumerate(zip(both[metric], both[against])):
-        if math.isnan(up[1]) or math.isnan(across[1]):
-            continue
-        right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
-        right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
-        right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
         here = (across[1], up[1])
-        place = next((p for p in together if all(abs(a - b) < n for a, b, n in zip(p, here, near))), here)
-        together.setdefault(place, []).append(str(i + 1))
+        if not any(map(math.isnan, here)):
+            right.line([up[0], up[2]], [across[1]] * 2, "zero", width=1.2, quiet=True)
+            right.line([up[1]] * 2, [across[0], across[2]], "zero", width=1.2, quiet=True)
+            right.points([up[1]], [across[1]], "zero", glyph="s", size=3, quiet=True)
+            place = next((p for p in together if all(abs(a - b) < n for a, b, n in zip(p, here, near))), here)
+            together.setdefault(place, []).append(str(i + 1))
     for place, numbers in together.items():
         right.text(", ".join(numbers), *place, beside=5, dy=-8, halo=True)
-    parts = (
-        f"{label} {_interval(*ends)} at {price[1]:.3g}"
-        for label, ends, price in zip(labels, both[metric], both[against])
-    )
-    sentence = (
-        f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)}): "
-        f"{'; '.join(parts)}. {results.note}"
-    )
-    see.say("{told}", told=sentence)  # names of cells may hold braces
+    means = zip(labels, both[metric], both[against])
+    parts = "; ".join(f"{label} {_interval(*ends)} at {price[1]:.3g}" for label, ends, price in means)
+    head = f"Each cell's mean with its 95 % interval ({named(metric)}), and its mean cost ({named(against)})"
+    see.say("{told}", told=f"{head}: {parts}. {results.note}")  # names of cells may hold braces
     return still(see)
 
 

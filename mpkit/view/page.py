@@ -7,20 +7,15 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from traitlets import Dict, HasTraits, Int, List, Unicode
+from anywidget import AnyWidget
+from traitlets import Dict, Int, List, Unicode
 
 from mpkit.view import ahead
 from mpkit.view.controls import Choice, Inner, Range, Stroke
 from mpkit.view.sheet import ROLES
 from mpkit.view.still import static_bundle
 
-try:
-    from anywidget import AnyWidget as _Widget
-except ImportError:  # what is stored still shows, with a word on what is missing
-    _Widget = HasTraits  # type: ignore[assignment,misc]
-
 HERE = Path(__file__).parent
-MISSING = "This picture moves where anywidget is installed: pip install anywidget, then start the kernel again."
 DARK_JUPYTER = 'body[data-jp-theme-light="false"]'
 DARK_ELSEWHERE = (
     'html[theme="dark"]',  # Colab
@@ -51,16 +46,13 @@ def show(view: Any) -> None:
     """
     from IPython.display import display
 
-    page = Page(view) if _Widget is not HasTraits else None
-    bundle = static_bundle(view.png(), repr(view) if page else f"{view!r} {MISSING}")
-    cast(Any, display)(bundle, raw=True)
-    if page:
-        data, metadata = cast(Any, page)._repr_mimebundle_()
-        kind = "application/vnd.jupyter.widget-view+json"
-        cast(Any, display)({kind: data[kind]}, metadata=metadata, raw=True)
+    data, metadata = cast(Any, Page(view)._repr_mimebundle_())
+    kind = "application/vnd.jupyter.widget-view+json"
+    for bundle in (static_bundle(view.png(), repr(view)), {kind: data[kind]}):
+        display(bundle, metadata=metadata if kind in bundle else {}, raw=True)
 
 
-class Page(_Widget):
+class Page(AnyWidget):
     """Shows a `View`; what the reader does arrives as messages, and sets parameters.
 
     A change sends the whole trajectory once; the page plays, scrubs and reads values by itself. The page has one
@@ -90,12 +82,8 @@ class Page(_Widget):
             for n, c in view.maker.controls.items()
             if not isinstance(c, Inner | Stroke) and n != play.get("name")
         ]
-        super().__init__(
-            controls=[r for r in rows if r["kind"] != "hidden"],
-            tries=[t["say"] for t in view.tries],
-        )
-        if hasattr(self, "on_msg"):
-            self.on_msg(self._heard)
+        super().__init__(controls=[r for r in rows if r["kind"] != "hidden"], tries=[t["say"] for t in view.tries])
+        self.on_msg(self._heard)
         self.observe(lambda change: self._send_ahead(change["new"]), "wish")
         self.redraw()
         view.listeners.append(self.redraw)
@@ -104,23 +92,22 @@ class Page(_Widget):
         """Take the widget off the page; its view goes on without it."""
         with contextlib.suppress(ValueError):  # it was closed before
             self.view.listeners.remove(self.redraw)
-        if _Widget is not HasTraits:
-            cast(Any, super()).close()
+        super().close()
 
     def redraw(self) -> None:
         """Send what has changed, in one message."""
         view = self.view
-        with view.lock, self.hold_sync() if hasattr(self, "hold_sync") else self.hold_trait_notifications():
+        with view.lock, self.hold_sync():
             if view.drawings != self._seen:
                 spec = dict(view.sheet.spec())
                 self.kept, self.spec = spec.pop("kept"), spec
                 self._seen = view.drawings  # now, not before: an interrupt between the two would leave the picture old
             self.index, self.message = view.index, view.message
-            table = view.maker.controls
-            form = {n: v for n, v in view.params.items() if not isinstance(table[n], Inner | Stroke)}
-            words = {n: str(v) if isinstance(table[n], Choice) else v for n, v in form.items()}
+            table = {n: c for n, c in view.maker.controls.items() if not isinstance(c, Inner | Stroke)}
             self.state = {
-                "values": words,
+                "values": {
+                    n: str(v) if isinstance(c, Choice) else v for n, c in table.items() for v in [view.params[n]]
+                },
                 "idle": sorted(view.sheet.idle),
                 "buttons": [*view.sheet.buttons, *(["Stop"] if view.busy else []), "Reset"],
                 "busy": view.busy,
@@ -141,11 +128,9 @@ class Page(_Widget):
     def _token(self, name: str = "") -> str:
         """A name for all that the picture depends on, or for all but what `name` moves."""
         view, play = self.view, self.view.sheet.step
-        hidden = {play["name"]} if play else set()
-        hidden |= self._moved()[name] if name else set()
-        plain = set(view.maker.controls) - hidden
+        hidden = {play["name"] if play else ""} | (self._moved()[name] if name else set())
         given = [
-            (n, view.params[n] if not callable(getattr(view.params[n], "row", None)) else 0) for n in sorted(plain)
+            (n, v) for n, v in sorted(view.params.items()) if n not in hidden and not callable(getattr(v, "row", 0))
         ]
         was = view.drawings if view.sheet.looks_back else 0
         return f"{hash(repr((given, was))) & 0xFFFFFFFF:x}"
@@ -168,22 +153,18 @@ class Page(_Widget):
         now = (mark or {}).get("at", params.get(name, 0.0))
         now = now if isinstance(now, float | int) else 0.0
         left = [] if view.busy else [place for place in ahead.nearest(places, now) if place not in have]
-        values, trees = list[float](), list[Any]()
-        end = time.monotonic() + ahead.PATIENCE
+        trees, end = dict[float, Any](), time.monotonic() + ahead.PATIENCE
         while left and time.monotonic() < end:
             place = left.pop(0)
-            changed, strokes = ahead.change(mark, name, place, index)
-            try:
-                tree = dict(view.drawn(view.asked(changed, strokes), was).spec())
-            except ValueError:
-                continue  # the kernel says why when the reader asks for it
-            trees.append({"kept": tree.pop("kept"), "spec": tree})
-            values.append(place)
-        self.ahead = {**told, "values": values, "whole": not left, "data": ahead.packed(shown, trees)}
+            with contextlib.suppress(ValueError):  # the kernel says why when the reader asks for it
+                tree = dict(view.drawn(view.asked(*ahead.change(mark, name, place, index)), was).spec())
+                trees[place] = {"kept": tree.pop("kept"), "spec": tree}
+        data = ahead.packed(shown, [*trees.values()])
+        self.ahead = {**told, "values": [*trees], "whole": not left, "data": data}
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """What the page has saved, but for its step: that comes with each question, and a saved one may be older."""
-        cast(Any, super()).set_state({name: value for name, value in sync_data.items() if name != "index"})
+        super().set_state({name: value for name, value in sync_data.items() if name != "index"})
 
     def _heard(self, _: object, question: dict[str, Any], __: object) -> None:
         """One question of the page, with the step that it shows; whatever comes of it, the page may ask the next."""
@@ -192,7 +173,7 @@ class Page(_Widget):
                 self.view.go(question["index"])
             self.ask(question["ask"])
         finally:
-            cast(Any, self).send({"done": question["n"]})
+            self.send({"done": question["n"]})
 
     def ask(self, what: dict[str, Any]) -> None:
         """What the reader did: `set` and `add` parameters, `press` a button, `try` something, open the `table`."""

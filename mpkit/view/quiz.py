@@ -22,7 +22,6 @@ from html import escape
 from numbers import Real
 from typing import Any
 
-from mpkit.arguments import check_kind, check_number
 from mpkit.view.answers import alone, aside, has_float32, number, plain, read, same
 from mpkit.view.words import topics, words
 
@@ -104,9 +103,9 @@ def judged(task: Mapping[str, Any], function: Callable[..., Any]) -> tuple[bool 
         try:
             found = function(*copy.deepcopy(arguments))
             got = alone(plain(found), expected)
-            rel = max(task.get("rel", 1e-9), 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
         except Exception as error:  # the reader's own code: whatever it raises is told, not raised again
             return False, f"Not yet. {call} raised {type(error).__name__}{_said(error)}"
+        rel = max(task.get("rel", 1e-9), 1e-5 if has_float32(found) else 0.0)  # of some dozen roundings
         if got is None and k == 0 and _unwritten(function):
             return None, f"Write it yourself: {task['ask']}"
         ordered = list(got) if isinstance(got, tuple) else got
@@ -180,9 +179,8 @@ def claim(sentence: str, value: Any, *, above: float = -math.inf, below: float =
     AssertionError: "half of it is left" does not hold here: 0.7 is not below 0.6
     """
     for name, bound in (("above", above), ("below", below)):
-        check_kind(name, bound, Real, "a number")
-        if math.isnan(bound if isinstance(bound, float) else check_number(name, bound, low=-math.inf)):
-            raise ValueError(f"{name} must be a number, got nan")
+        if not isinstance(bound, Real) or math.isnan(bound):
+            raise (ValueError if isinstance(bound, Real) else TypeError)(f"{name} must be a number, got {bound!r}")
     if above == -math.inf and below == math.inf:
         raise TypeError("a claim needs a bound: above=, below= or both")
     try:

@@ -624,13 +624,12 @@ function render({ model, el }) {
 	}
 	function showState() {
 		const state = get("state"), { values } = state, buttons = state.buttons ?? [];
-		if (buttons.join("\n") !== presses.told) { // the focus stays on the button of the same name
-			const held = presses.contains(document.activeElement) && document.activeElement.textContent;
-			presses.replaceChildren();
-			for (const text of buttons) press(presses, text, () => ask({ press: text }, NaN));
+		if (buttons.join("\n") !== presses.told) { // a button that stays keeps its node, and its focus
+			const held = document.activeElement, there = Object.fromEntries([...presses.querySelectorAll("button")].map((b) => [b.textContent, b]));
+			presses.replaceChildren(...buttons.map((text) => there[text] ?? press(null, text, () => ask({ press: text }, NaN))));
 			html(presses, "progress", { max: 1, "aria-label": "work done" });
 			presses.told = buttons.join("\n");
-			if (held) ([...presses.querySelectorAll("button")].find((b) => b.textContent === held) ?? presses.querySelector("button")).focus();
+			if (Object.values(there).includes(held)) (held.isConnected ? held : presses.querySelector("button")).focus();
 		}
 		const bar = presses.querySelector("progress");
 		bar.value = state.progress ?? 0;

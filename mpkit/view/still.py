@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.container import BarContainer, Container
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Arc, FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Arc, Patch, Rectangle
 from PIL import Image
 
 from mpkit.view.sheet import ROLES, Sheet, raised, rounded, unpack
@@ -128,29 +128,22 @@ def _place(spec: dict[str, Any], p: dict[str, Any]) -> tuple[float, float, float
 def _axes(axes: Any, p: dict[str, Any], index: int) -> None:
     moved = index if p["x"].get("follow") else 0
     axes.set(xlim=(p["x"]["lo"] + moved, p["x"]["hi"] + moved), ylim=(p["y"]["lo"], p["y"]["hi"]), facecolor="none")
-    if p.get("title"):
-        axes.set_title(p["title"], loc="left", fontsize=10 / 13 * p.get("title_size", 13), fontweight="bold")
+    axes.set_title(p.get("title", ""), loc="left", fontsize=10 / 13 * p.get("title_size", 13), fontweight="bold")
     axes.set_axisbelow(True)
     if p.get("bare"):
         return axes.set_axis_off()
     axes.spines[["top", "right"]].set_visible(False)
-    for which, side in (("x", "bottom"), ("y", "left")):
-        axis = p[which]
-        low, high = sorted(getattr(axes, f"get_{which}lim")())
+    for which, side, drawn in (("x", "bottom", axes.xaxis), ("y", "left", axes.yaxis)):
+        axis, (low, high) = p[which], sorted(getattr(axes, f"get_{which}lim")())
         shown = [(v, "" if axis.get("blank") else t) for v, t in axis["ticks"] if low - 1e-9 <= v <= high + 1e-9]
-        getattr(axes, f"set_{which}ticks")([v for v, _ in shown], [t for _, t in shown], fontsize=9)
+        slant: dict[str, Any] = {"rotation": axis["slant"], "ha": "right"} if axis.get("slant") else {}
+        drawn.set_ticks([v for v, _ in shown], [t for _, t in shown], fontsize=9, **slant)
         axes.spines[side].set_visible(not axis.get("hidden"))
-        if axis.get("hidden"):
-            continue
-        getattr(axes, f"set_{which}label")(axis.get("label", ""), fontsize=9)
-        if which == "y":  # at the left edge of the panel, as in the page
-            axes.yaxis.set_label_coords((18 - p["pad"][3]) / axes.get_window_extent().width, 0.5)
-        if not axis.get("bare"):
-            axes.grid(axis=which, color=ROLES["grid"][0], lw=0.6)
-        if axis.get("slant"):
-            axes.tick_params(axis=which, rotation=axis["slant"])
-            for label in getattr(axes, f"get_{which}ticklabels")():
-                label.set_ha("right")
+        if not axis.get("hidden"):
+            drawn.set_label_text(axis.get("label", ""), fontsize=9)
+            drawn.grid(not axis.get("bare"), color=ROLES["grid"][0], lw=0.6)
+    if not p["y"].get("hidden"):  # at the left edge of the panel, as in the page
+        axes.yaxis.set_label_coords((18 - p["pad"][3]) / axes.get_window_extent().width, 0.5)
 
 
 def _shown(m: dict[str, Any], index: int, n: int) -> slice:
@@ -161,13 +154,12 @@ def _shown(m: dict[str, Any], index: int, n: int) -> slice:
     return slice(0, n)
 
 
-def _item(value: object, index: int) -> Any:
-    return value[min(index, len(value) - 1)] if isinstance(value, (list, tuple, np.ndarray)) else value
+def _item(value: Any, index: int) -> Any:
+    return value[min(index, len(value) - 1)] if np.ndim(value) else value
 
 
-def _each(value: object, n: int) -> list[Any]:
-    own = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
-    return own + own[-1:] * (n - len(own))  # as in the page, the last stands for all that follow
+def _each(value: Any, n: int) -> list[Any]:
+    return [_item(value, i) for i in range(n)]  # as in the page, the last stands for all that follow
 
 
 def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]) -> Artist | Container | None:
@@ -181,31 +173,28 @@ def _mark(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, Any]
     if kind == "rule":
         line = axes.axvline if m["axis"] == "x" else axes.axhline
         return line(m["at"], color=colour(m["color"]), lw=PT * m.get("width", 1.2), ls=_dash(m.get("dash")), **look)
+    if kind == "boxes":
+        return _boxes(axes, m, index, z)
+    if kind == "bars":
+        return _bars(axes, m, index, look)
     if kind == "handle":
         _handle(axes, m, index, z + 8, p)  # as in the page, words lie above all shapes, and handles above all words
-    elif kind == "boxes":
-        return _boxes(axes, m, index, z)
-    elif kind == "bars":
-        return _bars(axes, m, index, look)
     elif kind == "text":
-        n = len(m["text"])
-        columns = zip(m["text"], *(_each(m.get(k), n) for k in ("x", "y", "color")))
         values = [rounded(float(_item(v, index))) for v in m.get("fields", ())]
-        for k, (text, x, y, ink) in enumerate(columns):
+        for k, text in enumerate(m["text"]):
             if m.get("show") != "at" or k == index:
+                x, y, ink = (_item(m.get(name), k) for name in ("x", "y", "color"))
                 _words(axes, x, y, text.format(*values) if values else text, {**m, "color": ink}, z + 4)
     elif kind == "arrows":
+        arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
+        arrow |= {"shrinkA": 0, "shrinkB": 0, "mutation_scale": 12}
         for x0, y0, x1, y1 in zip(m["x0"], m["y0"], m["x1"], m["y1"]):
-            arrow = {"arrowstyle": "-|>", "color": colour(m["color"]), "lw": PT * m.get("width", 1.5)}
-            arrow |= {"shrinkA": 0, "shrinkB": 0, "mutation_scale": 12}
             axes.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=z)
     return None
 
 
 def _dash(name: str | None) -> str | tuple[int, tuple[float, ...]]:
-    if name is None or name in ("--", "-.", ":"):
-        return name or "-"
-    return 0, tuple(map(float, name.split()))
+    return name or "-" if name in (None, "--", "-.", ":") else (0, tuple(map(float, name.split())))
 
 
 def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Line2D:
@@ -214,53 +203,40 @@ def _line(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Li
     x, y = (np.broadcast_to(np.arange(n) if m.get(k) is None else m[k], n)[part] for k in ("x", "y"))
     color = colour(_item(m["color"], int(m["hue"][index]) if "hue" in m else index))
     points = m["type"] == "points"
-    glyph = m.get("glyph", "o" if points else "")
-    ends = {"marker": glyph, "ms": 2 * PT * m.get("size", 4), "mew": PT * m.get("width", 2)}
+    ends = {"marker": m.get("glyph", "o" if points else ""), "ms": 2 * PT * m.get("size", 4)}
     ends |= {"mfc": colour(m["fill"]) if "fill" in m else color, "markevery": m.get("every", 1)}
     style = {"ls": "none"} if points else {"ls": _dash(m.get("dash")), "lw": PT * m.get("width", 2)}
+    style |= {"mew": PT * m.get("width", 2), "drawstyle": STEPS[m.get("step")]}
     if "ring" in m:
         _ring(axes, x, y, m["ring"][part], m.get("size", 4) + 6, look)
-    return axes.plot(x, y, color=color, gid=m["type"], drawstyle=STEPS[m.get("step")], **style, **ends, **look)[0]
+    return axes.plot(x, y, color=color, gid=m["type"], **style, **ends, **look)[0]
 
 
 def _ring(axes: Axes, xs: np.ndarray, ys: np.ndarray, shares: np.ndarray, radius: float, look: dict[str, Any]) -> None:
-    box = axes.get_window_extent()
-    unit = [
-        abs(np.subtract(*getattr(axes, f"get_{k}lim")())) / size for k, size in (("x", box.width), ("y", box.height))
-    ]
+    wide, high = 2 * radius / np.abs(np.diff(axes.transData.transform([(0, 0), (1, 1)]), axis=0))[0]
     for x, y, share in zip(xs, ys, shares):
         for until, role in ((1.0, "grid"), (float(share), "normal")):
-            size = (2 * radius * unit[0], 2 * radius * unit[1])
             # a whole arc from -270 to 90 degrees is drawn by matplotlib in either direction; both are the full ring
-            axes.add_patch(Arc((x, y), *size, theta1=90 - 360 * until, theta2=90, color=colour(role), lw=3, **look))
+            ends = {"theta1": 90 - 360 * until, "theta2": 90}
+            axes.add_patch(Arc((x, y), wide, high, color=colour(role), lw=3, **ends, **look))
 
 
 def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
     n = max(np.size(m[k]) for k in ("x0", "y0", "x1", "y1"))
-    keys = ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
-    first = None
-    part = range(n)[_shown(m, index, n)]
-    columns = [_each(m.get(k), n) for k in keys]
-    for k in part:
-        x0, y0, x1, y1, fill, edge, hatch, dash = (c[k] for c in columns)
-        (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
+    shapes = list[Patch]()
+    for k in range(n)[_shown(m, index, n)]:
+        x0, y0, x1, y1, fill, edge, hatch, dash = (
+            _item(m.get(name), k) for name in ("x0", "y0", "x1", "y1", "fill", "edge", "hatch", "dash")
+        )
         style: dict[str, Any] = {"fc": colour(fill), "ec": colour(edge or ("muted" if hatch else "none")), "zorder": z}
-        style |= {
-            "lw": PT * m.get("width", 1.0 if edge or hatch else 0),
-            "hatch": "///" if hatch else None,
-            "ls": _dash(dash),
-        }
-        shape: Patch = Rectangle((x0, y0), x1 - x0, y1 - y0, **style)
-        if m.get("radius"):
-            round_by = f"round,pad=0,rounding_size={0.06 * abs(y1 - y0)}"
-            shape = FancyBboxPatch((x0, y0), x1 - x0, y1 - y0, boxstyle=round_by, **style)
-        axes.add_patch(shape)
-        first = first or shape
+        style |= {"lw": PT * m.get("width", 1.0 if edge or hatch else 0), "ls": _dash(dash)}
+        corner, size = (min(x0, x1), min(y0, y1)), (abs(x1 - x0), abs(y1 - y0))
+        shapes.append(Rectangle(corner, *size, hatch="///" if hatch else None, **style))
+        axes.add_patch(shapes[-1])
         if m.get("text"):
-            ink = _each(m.get("ink", "ink"), n)[k]
-            look = {"color": ink, "size": m.get("size", 12)}
+            look = {"color": _item(m.get("ink", "ink"), k), "size": m.get("size", 12)}
             _words(axes, (x0 + x1) / 2, (y0 + y1) / 2, m["text"][k], look, z + 0.005)
-    return first
+    return shapes[0] if shapes else None
 
 
 def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Patch | BarContainer:
@@ -271,8 +247,11 @@ def _bars(axes: Axes, m: dict[str, Any], index: int, look: dict[str, Any]) -> Pa
     if "zones" in m:
         fill = [colour(next(role for upto, role in m["zones"] if upto is None or a < upto)) for a in at]
     draw = axes.bar if m.get("axis", "x") == "x" else axes.barh
-    hatch = "///" if m.get("hatch") else None
-    edge: dict[str, Any] = {"edgecolor": colour(m.get("edge", "muted")), "lw": PT, "hatch": hatch}
+    edge: dict[str, Any] = {
+        "edgecolor": colour(m.get("edge", "muted")),
+        "lw": PT,
+        "hatch": "///" if m.get("hatch") else None,
+    }
     kept = np.flatnonzero(heights != 0)
     if not len(kept):  # the legend still names the colour
         return Rectangle((0, 0), 0, 0, facecolor=fill[0], **edge)
@@ -309,23 +288,14 @@ def _handle(axes: Axes, m: dict[str, Any], index: int, z: float, p: dict[str, An
 
 
 def _words(axes: Axes, x: float, y: float, text: str, m: dict[str, Any], z: float) -> None:
-    ha = {"start": "left", "middle": "center", "end": "right"}[m.get("anchor", "middle")]
-    va = {"middle": "center"}.get(m.get("valign", "middle"), m.get("valign"))
-    where: dict[str, Any] = {"xycoords": "axes fraction"} if m.get("frame") else {}
-    turned: dict[str, Any] = {"rotation": m["rotate"], "rotation_mode": "anchor"} if m.get("rotate") else {}
-    axes.annotate(
-        raised(text),
-        (x, y),
-        xytext=(PT * m.get("dx", 0), -PT * m.get("dy", 0)),
-        textcoords="offset points",
-        ha=ha,
-        va=va,
-        color=[0.7 * c + 0.3 * i for c, i in zip(to_rgb(colour(m.get("color") or "ink")), to_rgb(colour("ink")))],
-        fontsize=PT * m.get("size", 12) + 0.4,
-        fontweight=m.get("weight", "normal"),
-        bbox={"fc": "white", "ec": "none", "pad": 1} if m.get("halo") else None,
-        annotation_clip=False if m.get("frame") or m.get("free") else None,
-        zorder=z + 0.5,
-        **where,
-        **turned,
-    )
+    ink, own = to_rgb(colour("ink")), to_rgb(colour(m.get("color") or "ink"))
+    look: dict[str, Any] = {"fontsize": PT * m.get("size", 12) + 0.4, "fontweight": m.get("weight", "normal")}
+    look |= {"ha": {"start": "left", "middle": "center", "end": "right"}[m.get("anchor", "middle")]}
+    look |= {"va": {"middle": "center"}.get(m.get("valign", "middle"), m.get("valign"))}
+    look |= {"xycoords": "axes fraction"} if m.get("frame") else {}
+    look |= {"rotation": m["rotate"], "rotation_mode": "anchor"} if m.get("rotate") else {}
+    look |= {"annotation_clip": False} if m.get("frame") or m.get("free") else {}
+    look |= {"bbox": {"fc": "white", "ec": "none", "pad": 1}} if m.get("halo") else {}
+    color = [0.7 * c + 0.3 * i for c, i in zip(own, ink)]
+    away: dict[str, Any] = {"xytext": (PT * m.get("dx", 0), -PT * m.get("dy", 0)), "textcoords": "offset points"}
+    axes.annotate(raised(text), (x, y), color=color, zorder=z + 0.5, **away, **look)
