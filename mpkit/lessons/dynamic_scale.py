@@ -111,7 +111,8 @@ def dynamics(
     """A recorded run under any dynamic scale: a ball on the scale below its ceiling, and the gradients beside it.
 
     Numbers over all 400 steps: `scale finite reasons ceiling headroom zeros` (share of the gradient values that are
-    zero, NaN where there are none). `drawn` are ceilings drawn by hand, `puts` scales set by hand, as exponents.
+    zero, NaN where there are none) and `layers` (whose gradient is the largest: who makes a dip of the ceiling).
+    `drawn` are ceilings drawn by hand, `puts` scales set by hand, as exponents.
     """
     if floor > start:
         raise ValueError(f"the floor 2^{floor} must not lie above the start 2^{start}")
@@ -132,7 +133,8 @@ def dynamics(
     see.play("step", "step", SHOWN, every=100)
     used, top = exponents(scale, low, high), see.keep("ceiling", exponents(ceiling, low, high))
     good = since_change(scale, finite, span, [*puts])
-    main = _main(see, used, top, (low, high), good / max(1, min(span, SHOWN)), finite, reasons, zeros)
+    layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)]
+    main = _main(see, used, top, (low, high), good / max(1, min(span, SHOWN)), finite, reasons, zeros, layers)
     if ceiling[-1] < 0:
         first = np.flatnonzero(ceiling > 0)[-1] + 1
         main.given["title"] = f"from step {first} on no scale helps: the loss is not finite"
@@ -165,7 +167,7 @@ def dynamics(
         f"{capital(name)}{inside}. Step {{at}}: the scale is {{power:2^}}, {bound}; decision: {{decided}}. Skipped so "
         f"far: {{so_far}} of {{count}}. At this scale {share}.",
         at=np.arange(SHOWN), count=np.arange(SHOWN) + 1, so_far=np.cumsum(~finite), power=np.log2(scale), scale=scale,
-        finite=finite, reasons=reasons, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
+        finite=finite, reasons=reasons, layers=layers, ceiling=ceiling, headroom=headroom, zeros=zeros, **told,
     )  # fmt: skip
     see.rows = [
         {"step": i, "scale": exponent(scale[i]), "ceiling": exponent(ceiling[i]) if ceiling[i] > 0 else "none",
@@ -176,8 +178,9 @@ def dynamics(
 
 
 def _main(
-    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, zeros: Any
-) -> Panel:
+    see: Sheet, used: np.ndarray, top: Any, ends: Any, ring: np.ndarray, finite: Any, reasons: Any, zeros: Any,
+    layers: np.ndarray,
+) -> Panel:  # fmt: skip
     """The run up to the step shown: ceiling, scale, skipped steps, and what the rule decided."""
     low, high = ends
     x = linear("step", -60, 20, follow=True) | {"ticks": [[k, str(k)] for k in range(0, SHOWN, 20)]}
@@ -189,8 +192,9 @@ def _main(
     main.crosses(used, skips, "skipped step", since=skips, size=4.5, show="upto")
     ball: dict[str, Any] = {"color": ["overflow", "own"], "hue": finite.astype(np.uint8), "size": 7, "glide": True}
     main.points(used, ring=ring, show="at", **ball)
-    codes, of = np.unique(reasons.astype(str), return_inverse=True)
-    main.add("notes", label="decision", told=codes.tolist(), codes=of.astype(np.uint8))
+    for label, words in (("decision", reasons), ("largest gradient", layers)):
+        codes, of = np.unique(words.astype(str), return_inverse=True)
+        main.add("notes", label=label, told=codes.tolist(), codes=of.astype(np.uint8))
     totals, words = [np.cumsum(~finite), np.arange(1, SHOWN + 1)], "skipped {} of {} steps"
     if not np.isnan(zeros).any():  # a step whose loss is not finite has no gradients to count
         totals, words = [*totals, tenths(zeros)], words + ";  {} % of this step's gradients are zero"
@@ -217,9 +221,12 @@ WINDOWS = (2, 5, 10, 20, 50, 100, 200)
 FIGURES = {  # of a cell: the title of the table, what its range is told as
     "lost": ("training signal lost, %", "% of the training signal is lost"),
     "skipped": ("skipped steps of 400", "of 400 steps are skipped"),
+    "time": ("time spent on skipped steps, %", "% of the training time is spent on skipped steps"),
     "headroom": ("mean headroom, bits", "bits is the mean headroom"),
     "zeros": ("gradient values that are zero, %", "% of the gradient values are zero"),
 }
+SKIPPED = 0.985
+"""Time of a skipped step in applied ones: all but the update, of the ResNet-18 in `data/benchmarks/boost.json`."""
 
 
 def every_pair(
@@ -245,8 +252,10 @@ def swept(run: str, start: int) -> dict[str, np.ndarray]:
     """Figure of `FIGURES` -> (factors, windows) on one recorded run; shares in percent."""
     trace, tops = recorded(run)
     found = every_pair(trace, tops, start, FACTORS, WINDOWS, floor=1.0)
-    zeros = 100 * zero_share(trace, found.pop("scales")).mean(0)
-    return found | {"lost": 100 * found["lost"], "zeros": zeros.reshape(found["lost"].shape)}
+    zeros = 100 * zero_share(trace, found.pop("scales")).mean(0).reshape(found["lost"].shape)
+    without = SKIPPED * found["skipped"]
+    time = 100 * without / (without + SHOWN - found["skipped"])
+    return found | {"lost": 100 * found["lost"], "zeros": zeros, "time": time}
 
 
 @view(
@@ -257,7 +266,7 @@ def swept(run: str, start: int) -> dict[str, np.ndarray]:
 def sweep(see: Sheet, run="gpt_sums", start=16, figure="lost") -> None:
     """Every pair of factor and window on one recorded run; the pairs that lose least training signal are framed.
 
-    Numbers: `lost skipped headroom zeros`, each (factors, windows).
+    Numbers: `lost skipped time headroom zeros`, each (factors, windows).
     """
     grids, (title, told) = swept(run, start), FIGURES[figure]
     grid = grids[figure]

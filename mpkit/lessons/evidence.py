@@ -152,7 +152,7 @@ def detective(see: Sheet, training="A", scale=24, dtype="float16", step=20) -> N
     born = next((i for i, stop in enumerate(stops) if stop.bad), None)
 
     tall = 110 + 32 * len(bars)
-    see.grid(220 + tall, 960, rows=(220, tall))
+    see.grid(220 + tall, 960, rows=(220, tall), least=680)
     see.play("step", "step", len(stops), every=700, first=1)
     _way(see, f"training {training}, {dtype}: {report.verdict.replace('_', ' ')}", stops, born)
     _bars(see, bars, FORMATS[dtype], report, scale)

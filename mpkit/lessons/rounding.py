@@ -246,7 +246,7 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
     for scheme, (color, dash, label) in LOOKS.items():
         panel.line(paths[scheme], at, color, dash=dash, width=2.2, show="upto", label=label, tag=True)
     last = [paths[s] - 1 for s in ("nearest", "exact")]  # beside the 1 a tiny change would not be seen
-    words = "nearest has moved by {}, exact by {}"
+    words = "nearest has moved by {}; exact by {}"
     panel.text(words, 0.02, 1, values=last, frame=True, anchor="start", valign="top", dy=6, halo=True)
     digits = max(4, math.ceil(-math.log10(update) - 1e-9))
     told = ", ".join(f"{scheme} {{{scheme}:.{digits}f}}" for scheme in SCHEMES)

@@ -147,7 +147,7 @@ const DRAW = {
 			}
 			groups.get(key).items.push(k);
 			if (m.sets && p.real) act.pick(m, k, outline(k));
-			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size });
+			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: at(m.hatch, k) });
 		}
 		const draw = (i) => {
 			const last = reached(m, i);
@@ -240,14 +240,14 @@ function arrange(spec, kept, width, ids, before) {
 function axes(g, moved, names, p) {
 	const { left, right, top, bottom } = p;
 	const size = p.title_size ?? 13, room = (p.wide - left) / (0.58 * (p.title?.length ?? 1)); // pixels for a letter's height
-	if (p.title) words(g, left, top - 10, p.title, { anchor: "start", valign: "bottom", size: clamp(room, 9, size), weight: 600 });
+	if (p.title) words(g, room < 9 ? left - p.pad[3] + 4 : left, top - 10, p.title, { anchor: "start", valign: "bottom", size: clamp(room, 9, size), weight: 600 });
 	if (p.bare) return;
 	for (const [axis, across] of [[p.x, true], [p.y, false]]) {
 		if (axis.hidden) continue;
 		let free = -Infinity; // names that would run together are left out; of categories the first word stays
 		const tight = axis.names && 6.4 * max(...axis.ticks.map(([, name]) => name.length)) > (right - left) / axis.ticks.length;
 		for (const [value, name] of axis.ticks) {
-			const v = across ? p.X(value) : p.Y(value), half = 3.1 * name.length;
+			const v = across ? p.X(value) : p.Y(value), half = 3.3 * name.length;
 			if (!axis.bare) svg(axis.follow ? moved : g, "path", { class: "grid", d: across ? `M${px(v)} ${top}V${bottom}` : `M${left} ${px(v)}H${right}` });
 			if (axis.blank) continue;
 			if (axis.slant) words(g, v + 4, bottom + 10, name, { anchor: "end", rotate: axis.slant });

@@ -141,7 +141,7 @@ def _axes(axes: Any, p: dict[str, Any], index: int) -> None:
         axes.spines[side].set_visible(not axis.get("hidden"))
         if not axis.get("hidden"):
             drawn.set_label_text(axis.get("label", ""), fontsize=9)
-            drawn.grid(not axis.get("bare"), color=ROLES["grid"][0], lw=0.6)
+            drawn.grid(color=ROLES["grid"][0], lw=0 if axis.get("bare") else 0.6)
     if not p["y"].get("hidden"):  # at the left edge of the panel, as in the page
         axes.yaxis.set_label_coords((18 - p["pad"][3]) / axes.get_window_extent().width, 0.5)
 
@@ -234,7 +234,7 @@ def _boxes(axes: Axes, m: dict[str, Any], index: int, z: float) -> Patch | None:
         shapes.append(Rectangle(corner, *size, hatch="///" if hatch else None, **style))
         axes.add_patch(shapes[-1])
         if m.get("text"):
-            look = {"color": _item(m.get("ink", "ink"), k), "size": m.get("size", 12)}
+            look = {"color": _item(m.get("ink", "ink"), k), "size": m.get("size", 12), "halo": hatch}
             _words(axes, (x0 + x1) / 2, (y0 + y1) / 2, m["text"][k], look, z + 0.005)
     return shapes[0] if shapes else None
 

@@ -69,6 +69,7 @@ def page(shown: Sequence[Page], light: str = "true") -> str:
 
 def sheets(folder: Path, wanted: Sequence[str]) -> None:
     """One PNG for each view: the page at every size and theme, and the stored picture."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from browser import CHROMIUM, QUIET
     from playwright.sync_api import sync_playwright
 

@@ -1,10 +1,13 @@
 """Lesson 04: the numbers of its views by laws and by hand, its answers a second way."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from mpkit.lessons.dynamic_scale import draw, dynamics, hidden, sweep
+from mpkit.data import data_dir
+from mpkit.lessons.dynamic_scale import SKIPPED, draw, dynamics, hidden, recorded, sweep
 from mpkit.policies import preset, run
 from mpkit.scalers import DynamicLossScaler
 from mpkit.view.words import words
@@ -139,3 +142,17 @@ def test_cases_of_the_task_are_the_scaler():
         assert (scaler.scale_value.item(), scaler.counter.item()) == (scale, count)
         scaler.adjust(torch.tensor(finite))
         assert (scaler.scale_value.item(), scaler.counter.item()) == (after, counted)
+
+
+def test_what_a_skipped_step_costs_and_which_layer_makes_a_dip():
+    rows = json.loads((data_dir() / "benchmarks" / "boost.json").read_text())["blocks"]["rows"]
+    row = next(r for r in rows if (r["network"], r["index"]) == ("plain", 0))
+    parts = [row[name] for name in ("forward", "batch_norm", "backward", "update")]
+    assert pytest.approx(1 - row["update"] / sum(parts), abs=1e-3) == SKIPPED
+    grids = sweep(figure="time").numbers
+    assert (grids["time"] <= grids["skipped"] / 4).all()
+    assert (grids["time"][grids["skipped"] > 0] > 0).all()
+    seen, trace = dynamics().numbers, recorded("gpt_sums")[0]
+    dip = int(seen["ceiling"].argmin())
+    largest = dict(zip(trace.gradients.names, trace.gradients.largest[dip]))
+    assert largest[seen["layers"][dip]] == max(largest.values())
