@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,7 @@ def in_float32(make: Callable[..., Trace]) -> Trace:
                 yield inputs, target
 
         options |= {"level": "O0", "activations": False, "every": 1}
-        told = f"{make.__name__} in float32 and without a scale, with the largest scale that float16 at O2 could bear"
+        told = f"{getattr(make, 'func', make).__name__} in float32 and without a scale, with the largest scale that float16 at O2 could bear"
         trace = train(network, watched(), UNSCALED, told, **options)  # type: ignore[arg-type]
         return replace(trace, measured={"fp16": np.array([-1.0 if q is None else 2.0 ** (q / 4) for q in found])})
 
@@ -125,13 +126,14 @@ def batches(images: Tensor, labels: Tensor, steps: int, size: int = 64) -> Batch
         yield images[chosen], labels[chosen]
 
 
-def mlp_digits(train: Callable[..., Trace] = train) -> Trace:
+def mlp_digits(train: Callable[..., Trace] = train, size: int = 64, lr: float = 0.05) -> Trace:
     return train(
         Network(),
-        batches(*data.digits(), steps=400),
+        batches(*data.digits(), steps=400, size=size),
         preset("torch", growth_interval=50),
         "784-512-512-10 perceptron on digits, float16 at O2, healthy: the scale climbs until it meets the ceiling",
         activations=True,
+        lr=lr,
     )
 
 
@@ -262,6 +264,16 @@ def mlp_digits_float32() -> Trace:
     return in_float32(mlp_digits)
 
 
+def mlp_digits_rate_float32() -> Trace:
+    """Four times the learning rate, and nothing else."""
+    return in_float32(partial(mlp_digits, lr=0.2))
+
+
+def mlp_digits_batch_float32() -> Trace:
+    """An eighth of the batch, and nothing else."""
+    return in_float32(partial(mlp_digits, size=8))
+
+
 def gpt_sums_float32() -> Trace:
     return in_float32(gpt_sums)
 
@@ -323,6 +335,8 @@ MAKERS: dict[str, Callable[[], Trace]] = {
         gpt_sums,
         resnet_digits,
         mlp_digits_float32,
+        mlp_digits_rate_float32,
+        mlp_digits_batch_float32,
         gpt_sums_float32,
         rare_outliers_float32,
         growing_activations_float32,

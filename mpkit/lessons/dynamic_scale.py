@@ -131,7 +131,7 @@ def dynamics(
     high += max(3, math.ceil((high - low) / 7))  # the totals stand above the ceiling
     see.grid(440, rows=(3.3, 1), cols=(2.7, 1))
     see.play("step", "step", SHOWN, every=100)
-    used, top = exponents(scale, low, high), see.keep("ceiling", exponents(ceiling, low, high))
+    used, top = exponents(scale, low, high), exponents(ceiling, low, high)
     good = since_change(scale, finite, span, [*puts])
     layers = np.array(trace.gradients.names)[trace.gradients.largest.argmax(axis=1)]
     main = _main(see, used, top, (low, high), good / max(1, min(span, SHOWN)), finite, reasons, zeros, layers)

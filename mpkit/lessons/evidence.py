@@ -259,7 +259,7 @@ def _run(see: Sheet, title: str, t: Trace, tops: np.ndarray, *more: np.ndarray) 
     """A panel of scales over the steps under their ceiling, and the ends of its axis, which hold `more` scales, too."""
     low, high = fitted(tops, t.scale, *more, within=(-40, 60))
     panel = see.panel(title=title, x=linear("step", 0, len(t), 6), y=log2("loss scale", low, high))
-    panel.band(see.keep("tops", exponents(tops, low, high)), high, label="here it would overflow")
+    panel.band(exponents(tops, low, high), high, label="here it would overflow")
     return panel, low, high
 
 

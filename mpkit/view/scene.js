@@ -17,7 +17,8 @@ const html = element(null), svg = element("http://www.w3.org/2000/svg");
 
 // ---- numbers: a scalar stands for all items, nothing for their position, bytes for many (perhaps unaligned: copied)
 const bytes = (v) => v.buffer.slice(v.byteOffset, v.byteOffset + v.byteLength);
-const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? new Float32Array(bytes(v.f4)) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
+const numbers = (v, kept) => (v?.ref ? numbers(kept[v.ref]) : v?.f4 ? placed(new Float32Array(bytes(v.f4)), v.u1) : v?.u1 ? new Uint8Array(bytes(v.u1)) : v);
+const placed = (few, at) => (at ? Float32Array.from(new Uint8Array(bytes(at)), (k) => few[k]) : few);
 const many = (a) => Array.isArray(a) || ArrayBuffer.isView(a);
 const at = (a, i) => (a == null ? i : many(a) ? a[min(i, a.length - 1)] : a);
 const length = (m) => max(0, ..."x y x0 y0 x1 y1 text".split(" ").map((k) => (many(m[k]) ? m[k].length : 0)));

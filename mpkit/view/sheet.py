@@ -494,7 +494,10 @@ def _pads(p: Panel) -> list[int]:
 
 
 def pack(value: Any) -> Any:
-    """A number or word as it is, few numbers as a list, many as bytes: float32, or one byte each for integers."""
+    """A number or word as it is, few numbers as a list, many as bytes: float32, or one byte each for integers.
+
+    Of float32 with few different values each travels once, and a byte for each place says which it is.
+    """
     if isinstance(value, str | dict):
         return value
     if np.ndim(value) == 0 and math.isfinite(value):
@@ -504,7 +507,11 @@ def pack(value: Any) -> Any:
         return [float(f"{v:.9g}") for v in array.ravel().tolist()]  # as many digits as float32 has, too
     if array.dtype == np.uint8:
         return {"u1": array.tobytes()}
-    return {"f4": np.ascontiguousarray(array, dtype="<f4").tobytes()}
+    array = np.ascontiguousarray(array, dtype="<f4").ravel()
+    few, codes = np.unique(array, return_inverse=True)
+    if len(few) <= 256 and 4 * len(few) < 3 * array.size:
+        return {"f4": few.tobytes(), "u1": codes.astype(np.uint8).tobytes()}
+    return {"f4": array.tobytes()}
 
 
 def unpack(value: Any, kept: dict[str, Any]) -> Any:
@@ -512,5 +519,6 @@ def unpack(value: Any, kept: dict[str, Any]) -> Any:
     if isinstance(value, dict) and "ref" in value:
         return unpack(kept[value["ref"]], kept)
     if isinstance(value, dict):
-        return next(np.frombuffer(data, f"<{kind}") for kind, data in value.items())
+        first, *places = (np.frombuffer(data, f"<{kind}") for kind, data in value.items())
+        return first[places[0]] if places else first
     return value
