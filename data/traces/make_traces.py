@@ -108,7 +108,8 @@ def in_float32(make: Callable[..., Trace]) -> Trace:
                 yield inputs, target
 
         options |= {"level": "O0", "activations": False, "every": 1}
-        told = f"{getattr(make, 'func', make).__name__} in float32 and without a scale, with the largest scale that float16 at O2 could bear"
+        name = getattr(make, "func", make).__name__
+        told = f"{name} in float32 and without a scale, with the largest scale that float16 at O2 could bear"
         trace = train(network, watched(), UNSCALED, told, **options)  # type: ignore[arg-type]
         return replace(trace, measured={"fp16": np.array([-1.0 if q is None else 2.0 ** (q / 4) for q in found])})
 

@@ -148,7 +148,7 @@ const DRAW = {
 			}
 			groups.get(key).items.push(k);
 			if (m.sets && p.real) act.pick(m, k, outline(k));
-			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: at(m.hatch, k) });
+			if (m.text) words(g, p.X((at(m.x0, k) + at(m.x1, k)) / 2), p.Y((at(m.y0, k) + at(m.y1, k)) / 2), m.text[k], { color: at(m.ink ?? "ink", k), size: m.size, halo: m.hatch && at(m.hatch, k) });
 		}
 		const draw = (i) => {
 			const last = reached(m, i);
