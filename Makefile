@@ -4,6 +4,8 @@ FOUND = @[ "$$($(PYTHON) -c 'import sys; print(sys.version_info[0])' 2>/dev/null
 RUN = $(FOUND) $(PYTHON) .ci/bootstrap.py run
 # three on two cores: a third of the time a test waits, for a browser, a kernel or a process of its own
 JOBS ?= 3
+# the lesson in a browser that make test runs
+IN_TEST = tests/page/test_browser.py::test_a_notebook_runs_and_its_controls_work_by_keyboard[04_dynamic_loss_scale.ipynb]
 PYTEST = python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -rs
 export OMP_NUM_THREADS ?= 1
 
@@ -21,7 +23,7 @@ test:  ## what mpkit promises: contract, doctests, every notebook, one lesson in
 	$(RUN) $(PYTEST) $(or $(ARGS),tests/contract tests/page/test_browser.py mpkit notebooks -k "not test_browser or 04_dynamic")
 
 more:  ## everything else that is tested: units, pages, labs, compilers, processes
-	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools --ignore=tests/page $(or $(ARGS),tests)
+	$(RUN) $(PYTEST) --durations=20 --ignore=tests/contract --ignore=tests/tools --deselect "$(IN_TEST)" $(or $(ARGS),tests)
 
 tools:  ## mutants, planted bugs, other machines, soak, compat in turn; make tools ARGS="mutants --sample 60"
 	$(RUN) python tests/tools $(ARGS)

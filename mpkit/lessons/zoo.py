@@ -77,8 +77,9 @@ def ending(raised_at: int, final: float) -> str:
     interval=Range(2, 200, label="growth interval, steps"),
     together="all start at the same scale",
     start=Range(4, 24, label="that start, 2 to the"),
+    step=(0, STEPS - 1),
 )
-def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16) -> None:
+def zoo(see: Sheet, situation="drop", interval=20, together=True, start=16, step=STEPS - 1) -> None:
     """All frameworks on one sequence of overflows, played step by step.
 
     Numbers: `scales` (steps, rules), `ceiling`, and for each rule `skipped lowest final raised_at`.

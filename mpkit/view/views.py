@@ -65,7 +65,6 @@ class View:
         self.tries: list[dict[str, Any]] = words(maker.__module__).get("tries", {}).get(maker.__name__, [])
         self._worker: threading.Thread | None = None
         self._stop = threading.Event()
-        self._place = 0  # of steps that no parameter holds
         self.sheet = Sheet()
         self._show(self.asked(given))
         self.opened = dict(self.params)
@@ -135,8 +134,6 @@ class View:
         if self.drawings == 0 or forget or not moved or moved - {step}:
             self.sheet, self.drawings = self.drawn(params, {} if forget else None), self.drawings + 1
         self.params, self.message = dict(params), ""
-        if self.sheet.step and forget | (self.drawings == 1):  # a step that no parameter holds begins at its end
-            self._place = self.sheet.step["count"] - 1
         self._tell()
 
     def _tell(self) -> None:
@@ -153,18 +150,12 @@ class View:
     def index(self) -> int:
         """The place of the step shown among those that are played."""
         play = self.sheet.step
-        if not play:
-            return 0
-        at = self.params[play["name"]] - play["first"] if play["name"] in self.params else self._place
-        return int(min(max(at, 0), play["count"] - 1))
+        return int(min(max(self.params[play["name"]] - play["first"], 0), play["count"] - 1)) if play else 0
 
     def go(self, index: int) -> None:
         """Show another place of the steps that are played."""
-        play = self.sheet.step
-        if play and play["name"] in self.params:
+        if play := self.sheet.step:
             self.set(**{play["name"]: index + play["first"]})
-        elif play:
-            self._place = index
 
     @property
     def sentence(self) -> str:

@@ -27,7 +27,7 @@ TWO = without("float32", "fp16 O2")
 
 def ran(view):
     view.press("Run")
-    view.wait(60)
+    view.wait(600)
     assert not view.message
     return view
 
