@@ -25,6 +25,7 @@ RUNS = {
     "gpt_sums": "small GPT on sums, healthy",
     "rare_outliers": "one huge batch in 16",
     "growing_activations": "broken from step 129 on",
+    "mlp_digits_rate": "perceptron on digits, 4 times the rate",
 }
 FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
 SHOWN = 400  # steps of each recorded run

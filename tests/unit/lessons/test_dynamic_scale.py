@@ -156,3 +156,8 @@ def test_what_a_skipped_step_costs_and_which_layer_makes_a_dip():
     dip = int(seen["ceiling"].argmin())
     largest = dict(zip(trace.gradients.names, trace.gradients.largest[dip]))
     assert largest[seen["layers"][dip]] == max(largest.values())
+
+
+def test_a_larger_learning_rate_lowers_the_ceiling():
+    slow, quick = (np.log2(recorded(run)[1]) for run in ("mlp_digits", "mlp_digits_rate"))
+    assert np.median(slow) - np.median(quick) > 1
