@@ -22,7 +22,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 PIP_OPTIONS = ("--disable-pip-version-check", "--progress-bar=on")
 QUIET = {"fetchNews": "false", "checkForUpdates": False}
 EXTRAS = {"lab": "lab", "test": "test,course"}
-FIRST_LESSON = "notebooks/00_start_here.ipynb"
+LESSONS = "mpkit-lessons"  # the reader's own copy, so that the checkout stays as it is
 
 
 def fail(sentence):
@@ -160,16 +160,11 @@ def port_of(arguments):
 
 
 def lab(arguments):
-    """JupyterLab at the first lesson."""
+    """JupyterLab at the first lesson of a copy without results, which `mpkit lab` makes."""
     port = port_of(arguments)  # before a set-up of minutes: a wrong one is told at once
     setup("lab")
-    # not the file itself: the address that the server prints would lead to an empty launcher
-    page = "--LabApp.default_url=/lab/tree/" + FIRST_LESSON
-    command = [os.path.join(BIN, "jupyter"), "lab", page, *port, *arguments]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        command.append("--allow-root")  # containers and course servers
-    say(f"opening JupyterLab at {FIRST_LESSON}; stop it with Ctrl-C")
-    return run(command)
+    say(f"opening JupyterLab in {LESSONS}; stop it with Ctrl-C")
+    return run([os.path.join(BIN, "python"), "-m", "mpkit", "lab", LESSONS, *port, *arguments])
 
 
 def run(command):

@@ -134,12 +134,14 @@ def test_what_cannot_be_set_up_is_refused_before_anything_is_made(bootstrap, mon
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_address_that_is_printed_leads_to_the_first_lesson(bootstrap, monkeypatch):
+def test_make_lab_opens_a_copy_without_results(bootstrap, monkeypatch):
+    """A checkout whose lessons were run was full of changes."""
     monkeypatch.setattr(bootstrap, "setup", lambda extra: None)
     monkeypatch.setattr(bootstrap, "run", lambda command: command)
     command = bootstrap.lab(["--no-browser"])
-    assert "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb" in command
-    assert (ROOT / "notebooks" / "00_start_here.ipynb").exists()
+    assert command[1:5] == ["-m", "mpkit", "lab", "mpkit-lessons"]
+    assert command[-1] == "--no-browser"
+    assert "/mpkit-lessons/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python3", "ls", "true"])
