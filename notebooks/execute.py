@@ -63,6 +63,7 @@ def tidy(notebook: Any) -> None:
     }
     for number, cell in enumerate(notebook.cells):
         cell.metadata.pop("execution", None)
+        cell.metadata["slideshow"] = {"slide_type": slide_type(cell, number)}
         cell.setdefault("id", f"cell-{number:02d}")
         if cell.get("outputs"):  # a living view stands beside its stored picture, in an output of its own
             living = {"application/vnd.jupyter.widget-view+json"}
@@ -71,6 +72,13 @@ def tidy(notebook: Any) -> None:
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
             if output.output_type == "error":  # a traceback names the folders of the machine
                 output.traceback = [f"{output.ename}: {output.evalue}"]
+
+
+def slide_type(cell: Any, number: int) -> str:
+    """How `jupyter nbconvert --to slides` shows a cell: a heading begins a slide, the set-up is left out."""
+    if cell.cell_type == "code":
+        return "skip" if number == 1 else "-"
+    return "slide" if cell.source.startswith("#") else "-"
 
 
 def main() -> int:

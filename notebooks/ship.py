@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("README.md", "*.npz", "*.json", "*/README.md", "*/*.npz", "*/*.json", "*/*.zip")
-LESSONS = ("[0-9][0-9]_*.ipynb", "more/*/*.ipynb", "labs/lab*.ipynb", "torchrun_*.py")
+LESSONS = ("[0-9][0-9]_*.ipynb", "more/*/*.ipynb", "labs/lab*.ipynb", "more/*/*.py")
 
 
 def ship(to: Path) -> None:

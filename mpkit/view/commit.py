@@ -10,13 +10,14 @@ import ipywidgets as w
 
 
 def told(prediction: Mapping[str, Any], first: str, now: str) -> str:
-    """What is said when `now` was chosen, and `first` was the first choice of all."""
-    word, right = prediction["choices"][ord(now) - ord("a")][1], prediction["right"]
+    """What is said when `now` was chosen, and `first` was the first choice of all: the truth, to whoever predicted."""
+    right = prediction["right"]
+    words = {letter: word for letter, (_, word) in zip("abcdefgh", prediction["choices"])}
     if now != first:
-        return f"Your prediction was ({first}). Of ({now}): {'right. ' if now == right else ''}{word}"
+        return f"Your prediction was ({first}). Of ({now}): {'right. ' if now == right else ''}{words[now]}"
     if now == right:
-        return f"You predicted ({now}), and so it is. {word}"
-    return f"You predicted ({now}). Run the next cells: they show something else. {word}"
+        return f"You predicted ({now}), and so it is. {words[now]}"
+    return f"You predicted ({now}). {words[now]} It is ({right}). {words[right]}"
 
 
 class Commit(w.VBox):

@@ -1,7 +1,8 @@
 """Slides from lessons as they are stored: `python notebooks/instructor/slides.py [LESSON ...] [--to FOLDER]`.
 
 One HTML file for each lesson (00, 03, 04 and 07 when none is named), which needs no network: the goals, every
-prediction as a question to the room below what its section says before it, every picture with its sentence. The arrow
+prediction as a question to the room below what its section says before it, then its answer, every picture with its
+sentence. The arrow
 keys, Page Up, Page Down and the space bar turn the pages; the browser prints a slide on a page. Pictures and words are
 those of the lesson, so slides cannot grow old. The title over a picture is that of its section in the lesson; what a
 sentence asks to press or to drag stands there.
@@ -19,6 +20,8 @@ from typing import Any
 
 try:
     import nbformat
+
+    from mpkit.view.words import words
 except ModuleNotFoundError as missing:
     sys.exit(f"mpkit: {missing}; first run make lab once, then: source .venv/bin/activate")
 
@@ -71,12 +74,22 @@ def slides(notebook: Any) -> Iterator[tuple[str, str]]:
             if text.startswith("Predict: "):
                 question, *answers = text.removeprefix("Predict: ").splitlines()
                 choices = "".join(f"<p>{escape(answer.strip())}</p>" for answer in answers)
-                yield "What do you predict?", f"{setting}<p><b>{escape(question)}</b></p>{choices}"
+                asked = f"<p><b>{escape(question)}</b></p>"
+                yield "What do you predict?", f"{setting}{asked}{choices}"
+                yield "So it is", f"{asked}{_answer(cell.source)}"
             elif "image/png" in data:
                 png = "".join(data["image/png"].split())
                 words = escape(text)
                 picture = f'<img alt="{words}" src="data:image/png;base64,{png}">'
                 yield title, f"<figure>{picture}<figcaption>{words}</figcaption></figure>"
+
+
+def _answer(source: str) -> str:
+    """The right choice of the prediction that a cell asks, and its reason, as HTML."""
+    topic, name = re.search(r'predict\("(\w+)", "(\w+)"\)', source).groups()
+    asked = words(topic)["predict"][name]
+    choice, reason = asked["choices"][ord(asked["right"]) - ord("a")]
+    return f"<p>({asked['right']}) {escape(choice)}</p><p>{escape(' '.join(reason.split()))}</p>"
 
 
 def _setting(markdown: str) -> str:

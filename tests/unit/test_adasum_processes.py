@@ -233,7 +233,7 @@ def test_the_documented_example_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "notebooks" / "torchrun_adasum.py")
+    script = str(ROOT / "notebooks" / "more" / "boost" / "torchrun_adasum.py")
     done = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -1,6 +1,6 @@
 """AdaSum over processes on the real digits, each rank with its own part of every batch.
 
-    torchrun --standalone --nproc-per-node 2 notebooks/torchrun_adasum.py
+    torchrun --standalone --nproc-per-node 2 notebooks/more/boost/torchrun_adasum.py
 
 Any power of two of ranks works. CPU ranks talk over gloo; with one GPU per rank they use nccl. A CPU rank that is not
 answered within 60 s ends with an error that names the silent one.
