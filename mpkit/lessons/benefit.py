@@ -69,10 +69,10 @@ def step_bytes(network: str, way: str, batch: int, again: bool = False, optimize
     return dict(zip(PARTS, (weights, weights, weights // 4 * STATE[optimizer], row["copies"], kept)))
 
 
-def largest_batch(network: str, way: str, memory: float, again: bool = False, optimizer: str = "Adam") -> int:
-    """The largest batch that `memory` bytes hold; 0 where not even one sample fits."""
+def largest_batch(network: str, way: str, room: float, again: bool = False, optimizer: str = "Adam") -> int:
+    """The largest batch that `room` bytes hold; 0 where not even one sample fits."""
     none, one = (sum(step_bytes(network, way, n, again, optimizer).values()) for n in (0, 1))
-    return max(0, int((memory - none) // (one - none)))
+    return max(0, int((room - none) // (one - none)))
 
 
 @view(
