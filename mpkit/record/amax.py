@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mpkit.arguments import check_kind
 from mpkit.casting.products import linear_layers
 from mpkit.casting.recipe import amax_of
-from mpkit.files import read_npz, write_whole
+from mpkit.files import read_npz, short, write_whole
 from mpkit.record.columns import Columns
-from mpkit.record.ranges import held_as
+from mpkit.record.ranges import hold
 from mpkit.record.watch import watch
 from mpkit.step.hooks import Hook, StepContext
 
@@ -38,9 +38,7 @@ class AmaxTrace:
         check_kind("tensors", self.tensors, (tuple, list), "the names of tensors")
         if not all(isinstance(name, str) for name in self.tensors):
             raise TypeError(f"tensors must be names, got {self.tensors!r:.80}")
-        object.__setattr__(self, "amax", held_as("amax", self.amax, np.float32))
-        if self.amax.shape[1:] != (len(self.tensors),):
-            raise ValueError(f"amax must be (steps, {len(self.tensors)} tensors), got {self.amax.shape}")
+        hold(self, {"amax": (np.float32, "NT")}, T=len(self.tensors))
 
     def __len__(self) -> int:
         return len(self.amax)
@@ -61,13 +59,10 @@ class AmaxTrace:
         if not {"tensors", "amax"} <= set(held):
             there = ", ".join(held)
             raise ValueError(f"{path} holds {there:.200}, not an AmaxTrace; Trace.load reads other traces")
-        tensors, amax = held["tensors"], held["amax"]
-        if tensors.dtype.kind != "U" or amax.dtype != np.float32 or amax.ndim != 2 or tensors.shape != amax.shape[1:]:
-            raise ValueError(
-                f"{path} is damaged: it needs (tensors,) names and (steps, tensors) float32, and holds "
-                f"{tensors.shape} {tensors.dtype} and {amax.shape} {amax.dtype}"
-            )
-        return cls(tuple(tensors.tolist()), amax)
+        try:
+            return cls(tuple(held["tensors"].tolist()), held["amax"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {short(error)}") from error
 
 
 class AmaxRecorder(Hook):
@@ -88,17 +83,14 @@ class AmaxRecorder(Hook):
     """
 
     def __init__(self, network: nn.Module) -> None:
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"a recorder watches an nn.Module, got {network!r}")
+        check_kind("network", network, nn.Module, "an nn.Module")
         layers = linear_layers(network)
         if not layers:
             raise ValueError(f"amaxes are recorded of linear layers, and this {type(network).__name__} has none")
         self._now: dict[str, Tensor] = {}
         self._columns, self._count = Columns(), 0
         self._names = tuple(f"{path}.{tensor}" for path in layers for tensor in ("input", "weight", "grad"))
-        self._hooks: list[Any] = []
-        for path, layer in layers.items():
-            self._hooks.append(watch(layer, partial(self._seen, path)))
+        self._hooks = [watch(layer, partial(self._seen, path)) for path, layer in layers.items()]
 
     def _seen(self, path: str, layer: nn.Module, args: tuple[object, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -106,10 +98,9 @@ class AmaxRecorder(Hook):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight
         if weight is None:  # an attention whose keys have another width
             weight = layer.q_proj_weight
-        if args and isinstance(args[0], Tensor):
-            self._note(f"{path}.input", args[0])
-        if isinstance(weight, Tensor):
-            self._note(f"{path}.weight", weight)
+        for name, tensor in (("input", args[0] if args else None), ("weight", weight)):
+            if isinstance(tensor, Tensor):
+                self._note(f"{path}.{name}", tensor)
         result = output[0] if isinstance(output, tuple) else output
         if result.requires_grad:
             result.register_hook(lambda grad: self._note(f"{path}.grad", grad))

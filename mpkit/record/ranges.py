@@ -10,15 +10,16 @@ import numpy as np
 from mpkit.arguments import check_count, check_kind
 
 LOWEST, HIGHEST = -126, 127  # exponents of the normal numbers of float32
-RANGES = {
-    "size": np.int64,
-    "step": np.int64,
-    "counts": np.uint32,
-    "zeros": np.int64,
-    "nonfinite": np.int64,
-    "largest": np.float32,
+Fields = Mapping[str, tuple[type, str]]  # array -> dtype in which it is stored, and a letter for each axis
+RANGES: Fields = {
+    "step": (np.int64, "H"),
+    "size": (np.int64, "P"),
+    "counts": (np.uint32, "HPB"),
+    "zeros": (np.int64, "HP"),
+    "nonfinite": (np.int64, "HP"),
+    "largest": (np.float32, "HP"),
 }
-_ROWS = ("step", "counts", "zeros", "nonfinite", "largest")
+_ROWS = [key for key, (_, axes) in RANGES.items() if axes[0] == "H"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +49,12 @@ class Ranges:
 
     def __post_init__(self) -> None:
         check_kind("names", self.names, (tuple, list), "the names of parameters or modules")
-        hold_as(self, RANGES)
+        hold(self, RANGES, P=len(self.names))
         check_count("lowest", self.lowest, low=LOWEST)
-        rows, names = len(self.step), len(self.names)
-        need_shape("size", self.size, (names,))
-        for key in ("zeros", "nonfinite", "largest"):
-            need_shape(key, getattr(self, key), (rows, names))
-        if self.counts.ndim != 3 or self.counts.shape[:2] != (rows, names):
-            raise ValueError(f"counts must be (rows={rows}, names={names}, bins), got {self.counts.shape}")
         if not LOWEST <= self.lowest <= HIGHEST + 1 - self.bins:
             raise ValueError(f"bins must lie in 2**{LOWEST}..2**{HIGHEST}, got {self.bins} from {self.lowest}")
         need_ascending("the recorded steps", self.step)
-        if len(set(self.names)) != names:
+        if len(set(self.names)) != len(self.names):
             raise ValueError("names occur twice; every parameter or module needs its own")
         total = self.counts.sum(axis=2, dtype=np.int64) + self.zeros + self.nonfinite
         if (total > self.size).any() or min(self.zeros.min(initial=0), self.nonfinite.min(initial=0)) < 0:
@@ -122,23 +117,26 @@ class Ranges:
         return cls(names, np.zeros(len(names), np.int64), none, 0, counts, whole, whole, largest)
 
 
-def hold_as(record: object, dtypes: Mapping[str, type]) -> None:
-    """Its arrays in the dtypes in which they are stored, so that every trace that can be made can be read again."""
-    for key, dtype in dtypes.items():
-        object.__setattr__(record, key, held_as(key, getattr(record, key), dtype))
+def hold(record: object, fields: Fields, **sizes: int) -> None:
+    """Its arrays in the dtypes in which they are stored, so that every trace that can be made can be read again.
+
+    sizes:   what a letter stands for; of the others the first array decides.
+    Raises:  TypeError for an array of another kind; ValueError for another shape.
+    """
+    for key, (dtype, axes) in fields.items():
+        object.__setattr__(record, key, held_as(key, getattr(record, key), dtype, axes, sizes))
 
 
-def held_as(key: str, value: np.ndarray, dtype: type) -> np.ndarray:
-    """An array in the dtype in which it is stored. Raises TypeError for one of another kind."""
+def held_as(key: str, value: np.ndarray, dtype: type, axes: str, sizes: dict[str, int]) -> np.ndarray:
+    """One of them; the sizes of its axes are remembered."""
     check_kind(key, value, np.ndarray, "an array")
     if not np.can_cast(value.dtype, dtype, "same_kind"):
         raise TypeError(f"{key} must be {np.dtype(dtype)}, got {value.dtype}; write {key}.astype({dtype.__name__!r})")
+    wanted = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, value.shape))
+    if value.shape != wanted or value.ndim != len(axes):
+        named = ", ".join(f"{axis}={sizes.get(axis, 'any')}" for axis in axes)
+        raise ValueError(f"{key} must have the shape ({named}), got {value.shape}")
     return value.astype(dtype, copy=False)
-
-
-def need_shape(key: str, value: np.ndarray, shape: tuple[int, ...]) -> None:
-    if value.shape != shape:
-        raise ValueError(f"{key} must have shape {shape}, got {value.shape}")
 
 
 def need_ascending(what: str, step: np.ndarray) -> None:

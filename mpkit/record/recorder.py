@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpkit.arguments import (
-    check_alike,
-    check_choice,
-    check_count,
-    check_flags,
-    check_kind,
-    check_number,
-    is_whole,
-)
+from mpkit.arguments import check_alike, check_choice, check_count, check_flags, check_kind, check_number
 from mpkit.casting.low import float_tensors, values_of
 from mpkit.formats import get_format
 from mpkit.optimizers.arguments import coming_rate
@@ -114,10 +106,9 @@ class Recorder(Hook):
         Raises:  TypeError, ValueError for a loss that is not one number, a scale that is not one from 0 on, or a scaler
                  that cannot tell its scale.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            kind = ValueError if isinstance(loss, Tensor) else TypeError
-            raise kind(f"record needs the loss as a tensor of one element, before .item(); got {what}")
+        check_kind("loss", loss, Tensor, "a tensor of one element, before .item()")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss must be one number, got a tensor of shape {tuple(loss.shape)}")
         if loss.is_complex():  # it could be recorded, and then no trace be made
             raise TypeError(f"record needs a real loss, got {loss.dtype}")
         if unscaled is not None:
@@ -141,7 +132,7 @@ class Recorder(Hook):
         if self._last_note and not self._last_note["found_inf_per_device"] and callable(last.get("overflow")):
             last["overflow"] = kept(_not_finite(self._norm()))  # the scaler has yet to take this step
         columns: dict[str, Any] = self._steps.joined(list(STEPS))
-        columns = {name: columns[name].astype(dtype) for name, dtype in STEPS.items()}
+        columns = {name: columns[name].astype(dtype) for name, (dtype, _) in STEPS.items()}
         return Trace(
             **columns,
             gradients=ranges_of(tuple(self._groups), self._gradients),
@@ -179,9 +170,8 @@ class Recorder(Hook):
         Steps that this recorder holds already and that will now be trained again are forgotten.
         Raises:  ValueError for what `state_dict` did not make.
         """
-        index = state.get("index") if isinstance(state, Mapping) else None
-        if not is_whole(index) or index < 0:
-            raise ValueError(f"a recorder's state has an index >= 0, got {state!r}; use what state_dict() returned")
+        check_kind("state", state, Mapping, "what state_dict() returned, with an index")
+        index = check_count("index", state.get("index"), 0)
         check_alike("seconds", seconds := state.get("seconds", 0.0), 0.0)
         check_kind("seen", parts := state.get("seen", {}), Mapping, "a dict of histograms")
         counts = torch.zeros(FIELDS, dtype=torch.int64, device="cpu")
@@ -200,12 +190,7 @@ class Recorder(Hook):
             self._first_amax = min(self._first_amax, index) if len(self._amaxes) else index
 
     def _record(
-        self,
-        loss: Tensor,
-        scale: float | Tensor,
-        unscaled: bool | None,
-        overflow: Tensor | None,
-        optimizer: Optimizer | None,
+        self, loss: Tensor, scale: float | Tensor, unscaled: bool | None, overflow: Tensor | None, optimizer: Any
     ) -> None:
         if not any(p.grad is not None for p in self._parameters):
             raise RuntimeError("no parameter has a gradient: call record after loss.backward() and before zero_grad()")
@@ -301,14 +286,11 @@ def _size(p: nn.Parameter) -> int:
 
 def _checked_scale(scale: object) -> float | Tensor:
     """A scale that somebody gives: refused here and not when the trace is made, after all steps."""
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
-        scale = kept(scale)
-        if isinstance(scale, Tensor):  # on a GPU, where nothing is read
-            return scale
-    if scale == math.inf:  # a policy without a cap can get there
-        return math.inf
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise ValueError(f"scale must be one number, got a tensor of shape {tuple(scale.shape)}")
+    scale = kept(scale)
+    if isinstance(scale, Tensor) or scale == math.inf:  # on a GPU, where nothing is read; of a policy without a cap
+        return scale
     return check_number("scale", scale)
 
 

@@ -10,24 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.arguments import check_kind
+from mpkit.arguments import check_choice, check_kind
 from mpkit.files import read_npz, short, write_whole
 from mpkit.formats import get_format
-from mpkit.record.ranges import RANGES, Ranges, held_as, hold_as, need_ascending, need_shape
+from mpkit.record.ranges import RANGES, Fields, Ranges, held_as, hold, need_ascending
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = "mpkit.trace/1"
-STEPS = {
-    "step": np.int64,
-    "loss": np.float64,
-    "scale": np.float64,
-    "overflow": np.bool_,
-    "lr": np.float64,
-    "grad_norm": np.float64,
-    "seconds": np.float64,
+STEPS: Fields = {
+    key: (np.int64 if key == "step" else np.bool_ if key == "overflow" else np.float64, "N")
+    for key in ("step", "loss", "scale", "overflow", "lr", "grad_norm", "seconds")
 }
+PARTS = ("gradients", "activations")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +62,10 @@ class Trace:
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        hold_as(self, STEPS)
+        sizes: dict[str, int] = {"N": len(self.step)} if isinstance(self.step, np.ndarray) else {}
+        hold(self, STEPS, **sizes)
         check_kind("gradients", self.gradients, Ranges, "Ranges")
         check_kind("activations", self.activations, Ranges, "Ranges", optional=True)
-        for key in STEPS:
-            need_shape(key, getattr(self, key), (len(self.step),))
         need_ascending("the steps", self.step)
         if (self.scale < 0).any():
             raise ValueError("a loss scale is negative: the trace is damaged")
@@ -78,13 +73,13 @@ class Trace:
         check_kind("measured", self.measured, Mapping, "a dict of arrays")
         for name, tops in self.measured.items():
             get_format(name)
-            held_as(f"measured[{name!r}]", tops, np.float64)
-            need_shape(f"measured[{name!r}]", tops, (len(self.step),))
-            if np.isnan(tops).any():
+            if np.isnan(held_as(f"measured[{name!r}]", tops, np.float64, "N", sizes)).any():
                 raise ValueError(f"a measured ceiling of {name} is NaN: the trace is damaged")
-        for part in (self.gradients, self.activations):
-            if part is not None and not np.isin(part.step, self.step).all():
-                raise ValueError("a histogram belongs to a step that the trace does not have")
+        if not all(np.isin(part.step, self.step).all() for part in self._parts().values()):
+            raise ValueError("a histogram belongs to a step that the trace does not have")
+
+    def _parts(self) -> dict[str, Ranges]:
+        return {name: part for name in PARTS if (part := getattr(self, name)) is not None}
 
     def __len__(self) -> int:
         return len(self.step)
@@ -110,10 +105,9 @@ class Trace:
         """All that `save` stores."""
         head = {"schema": SCHEMA, "format": self.format, "meta": dict(self.meta)}
         arrays: dict[str, Any] = {key: getattr(self, key) for key in STEPS}
-        for prefix, part in (("gradients", self.gradients), ("activations", self.activations)):
-            if part is not None:
-                head[prefix] = {"names": part.names, "lowest": part.lowest}
-                arrays |= {f"{prefix}_{key}": getattr(part, key) for key in RANGES}
+        for prefix, part in self._parts().items():
+            head[prefix] = {"names": part.names, "lowest": part.lowest}
+            arrays |= {f"{prefix}_{key}": getattr(part, key) for key in RANGES}
         if self.measured:
             head["measured"] = list(self.measured)
             arrays |= {f"measured_{name}": tops.astype(np.float64) for name, tops in self.measured.items()}
@@ -136,8 +130,8 @@ class Trace:
                 raise ValueError(f"schema {head['schema']!r} is not {SCHEMA!r}")
             if not isinstance(head["meta"], dict):
                 raise ValueError(f"meta must be a mapping, got {head['meta']!r}")
-            parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in ("gradients", "activations") if p in head}
-            columns: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, dtype in STEPS.items()}
+            parts: dict[str, Any] = {p: _ranges(arrays, p, head[p]) for p in PARTS if p in head}
+            columns: dict[str, Any] = {key: _typed(arrays, key, dtype) for key, (dtype, _) in STEPS.items()}
             measured = {str(name): _typed(arrays, f"measured_{name}", np.float64) for name in head.get("measured", [])}
             return cls(**columns, **parts, format=head["format"], meta=head["meta"], measured=measured)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
@@ -154,9 +148,7 @@ class Trace:
 
     def _where(self, keep: np.ndarray) -> Trace:
         columns: dict[str, Any] = {key: getattr(self, key)[keep] for key in STEPS}
-        for part in ("gradients", "activations"):
-            held = getattr(self, part)
-            columns[part] = None if held is None else held.rows(np.isin(held.step, columns["step"]))
+        columns |= {name: part.rows(np.isin(part.step, columns["step"])) for name, part in self._parts().items()}
         columns["measured"] = {name: tops[keep] for name, tops in self.measured.items()}
         return replace(self, **columns)
 
@@ -169,12 +161,8 @@ class Trace:
         if not isinstance(later, Trace):
             return NotImplemented
         if self.format != later.format or (self.activations is None) != (later.activations is None):
-            own, other = (
-                f"{t.format} {'without' if t.activations is None else 'with'} activations" for t in (self, later)
-            )
-            raise ValueError(
-                f"only traces of the same format and with the same parts can be joined, got {own} and {other}"
-            )
+            kinds = [f"{t.format} with {' and '.join(t._parts())}" for t in (self, later)]
+            raise ValueError(f"only traces of one format and the same parts can be joined, got {' and '.join(kinds)}")
         if not len(later):
             return self
         first = self.before(int(later.step[0]))
@@ -182,9 +170,7 @@ class Trace:
         offset = first.seconds[-1] if len(first) and later.seconds[0] <= first.seconds[-1] else 0.0
         columns: dict[str, Any] = {key: np.concatenate([getattr(first, key), getattr(later, key)]) for key in STEPS}
         columns["seconds"] = np.concatenate([first.seconds, later.seconds + offset])
-        for part in ("gradients", "activations"):
-            own, other = getattr(first, part), getattr(later, part)
-            columns[part] = None if own is None else Ranges.chained([own, other])
+        columns |= {name: Ranges.chained([part, getattr(later, name)]) for name, part in first._parts().items()}
         both = [name for name in first.measured if name in later.measured]
         columns["measured"] = {name: np.concatenate([first.measured[name], later.measured[name]]) for name in both}
         return replace(first, **columns)
@@ -198,26 +184,16 @@ class Trace:
 
         if part == "steps":
             return pd.DataFrame({key: getattr(self, key) for key in STEPS}).set_index("step")
-        if part not in ("gradients", "activations"):
-            raise ValueError(f"part must be 'steps', 'gradients' or 'activations', got {part!r}")
-        ranges: Ranges | None = getattr(self, part)
+        check_choice("part", part, ("steps", *PARTS))
+        ranges = self._parts().get(part)
         if ranges is None:
             raise ValueError("this trace has no activations; make it with Recorder(..., activations=True)")
-        rows, names = ranges.largest.shape
+        index = pd.MultiIndex.from_product([ranges.step, ranges.names], names=["step", "name"])
         present = ranges.counts > 0
         low = np.where(present.any(axis=2), ranges.exponents[present.argmax(axis=2)], 0)
-        frame = pd.DataFrame(
-            {
-                "step": np.repeat(ranges.step, names),
-                "name": np.tile(np.array(ranges.names, dtype=object), rows),
-                "size": np.tile(ranges.size, rows),
-                "zeros": ranges.zeros.ravel(),
-                "nonfinite": ranges.nonfinite.ravel(),
-                "largest": ranges.largest.ravel(),
-                "smallest_exponent": low.ravel(),
-            }
-        )
-        return frame.set_index(["step", "name"])
+        columns = {key: getattr(ranges, key).ravel() for key in ("zeros", "nonfinite", "largest")}
+        size = np.tile(ranges.size, len(ranges.step))
+        return pd.DataFrame({"size": size, **columns, "smallest_exponent": low.ravel()}, index=index)
 
 
 def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarray:
@@ -230,5 +206,5 @@ def _typed(arrays: Mapping[str, np.ndarray], key: str, dtype: type) -> np.ndarra
 def _ranges(arrays: Mapping[str, np.ndarray], prefix: str, head: Mapping[str, Any]) -> Ranges:
     if not isinstance(head["names"], list) or not all(isinstance(name, str) for name in head["names"]):
         raise ValueError(f"the names of {prefix} must be a list of strings, got {head['names']!r:.80}")
-    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, dtype in RANGES.items()}
+    columns = {key: _typed(arrays, f"{prefix}_{key}", dtype) for key, (dtype, _) in RANGES.items()}
     return Ranges(names=tuple(head["names"]), lowest=int(head["lowest"]), **columns)
