@@ -553,7 +553,3 @@ def test_wrong_arguments_say_what_is_needed():
         diagnose(chain(), rows(), lambda o, y: o)
     with pytest.raises(TypeError, match="batch must be"):
         diagnose(chain(), {1, 2}, F.cross_entropy)
-
-
-def words(findings) -> str:
-    return "\n".join(map(str, findings))

@@ -196,17 +196,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator)
 
 
-class Op(nn.Module):
-    """A module that runs a function."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 def mlp(*middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 2))

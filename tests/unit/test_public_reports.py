@@ -6,7 +6,6 @@ A row begins with the report (owner/repository#number on GitHub) and what it say
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_diagnose_silent import Table, Written, linear
+from test_watch_loop import Case, watched
 from torch import Tensor, nn
 
-from mpkit.diagnose import diagnose, preflight, watch_loop
+from mpkit.diagnose import diagnose, preflight
 from mpkit.diagnose.mistakes import MISTAKES
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -209,87 +209,25 @@ def test_an_average_in_16_bits() -> None:
         assert "does not move" in found.what
 
 
-# --- loops
+# --- loops, in the words of `test_watch_loop`
 
-
-class Loop:
-    def __init__(self) -> None:
-        self.net = nn.Sequential(linear(8), nn.ReLU(), last())
-        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.01)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-
-    def backward(self, share: int = 1) -> None:
-        with torch.autocast("cpu", HALF):
-            loss = F.cross_entropy(self.net(randn(4, 8)).float(), torch.arange(4) % 3)
-        self.scaler.scale(loss / share).backward()
-
-    def clip(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
-
-    def agc(self) -> None:
-        """Adaptive gradient clipping: each gradient at most a hundredth of its weight."""
-        for p in self.net.parameters():
-            assert p.grad is not None
-            most = 0.01 * p.detach().norm().clamp(min=1e-3)
-            p.grad.mul_((most / p.grad.norm()).clamp(max=1))
-
-    def update(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-
-
-def accumulating(c: Loop, each: Callable[[], Any], at_the_end: Callable[[], Any]) -> None:
-    for i in range(6):
-        c.backward(3)
-        each()
-        if i % 3 == 2:
-            at_the_end()
-
-
-def once(c: Loop, *calls: Callable[[], Any]) -> None:
-    for _ in range(3):
-        c.backward()
-        for call in calls:
-            call()
-
-
-def overflowing(c: Loop, *, before_update: bool) -> None:
-    """The scale begins far too high, and the schedule moves on with every step."""
-    c.scaler.load_state_dict(c.scaler.state_dict() | {"scale": 2.0**30})
-    schedule = torch.optim.lr_scheduler.OneCycleLR(c.optimizer, 0.1, total_steps=9)
-    for _ in range(4):
-        c.optimizer.zero_grad()
-        c.backward()
-        c.scaler.step(c.optimizer)
-        for call in (schedule.step, c.scaler.update) if before_update else (c.scaler.update, schedule.step):
-            call()
-
-
-def inside(c: Loop) -> None:
-    with torch.autocast("cpu", HALF):
-        once(c, c.update)
-
-
-LOOPS: list[tuple[str, Callable[[Loop], Any], str]] = [
-    ("milesial/Pytorch-UNet#468, pytorch/examples#1196, allenai/allennlp#5426 clipped before unscaling", lambda c: once(c, c.clip, c.update), "clip_before_unscale"),
-    ("andreped/GradientAccumulator#19 adaptive clipping of scaled gradients", lambda c: once(c, c.agc, c.update), "clip_before_unscale"),
-    ("TorchSSL/TorchSSL#59 clipped twice, unscaled between", lambda c: once(c, c.clip, lambda: c.scaler.unscale_(c.optimizer), c.update), "clip_before_unscale"),
-    ("microsoft/Swin-Transformer#311, huggingface/accelerate#641 unscaled in every micro-batch", lambda c: accumulating(c, lambda: c.scaler.unscale_(c.optimizer), c.update), "unscale_per_micro_batch"),
-    ("NVIDIA/apex#439, pytorch/pytorch#36601 update in every micro-batch", lambda c: accumulating(c, c.scaler.update, c.update), "update_per_micro_batch"),
-    ("pytorch/pytorch#44511, princeton-vl/RAFT#104 the schedule before update()", lambda c: overflowing(c, before_update=True), "schedule_counts_skips"),
-    ("pytorch/pytorch#55585, huggingface/transformers#11106 the schedule after update()", lambda c: overflowing(c, before_update=False), "schedule_counts_skips"),
-    ("kekmodel/MPL-pytorch#38 nobody clears the gradients of the first step", lambda c: once(c, lambda: c.scaler.step(c.optimizer), c.scaler.update), "not_cleared"),
-    ("pytorch/pytorch#120376 the whole loop inside of the autocast region", inside, "inside_autocast"),
-    ("princeton-vl/RAFT#104 answered by optimizer.step() itself", lambda c: once(c, c.optimizer.step, c.optimizer.zero_grad), "bare_step"),
+LOOPS = [
+    ("milesial/Pytorch-UNet#468, pytorch/examples#1196, allenai/allennlp#5426 clipped before unscaling", "", "scaled clip step update clear", "clip_before_unscale"),
+    ("andreped/GradientAccumulator#19 adaptive clipping of scaled gradients", "", "clear scaled agc step update", "clip_before_unscale"),
+    ("TorchSSL/TorchSSL#59 clipped, and unscaled after that", "", "clear scaled clip unscale step update", "clip_before_unscale"),
+    ("microsoft/Swin-Transformer#311, huggingface/accelerate#641 unscaled in every micro-batch", "", "scaled_third unscale 3:step 3:update 3:clear", "unscale_per_micro_batch"),
+    ("NVIDIA/apex#439, pytorch/pytorch#36601 update in every micro-batch", "", "scaled_third 3:step update 3:clear", "update_per_micro_batch"),
+    ("pytorch/pytorch#44511, princeton-vl/RAFT#104 the schedule before update()", "overflowing scheduled", "clear scaled step schedule_step update", "schedule_counts_skips"),
+    ("pytorch/pytorch#55585, huggingface/transformers#11106 the schedule after update()", "overflowing scheduled", "clear scaled unscale step update schedule_step", "schedule_counts_skips"),
+    ("kekmodel/MPL-pytorch#38 a loop that clears nothing", "", "scaled unscale clip step update", "not_cleared"),
+    ("princeton-vl/RAFT#104 optimizer.step() itself, as a reader thought it missing", "", "clear scaled bare", "bare_step"),
+    ("pytorch/pytorch#120376 the whole loop inside of the autocast region", "", "clear scaled_inside step update", "inside_autocast"),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
-@pytest.mark.parametrize(("report", "loop", "mistake"), LOOPS, ids=lambda v: v.split()[0] if isinstance(v, str) else "")
-def test_a_loop_of_a_report(report: str, loop: Callable[[Loop], Any], mistake: str) -> None:
-    c = Loop()
-    with contextlib.suppress(AssertionError, RuntimeError), watch_loop(c.net, c.optimizer, c.scaler) as seen:
-        loop(c)
+@pytest.mark.parametrize(("report", "before", "loop", "mistake"), LOOPS, ids=lambda v: v.split("#")[0])
+def test_a_loop_of_a_report(report: str, before: str, loop: str, mistake: str) -> None:
+    seen = watched(Case(), loop, before)
     assert [f.mistake for f in seen.findings] == [mistake], f"{report}: {seen}"
     assert seen.findings[0].advice == MISTAKES[mistake]

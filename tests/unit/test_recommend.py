@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from recorded import trace_of
+from test_diagnose import chain, rows
 from torch import Tensor, nn
 
 from mpkit.casting import auto_mixed_precision, cast_like, end_step
@@ -20,32 +18,6 @@ from mpkit.record import AmaxTrace, Recorder
 from mpkit.replay import replay
 from mpkit.scalers import PolicyLossScaler
 from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
-
-
-class Op(nn.Module):
-    """A function as a module, so that a fault has a path."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-def chain(*parts: Any) -> nn.Module:
-    """Linear(8, 8) called "first", then the parts called "fault" or "part1", ..., then Linear(8, 3) called "last"."""
-    torch.manual_seed(0)
-    middle = [(f"part{i}" if i else "fault", p if isinstance(p, nn.Module) else Op(p)) for i, p in enumerate(parts)]
-    network = nn.Sequential()
-    for name, module in [("first", nn.Linear(8, 8)), *middle, ("last", nn.Linear(8, 3))]:
-        network.add_module(name, module)
-    return network
-
-
-def rows(n: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(n, 8, generator=generator), torch.arange(n) % 3
 
 
 class Huge(nn.Module):
