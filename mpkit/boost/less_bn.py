@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import is_parametrized
 
 from mpkit.arguments import checked
 from mpkit.boost.bn_rules import removable
@@ -172,17 +171,13 @@ def _plain_linear(network: nn.Module, name: str) -> nn.Linear:
     """The layer of that name. Raises ValueError unless its output is x W^T + b and nothing else."""
     linear = network.get_submodule(name)
     assert isinstance(linear, nn.Linear)
-    way_out = "leave fn_flag off, or name another layer with last_fc"
-    if isinstance(linear.weight, UninitializedParameter):
-        raise ValueError(f"{name!r} is lazy and has no weight yet; run one batch through the network first")
-    if is_parametrized(linear) or "weight" not in linear._parameters:
-        raise ValueError(
-            f"the weight of {name!r} is computed from others (weight_norm, say) before each call; {way_out}"
-        )
     own = getattr(inspect.unwrap(linear.forward), "__func__", None)  # set on this very layer, perhaps below a cast
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    if own is not nn.Linear.forward or any(hooks):
+    known = "weight" in linear._parameters and not isinstance(linear.weight, UninitializedParameter)
+    if not known or own is not nn.Linear.forward or any(hooks):
         raise ValueError(
-            f"{name!r} is a {type(linear).__name__} with a forward or hooks of its own, which would be lost; {way_out}"
+            f"{name!r} is a {type(linear).__name__} whose weight is not there yet (a lazy one: run one batch) or "
+            "computed from others (weight_norm, say), or with a forward or hooks of its own, which would be lost; "
+            "leave fn_flag off, or name another layer with last_fc"
         )
     return linear

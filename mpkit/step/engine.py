@@ -139,7 +139,8 @@ class Step:
             return None
         gradients = [gradients_of(parameters_of(update.optimizer)) for update in self.updates]
         self._need(gradients)
-        found: list[Any] = [self.scaling.unscale_(grads) if grads else self.scaling.none_found() for grads in gradients]
+        nothing = torch.zeros_like(self.scaling.seed.reshape(()))
+        found: list[Any] = [self.scaling.unscale_(grads) if grads else nothing.clone() for grads in gradients]
         # what DistributedDataParallel has averaged is the same everywhere; inside its Join some processes are gone
         if distributed.several_processes() and not self._alike():
             for flag in found:

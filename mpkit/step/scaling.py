@@ -44,10 +44,6 @@ class Scaling:
         """Divide the gradients by the scale; -> () float32, 1 where one was not finite, or None if nobody looks."""
         return check_and_unscale_(gradients, self.seed)
 
-    def none_found(self) -> Tensor:
-        """What `unscale_` gives where there is nothing to look at."""
-        return torch.zeros((), dtype=torch.float32, device=self.seed.device)
-
     def advance_(self, found_inf: Tensor | None) -> None:
         """Let the scale move."""
         assert found_inf is not None

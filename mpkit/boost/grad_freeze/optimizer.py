@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mpkit.arguments import check_alike, check_kind, checked, is_whole
 from mpkit.boost.grad_centralization import centralize_where_marked
-from mpkit.boost.grad_freeze.update import Freeze, FreezeHook, thaw_
+from mpkit.boost.grad_freeze.update import Freeze, FreezeHook
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
 from mpkit.optimizers.saved import check_saved
@@ -135,18 +135,14 @@ class FreezeOpt(Wrapper):
     @contextmanager
     def frozen(self, index: int | None = None) -> Iterator[None]:
         """Parameters outside the group of `index` (None: the coming step's) need no gradient inside this block."""
-        still = self.freeze_(index)
-        try:
-            yield
-        finally:
-            thaw_(still)
-
-    def freeze_(self, index: int | None = None) -> list[Tensor]:
-        """Switch off the gradients of everything outside the group; -> what was switched off, for `thaw_`."""
         still = [p for p in self.still(index) if p.requires_grad]
         for p in still:
             p.requires_grad_(False)
-        return still
+        try:
+            yield
+        finally:
+            for p in still:
+                p.requires_grad_(True)
 
     def hook(self) -> Hook:
         """A hook that freezes for the forward and backward pass of any train cell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -57,21 +58,13 @@ class FreezeHook(Hook):
     """Switches gradients off for the forward and backward pass of any train cell."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._still: list[Tensor] = []
+        self._optimizer, self._pass = optimizer, ExitStack()
 
     def before_forward(self, ctx: StepContext) -> None:
-        thaw_(self._still)  # left over when the last pass ended in an exception
-        self._still = self._optimizer.freeze_()
+        self._pass.close()  # left over when the last pass ended in an exception
+        self._pass.enter_context(self._optimizer.frozen())
 
     def after_backward(self, ctx: StepContext) -> None:
-        thaw_(self._still)
-        self._still = []
+        self._pass.close()
 
     after_failure = after_backward
-
-
-def thaw_(still: Iterable[Tensor]) -> None:
-    """Switch the gradients of frozen parameters on again."""
-    for p in still:
-        p.requires_grad_(True)
