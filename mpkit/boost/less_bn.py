@@ -60,10 +60,6 @@ class NormalizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.multiplier * F.linear(_unit_rows(x), _unit_rows(self.weight), self.bias)
 
-    def extra_repr(self) -> str:
-        out_features, in_features = self.weight.shape
-        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
-
 
 def _unit_rows(x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a sum of squares leaves float16 at norm 256

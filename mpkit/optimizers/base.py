@@ -394,7 +394,7 @@ class Optimizer(torch.optim.Optimizer):
         before = self.param_groups
         # between the hooks of others: checked is what theirs have made of the state, and theirs see it complete
         hooks = (
-            self.register_load_state_dict_pre_hook(lambda _, given: taken.update(self._checked(given))),
+            self.register_load_state_dict_pre_hook(lambda _, given: taken.update(self.check_state(given))),
             self.register_load_state_dict_post_hook(lambda _: self._complete(taken, before), prepend=True),
         )
         try:
@@ -414,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
                 new.setdefault(name, old[name])
         self._counts = {"global_step": saved["global_step"], "calls": saved["global_step"]}
 
-    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def check_state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Raise TypeError or ValueError unless each saved weight has the tensors that it starts with here."""
         check_saved(self, saved, whole=True)
         if "global_step" not in saved:

@@ -162,19 +162,26 @@ class BFloat16Weights(Wrapper):
         generator = None if self.generator is None else self.generator.get_state()
         return {"inner": inside, "way": self.way, "lost": lost, "generator": generator}
 
+    def check_state(self, saved: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for a state of another way or other parameters."""
+        check_alike("the state of BFloat16Weights", saved, {"inner": {}, "way": None, "lost": None, "generator": None})
+        check_kind("lost", saved["lost"], (list, tuple), "a list of tensors")
+        for value in saved["lost"]:
+            check_kind("each of lost", value, Tensor, "a tensor")
+        check_kind("generator", saved["generator"], Tensor, "a generator's state", optional=True)
+        check_saved(self.optimizer, saved["inner"])
+        if saved["way"] != self.way:
+            raise ValueError(f"this state belongs to way={saved['way']!r}, this optimizer has way={self.way!r}")
+        if [v.shape for v in saved["lost"]] != [v.shape for v in self._lost_now()]:
+            raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
+
+    def _lost_now(self) -> list[Tensor]:
+        return [self._lost[p] for p in self._stand_ins() if p in self._lost]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it belongs to another way or other parameters."""
-        check_alike("the state of BFloat16Weights", state, {"inner": {}, "way": None, "lost": None, "generator": None})
-        check_kind("lost", state["lost"], (list, tuple), "a list of tensors")
-        for value in state["lost"]:
-            check_kind("each of lost", value, Tensor, "a tensor")
-        check_kind("generator", state["generator"], Tensor, "a generator's state", optional=True)
-        check_saved(self.optimizer, state["inner"])
-        if state["way"] != self.way:
-            raise ValueError(f"this state belongs to way={state['way']!r}, this optimizer has way={self.way!r}")
-        lost = [self._lost[p] for p in self._stand_ins() if p in self._lost]
-        if [v.shape for v in state["lost"]] != [v.shape for v in lost]:
-            raise ValueError("this state belongs to other parameters: what Kahan kept has other shapes")
+        self.check_state(state)
+        lost = self._lost_now()
         with self._float32(filled=True):  # torch casts a state to the shape and dtype of its parameter
             self.optimizer.load_state_dict(copy.deepcopy(state["inner"]))
         for value, saved in zip(lost, state["lost"]):

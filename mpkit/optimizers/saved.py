@@ -46,6 +46,11 @@ def check_saved(optimizer: torch.optim.Optimizer, saved: object, *, whole: bool 
         check_kind(f"state[{key!r}]", held, Mapping, "a dict, as state_dict() gave it")
 
 
+def check_state(optimizer: torch.optim.Optimizer, saved: object) -> None:
+    """Raise TypeError or ValueError unless an optimizer, asked itself if it can be, takes `saved` over."""
+    getattr(type(optimizer), "check_state", check_saved)(optimizer, saved)
+
+
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The class of an optimizer, and those of the optimizers inside it, each with its bases down to torch's."""
     own = [cls.__name__ for cls in type(optimizer).__mro__ if cls is not torch.optim.Optimizer and cls is not object]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from mpkit.arguments import check_kind
 from mpkit.optimizers.arguments import need_plain_step
 from mpkit.optimizers.base import Loss, evaluated
+from mpkit.optimizers.saved import check_state
 
 NOT_MINE = frozenset({"optimizer", "found_inf", "grad_scale"})
 PATCHES = frozenset({"step", "_opt_called", "found_inf", "grad_scale"})
@@ -84,6 +85,10 @@ class Wrapper(TorchOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside."""
         return self.optimizer.state_dict()
+
+    def check_state(self, saved: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for what the optimizer inside cannot take over."""
+        check_state(self.optimizer, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave."""

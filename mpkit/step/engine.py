@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpkit.arguments import check_alike
 from mpkit.optimizers.arguments import parameters_of
-from mpkit.optimizers.saved import check_kinds, check_saved, kinds_of
+from mpkit.optimizers.saved import check_kinds, check_state, kinds_of
 from mpkit.step import distributed
 from mpkit.step.hooks import Hook, StepContext
 from mpkit.step.phases import backward, checked_loss, gradients_of, narrow_, need_gradients, widen_
@@ -194,8 +194,7 @@ class Step:
             raise ValueError("the saved step had other hooks, or another kind of scale; build it as it was saved")
         for update, kinds, saved in zip(self.updates, state["kinds"], state["optimizers"]):
             check_kinds(update.optimizer, kinds)
-            if "param_groups" in update.optimizer.state_dict():
-                check_saved(update.optimizer, saved)
+            check_state(update.optimizer, saved)
         check_alike("rule", state["rule"], rule)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

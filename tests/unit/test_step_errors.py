@@ -19,7 +19,7 @@ from mpkit.scalers import (
     DynamicLossScaler,
     FixedLossScaleManager,
 )
-from mpkit.step import ScaledStep, TrainOneStepCell, build_train_network
+from mpkit.step import Hook, ScaledStep, TrainOneStepCell, build_train_network
 
 
 def one_weight(dtype=torch.float32, value=0.0):
@@ -217,3 +217,38 @@ def test_gradients_of_a_plain_backward_pass_are_told_to_be_unscaled():
     with pytest.raises(RuntimeError, match="are unscaled"):
         step.update()
     assert (a.item(), a.grad.item()) == (1.0, 1.0)
+
+
+def test_a_state_that_one_part_refuses_reaches_no_other_part():
+    class Counts(Hook):
+        held = 0
+
+        def state_dict(self):
+            return {"held": self.held}
+
+        def load_state_dict(self, state):
+            self.held = state["held"]
+
+    counts = Counts()
+    optimizers = [opt.Momentum([one_weight()], 0.1, 0.9), opt.Adam([one_weight()], 0.1)]
+    step = ScaledStep(optimizers, DynamicLossScaler(8.0, 2, 2))
+    step.hooks.append(counts)
+    step.backward(sum(o.param_groups[0]["params"][0] for o in optimizers).sum())
+    step.update()
+    before = copy.deepcopy(step.state_dict())
+    for change in (
+        lambda state: state["optimizers"][1].update(param_groups=[]),
+        lambda state: state["optimizers"][1]["state"][0].update(moment1=None),
+        lambda state: state["optimizers"].reverse(),
+        lambda state: state["rule"].pop("counter"),
+        lambda state: state.update(scale=torch.ones(3)),
+    ):
+        saved = copy.deepcopy(before)
+        saved["hooks"] = [{"held": 7}]
+        saved["optimizers"][0]["param_groups"][0]["momentum"] = 0.5
+        change(saved)
+        with pytest.raises((ValueError, TypeError)):
+            step.load_state_dict(saved)
+        assert_same(step.state_dict(), before)
+    step.load_state_dict({**before, "hooks": [{"held": 7}]})
+    assert counts.held == 7

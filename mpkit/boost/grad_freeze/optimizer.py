@@ -17,7 +17,7 @@ from mpkit.boost.grad_centralization import centralize_where_marked
 from mpkit.boost.grad_freeze.update import Freeze, FreezeHook
 from mpkit.boost.process import regroup, subset
 from mpkit.optimizers.arguments import inner, parameters_of
-from mpkit.optimizers.saved import check_saved
+from mpkit.optimizers.saved import check_state
 from mpkit.optimizers.wrapper import PATCHES, Wrapper
 from mpkit.step import Hook
 from mpkit.step.phases import skips_on_device
@@ -197,21 +197,26 @@ class FreezeOpt(Wrapper):
         states = [opt.state_dict() for opt in self.optimizers]
         return {**self._counts, "strategy": list(self.strategy), "optimizers": states}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for a state that does not fit the groups and `faithful`."""
+        check_alike("the state of a FreezeOpt", state, {**self._counts, "strategy": None, "optimizers": None})
+        check_alike("optimizers", state["optimizers"], [None] * len(self.optimizers))
+        check_kind("strategy", state["strategy"], (list, tuple), "a list of group indices")
+        places = _checked_strategy(state["strategy"] or None, len(self.groups)) or self.groups
+        counts = [state[name] for name in self._counts]
+        if not all(map(is_whole, counts)) or not 0 <= state["step_index"] < len(places):
+            raise ValueError(f"step_index must be a place of the strategy and steps a number of calls, got {counts}")
+        for opt, saved in zip(self.optimizers, state["optimizers"]):
+            check_state(opt, saved)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Raises ValueError if it does not fit the groups and `faithful`."""
-        check_alike("the state of a FreezeOpt", state_dict, {**self._counts, "strategy": None, "optimizers": None})
-        check_alike("optimizers", state_dict["optimizers"], [None] * len(self.optimizers))
-        check_kind("strategy", state_dict["strategy"], (list, tuple), "a list of group indices")
-        strategy = _checked_strategy(state_dict["strategy"] or None, len(self.groups))
-        counts = {name: state_dict[name] for name in self._counts}
-        if not all(map(is_whole, counts.values())) or not 0 <= counts["step_index"] < len(strategy or self.groups):
-            raise ValueError(f"step_index must be a place of the strategy and steps a number of calls, got {counts}")
-        for opt, saved in (pairs := list(zip(self.optimizers, state_dict["optimizers"]))):
-            check_saved(opt, saved)
-        for opt, saved in pairs:
+        self.check_state(state_dict)
+        for opt, saved in zip(self.optimizers, state_dict["optimizers"]):
             opt.load_state_dict(saved)
             self._hand_on(opt, back=True)
-        self.strategy, self._counts = strategy, counts
+        self.strategy = list(state_dict["strategy"])
+        self._counts = {name: state_dict[name] for name in self._counts}
 
     # what is faithful to MindSpore: an optimizer for each group
 
