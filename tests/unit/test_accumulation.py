@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from mpkit.boost import AutoBoost, BoostTrainOneStepCell
 from mpkit.boost.grad_accumulation import GradientAccumulation
 from mpkit.optimizers import Momentum
 from mpkit.step import ScaledStep, TrainOneStepWithLossScaleCell
-
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def linear(seed: int = 0) -> nn.Linear:

@@ -134,10 +134,3 @@ def test_a_compiled_cell_makes_no_graph_for_its_later_steps(cell, optimizer):
     assert compiled.index == eager.index == 16
     torch.testing.assert_close(list(compiled.network.parameters()), list(eager.network.parameters()))
     torch.compiler.reset()
-
-
-@pytest.fixture(params=["on a device", "at hand"])
-def flags(request, monkeypatch):
-    """Where `found_inf` is read, and where neutral coefficients take the decision; see tests/test_optimizers.py."""
-    if request.param == "on a device":
-        monkeypatch.setattr(opt.base, "AT_HAND", frozenset())

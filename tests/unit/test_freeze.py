@@ -185,13 +185,6 @@ def test_the_hook_freezes_inside_any_train_cell_and_thaws_after_an_error() -> No
     assert all(p.requires_grad for p in net.parameters())
 
 
-def train(net: Loss, optimizer: FreezeOpt, seed: int) -> None:
-    optimizer.zero_grad()
-    with optimizer.frozen():
-        net(*batch(seed)).backward()
-    optimizer.step()
-
-
 # the formula
 
 

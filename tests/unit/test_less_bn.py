@@ -176,23 +176,6 @@ def test_half_precision_norms_do_not_overflow() -> None:
     assert y.isfinite().all()
 
 
-# the structural rule at its edges
-
-
-def conv(inputs: int, outputs: int, kernel: int | tuple[int, int] = 1, groups: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, padding="same", groups=groups)
-
-
-def chained(*convolutions: nn.Conv2d) -> nn.Sequential:
-    """Each with a BatchNorm, and an activation between two: "0" conv, "1" norm, "2" activation, "3" conv, ..."""
-    layers = [layer for c in convolutions for layer in (c, nn.BatchNorm2d(c.out_channels), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def two() -> nn.Sequential:
-    return chained(conv(3, 3), conv(3, 3))
-
-
 # --- LessBN's last layer
 
 

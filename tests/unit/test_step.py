@@ -387,12 +387,6 @@ def test_an_optimizer_that_needs_a_closure_and_a_complex_loss_are_refused():
 # --- what a step says when it cannot
 
 
-def parts(**changes):
-    net = network()
-    given_ = {"network": WithLossCell(net, nn.MSELoss()), "optimizer": torch.optim.SGD(net.parameters(), 0.1)}
-    return given_ | changes
-
-
 class Loss(nn.Module):
     """Returns whatever `make` makes of the network's output."""
 
