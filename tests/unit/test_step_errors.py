@@ -240,7 +240,7 @@ def test_a_state_that_one_part_refuses_reaches_no_other_part():
         lambda state: state["optimizers"][1].update(param_groups=[]),
         lambda state: state["optimizers"][1]["state"][0].update(moment1=None),
         lambda state: state["optimizers"].reverse(),
-        lambda state: state["rule"].pop("counter"),
+        lambda state: state["rule"].clear(),
         lambda state: state.update(scale=torch.ones(3)),
     ):
         saved = copy.deepcopy(before)
