@@ -9,7 +9,7 @@ IN_TEST = tests/page/test_browser.py::test_a_notebook_runs_and_its_controls_work
 PYTEST = python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -rs
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help lab test more tools check bench gpu notebooks labs
+.PHONY: help lab test more tools check bench gpu site notebooks
 .NOTPARALLEL:
 
 help:  ## this list
@@ -40,8 +40,9 @@ bench:  ## what it costs on this machine; make bench ARGS="--only rounding"
 gpu:  ## on a machine with a GPU: its tests and benchmarks; make gpu PYTHON=python3 ARGS=--quick
 	$(FOUND) $(PYTHON) tests/tools/gpu.py $(ARGS)
 
-notebooks:  ## run every notebook, store its outputs, show how the texts differ
-	$(RUN) python notebooks/execute.py $(ARGS)
+site:  ## the course as static pages that need no kernel, into build/site; make site ARGS=FOLDER
+	$(RUN) python notebooks/site/publish.py $(or $(ARGS),build/site)
 
-labs:  ## what students get, into notebooks/labs, from notebooks/instructor; make labs ARGS="--variant 7"
-	$(RUN) python notebooks/instructor/labs.py release $(ARGS)
+notebooks:  ## run every notebook, store its outputs, show how the texts differ; then the labs as students get them
+	$(RUN) python notebooks/execute.py $(ARGS)
+	$(if $(ARGS),,$(RUN) python notebooks/instructor/labs.py release)

@@ -21,7 +21,7 @@ BIN = os.path.join(VENV, "Scripts" if os.name == "nt" else "bin")
 OLDEST, NEWEST = (3, 11), (3, 13)
 PIP_OPTIONS = ("--disable-pip-version-check", "--progress-bar=on")
 QUIET = {"fetchNews": "false", "checkForUpdates": False}
-EXTRAS = {"lab": "lab", "test": "test,course"}
+EXTRAS = {"lab": "lab", "test": "test,course,site"}
 LESSONS = "mpkit-lessons"  # the reader's own copy, so that the checkout stays as it is
 
 

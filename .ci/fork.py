@@ -17,6 +17,7 @@ FILES = (
     *(f"notebooks/{f}/lab07_gpu.ipynb" for f in ("labs", "instructor")),
 )
 PREFIXES = r"github\.com/|colab\.research\.google\.com/github/|mybinder\.org/v2/gh/"
+PAGES = "https://{}.github.io/{}/"
 
 
 def address(root: Path = ROOT) -> tuple[str, str]:
@@ -40,7 +41,8 @@ def fork(owner: str, repo: str, root: Path = ROOT) -> list[str]:
     now = re.escape("/".join(address(root)))
     addresses = re.compile(rf"({PREFIXES}){now}(?![.-]*\w)")
     texts = {name: (root / name).read_text("utf-8") for name in FILES}  # all of them, before one is written
-    led = {name: addresses.sub(lambda m: f"{m[1]}{owner}/{repo}", text) for name, text in texts.items()}
+    site = PAGES.format(*address(root)), PAGES.format(owner, repo)
+    led = {name: addresses.sub(lambda m: f"{m[1]}{owner}/{repo}", t).replace(*site) for name, t in texts.items()}
     changed = [name for name in FILES if led[name] != texts[name]]
     for name in changed:
         (root / name).write_text(led[name], "utf-8")

@@ -28,7 +28,7 @@ JUPYTER_SIDE = (
         "test_other_machines",
         "test_pressed*",
     ),
-    *("test_scene", "test_sentences*", "test_slides", "test_ten_questions*", "test_widgets_*"),
+    *("test_scene", "test_sentences*", "test_site", "test_slides", "test_ten_questions*", "test_widgets_*"),
     "test_wrong_input",
 )
 collect_ignore_glob = [] if find_spec("jupyterlab") else [f"*{name}.py" for name in JUPYTER_SIDE]

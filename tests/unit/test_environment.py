@@ -146,9 +146,9 @@ def test_make_lab_opens_a_copy_without_results(bootstrap, monkeypatch):
 
 @pytest.mark.parametrize("python", ["/nowhere/python3", "ls", "true"])
 def test_what_is_no_python_is_told_by_its_name(python):
-    """`make labs PYTHON=true` did nothing and ended well; a shim of a Python that is not installed told of itself."""
+    """`make notebooks PYTHON=true` did nothing and ended well; a shim of no installed Python told of itself."""
     done = subprocess.run(
-        ["make", "--no-print-directory", "labs", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True
+        ["make", "--no-print-directory", "notebooks", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode != 0
     assert done.stdout.startswith(

@@ -1,0 +1,260 @@
+"""A view -> its pictures, computed beforehand: one classic script for each view, from which page.js answers.
+
+A picture is what the widget gets in Jupyter for one setting of all parameters (`mpkit.view.page.Page`). Computed are
+what the lesson's words ask to try, every control alone, what boxes, buttons and handles set, then pairs of controls.
+Parts that are equal are stored once. Work in the background, a training say, is done here, and its end is recorded.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpkit.view import ahead
+from mpkit.view.controls import Choice
+from mpkit.view.page import Page
+from mpkit.view.views import View
+
+MOST = 300
+"""Pictures of one view, unless `PLANS` says otherwise."""
+ALONE = 45
+"""Values of one control while the others stand as the lesson has them."""
+ROW = 17
+"""Values of the first control of a pair."""
+
+PLANS: dict[str, dict[str, Any]] = {  # what a lesson is about: pairs of controls, and how many pictures they are worth
+    "dynamics": {
+        "most": 900,
+        "pairs": [("factor", "window"), *(("run", n) for n in ("window", "start", "factor", "floor", "hold"))],
+    },
+    "bits": {"most": 500, "pairs": [("bits", "bits"), ("fmt", "bits")]},
+    "live": {"work": ({}, {"start": 30}, {"window": 5}, {"window": 100}, {"dtype": "bfloat16"}, {"level": "O0"})},
+}
+LIVE = {"steps": 240}
+"""What a recorded training has, whatever the lesson's has."""
+
+
+class Table:
+    """The pictures of a view that were computed, by their parameters."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self.maker, self.plan = view, view.maker, PLANS.get(view.maker.__name__, {})
+        self.step = (view.sheet.step or {}).get("name")
+        self.names = [n for n in self.maker.controls if n != self.step]
+        self.line = self._line() if {"drawn", "typed", "shown"} <= set(self.names) else None
+        if self.line:  # what the reader will draw is not known here
+            self.names = [n for n in self.names if n not in ("drawn", "typed")]
+        self.nodes, self.where, self.work = list[dict[str, Any]](), dict[str, int](), list[tuple[int, str, int]]()
+        self.refused = list[tuple[list[Any], str]]()
+        self.add(view)
+
+    def add(self, view: View) -> int:
+        """Keep the picture of a view; its number."""
+        state = [self._told(n, view.params[n]) for n in self.names]
+        key = json.dumps(state)
+        if key not in self.where:
+            self.where[key] = len(self.nodes)
+            sheet = view.sheet
+            spec = dict(sheet.spec())
+            kept = spec.pop("kept") | spec.pop("data")
+            last = (sheet.step or {"count": 1})["count"] - 1
+            self.nodes.append({
+                "state": state,
+                "spec": inlined(spec, kept) | {"data": {}},
+                "idle": sorted(sheet.idle),
+                "buttons": {label: None if callable(does) else does for label, does in sheet.buttons.items()},
+                "rows": sheet.rows if sheet.rows is not None else sheet.table(last),
+            })  # fmt: skip
+        return self.where[key]
+
+    def _told(self, name: str, value: Any) -> Any:
+        """A parameter as the page knows it; what is no JSON, such as a training, by its place."""
+        if isinstance(self.maker.controls[name], Choice):
+            return str(value)
+        return plain(value) if value is None or isinstance(value, str | int | float | list | dict) else len(self.nodes)
+
+    def go(self, view: View, changed: Mapping[str, Any]) -> View | None:
+        """The view with other parameters, its picture kept; None where they are refused, and why is kept."""
+        try:
+            other = self.maker(**view.params | changed)
+        except ValueError as error:
+            state = [self._told(n, (view.params | changed)[n]) for n in self.names]
+            self.refused.append((state, str(error)))
+            return None
+        self.add(other)
+        return other
+
+    def places(self, view: View, name: str, most: int) -> list[dict[str, Any]]:
+        """What a control, or else a handle or boxes of that name, can set."""
+        rows = Page(view).controls
+        row = next((r for r in rows if r["name"] == name), {})
+        if row.get("kind") in ("checkbox", "choice"):
+            return (
+                [{name: v} for v in (True, False)]
+                if row["kind"] == "checkbox"
+                else [{name: v} for _, v in row["options"]]
+            )
+        mark, values = (None, row["grid"]) if "grid" in row else ahead.positions(view.sheet.spec(), rows, name)
+        now = (mark or {}).get("at", view.params.get(name))
+        some = thin(values, most, now if isinstance(now, int | float) else 0)
+        changes = [ahead.change(mark, name, value, view.index) for value in some]
+        return [sets | {n: view.params[n] | more for n, more in strokes.items()} for sets, strokes in changes]
+
+    def moved(self) -> list[str]:
+        """Names of all that can be moved: controls, handles, boxes; but for the step, which the page moves alone."""
+        marks = [m for p in self.view.sheet.panels for m in p.marks if m.get("sets") or m["type"] == "handle"]
+        controls = [r["name"] for r in Page(self.view).controls if r["kind"] != "text"]
+        return [n for n in dict.fromkeys([*controls, *(m["name"] for m in marks)]) if n != self.step]
+
+    def fill(self, most: int) -> None:
+        """Compute pictures, what matters most first."""
+        if self.line:
+            last = self.maker.controls["drawn"].steps - 1
+            self.go(self.view, {"shown": True, "drawn": {last: self.line["low"]}})
+            return
+        for given in [t["set"] for t in self.view.tries]:
+            self.go(self.view, given)
+        for given in self.plan.get("work", ())[: max(1, most // 50)]:
+            self._train(given)
+        for label in self.view.sheet.buttons:
+            at: View | None = self.view
+            for _ in range(min(20, most)):  # a button is pressed again and again
+                does = at.sheet.buttons.get(label) if at else None
+                at = self.go(at, does) if at and isinstance(does, Mapping) else None
+        moved = self.moved()
+        for name in moved:
+            for sets in self.places(self.view, name, min(ALONE, most)):
+                self.go(self.view, sets)
+        if math.prod(len(self.places(self.view, name, min(ALONE, most))) for name in moved) <= most:
+            return self.all(self.view, moved, most)
+        pairs = self.plan.get("pairs") or list(combinations(moved, 2))
+        for k, (one, other) in enumerate(pairs):
+            room = max(0, most - len(self.nodes)) // (len(pairs) - k)
+            first = self.places(self.view, one, ROW) if room else []
+            for sets in first:
+                at = self.go(self.view, sets)
+                for more in self.places(at, other, max(2, room // len(first))) if at else []:
+                    if len(self.nodes) < most:
+                        self.go(at, more)
+
+    def all(self, view: View, names: list[str], most: int) -> None:
+        """Every combination of some controls."""
+        for sets in self.places(view, names[0], min(ALONE, most)) if names else []:
+            at = self.go(view, sets)
+            if at:
+                self.all(at, names[1:], most)
+
+    def _train(self, given: Mapping[str, Any]) -> None:
+        """Do the work of the first button, with some parameters, and record its end."""
+        begun = self.go(self.view, given)
+        if begun:
+            label = next(name for name, does in begun.sheet.buttons.items() if callable(does))
+            done = self.maker(**begun.params | LIVE)
+            done.press(label)
+            done.wait(600)
+            self.work.append((self.add(begun), label, self.add(done)))
+
+    def _line(self) -> dict[str, Any]:
+        """How typed numbers make a line: what is asked for, and the line of each number, which add up."""
+        drawn, asked = self.maker.controls["drawn"], _refused(self.maker, typed="?")
+        count = len(re.findall(r"-?\d+(?:\.\d+)?", asked.partition(" such as ")[2].partition(", each")[0]))
+
+        def line(values: Sequence[float]) -> np.ndarray:
+            return np.asarray(self.maker(typed=" ".join(map(str, values))).numbers["guess"], dtype=float)
+
+        low = line([drawn.low] * count)
+        each = [line([drawn.low] * k + [drawn.high] + [drawn.low] * (count - k - 1)) - low for k in range(count)]
+        parts = [np.round(part / (drawn.high - drawn.low), 6).tolist() for part in each]
+        first = _refused(self.maker, shown=True)
+        return {"asked": asked, "first": first, "low": drawn.low, "high": drawn.high, "parts": parts}
+
+
+def _refused(maker: Any, **given: Any) -> str:
+    """Why a view refuses some parameters."""
+    try:
+        maker(**given)
+    except ValueError as error:
+        return str(error)
+    raise ValueError(f"{maker.__name__} does not refuse {given}")
+
+
+def thin(values: Sequence[Any], most: int, now: float) -> list[Any]:
+    """At most so many of some values: a third around the present one, the others evenly, small ones more densely."""
+    if len(values) <= most:
+        return list(values)
+    ranks = range(len(values))
+    near = sorted(ranks, key=lambda k: abs(values[k] - now))[: most // 3]
+    rest, grows = most - len(near), values[0] >= 0 and len(values) > 3 * most
+    far = np.geomspace(1, len(values), rest) - 1 if grows else np.linspace(0, len(values) - 1, rest)
+    return [values[k] for k in sorted({*near, *(round(v) for v in far)})]
+
+
+def plain(value: object) -> Any:
+    """A value as JSON: inf and NaN, which that lacks, as {"float": name}, numpy's numbers as Python's."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def inlined(value: Any, kept: Mapping[str, Any]) -> Any:
+    """A part of a sheet with the numbers that it names in their place; the store keeps equal ones once."""
+    if isinstance(value, dict):
+        return kept[value["ref"]] if value.keys() == {"ref"} else {k: inlined(v, kept) for k, v in value.items()}
+    return [inlined(v, kept) for v in value] if isinstance(value, list | tuple) else value
+
+
+def packed(value: object) -> bytes:
+    """A tree of dicts, lists, numbers, words and bytes, compressed: the length of the text, the text, the bytes.
+
+    {"$": k} in the text stands for part k of its `pool`, {"b": [from, length]} for a part of the bytes.
+    """
+    pool, where, store = list[Any](), dict[Any, int](), bytearray()
+
+    def kept(key: Any, part: Any) -> dict[str, int]:
+        if key not in where:
+            where[key] = len(pool)
+            pool.append(part)
+        return {"$": where[key]}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, bytes):
+            if value not in where:
+                store.extend(value)
+            return kept(value, {"b": [len(store) - len(value), len(value)]})
+        if isinstance(value, Mapping):
+            value = {str(k): told(v) for k, v in value.items()}
+        elif isinstance(value, list | tuple):
+            value = [told(v) for v in value]
+        else:
+            value = plain(value)
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return kept(text, value) if len(text) > 24 else value
+
+    root = told(value)
+    text = json.dumps({"pool": pool, "root": root}, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return zlib.compress(len(text).to_bytes(4, "big") + text + store, 9)
+
+
+def write(view: View, path: Path, most: int | None = None) -> dict[str, Any]:
+    """Compute the pictures of a view and write its script; how many they are, and what they weigh in kB."""
+    table, page = Table(view), Page(view)
+    table.fill(most or table.plan.get("most", MOST))
+    data = packed({
+        "controls": page.controls, "tries": [[t["say"], t["set"]] for t in view.tries], "names": table.names,
+        "step": table.step, "index": view.index, "line": table.line, "work": table.work, "refused": table.refused,
+        "nodes": table.nodes,
+    })  # fmt: skip
+    path.write_text(f'mpkitTable("{path.stem}","{base64.b64encode(data).decode()}")', "ascii")
+    return {"pictures": len(table.nodes), "kB": len(data) // 1000}
