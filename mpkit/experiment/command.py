@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ HELP = """grid.json, for instance:
   {"grid": {"level": ["O0", "O2"], "dtype": ["fp16", "bfloat16"], "scaler": [null, "torch"]},
    "fixed": {"network": "LeNet5", "data": "digits", "epochs": 3},
    "seeds": 5, "baseline": {"level": "O0"}, "metrics": ["accuracy", "seconds_per_step"]}
-"run" is "package.module:function" (default: mpkit.experiment.train); "fixed" are arguments of every cell.
+"run" is "package.module:function" (default: mpkit.experiment.train); "fixed" are arguments of every cell that does
+not say otherwise.
 The finished cells go to the folder beside it, grid/; a file named stop in it ends the experiment; Ctrl-C does, too."""
 
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked: dict[str, Any] = read(options.grid) if options.grid.is_file() else {}
         else:
             asked = read(options.grid)
-            results = _results(asked, folder, options)
+            results = results_of(asked, folder, options.jobs, options.retry)
         print(told(results, asked.get("metrics")))
     except (OSError, TypeError, ValueError) as error:
         kept = "; what is finished is kept: give the same line again" if getattr(error, "errno", None) in FULL else ""
@@ -58,33 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if results.failures else 0
 
 
-def _results(asked: dict[str, Any], folder: Path, options: argparse.Namespace) -> Results:
+def results_of(asked: dict[str, Any], folder: Path, jobs: int | None = None, retry: bool = False) -> Results:
+    """The experiment that a grid file asks for."""
     sys.path.insert(0, str(Path.cwd()))  # "package.module:function" may lie beside the file, as with python -m
-    run = found(asked["run"]) if "run" in asked else train
-    return experiment(
-        run,
-        cells(asked),
-        seeds=asked.get("seeds", 5),
-        folder=folder,
-        baseline=asked.get("baseline"),
-        n_jobs=asked.get("n_jobs") if options.jobs is None else options.jobs,
-        retry=options.retry,
-    )
-
-
-def cells(asked: dict[str, Any]) -> Any:
-    """The grid of a file, with what is fixed in every cell; a cell that is written out may have another value.
-
-    Raises:  ValueError where a dict of lists varies what is fixed.
-    """
-    grid, fixed = asked["grid"], asked.get("fixed", {})
-    if isinstance(grid, dict) and grid and all(isinstance(cell, dict) for cell in grid.values()):
-        return {name: {**fixed, **cell} for name, cell in grid.items()}
-    if isinstance(grid, dict):
-        if twice := sorted(fixed.keys() & grid.keys()):
-            raise ValueError(f"{twice[0]!r} is in 'fixed' and in 'grid'; leave it in one of them")
-        return {**{name: [value] for name, value in fixed.items()}, **grid}
-    return [{**fixed, **cell} if isinstance(cell, dict) else cell for cell in grid]
+    run = partial(found(asked["run"]) if "run" in asked else train, **asked.get("fixed", {}))
+    options = {key: asked[key] for key in ("seeds", "baseline", "n_jobs") if key in asked}
+    options |= {} if jobs is None else {"n_jobs": jobs}
+    return experiment(run, asked["grid"], folder=folder, retry=retry, **options)
 
 
 def read(path: Path) -> dict[str, Any]:

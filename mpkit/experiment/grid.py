@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mpkit.arguments import is_whole
@@ -156,12 +157,13 @@ def check_call(run: Callable[..., Any], cells: Sequence[Cell]) -> None:
     """
     if not callable(run):
         raise TypeError(f"run must be a function run(seed=..., **cell), got {type(run).__name__}")
+    inner, given, fixed = (run.func, run.args, run.keywords) if isinstance(run, partial) else (run, (), {})
     try:
-        signature = inspect.signature(run)
+        signature = inspect.signature(inner)
     except (TypeError, ValueError):
         return  # a built-in tells it when it is called
     for cell in cells:
         try:
-            signature.bind(seed=0, **cell.arguments)
+            signature.bind(*given, **{**fixed, "seed": 0, **cell.arguments})
         except TypeError as error:
             raise TypeError(f"run{signature} cannot be called as run(seed=..., {cell.label}): {error}") from None

@@ -23,7 +23,7 @@ def written(path, **asked):
 
 
 def test_a_grid_runs_tells_what_it_found_and_is_shown_again(tmp_path, capsys):
-    file = written(tmp_path / "g.json", grid={"x": [1, 2]}, fixed={"k": 10}, baseline={"x": 1})
+    file = written(tmp_path / "g.json", grid={"x": [1, 2]}, fixed={"k": 10, "x": 9}, baseline={"x": 1})
     assert main(["experiment", file]) == 0
     told = capsys.readouterr().out
     assert "6 runs of 2 cells from 3 seeds" in told
@@ -49,6 +49,7 @@ def test_a_failed_run_is_told_with_its_error_and_the_status_says_so(tmp_path, ca
         ('{"grid": {"x": [1]}, "seed": 1}', "unknown: ['seed']"),
         ('{"grid": {"x": 1}}', "must be a list of values"),
         ('{"grid": [], "run": "nothing_there:f"}', "names nothing that can be imported"),
+        ('{"grid": {"level": ["O0"]}, "fixed": {"networks": 1}}', "unexpected keyword argument 'networks'"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(tmp_path, capsys, text, sentence):
@@ -88,11 +89,6 @@ def test_a_fault_in_the_readers_own_module_is_told_with_its_file_and_line(text, 
 def test_a_name_that_names_nothing_is_told_with_the_form_of_one(name):
     with pytest.raises(ValueError, match="names nothing that can be imported as"):
         found(name)
-
-
-def test_a_value_that_is_fixed_and_varied_is_refused(tmp_path, capsys):
-    assert main(["experiment", written(tmp_path / "g.json", grid={"x": [1]}, fixed={"x": 2})]) == 2
-    assert "'x' is in 'fixed' and in 'grid'; leave it in one of them" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_with_what_becomes_of_the_finished_cells(tmp_path, monkeypatch, capsys):

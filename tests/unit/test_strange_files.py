@@ -115,8 +115,11 @@ def _results(path: Path) -> None:
 def _planned(path: Path) -> None:
     """A grid file up to the point where its first cell would run."""
     asked = command.read(path)
-    options = {"seeds": asked.get("seeds", 5), "baseline": asked.get("baseline"), "progress": False}
-    assert experiment(stopped, command.cells(asked), n_jobs=1, version="any", **options).stopped
+    command.train, made = stopped, command.train
+    try:
+        assert command.results_of({**asked, "n_jobs": 1}, path.with_suffix("")).stopped
+    finally:
+        command.train = made
 
 
 @functools.wraps(train)
