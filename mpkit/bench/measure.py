@@ -83,9 +83,8 @@ def measure(
     rows = []
     for name in names:
         ratios = [t / b for t, b in zip(times[name], times[names[0]])]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        seconds, ratio = statistics.median(times[name]), statistics.median(ratios)
-        goal, note = (goals or {}).get(name), (notes or {}).get(name, "")
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        seconds, goal, note = statistics.median(times[name]), (goals or {}).get(name), (notes or {}).get(name, "")
         rows.append(Row(group, case, name, seconds, names[0], ratio, (low, high), goal, note=note))
     return rows
 
@@ -115,21 +114,17 @@ def rebuilt(build: Callable[[], list[Row]], builds: int) -> list[Row]:
         runs.append(build())
     rows = []
     for same in zip(*runs, strict=True):
-        ratios = [row.ratio for row in same if row.ratio is not None]
-        seconds = [row.seconds for row in same if row.seconds is not None]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        middle = {"seconds": statistics.median(seconds), "ratio": statistics.median(ratios), "quartiles": (low, high)}
-        rows.append(replace(same[0], **middle))
+        low, ratio, high = statistics.quantiles([row.ratio or 0.0 for row in same], n=4)
+        seconds = statistics.median(row.seconds or 0.0 for row in same)
+        rows.append(replace(same[0], seconds=seconds, ratio=ratio, quartiles=(low, high)))
     return rows
 
 
 def _timed(call: Callable[[], object], inner: int, device: torch.device | None) -> float:
-    cuda = device is not None and device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
+    wait = torch.cuda.synchronize if device is not None and device.type == "cuda" else bool
+    wait(device)
     start = time.perf_counter()
     for _ in range(inner):
         call()
-    if cuda:
-        torch.cuda.synchronize(device)
+    wait(device)
     return (time.perf_counter() - start) / inner

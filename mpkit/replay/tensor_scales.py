@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mpkit.arguments import check_flags
+from mpkit.arguments import check_flags, check_kind
 from mpkit.formats import E4M3FN, FloatFormat
 from mpkit.policies import (
     TensorScalePolicy,
@@ -99,8 +99,7 @@ def sweep_tensor_scales(
     import pandas as pd
 
     for name, value in (("history_len", history_len), ("margin", margin), ("algorithm", algorithm)):
-        if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
-            raise TypeError(f"{name} must be a list, got {value!r:.80}; write [{value!r:.80}]")
+        check_kind(name, value, (list, tuple, range, np.ndarray), "a list")
     named = dict(amaxes) if isinstance(amaxes, Mapping) else {"tensor": amaxes}
     policies = [
         tensor_scale_preset(preset, element, history_len=length, margin=m, amax_compute_algo=how)
@@ -108,12 +107,8 @@ def sweep_tensor_scales(
         for length in (history_len if how == "max" else history_len[:1])
         for m in margin
     ]
-    frames = []
-    for name, series in named.items():
-        frame = replay_tensor_scales(series, policies).to_frame()
-        frame.insert(0, "tensor", name)
-        frames.append(frame)
-    return pd.concat(frames, ignore_index=True)
+    frames = {name: replay_tensor_scales(series, policies).to_frame() for name, series in named.items()}
+    return pd.concat(frames, names=["tensor"]).reset_index("tensor").reset_index(drop=True)
 
 
 def _checked(amax: object) -> np.ndarray:

@@ -63,15 +63,8 @@ EXPECTED = ["6 runs of 3 cells from 2 seeds [10.0, 11.0, 20.0, 21.0, 30.0, 31.0]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("distributed") is None, reason="dask is not installed: pip install 'mpkit[cluster]'")
-def test_dask_runs_the_same_call_in_two_processes(tmp_path):
-    assert told(tmp_path, DASK)[-2:] == EXPECTED
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get("MPKIT_TEST_RAY") or find_spec("ray") is None,
-    reason="asked for by MPKIT_TEST_RAY=1 where ray is installed",
-)
-def test_ray_runs_the_same_call(tmp_path):
-    assert told(tmp_path, RAY)[-2:] == EXPECTED
+@pytest.mark.parametrize(("package", "cluster"), [("distributed", DASK), ("ray", RAY)])
+def test_a_cluster_runs_the_same_call_in_other_processes(package, cluster, tmp_path):
+    if find_spec(package) is None or (package == "ray" and not os.environ.get("MPKIT_TEST_RAY")):
+        pytest.skip(f"{package} is not installed, or not asked for by MPKIT_TEST_RAY=1")
+    assert told(tmp_path, cluster)[-2:] == EXPECTED

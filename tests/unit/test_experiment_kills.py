@@ -15,122 +15,102 @@ import pytest
 from support import ROOT
 
 pytest.importorskip("joblib")
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc, as on Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes by /proc, as on Linux"),
+]
 
-JOBS = 2
+JOBS, CELLS = 2, 150
 KILLS = int(os.environ.get("MPKIT_KILLS", "2"))
 PATIENCE = 120.0  # seconds until a wait counts as failed; nothing here is expected to take so long
+STUDY = """
+import os, sys, time
+from pathlib import Path
+
+def cell(seed, x, marks):
+    (Path(marks) / f"{x}-{os.getpid()}-{time.time_ns()}").touch()
+    time.sleep(0.01 + 0.03 * (x % 7) / 7)
+    return {"y": 10 * x + seed}
+
+if __name__ == "__main__":
+    from mpkit.experiment import experiment
+
+    folder, marks, cells, jobs = sys.argv[1:]
+    grid = {"x": list(range(int(cells))), "marks": [marks]}
+    found = experiment(cell, grid, seeds=1, folder=folder, n_jobs=int(jobs), progress=False)
+    assert found.frame["y"].tolist() == [10.0 * x for x in range(int(cells))]
+"""
 
 
-def alive(session):
-    """pids of the processes of a session that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
+class Study:
+    """An experiment in a process and a session of its own, by which its workers are found."""
 
-
-def until(condition):
-    end = time.monotonic() + PATIENCE
-    while not (value := condition()):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.03)
-    return value
-
-
-class Nursery:
-    """Starts experiments in children that are cheap to lose."""
-
-    cells = 150
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "killed_experiments.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        )
-
-    def move(self, path):
-        """Begin anew in an empty folder."""
-        self.folder, self.marks = path / "cells", path / "marks"
+    def __init__(self, path):
+        self.folder, self.marks, self.script = path / "cells", path / "marks", path / "study.py"
         self.marks.mkdir()
+        self.folder.mkdir()
+        self.script.write_text(STUDY)
 
-    def ask(self, words):
-        self.process.stdin.write(words + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+    def start(self, jobs):
+        words = [sys.executable, self.script, self.folder, self.marks, str(CELLS), str(jobs)]
+        self.process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
 
-    def start(self, jobs=JOBS):
-        return self.ask(f"start {self.folder} {self.marks} {self.cells} {jobs}")
+    def alive(self):
+        """pids of the processes of the session that still run."""
+        stats = [[*p.read_text().rpartition(")")[2].split(), p.parent.name] for p in Path("/proc").glob("[0-9]*/stat")]
+        return {int(f[-1]) for f in stats if int(f[3]) == self.process.pid and f[0] not in "ZX"}
 
     def done(self):
-        return {p.name: p.read_bytes() for p in self.folder.glob("*.npz")} if self.folder.exists() else {}
-
-    def count(self):
-        return sum(name.endswith(".npz") for name in os.listdir(self.folder)) if self.folder.exists() else 0
+        return {p.name: p.read_bytes() for p in self.folder.glob("*.npz")}
 
     def begun(self):
         return [p.name.split("-") for p in self.marks.iterdir()]
 
 
-@pytest.fixture(scope="module")
-def process():
-    made = Nursery()
-    yield made
-    made.process.stdin.close()
-    made.process.wait()
-    made.process.stdout.close()
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if value := condition():
+                return value
+        except OSError:  # a process that ended while it was looked at
+            pass
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.03)
 
 
-@pytest.fixture
-def nursery(process, tmp_path):
-    process.move(tmp_path)
-    return process
-
-
-@pytest.mark.slow
-def test_a_killed_experiment_loses_the_running_cells_and_leaves_no_process_behind(nursery):
-    moments = random.Random(0)
+def test_a_killed_experiment_loses_the_running_cells_and_leaves_no_process_behind(tmp_path):
+    moments, study = random.Random(0), Study(tmp_path)
     kept, running = {}, 0
     for kill in range(KILLS):
-        jobs = JOBS - kill % 2  # in turn with workers, which must end too, and alone, where starting costs nothing
+        jobs = JOBS - kill % 2  # in turn with workers, which must end too, and alone
         running += jobs
-        pid = nursery.start(jobs)
+        study.start(jobs)
         enough = len(kept) + moments.randrange(0, 12)
-        until(lambda: nursery.count() >= enough)  # noqa: B023
+        until(lambda: len(study.done()) >= enough)  # noqa: B023
         time.sleep(moments.uniform(0, 0.03))
-        os.kill(pid, signal.SIGKILL)
-        assert nursery.ask("wait") == -signal.SIGKILL
-        until(lambda: not alive(pid))  # noqa: B023
-        now = nursery.done()
+        study.process.kill()
+        assert study.process.wait() == -signal.SIGKILL
+        until(lambda: not study.alive())
+        now = study.done()
         assert kept.items() <= now.items()  # what was finished stays as it was
-        assert len(nursery.begun()) <= len(now) + running  # and is not run again
+        assert len(study.begun()) <= len(now) + running  # and is not run again
         kept = now
-    nursery.start(1)
-    assert nursery.ask("wait") == 0
-    assert len(nursery.done()) == nursery.cells
-    assert len(nursery.begun()) <= nursery.cells + running
+    study.start(1)
+    assert study.process.wait(PATIENCE) == 0
+    assert len(study.done()) == CELLS
+    assert len(study.begun()) <= CELLS + running
 
 
-@pytest.mark.slow
-def test_a_killed_worker_costs_the_running_cells_and_the_experiment_goes_on(nursery):
-    moments = random.Random(1)
-    pid = nursery.start()
+def test_a_killed_worker_costs_the_running_cells_and_the_experiment_goes_on(tmp_path):
+    moments, study = random.Random(1), Study(tmp_path)
+    study.start(JOBS)
     for kill in range(KILLS):
-        enough = nursery.cells * kill // (KILLS + 1) + moments.randrange(0, 10)
-        until(lambda: nursery.count() >= enough)  # noqa: B023
-        time.sleep(moments.uniform(0, 0.03))
-        workers = until(lambda: {int(p) for _, p, _ in nursery.begun()} & set(alive(pid)))
+        enough = CELLS * kill // (KILLS + 1) + moments.randrange(0, 10)
+        until(lambda: len(study.done()) >= enough)  # noqa: B023
+        workers = until(lambda: {int(p) for _, p, _ in study.begun()} & study.alive())
         os.kill(moments.choice(sorted(workers)), signal.SIGKILL)
-    assert nursery.ask("wait") == 0
-    until(lambda: not alive(pid))
-    assert len(nursery.done()) == nursery.cells
-    assert len(nursery.begun()) <= nursery.cells + JOBS * KILLS
+    assert study.process.wait(PATIENCE) == 0
+    until(lambda: not study.alive())
+    assert len(study.done()) == CELLS
+    assert len(study.begun()) <= CELLS + JOBS * KILLS

@@ -252,6 +252,12 @@ def _bomb(raw, rng):
     return _zipped(entries.items())
 
 
+ODD = (
+    *(None, True, -1, 10**9, 10**400, 1e308, float("nan"), float("inf")),
+    *("", "../x", "x" * 300, [], {}, [[]], [None]),
+)
+
+
 def _number(raw, rng):
     """JSON in which one value is another one."""
     held = json.loads(raw)
@@ -261,25 +267,7 @@ def _number(raw, rng):
         if not (isinstance(place[key], dict | list) and place[key]) or rng.random() < 0.2:
             break
         place = place[key]
-    place[key] = rng.choice(
-        (
-            None,
-            True,
-            -1,
-            10**9,
-            10**400,
-            1e308,
-            float("nan"),
-            float("inf"),
-            "",
-            "../x",
-            "x" * 300,
-            [],
-            {},
-            [[]],
-            [None],
-        )
-    )
+    place[key] = rng.choice(ODD)
     return json.dumps(held).encode()
 
 
