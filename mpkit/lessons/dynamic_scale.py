@@ -26,6 +26,7 @@ RUNS = {
     "rare_outliers": "one huge batch in 16",
     "growing_activations": "broken from step 129 on",
     "mlp_digits_rate": "perceptron on digits, 4 times the rate",
+    "mlp_digits_batch": "perceptron on digits, batches of 8 for 64",
 }
 FORMATS = {"fp16": "float16", "bf16": "bfloat16"}
 SHOWN = 400  # steps of each recorded run

@@ -130,7 +130,7 @@ def play(page: Page, wire: Wire, cell: int, seconds: float = 3.0) -> dict[str, f
     if not button.count():
         button = area.locator("button").filter(has=page.page.locator(".fa-play")).first
     page.page.evaluate("document.activeElement.blur()")
-    first = area.locator("input[type=range], .noUi-handle").last
+    first = area.locator(".mpk-player input[type=range], .noUi-handle").last
     first.press("Home")
     page.settled(cell, quiet=0.3)
     button.click()

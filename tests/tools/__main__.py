@@ -31,6 +31,7 @@ USUAL = {  # what each is given where nothing is asked
     "other_machines": ["--only", "seed"],
     "compat": ["--share", "0.05", "--minutes", "10"],
     "soak": ["--kernels", "10", "--minutes", "2"],
+    "views": ["--out", "data/benchmarks/views.json"],
 }
 
 

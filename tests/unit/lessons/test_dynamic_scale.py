@@ -158,6 +158,7 @@ def test_what_a_skipped_step_costs_and_which_layer_makes_a_dip():
     assert largest[seen["layers"][dip]] == max(largest.values())
 
 
-def test_a_larger_learning_rate_lowers_the_ceiling():
-    slow, quick = (np.log2(recorded(run)[1]) for run in ("mlp_digits", "mlp_digits_rate"))
-    assert np.median(slow) - np.median(quick) > 1
+def test_what_learning_rate_and_batch_do_to_the_ceiling():
+    plain, rate, batch = (np.log2(recorded(run)[1]) for run in ("mlp_digits", "mlp_digits_rate", "mlp_digits_batch"))
+    assert np.median(plain) - np.median(rate) > 1
+    assert np.median(plain) - np.median(batch) > 2
