@@ -40,7 +40,7 @@ class AdaFactor(Optimizer):
     slots = {"moment1": 0.0, "square": 0.0, "row": 0.0, "column": 0.0}
     switched = {"moment1": "beta1"}
     decays_itself = by_axes = True
-    decay_filter = rate_by_group = elementwise = False
+    decay_filter = rate_by_group = sliced = False
 
     def __init__(
         self,

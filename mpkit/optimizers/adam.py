@@ -196,7 +196,7 @@ class Lamb(Optimizer):
 
     slots = {"moment1": 0.0, "moment2": 0.0}
     decays_itself = True
-    elementwise = False
+    sliced = False
 
     def __init__(
         self,

@@ -7,34 +7,19 @@ device; then they live there, because only the device knows which steps were app
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_alike, check_count, check_flags, check_function, check_kind, check_number, checks_of
-from mpkit.optimizers.arguments import (
-    GROUP_KEYS,
-    Options,
-    centralized,
-    is_named,
-    learning_rate_of,
-    listed,
-    parameters_of,
-    split_groups,
-    tensors_of,
-    weight_decay_of,
-)
+from mpkit.arguments import check_alike, check_count, check_flags, check_function, checks_of
+from mpkit.optimizers.arguments import Options, centralized, parameters_of
+from mpkit.optimizers.groups import Group, Grouped, learning_rate_of, split_groups, weight_decay_of
 from mpkit.optimizers.many import Many, Number
 from mpkit.optimizers.saved import check_saved
 from mpkit.optimizers.update import Update, follow_, silenced
-from mpkit.schedules import LearningRateSchedule, ListedLR
 
-Group = dict[str, Any]
 Loss = TypeVar("Loss")
 
 AT_HAND = frozenset({"cpu"})
@@ -45,12 +30,15 @@ LARGE, SLICE = 2**18, 2**18
 """Values above which a tensor on a CPU is updated alone, some rows after the other: what a formula computes on the way
 then stays in the cache, where the memory of a whole tensor would be asked from the system anew each time."""
 
+LOT = 2**24
+"""Values that are updated together, on any device: a formula, and 16-bit weights even more, need memory on the way."""
+
 NEEDED = ("params", "learning_rate", "weight_decay", "options")
 UNUSED = ("use_locking", "use_offload", "compression")  # taken for MindSpore's sake, without effect
 NOT_HYPER = frozenset({*NEEDED, *UNUSED, "loss_scale", "beta1", "beta2"})
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Grouped):
     """Base of mpkit's optimizers: a `torch.optim.Optimizer` with MindSpore's groups, decay and loss scale.
 
     Before the formula of a subclass, gradients pass through (S the static `loss_scale`):
@@ -88,11 +76,9 @@ class Optimizer(torch.optim.Optimizer):
     switched: ClassVar[Mapping[str, str]] = {}  # state -> the hyper-parameter without which it is not needed
     decays_itself = False  # True where `update` applies weight decay, and no static loss scale is divided out
     decay_filter = True  # False where MindSpore ignores the beta/gamma rule
-    decay_varies = True  # False where the weight decay is a number, never a function
-    rate_by_group = True
     centralizes = True
     by_axes = False  # True where matrices have another state than vectors
-    elementwise = True  # False where the update of one number depends on the others of its tensor
+    sliced = True  # False where a number depends on the others of its tensor, or nothing is computed on the way
 
     def __init__(self, given: dict[str, Any]) -> None:
         check_alike("given, the locals() of a constructor", given, dict.fromkeys(("__class__", *NEEDED)))
@@ -139,60 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         value = self.slots[slot]
         return torch.full_like(weight, group[value] if isinstance(value, str) else value)
 
-    # -- groups
-
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; as the groups given to the constructor, but `order_params` is no longer possible."""
-        group, name = dict(param_group), type(self).__name__
-        if "params" not in group:
-            raise KeyError("a group needs the key 'params'")
-        if unknown := set(group) - (GROUP_KEYS - {"order_params"}):
-            raise KeyError(f"a group takes {sorted(GROUP_KEYS)}, got {sorted(unknown)}")
-        if "lr" in group and not self.rate_by_group:
-            raise ValueError(f"{name} takes one learning rate for all groups; leave 'lr' out of the group")
-        group["params"] = items = listed(group["params"], "a group's params")
-        if not items:
-            raise ValueError("a group's params is empty; leave the group out")
-        mine = {id(p) for p in parameters_of(self)}
-        for tensor in tensors_of(items):
-            check_kind("each of a group's params", tensor, Tensor, "a parameter or a (name, parameter) pair")
-            if not tensor.is_floating_point():
-                raise TypeError(f"parameters must be real floating point, got {tensor.dtype}")
-            if id(tensor) in mine:
-                raise RuntimeError("a parameter is in two groups, or twice in one; it would be updated twice")
-            mine.add(id(tensor))
-        for key, converted in (("lr", learning_rate_of), ("weight_decay", weight_decay_of)):
-            if key in group:
-                group[key] = converted(group[key])
-        if callable(group.get("weight_decay")) and not self.decay_varies:
-            raise TypeError(f"{name} takes a fixed weight decay; use Momentum for one that changes")
-        check_flags(grad_centralization=group.get("grad_centralization", False))
-        rates = [g["lr"] for g in self.param_groups] + [group.get("lr", self.defaults["lr"])]
-        if len(lengths := {len(rate.values) for rate in rates if isinstance(rate, ListedLR)}) > 1:
-            raise ValueError(f"lists of learning rates must have one length in all groups, got {sorted(lengths)}")
-        if self.param_groups:
-            group["decay_by_name"] = False
-        own_rate = "lr" in group
-        super().add_param_group(group)
-        self.rates_grouped = self.rates_grouped or own_rate
-
-    def _checked_order(self, order: list[Tensor] | None) -> list[tuple[int, int]] | None:
-        """`order_params` as (group, index) pairs, which survive a copy of the optimizer."""
-        if order is None:
-            return None
-        place = {id(p): (i, j) for i, g in enumerate(self.param_groups) for j, p in enumerate(g["params"])}
-        if len(order) != len(place) or {id(p) for p in order} != set(place):
-            raise ValueError(f"order_params must list the {len(place)} grouped parameters once each, got {len(order)}")
-        return [place[id(p)] for p in order]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters: in the order of `order_params` when given, else group after group."""
-        first = [self.param_groups[i]["params"][j] for i, j in self._order or ()]
-        known = {id(p) for p in first}
-        return first + [p for p in parameters_of(self) if id(p) not in known]
-
-    # -- rates and counters
+    # -- counters
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -206,47 +139,6 @@ class Optimizer(torch.optim.Optimizer):
     def global_step(self) -> int:
         """Applied updates so far (with `count_skipped`, all steps). Reads the device after steps that could skip."""
         return int(self._counts["global_step"])
-
-    def _rate(self, group: Group) -> Number:
-        rate, step = group["lr"], self._counts["global_step"]
-        if not isinstance(rate, float | LearningRateSchedule) and not (isinstance(rate, Tensor) and rate.ndim == 0):
-            rate = group["lr"] = learning_rate_of(rate)  # set by hand, as the constructor takes it
-        if isinstance(rate, LearningRateSchedule):
-            if isinstance(rate, ListedLR) and self._counts["calls"] >= len(rate.values):
-                step = int(step)  # perhaps past the end, which only the host can report
-            return _at(rate, step)
-        if self.faithful and isinstance(rate, float):
-            rates = [g["lr"] for g in [*self.param_groups, self.defaults]]
-            if any(isinstance(other, LearningRateSchedule) for other in rates):
-                return float(np.float32(rate) + np.float32(1) - np.float32(1))
-        return rate
-
-    def _decay(self, group: Group) -> Number:
-        decay = group["weight_decay"]
-        if callable(decay):
-            return _at(decay, self._counts["global_step"])
-        return decay if isinstance(decay, float | Tensor) else check_number("weight_decay", decay)
-
-    def get_lr(self) -> Tensor | list[Tensor]:
-        """The rate of the next step, 0-d float32; one per parameter, in order, when groups were given rates."""
-        if self.rates_grouped:
-            return self.get_lr_parameter(self.parameters)
-        return torch.as_tensor(self._rate(self.param_groups[0]), dtype=torch.float32)
-
-    def get_lr_parameter(self, param: object) -> Tensor | list[Tensor]:
-        """The rate of the next step of one parameter, or the list of rates of a list of them.
-
-        Raises:  TypeError for something else; ValueError for a parameter that is not in this optimizer.
-        """
-        params = param if isinstance(param, list | tuple) and not is_named(param) else [param]
-        rates = [torch.as_tensor(self._rate(group), dtype=torch.float32) for group in self.param_groups]
-        shown = {id(p): rate for rate, group in zip(rates, self.param_groups) for p in group["params"]}
-        for p in (wanted := tensors_of(params)):
-            check_kind("each of param", p, Tensor, "a parameter")
-            if id(p) not in shown:
-                raise ValueError(f"the parameter of shape {tuple(p.shape)} is not in this optimizer")
-        found = [shown[id(p)] for p in wanted]
-        return found if params is param else found[0]
 
     def _count_on_device(self, device: torch.device) -> None:
         """From now on the counters are tensors, because only the device knows which steps were skipped."""
@@ -293,19 +185,17 @@ class Optimizer(torch.optim.Optimizer):
     def _alike(self, group: Group) -> list[list[int]]:
         """Indices of the parameters that have a gradient, by what one `Update` takes together."""
         found: dict[Any, list[int]] = {}
-        most, lazy, by_axes = (
-            LARGE if self.gradient_transform is None else math.inf,
-            group.get("use_lazy"),
-            self.by_axes,
-        )
+        sizes: dict[Any, int] = {}
+        lazy, split = group.get("use_lazy"), self.gradient_transform is None
         for i, p in enumerate(group["params"]):
             if (grad := p.grad) is None:
                 continue
             if (rows := grad.layout is not torch.strided) and not (lazy and grad.is_sparse):
                 raise RuntimeError(f"{type(self).__name__} needs dense gradients; use LazyAdam for sparse ones")
-            alone = rows or (p.numel() > most and p.is_cpu)
-            key = p.device, p.dtype, ~i if alone else by_axes and p.ndim > 1  # ~i is negative: no True, no False
-            found.setdefault(key, []).append(i)
+            key = p.device, p.dtype, self.by_axes and p.ndim > 1
+            sizes[key] = size = sizes.get(key, 0) + p.numel()
+            alone = rows or (split and p.is_cpu and p.numel() > LARGE)
+            found.setdefault((*key, ~i if alone else split and size // LOT), []).append(i)  # ~i is negative: no lot
         return list(found.values())
 
     def _update(
@@ -338,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         u.g = self._prepared(u) if self.gradient_rule is None else self.gradient_rule(u)
         if keep is not None:
             u.g = silenced(u.g, keep)
-        for each in u.slices(SLICE) if self.elementwise and weights[0].numel() > LARGE else (u,):
+        for each in u.slices(SLICE) if self.sliced and weights[0].numel() > LARGE else (u,):
             self.update(each)
         if rows:
             whole[0][at] = weights[0]
@@ -436,33 +326,17 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in (*mine, *rest)}}
 
 
-class TakesClosures(Protocol):
-    """An optimizer that says whether the closure of its running step gets gradients as they are."""
+def evaluated(optimizer: Any, closure: Callable[[], Loss] | None) -> Loss | None:
+    """What the closure of a step returns, called with gradients enabled; None without one.
 
-    _plain_closure: bool
-
-
-@contextmanager
-def plain_closure(optimizer: TakesClosures) -> Iterator[None]:
-    """While the closure of a step without `found_inf` and `grad_scale` runs, the optimizer says it unscales nothing."""
-    if getattr(optimizer, "found_inf", None) is None and getattr(optimizer, "grad_scale", None) is None:
-        optimizer._plain_closure = True
-    try:
-        yield
-    finally:
-        optimizer._plain_closure = False
-
-
-def evaluated(optimizer: TakesClosures, closure: Callable[[], Loss] | None) -> Loss | None:
-    """What the closure of a step returns, called with gradients enabled; None without one."""
+    While the closure of a step without `found_inf` and `grad_scale` runs, the optimizer says that it unscales nothing.
+    """
     if closure is None:
         return None
-    with torch.enable_grad(), plain_closure(optimizer):
-        return closure()
-
-
-def _at(function: Callable[[Any], Any], step: int | Tensor) -> Number:
-    """A schedule or function of the step; a schedule on the device in float64, so that no weight loses digits."""
-    if isinstance(function, LearningRateSchedule) and isinstance(step, Tensor):
-        return torch.as_tensor(function.rate(step.double()), dtype=torch.float64, device=step.device)
-    return function(step)
+    told = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    optimizer._plain_closure = all(value is None for value in told)
+    try:
+        with torch.enable_grad():
+            return closure()
+    finally:
+        optimizer._plain_closure = False

@@ -22,6 +22,7 @@ class Momentum(Optimizer):
     """
 
     slots = {"velocity": 0.0}
+    sliced = False
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class SGD(Optimizer):
 
     slots = {"velocity": 0.0}
     switched = {"velocity": "momentum"}
-    decay_varies = False
+    decay_varies = sliced = False
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ from stepping import parameters, train
 from torch import Tensor, nn
 
 from mpkit import optimizers as opt
-from mpkit.optimizers.arguments import coming_rate, listed
+from mpkit.optimizers.arguments import coming_rate
+from mpkit.optimizers.groups import listed
 from mpkit.optimizers.saved import check_saved
 from mpkit.schedules import ListedLR, PolynomialDecayLR, WarmUpLR
 
