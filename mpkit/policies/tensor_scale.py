@@ -27,7 +27,7 @@ from .vector import Vector, stacked
 
 def _limit(name: str, value: object) -> float:
     """A positive number, as float32 holds it."""
-    number = check_number(name, value, open_low=True)
+    number = check_number(name, value, closed_high=True)
     if number > FLOAT32_MAX or not (held := in_float32(number)):
         raise ValueError(f"{name} must be a positive number that float32 holds, got {value!r}")
     return held

@@ -150,7 +150,7 @@ class DynamicLossScaleManager(Face, LossScaleManager):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, factor and window too."""
         check_alike("the state of a manager", state, {**self.state_dict(), "policy": None})
-        counted = [check_count(name, state[name], low=0) for name in ("cur_iter", "last_overflow_iter")]
+        counted = [check_count(name, state[name], low) for name, low in (("cur_iter", 1), ("last_overflow_iter", 0))]
         super().load_state_dict(state)
         self.cur_iter, self.last_overflow_iter = counted
 

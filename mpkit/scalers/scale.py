@@ -145,11 +145,13 @@ class Scale:
         if self.ring and isinstance(theirs, Tensor) and theirs.dim() and len(theirs) != rows:
             raise ValueError(f"this state remembers {len(theirs) - 1} steps, this scaler {rows - 1}")
         check_alike("the state of a scale", state, {**self.state_dict(), "policy": None})
+        if adopt and not state["scale"] >= saved.min_scale:
+            raise ValueError(f"this state is damaged: a scale of {state['scale']} is below its floor {saved.min_scale}")
         if state["stopped"] not in tuple(Stop) or not 0 <= state.get("row", 0) < max(rows, 1):
             raise ValueError(f"this state is damaged: stopped is {state['stopped']}, row {state.get('row')} of {rows}")
         try:
             return {name: torch.as_tensor(state[name], dtype=own.dtype) for name, own in self._parts().items()}
-        except (OverflowError, RuntimeError) as error:  # a number that the counter cannot hold
+        except (OverflowError, RuntimeError, ValueError) as error:  # a number that the counter cannot hold
             raise ValueError(f"this state is damaged: {error}") from None
 
     def _advance_by_kernel(self, rule: tuple[Any, ...], found_inf: Tensor) -> None:
