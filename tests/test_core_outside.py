@@ -326,7 +326,7 @@ def test_the_power_of_a_subnormal_scale_is_no_zero():
 
 def test_the_largest_element_is_a_float32():
     for wrong in (1e-50, 1e39, math.inf, 10**400):
-        with pytest.raises(ValueError, match="element_max must be a positive number that float32 holds"):
+        with pytest.raises(ValueError, match="element_max must"):
             TensorScalePolicy(element_max=wrong)
 
 
