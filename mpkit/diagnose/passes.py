@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from mpkit.casting import auto_mixed_precision, remove_mixed_precision, to_float
 from mpkit.diagnose.copies import copied, copied_batch, tensors_of
 from mpkit.diagnose.cure import Cure
-from mpkit.diagnose.precision import Outputs
 from mpkit.diagnose.watch import Watch
 from mpkit.diagnose.words import said
 from mpkit.formats import BF16, FloatFormat
@@ -39,14 +38,13 @@ class Pass:
         leaves = dict(tensors_of("batch", batch))
         leaves |= {f"parameter {name}": p for name, p in network.named_parameters()}
         leaves |= {f"buffer {name}": b for name, b in network.named_buffers()}
-        self.watch, self.outputs = Watch(network, leaves), Outputs(network)
+        self.watch = Watch(network, leaves)
         with ExitStack() as stack:
             if plain:
                 stack.enter_context(NoAutocast(device_of(network)))
             stack.enter_context(self.watch)
             stack.enter_context(self.watch.attached())  # in the backward pass too: re-entrant checkpoints run modules
-            with self.outputs:
-                loss = loss_of(network, batch, loss_fn)
+            loss = loss_of(network, batch, loss_fn)
             if not self.parameters:
                 raise ValueError(
                     "no parameter of the network has requires_grad=True, so there is no gradient to look at"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -41,33 +39,21 @@ class Call:
     given: list[Tensor]
     made: list[Tensor]
 
-
-class Outputs(ExitStack):
-    """While entered, keeps every call of a module."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-        for name, module in network.named_modules():
-            self.callback(module.register_forward_hook(self._keep(name or "(network)"), with_kwargs=True).remove)
-
-    def _keep(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, kwargs: object, out: object) -> None:
-            self.calls.append(Call(name, type(module), _kept((args, kwargs)), _kept(out)))
-
-        return hook
+    @classmethod
+    def of(cls, name: str, module: nn.Module, given: object, made: object) -> Call:
+        return cls(name, type(module), _kept(given), _kept(made))
 
 
-def module_losses(full: Outputs, low: Outputs, step: float) -> tuple[tuple[ModuleLoss, ...], ModuleLoss | None]:
+def module_losses(full: list[Call], low: list[Call], step: float) -> tuple[tuple[ModuleLoss, ...], ModuleLoss | None]:
     """Every call's loss, and the first that lost more than its inputs had lost; `step` is the format's eps.
 
     Calls are compared in order; two runs that called other modules are not compared.
     """
-    if [call.module for call in full.calls] != [call.module for call in low.calls]:
+    if [call.module for call in full] != [call.module for call in low]:
         return (), None
     found: list[ModuleLoss] = []
     first = None
-    for wide, narrow in zip(full.calls, low.calls):
+    for wide, narrow in zip(full, low):
         loss = _loss(wide.module, wide.made, narrow.made)
         if loss is None:
             continue

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from mpkit.arguments import check_choice, checked
 from mpkit.casting import LEVELS
 from mpkit.diagnose.words import WORDS, said
 from mpkit.formats import FloatFormat, dtype_name, get_format
@@ -39,6 +40,7 @@ class Finding:
         return f"{self.severity}: {self.where}: {self.what}; {self.way_out}"
 
 
+@checked
 def preflight(
     network: nn.Module,
     optimizer: Optimizer,
@@ -56,15 +58,9 @@ def preflight(
         average:   the average of the weights (EMA), if there is one; `AveragedModel`s inside the network are seen.
     Raises:  TypeError, ValueError for wrong arguments.
     """
-    if level not in (*LEVELS, "torch_autocast"):
-        raise ValueError(f"level must be O0, O1, O2, O3, auto or torch_autocast, got {level!r}")
-    if not isinstance(network, nn.Module) or not isinstance(optimizer, Optimizer):
-        got = f"{type(network).__name__} and {type(optimizer).__name__}"
-        raise TypeError(f"preflight takes an nn.Module and then a torch.optim.Optimizer, got {got}")
+    check_choice("level", level, (*LEVELS, "torch_autocast"))
     if not (isinstance(dtype, FloatFormat) or (isinstance(dtype, torch.dtype) and dtype in _FORMATS)):
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or a FloatFormat, got {dtype!r}")
-    if not isinstance(average, nn.Module | None):
-        raise TypeError(f"average must be the module with the averaged weights, got {type(average).__name__}")
     fmt = dtype if isinstance(dtype, FloatFormat) else get_format(_FORMATS[dtype])
     names = {id(p): name for name, p in network.named_parameters()}
     return [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mpkit.arguments import check_choice, check_function, is_number, kind_of
+from mpkit.arguments import check_choice, check_function, check_number, checked
 from mpkit.casting import LEVELS
 from mpkit.diagnose.copies import copied, copied_batch
 from mpkit.diagnose.cure import Cure, candidates, cures
@@ -23,6 +23,7 @@ from mpkit.model.randomness import random_state, set_random_state
 Blame = tuple[str, Event | None, tuple[str, ...]]  # verdict, where it was born, or the names of the tensors it was in
 
 
+@checked
 def diagnose(
     network: nn.Module,
     batch: object,
@@ -82,7 +83,7 @@ def _diagnosed(asked: Question, scale: float) -> Report:
     without = math.isfinite(low.loss) and not low.finite and scale > 1 > (largest or 0.0)
     blame = _blame_precision(full, asked.at(1.0) if without else low, largest)  # not what this scale adds
     report = _report(asked, scale, blame, full, low, largest)
-    modules, first = module_losses(full.outputs, low.outputs, asked.step)
+    modules, first = module_losses(full.watch.calls, low.watch.calls, asked.step)
     report = replace(report, modules=modules)
     if report.verdict == "healthy" and asked.level is None:
         report = _with_stale_scales(report, asked)
@@ -172,7 +173,7 @@ def _with_cures(report: Report, full: Pass, asked: Question) -> Report:
         if report.verdict == "lost_in_forward":
             return full.lost(after.again(after.largest_scale() or 1.0)) <= LOST_TOO_MUCH
         if report.verdict == "precision_lost":
-            return module_losses(full.outputs, after.outputs, asked.step)[1] is None
+            return module_losses(full.watch.calls, after.watch.calls, asked.step)[1] is None
         return full.watch.hidden() is not None or after.watch.hidden() is None
 
     curable = ("forward_overflow", "gradient_overflow", "lost_in_forward", "precision_lost")
@@ -186,9 +187,7 @@ def _finite(t: Tensor) -> bool:
     return bool((t.to_dense() if t.layout != torch.strided else t).isfinite().all())
 
 
-def _check(network: object, loss_fn: object, level: str | None, scale: float) -> None:
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"diagnose runs an nn.Module, got {kind_of(network)}")
+def _check(network: nn.Module, loss_fn: object, level: str | None, scale: float) -> None:
     check_function("loss_fn", loss_fn, "a function (output, target) -> loss", optional=True)
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
         raise TypeError(
@@ -196,7 +195,4 @@ def _check(network: object, loss_fn: object, level: str | None, scale: float) ->
         )
     if level is not None:
         check_choice("level", level, LEVELS)
-    if not is_number(scale):
-        raise TypeError(f"scale must be a number, got {scale!r}")
-    if not 0 <= scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be at least 0 and finite in float32, as the scaled loss is, got {scale}")
+    check_number("scale", scale, high=2.0**128)  # the scaled loss is one of float32

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from mpkit.arguments import check_kind
 from mpkit.casting.low import Low
 from mpkit.diagnose.cure import OUTSIDE, ROOT
+from mpkit.diagnose.precision import Call
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import ROUNDING, TOLD
 
@@ -89,6 +91,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.network = network
         self.backward = False
+        self.calls: list[Call] = []  # of modules, in the forward pass
         self.zeroed: dict[tuple[str, str], float] = {}  # (module, operation) -> largest share of values made zero
         self.consumers = defaultdict[int, set[str]](set)  # event -> names of the operations that took in its result
         self._events = 0
@@ -113,13 +116,20 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A context in which the modules of the network say where the computation is."""
+        """A context in which the modules of the network say where the computation is, and what they made of what."""
+
+        def left(name: str, module: nn.Module, args: object, kwargs: object, out: object) -> None:
+            del self._path[-1]
+            if not self.backward:
+                with self._alone():
+                    self.calls.append(Call.of(name, module, (args, kwargs), out))
+
         with ExitStack() as stack:
             for name, module in self.network.named_modules():
                 enter = module.register_forward_pre_hook(
                     lambda *_, name=name or ROOT: self._path.append(name), prepend=True
                 )
-                leave = module.register_forward_hook(lambda *_: self._path.__delitem__(-1), always_call=True)
+                leave = module.register_forward_hook(partial(left, name or ROOT), with_kwargs=True, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             yield

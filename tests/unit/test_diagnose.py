@@ -543,9 +543,9 @@ def test_an_operation_that_does_not_exist_in_the_low_precision_is_an_error_in_wo
 
 
 def test_wrong_arguments_say_what_is_needed():
-    with pytest.raises(TypeError, match=r"nn\.Module"):
+    with pytest.raises(TypeError, match="network must be an"):
         diagnose(lambda x: x, rows(), F.cross_entropy)
-    with pytest.raises(TypeError, match="scale must be a number"):
+    with pytest.raises(TypeError, match="scale must be"):
         diagnose(chain(), rows(), F.cross_entropy, scale="2^16")
     with pytest.raises(ValueError, match="scale"):
         diagnose(chain(), rows(), F.cross_entropy, scale=-1)

@@ -206,7 +206,7 @@ def test_lazy_modules_meta_tensors_and_integers_hold_nothing() -> None:
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda n, o: preflight(n, o, "O9"), ValueError, "torch_autocast"),
-    (lambda n, o: preflight(o, n), TypeError, "got SGD and Linear"),
+    (lambda n, o: preflight(o, n), TypeError, "network must be an nn.Module"),
     (lambda n, o: preflight(n, o, dtype=torch.int8), TypeError, "dtype must"),
     (lambda n, o: preflight(n, o, average=Tensor()), TypeError, "average must"),
 ]
