@@ -155,30 +155,27 @@ def bits(see: Sheet, fmt="fp16", number="0.1", pinned="bf16") -> None:
     _whole_format(see, form, shown, fields.kind == "nan")
     text = f"{pattern:0{form.bits}b}"
     told = f"{text[0]} {text[1 : 1 + form.exponent_bits]} {text[1 + form.exponent_bits :]}"
+    found: dict[str, Any] = {"value": value, "pattern": pattern}
+    found |= dict.fromkeys(("gap", "below", "above", "error"), math.nan)
     if fields.kind == "nan":
-        see.panel(2, bare=True, x=space(0, 1), y=space(0, 1)).text(
-            f"{value} has no neighbours to round to", 0.5, 0.6, size=13
-        )
-        none: dict[str, Any] = dict.fromkeys(("gap", "below", "above", "error"), math.nan)
-        return see.say(f"{number} in {fmt} is {value} (bits {told}).", value=value, pattern=pattern, **none)
-    gap = form.ulp(shown)
+        empty = see.panel(2, bare=True, x=space(0, 1), y=space(0, 1))
+        empty.text(f"{value} has no neighbours to round to", 0.5, 0.6, size=13)
+        return see.say(f"{number} in {fmt} is {value} (bits {told}).", **found)
+    gap = found["gap"] = form.ulp(shown)
     _neighbours(see, form, pinned, (shown, near, number), gap, see.was.get("gap", math.nan))
     if fields.kind == "inf":
-        said = f"{number} in {fmt} is {value} (bits {told}): the largest number is {form.max:g}."
-        return see.say(said, value=value, pattern=pattern, gap=gap, below=math.nan, above=math.nan, error=math.nan)
-    ends = [neighbour(pattern, form, up) for up in (False, True)]
-    below, above = (math.nan if p is None else value_of(p, form) for p in ends)
+        return see.say(f"{number} in {fmt} is {value} (bits {told}): the largest number is {form.max:g}.", **found)
+    sides = {name: neighbour(pattern, form, up) for name, up in (("below", False), ("above", True))}
+    found |= {name: value_of(p, form) for name, p in sides.items() if p is not None}
     off, digits = Fraction(value) - exact, 9 if form.fraction_bits > 20 else 7
+    found["error"] = abs(nearest(off))
     error = f"off by {nearest(off):.3g}" if nearest(off) else "off by less than 1e-300" if off else "exactly"
     if math.isinf(near) or math.isinf(nearest(off)):
         error = "off by more than 1e300" if exact else f"{fmt} has no inf"
     kind = "zero" if fields.kind == "zero" else f"a {fields.kind} number"
-    sides = ["none" if math.isnan(v) else f"{v:.{digits}g}" for v in (below, above)]
-    see.say(
-        f"{number} in {fmt} is {value!r} ({error}), {kind}: bits {told}; neighbours {sides[0]} and {sides[1]}, ulp "
-        f"{gap:.4g}.",
-        value=value, pattern=pattern, gap=gap, below=below, above=above, error=abs(nearest(off)),
-    )  # fmt: skip
+    below, above = ("none" if p is None else f"{found[name]:.{digits}g}" for name, p in sides.items())
+    head = f"{number} in {fmt} is {value!r} ({error}), {kind}: bits {told}"
+    see.say(f"{head}; neighbours {below} and {above}, ulp {gap:.4g}.", **found)
 
 
 def written(pattern: int, fmt: FloatFormat) -> str:

@@ -465,11 +465,8 @@ def _sample(m: dict[str, Any]) -> dict[str, Any]:
     if m["type"] in ("boxes", "bars"):
         fill = m["zones"][0][1] if "zones" in m else first.get("fill", "none" if "edge" in m else "own")
         frame = {"width": 3} if "edge" in m and "fill" not in m else {}
-        ends = {"x0": [3], "y0": [1], "x1": [23], "y1": [11]}
-        return {**{k: v for k, v in first.items() if k in ("label", "edge", "hatch")}, **frame, **ends} | {
-            "type": "boxes",
-            "fill": fill,
-        }
+        box = {"type": "boxes", "fill": fill, "x0": [3], "y0": [1], "x1": [23], "y1": [11]}
+        return {k: v for k, v in first.items() if k in ("label", "edge", "hatch")} | frame | box
     if m["type"] == "rule":
         return first | {"axis": "y", "at": 6}
     if m["type"] == "band":
