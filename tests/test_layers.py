@@ -9,7 +9,7 @@ import sys
 from support import ROOT
 
 LAYERS = (
-    ("arguments", "files", "device", "data", "networks"),
+    ("arguments", "files", "device", "data", "networks", "gpt"),
     ("formats", "rounding", "blocks"),
     ("casting", "policies", "scalers"),
     ("schedules", "optimizers", "step", "model"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -110,3 +111,13 @@ def metrics_from(given: Iterable[str] | Mapping[str, Metric] | None) -> dict[str
         raise ValueError(f"unknown metrics {unknown}; known are {', '.join([*METRICS, 'loss'])}, or pass a dict")
     # sorted: the order of a set of strings changes from process to process
     return {name: None if name == "loss" else Metric(METRICS[name]) for name in sorted(given)}
+
+
+def places_of(name: str, value: Any) -> tuple[int, int, int]:
+    """Where loss, output and label stand in what an evaluation network returns; None: in this order."""
+    if value is None:
+        return 0, 1, 2
+    if not isinstance(value, Sequence) or len(value) != 3 or not all(isinstance(index, int) for index in value):
+        raise ValueError(f"{name} must be three ints, the places of loss, output and label, got {value!r}")
+    loss, output, label = value
+    return loss, output, label

@@ -18,21 +18,12 @@ from mpkit.casting.low import map_tensors
 from mpkit.model.callbacks import Callback, RunContext
 from mpkit.model.checkpoint import load_whole, need_same_tensors, save_whole
 from mpkit.model.loop import TrainingLoop
-from mpkit.model.metrics import Metric, metrics_from
+from mpkit.model.metrics import Metric, metrics_from, places_of
 from mpkit.step import TrainOneStepCell, WithLossCell, build_train_network
 from mpkit.step.build import STEP_OPTIONS, Float32Loss, widened
 from mpkit.step.phases import device_of
 
 OPTIONS = ("loss_scale_manager", "keep_batchnorm_fp32", "boost_config_dict", "acc_level", *STEP_OPTIONS)
-
-
-def _places(name: str, value: Any) -> tuple[int, int, int]:
-    if value is None:
-        return 0, 1, 2
-    if not isinstance(value, Sequence) or len(value) != 3 or not all(isinstance(index, int) for index in value):
-        raise ValueError(f"{name} must be three ints, the places of loss, output and label, got {value!r}")
-    loss, output, label = value
-    return loss, output, label
 
 
 class Model:
@@ -71,7 +62,7 @@ class Model:
         optimizer: Optimizer | None = None,
         metrics: Annotated[Any, lambda _, given: metrics_from(given)] = None,
         eval_network: nn.Module | None = None,
-        eval_indexes: Annotated[Any, _places] = None,
+        eval_indexes: Annotated[Any, places_of] = None,
         amp_level: str = "O0",
         boost_level: str = "O0",
         **kwargs: Any,
