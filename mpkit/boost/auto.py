@@ -80,6 +80,11 @@ class AutoBoost:
         self._config = config
         self._reduction: tuple[np.ndarray, float] | None = None  # rows of components, and the rate of the residual
 
+    @classmethod
+    def from_json(cls, path: str | Path, level: str = "O0", **options: bool) -> AutoBoost:
+        """An AutoBoost configured by a JSON file."""
+        return cls(level, Path(path), **options)
+
     @property
     def active(self) -> tuple[str, ...]:
         """The algorithms that will run."""

@@ -120,7 +120,7 @@ def test_a_json_file_is_the_same_as_its_dict(tmp_path: Path) -> None:
     path = tmp_path / "boost_config.json"
     path.write_text(json.dumps(config))
     want = AutoBoost("O1", config)
-    for boost in (AutoBoost("O1", path), AutoBoost("O1", str(path))):
+    for boost in (AutoBoost.from_json(path, "O1"), AutoBoost("O1", path), AutoBoost("O1", str(path))):
         assert (boost.flags, boost.hyper) == (want.flags, want.hyper)
 
 
