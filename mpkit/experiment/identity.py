@@ -29,8 +29,8 @@ Plain = str | float | bool | list[Any] | dict[str, Any] | None
 """What JSON can hold."""
 _DRAW = ("view", "lessons", "bench")  # parts that no run computes with
 _COMPUTE = ("batches", "parts", "training")  # what `train` is; the rest of this part only runs and stores
-_AROUND = (property, staticmethod, classmethod, functools.cached_property)
-_INSIDE = ("fget", "fset", "fdel", "__func__", "func")  # what these hold
+_AROUND = (property, staticmethod, classmethod, functools.cached_property, type(functools.cache(abs)))
+_INSIDE = ("fget", "fset", "fdel", "__func__", "func", "__wrapped__")  # what these hold
 _OF_EVERY_CLASS = frozenset(
     ["__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__"]
 )
@@ -68,7 +68,7 @@ class Description:
         if value is None or finite or type(value) in (bool, int) or (type(value) is str and not _place(value)):
             return value
         if id(value) not in self._known:
-            if isinstance(value, torch.nn.Module | Iterator) or not _has_content(value):
+            if isinstance(value, torch.nn.Module | Iterator) or _is_bare(value):
                 own = f"a cell cannot hold the {type(value).__name__} object itself, which a run would change"
                 raise TypeError(f"{own}; pass what builds it, such as the class or `lambda: Network(hidden=64)`")
             self._known[id(value)] = value, {"is": _name(value), "hash": self.hash(value)}
@@ -79,12 +79,12 @@ class Description:
         return _Hasher({}, self.libraries).hash(value)
 
 
-def _has_content(value: object) -> bool:
-    """Whether pickle could take it apart: a function and a class it does not, they are read as code."""
+def _is_bare(value: object) -> bool:
+    """Whether pickle cannot take it apart, and it is no code, which is read: a lock, an open file."""
     try:
-        return isinstance(value, types.FunctionType | types.MethodType | type) or bool(value.__reduce_ex__(2))
-    except Exception:  # a lock, an open file
-        return False
+        return not (isinstance(value, types.FunctionType | type) or value.__reduce_ex__(2))
+    except Exception:
+        return True
 
 
 class _Hasher(NumpyHasher):
@@ -128,7 +128,11 @@ class _Hasher(NumpyHasher):
             if self.is_library(value.__module__) and "<" not in value.__qualname__:
                 return value.__module__, value.__qualname__
             return self.once(value, self.class_ if isinstance(value, type) else self.function)
-        return None if _has_content(value) else self.once(value, self.bare)
+        try:
+            reduced = value.__reduce_ex__(2)
+        except Exception:  # a lock, an open file
+            return self.once(value, self.bare)
+        return (type(value).__qualname__, reduced) if isinstance(reduced, str) else None
 
     def is_library(self, module: str | None) -> bool:
         package = (module or "").partition(".")[0]

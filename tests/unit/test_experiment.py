@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 import time
 import warnings
 
@@ -226,6 +227,7 @@ def test_a_cell_that_ends_its_process_is_a_failed_run_and_the_others_are_made():
         ([{"x": 1}, {"x": 1}], {}, ValueError),
         ({"x": [torch.nn.Linear(1, 1)]}, {}, TypeError),
         ({"x": [iter([])]}, {}, TypeError),
+        ({"x": [threading.Lock()]}, {}, TypeError),
         ({"z": [1]}, {}, TypeError),
         (None, {"seeds": 0}, ValueError),
         (None, {"seeds": [1, 1]}, ValueError),

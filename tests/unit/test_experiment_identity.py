@@ -73,6 +73,7 @@ EDITS = {  # how the code of one's own module is reached -> script, its text, th
     "a cached property": (
         "from own_part import S\ndef run(seed):\n return S().a", CACHED, CACHED.replace("return 1", "return 2")
     ),
+    "a cache": (USES_F, f"import functools\n@functools.cache\n{ONE}", f"import functools\n@functools.cache\n{TWO}"),
     "a dispatch": (USES_F, DISPATCHED, DISPATCHED.replace("return 1", "return 2")),
     "an object": (USES_F, CALLED, CALLED.replace("f.k = 1", "f.k = 2")),
     "a signature": (USES_F, "def f(*a, **k):\n return len(a)", "def f(a, k):\n return len(a)"),
@@ -244,8 +245,12 @@ class Odd:
 
 
 def test_what_has_no_content_is_named_and_ends_nothing():
+    @functools.cache
+    def local():
+        return {Odd(): np.add}
+
     def run(seed):
-        return {"y": len({Odd(): 1})}
+        return {"y": len(local())}
 
     assert key_of(run) == key_of(run)
 
