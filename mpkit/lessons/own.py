@@ -1,0 +1,38 @@
+"""A picture of what a student's own function gives, for labs: some lines, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mpkit.view import Sheet
+from mpkit.view.sheet import LINES, exponents, fitted, linear, log2
+
+
+def picture(
+    x: str, y: str, lines: Mapping[str, ArrayLike], *, at: ArrayLike | None = None, powers: bool = False
+) -> Sheet:
+    """Lines by name over 0, 1, 2 ... or the places `at`; `powers` puts them on an axis of powers of two.
+
+    Raises:  ValueError where nothing is finite, or lines and places differ in length.
+    """
+    values = {name: np.asarray(v, dtype=float) for name, v in lines.items()}
+    longest = max(map(len, values.values()), default=0)
+    place = np.arange(longest) if at is None else np.asarray(at, dtype=float)
+    real = np.concatenate([v[np.isfinite(v)] for v in values.values()]) if values else np.empty(0)
+    if not len(real) or any(len(v) != len(place) for v in values.values()):
+        raise ValueError(
+            f"need lines with a finite number and {len(place)} places, got {[len(v) for v in values.values()]}"
+        )
+    see, ends = Sheet(), (float(real.min()), float(real.max()))
+    see.grid(300, 840)
+    low, high = fitted(*values.values(), room=1) if powers else (ends[0], max(ends[1], ends[0] + 1e-9))
+    axis: dict[str, Any] = log2(y, low, high) if powers else linear(y, low, high, 5)
+    panel = see.panel(title="what your function gives", x=linear(x, float(place[0]), float(place[-1]), 6), y=axis)
+    for (name, line), look in zip(values.items(), LINES):
+        panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **look)
+    see.say(f"{', '.join(values)}: {longest} places, from {ends[0]:.4g} to {ends[1]:.4g}.")
+    return see
