@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,3 +36,14 @@ def picture(
         panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **look)
     see.say(f"{', '.join(values)}: {longest} places, from {ends[0]:.4g} to {ends[1]:.4g}.")
     return see
+
+
+def look(make: Callable[[], Sheet]) -> Any:
+    """The picture that `make` draws with a student's functions, or a sentence where they still fail."""
+    from mpkit.view.still import still
+
+    try:
+        return still(make())
+    except Exception as error:  # whatever an unfinished answer raises
+        print(f"Your own result stands here once the question above is answered ({type(error).__name__}).")
+        return None

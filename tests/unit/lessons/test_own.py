@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpkit.lessons.own import picture
+from mpkit.lessons.own import look, picture
 
 
 def test_it_holds_the_lines_that_it_was_given():
@@ -17,3 +17,12 @@ def test_it_holds_the_lines_that_it_was_given():
 def test_what_cannot_be_drawn_is_refused(lines):
     with pytest.raises(ValueError, match="need lines with a finite number"):
         picture("step", "y", lines)
+
+
+def test_an_unfinished_answer_is_waited_for(capsys):
+    def unfinished():
+        raise NotImplementedError
+
+    assert look(unfinished) is None
+    assert "once the question above is answered (NotImplementedError)" in capsys.readouterr().out
+    assert "yours: 2 places" in repr(look(lambda: picture("step", "y", {"yours": [1.0, 2.0]})))
