@@ -166,15 +166,3 @@ def workers(see: Sheet, agreement=0.3, dimension=64, count=8, seed=0) -> None:
 
 
 # ---- a training
-def training_curves(losses: Mapping[str, Sequence[float]], says: str, top: float = 3.0) -> Sheet:
-    """Loss over the steps, one line per rule; what lies above `top` is drawn at `top`."""
-    see = Sheet()
-    x = linear("step", 0, max(map(len, losses.values())) - 1)
-    panel = see.panel(title="a training with each rule", x=x, y=linear("loss, nats", 0, top * 1.1, 5))
-    panel.rule("y", top, "muted", width=1)
-    low: dict[str, Any] = {"anchor": "start", "valign": "bottom", "dx": 6, "dy": -3, "color": "muted"}
-    panel.text(f"larger losses are drawn at {top:g}", 0, top, **low)
-    for rule, values in losses.items():
-        panel.line(np.minimum(values, top), every=8, label=rule, tag=True, **LOOK[rule])
-    see.say(says)
-    return see

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -281,29 +281,3 @@ def _steps(see: Sheet, rows: list[str], steps: np.ndarray) -> None:
     for k, name in enumerate(rows):
         words = f"{CYCLE} steps" if name == "none" else f"{CYCLE} steps in the time of {steps[k].sum():.1f}"
         panel.text(words, CYCLE, k - 0.22, anchor="end", valign="bottom", weight="bold")
-
-
-def speedups(rows: Sequence[Mapping[str, Any]]) -> Sheet:
-    """Speed-up of each measured contender with its quartiles, and what was promised for it where something was."""
-    see, high = Sheet(), max(row["quartiles"][1] for row in rows)
-    see.grid(90 + 34 * len(rows), 900)
-    x = linear("speed-up against no boost", 0, max(1.6, 1.12 * high), 8)
-    title, y = "bar: all rounds together; line: quartiles of single rounds", [row["contender"] for row in rows]
-    panel = see.panel(title=title, x=x, y=names(y, down=True))
-    look: dict[str, Any] = {"fill": "zero/0.4", "edge": "zero", "label": "speed-up", "quiet": True}
-    panel.bars(np.array([row["ratio"] for row in rows]), axis="y", width=0.6, **look)
-    panel.rule("x", 1, "ink", width=1)
-    told = []
-    for place, row in enumerate(rows):
-        panel.line([place] * 2, row["quartiles"], "ink", width=1.6, quiet=True)
-        panel.text(f"{row['ratio']:.2f}", 0, place, beside=8)  # in its bar: a mark has a number of its own
-        promise = PROMISED.get(row["contender"])
-        if promise:
-            look = {"width": 3.5, "label": "promised by MindSpore"}
-            panel.line([place - 0.38, place + 0.38], [promise] * 2, "overflow", **look)
-            end = max(promise, row["quartiles"][1])
-            panel.text(f"promised {promise:.2f}", end, place, color="overflow", beside=8)
-        if promise or row["contender"] == "O1 tuned":
-            told.append(f"{row['contender']} {row['ratio']:.2f}" + (f" (promised {promise:.2f})" if promise else ""))
-    see.say(f"Measured speed-up of {len(rows)} configurations: {', '.join(told)}.")
-    return see

@@ -13,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.casting import auto_mixed_precision
 from mpkit.data import digits
 from mpkit.formats import FloatFormat, get_format
-from mpkit.lessons.digits import accuracy, computed_in
 from mpkit.networks import Network
-from mpkit.step import TrainOneStepWithLossScaleCell, WithLossCell
 from mpkit.view import Choice, Sheet, view
 from mpkit.view.parts import regions, tenths, zones
 from mpkit.view.sheet import linear, log2, power_of_two
@@ -192,22 +189,3 @@ def underflow(see: Sheet, moment=720, kind="activations", fmt="fp16", exponent=0
 
 
 # ---- does it matter?
-def trained_with(
-    level: str, weight: float, scale: float, steps: int = 120, rate: float = 0.1
-) -> dict[str, float | str | int]:
-    """Train on the digits with the loss multiplied by a small `weight` (and the rate divided by it): one table row.
-
-    In exact arithmetic the weight changes nothing. In float16 it makes the gradients small.
-    """
-    torch.manual_seed(0)
-    network = auto_mixed_precision(Network(), level, computed_in("float16", torch.device("cpu")))
-    optimizer = torch.optim.SGD(network.parameters(), rate / weight, fused=True)
-    with_loss = WithLossCell(network, lambda logits, labels: F.cross_entropy(logits, labels) * weight)
-    cell = TrainOneStepWithLossScaleCell(with_loss, optimizer, torch.tensor(scale))
-    images, labels = digits("train")
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        batch = torch.randint(len(images), (64,), generator=draw)
-        outcome = cell(images[batch], labels[batch])
-    found = {"loss": round(float(outcome.loss) / weight, 2), "accuracy": round(accuracy(network), 2)}
-    return {"level": level, "scale": f"2^{math.log2(scale):g}", **found}

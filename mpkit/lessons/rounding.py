@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mpkit.formats import FloatFormat, get_format
-from mpkit.lessons.formats import beyond, store, value_of
+from mpkit.lessons.formats import store
 from mpkit.replay.percent import percent
 from mpkit.rounding import MODES, round_to, ulp
 from mpkit.view import Choice, Range, Sheet, Stroke, Text, view
 from mpkit.view.answers import read_number
 from mpkit.view.parts import prediction
-from mpkit.view.sheet import DIFFERENT, linear, log2, names
+from mpkit.view.sheet import linear, log2, names
 from mpkit.view.words import counted
 
 NARROW = ["fp16", "bf16", "e5m2", "e4m3fn", "e3m2", "e2m3", "e2m1"]
@@ -75,13 +74,6 @@ def added(fmt_name: str, update: float, steps: int = STEPS, seed: int = 0) -> di
 def running_sum(values: Tensor) -> Tensor:
     """Sum one by one, each total rounded to the dtype of the values; (N,) -> (N,) totals of the same dtype."""
     return torch.stack([*accumulate(values, torch.add)])
-
-
-def grid_around(value: float, fmt: FloatFormat, count: int = 2) -> list[float]:
-    """The stored value with `count` neighbours on each side, ascending."""
-    first = store(value, fmt)
-    below, above = ([*islice(beyond(first, fmt, up), count)] for up in (False, True))
-    return [*reversed(below), value_of(first, fmt), *above]
 
 
 # ---- where each mode sends a number
@@ -255,18 +247,6 @@ def updates(see: Sheet, fmt="fp16", update=1e-4, progress=100) -> None:
         f"({half:.3g}): {told}; exact {{exact:.{digits}f}}.",
         done=at, half=half, **paths,
     )  # fmt: skip
-
-
-def sums(ways: Mapping[str, Any], exact: Any) -> Sheet:
-    """Running totals over the number of terms, one line per way of summing."""
-    see, at, exact = Sheet(), np.linspace(0, len(exact) - 1, 251).astype(int), np.asarray(exact)
-    see.grid(340)
-    x, y = linear("terms added", 0, len(exact)), linear("total", 0, 1.05 * float(exact.max()))
-    panel = see.panel(title="running totals, and where they stall", x=x, y=y)
-    panel.line(exact[at], at + 1, "reference", dash=":", width=1.4, label="exact")
-    for (name, values), look in zip(ways.items(), DIFFERENT):
-        panel.line(np.asarray(values)[at], at + 1, every=30, label=name, tag=True, **look)
-    return see
 
 
 # ---- predict: draw the sum

@@ -1,8 +1,8 @@
-"""Lessons 00 and 04: what float16 holds, the same training at four levels, and a training that is steered."""
+"""Lessons 00 and 04: a training on the digits that is steered while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from mpkit.casting import LEVELS
-from mpkit.formats import FP16
 from mpkit.lessons.digits import Run, recorded_run, training
 from mpkit.policies import ScalePolicy, ScaleState, advance, initial
 from mpkit.policies import run as run_policy
 from mpkit.replay.percent import percent
 from mpkit.scalers import LossScaler
 from mpkit.view import Choice, Range, Sheet, view
-from mpkit.view.parts import edges, loss_and_scale, regions
-from mpkit.view.sheet import LINES, exponents, fitted, linear, log2, names, power_of_two
+from mpkit.view.parts import loss_and_scale
+from mpkit.view.sheet import power_of_two
 from mpkit.view.words import counted, exponent
 
 WIDE = 240  # steps in the picture
@@ -26,37 +25,6 @@ FLOOR = (-14, 10)
 
 
 # ---- pictures that stay
-def fates(values: Sequence[float]) -> Sheet:
-    """Where float32 values lie on the range of float16, and what becomes of each."""
-    see, stored = Sheet(), torch.tensor(values).half().double()
-    see.grid(190, 840)
-    y = names([f"{v:.6g} becomes {s:.6g}" for v, s in zip(values, stored.tolist())], down=True)
-    y["hi"] = -1.1  # room for the names of the regions
-    panel = see.panel(title="the range of float16", x=log2("magnitude", -32, 24, 8), y=y, pad=[28, 14, 42, 200])
-    regions(panel, "x", *edges(FP16), subnormal="fewer digits", normal="all digits", zero="becomes 0", overflow="inf")
-    panel.points(range(len(values)), np.log2(np.abs(values)), "ink", size=6)
-    see.say("; ".join(f"{v:.6g} becomes {s:.6g} in float16" for v, s in zip(values, stored.tolist())) + ".")
-    return see
-
-
-def compare(runs: Sequence[Run]) -> Sheet:
-    """Loss (mean of 8 steps) of several trainings in one panel, and the scale of each in its own."""
-    see, count, last = Sheet(), len(runs), len(runs[0].losses)
-    see.grid(480, 900, rows=(1,) * count, cols=(1, 1.2))
-    low, high = fitted(*(run.scales for run in runs), room=1)
-    x, y = linear("step", 0, last, 4), linear("loss, nats", 0, 2.5, 5)
-    loss = see.panel(0, 0, rowspan=count, title="loss, mean of 8 steps", x=x, y=y)
-    for row, (run, look) in enumerate(zip(runs, LINES)):
-        means = np.array(run.losses[: last // 8 * 8]).reshape(-1, 8).mean(1)
-        losses = np.clip(np.nan_to_num(means, nan=2.5), 0, 2.5)
-        loss.line(losses, 4 + 8 * np.arange(len(means)), width=1.8, label=run.level, **look)
-        x, y = linear("", 0, last, 4), log2("", low, high, 2)
-        panel = see.panel(row, 1, title=f"loss scale at {run.level}", x=x, y=y, pad=[24, 14, 24, 52])
-        panel.line(exponents(run.scales, low, high), step="post", width=1.8, **look)
-        panel.crosses(exponents(run.scales, low, high), run.skipped, "skipped step")
-    levels = ", ".join(run.level for run in runs)
-    see.say(f"Loss and loss scale of {count} trainings, {levels}, over {last} steps.")
-    return see
 
 
 # ---- a training that is steered while it runs

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpkit.lessons.adasum import RULES, WORKERS, pair, trained_with, training_curves, workers
-from mpkit.view.still import still
+from mpkit.lessons.adasum import RULES, WORKERS, pair, trained_with, workers
 from mpkit.view.words import words
 
 WORDS = words("adasum")
@@ -97,7 +96,6 @@ def test_what_the_lesson_says_of_a_training():
     ends = {rule: trained_with(rule, 8)[-1] for rule in RULES}
     assert ends["AdaSum"] < 0.8 * ends["mean"] < 1 < 10 < ends["sum"]
     assert trained_with("mean", 1) == trained_with("AdaSum", 1)
-    assert still(training_curves({rule: trained_with(rule, 8) for rule in RULES}, "Three rules."))
 
 
 def test_answers_a_second_way():

@@ -8,7 +8,7 @@ import pytest
 
 from mpkit.boost import AutoBoost, GradientFreeze, LessBN
 from mpkit.data import data_dir
-from mpkit.lessons.boost import COMPARED, PARTS, first_steps, levels, measured, odds, preset, speedups
+from mpkit.lessons.boost import COMPARED, PARTS, first_steps, levels, measured, odds, preset
 from mpkit.networks import resnet34
 from mpkit.view.words import words
 
@@ -97,12 +97,6 @@ def test_steps_are_taken_apart():
     part = list(PARTS).index
     assert o1[0, part("batch_norm")] < 0.8 * none[0, part("batch_norm")]  # 11 of 20 BatchNorms are gone
     assert tuned[17, part("backward")] < 0.2 * tuned[0, part("backward")]  # nine of ten groups stand still
-
-
-def test_a_mark_of_a_promise_bears_the_promised_number():
-    marks = speedups([{"contender": "O2", "ratio": 1.17, "quartiles": [1.1, 1.23]}]).panels[0].marks
-    at = {mark["text"][0]: mark["x"] for mark in marks if mark["type"] == "text"}
-    assert at == {"1.17": 0.0, "promised 1.30": 1.3}
 
 
 def test_the_stored_benchmark_names_its_versions_and_has_enough_seeds():
