@@ -32,8 +32,8 @@ def picture(
     low, high = fitted(*values.values(), room=1) if powers else (ends[0], max(ends[1], ends[0] + 1e-9))
     axis: dict[str, Any] = log2(y, low, high) if powers else linear(y, low, high, 5)
     panel = see.panel(title="what your function gives", x=linear(x, float(place[0]), float(place[-1]), 6), y=axis)
-    for (name, line), look in zip(values.items(), LINES):
-        panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **look)
+    for (name, line), color in zip(values.items(), LINES):
+        panel.line(exponents(line, low, high) if powers else line, place, step="post", width=1.8, label=name, **color)
     see.say(f"{', '.join(values)}: {longest} places, from {ends[0]:.4g} to {ends[1]:.4g}.")
     return see
 
