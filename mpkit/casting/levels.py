@@ -11,14 +11,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from mpkit.arguments import check_function, check_kind
 from mpkit.casting import operators as ops
-from mpkit.casting.lists import BLACK_MODULES, WHITE_MODULES, WHITE_OPERATORS
+from mpkit.casting.lists import LISTS, MODULES
 from mpkit.casting.low import target_of
-from mpkit.casting.marks import Decorated, Forward, check_castable, mark, mark_of, unmark
+from mpkit.casting.marks import Decorated, Forward, check_castable, mark, mark_of, remark, root_of, unmark
 from mpkit.casting.mode import running
-from mpkit.casting.presets import MINDSPORE, PRESETS, auto_lists, lowered, put_black_list, put_white_list, settle
+from mpkit.casting.presets import MINDSPORE, PRESETS, put_black_list, put_white_list
 from mpkit.casting.products import Keep, cast_by_recipe, drop_scales
 from mpkit.casting.recipe import RECIPES, Recipe
+from mpkit.casting.rules import listed, lowered
 from mpkit.formats import FloatFormat
 
 LEVELS = tuple(MINDSPORE)
@@ -73,11 +75,9 @@ def auto_mixed_precision(
     >>> net(torch.ones(1, 2)).dtype, net.weight.dtype
     (torch.float32, torch.float32)
     """
-    is_function = amp_level == "auto" and callable(network) and not isinstance(network, type)
-    if not isinstance(network, nn.Module) and not is_function:
-        also = " or, at level 'auto', a function" if isinstance(amp_level, str) else ""
-        raise TypeError(
-            f"auto_mixed_precision casts an nn.Module{also}, got {network!r}; pass the network object itself"
+    if not isinstance(network, nn.Module):
+        check_function(
+            "network", network if amp_level == "auto" else None, "an nn.Module or, at level auto, a function"
         )
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
@@ -87,9 +87,8 @@ def auto_mixed_precision(
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
     if not isinstance(network, nn.Module):
-        return cast(Network, Decorated(None, auto_lists(low), level=amp_level, inner=network))
+        return cast(Network, Decorated(None, listed("auto", low), network, level=amp_level))
     MINDSPORE[amp_level].put(network, low)
-    settle(network, amp_level)
     return network
 
 
@@ -111,23 +110,20 @@ def custom_mixed_precision(
              one list is given, or for another dtype.
     Source:  MindSpore 2.7 amp.custom_mixed_precision; where that takes Primitive classes, this takes torch functions.
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"custom_mixed_precision casts an nn.Module, got {network!r}; pass the network object itself")
+    check_kind("network", network, nn.Module, "an nn.Module")
     if (white_list is None) == (black_list is None):
         came = "neither" if white_list is None else "both"
         raise ValueError(f"give exactly one of white_list and black_list, got {came}")
     low = target_of(dtype, grad_dtype)
     check_castable(network)
-    if white_list is not None:
-        modules, operators = _checked_white(white_list)
+    modules, operators = _checked(white_list if black_list is None else black_list, black_list is None)
+    if black_list is None:
         put_white_list(network, low, modules, operators)
     else:
-        assert black_list is not None
-        black = _checked_black(black_list)
-        for missing in (norm for norm in BLACK_MODULES if norm not in black):
+        for missing in (norm for norm in MODULES["black"] if norm not in modules):
             _log.warning("%s is not on the black list, so it computes in %s", missing.__name__, low)
-        put_black_list(network, low, black)
-    settle(network)
+        put_black_list(network, low, lambda child: isinstance(child, modules))
+    root_of(network).level = ""
     return network
 
 
@@ -137,35 +133,25 @@ def get_white_list() -> list[Any]:
     >>> nn.Linear in get_white_list() and torch.matmul in get_white_list()
     True
     """
-    return [*WHITE_MODULES, *(ops.canonical(operator) for operator in WHITE_OPERATORS)]
+    return [*MODULES["white"], *map(ops.canonical, LISTS["mindspore"]["low"])]
 
 
 def get_black_list() -> list[type[nn.Module]]:
     """A fresh copy of O2's list of modules that stay float32."""
-    return [*BLACK_MODULES]
+    return [*MODULES["black"]]
 
 
-def _checked_white(white: list[Any]) -> tuple[tuple[type[nn.Module], ...], frozenset[str]]:
-    if type(white) is not list:
-        raise TypeError(f"white_list is a list, got {type(white).__name__}; write list(...)")
-    modules, operators = [], set()
-    for element in white:
-        if isinstance(element, type) and issubclass(element, nn.Module):
-            modules.append(element)
-        elif (operator := ops.operator_of(element)) is not None:
-            operators.add(operator)
-        else:
-            raise TypeError(f"white_list holds nn.Module classes and torch functions, got {element!r}")
-    return tuple(modules), frozenset(operators)
-
-
-def _checked_black(black: list[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
-    if type(black) is not list:
-        raise TypeError(f"black_list is a list, got {type(black).__name__}; write list(...)")
-    for element in black:
-        if not (isinstance(element, type) and issubclass(element, nn.Module)):
-            raise TypeError(f"black_list holds nn.Module classes (functions cannot be kept float32), got {element!r}")
-    return tuple(black)
+def _checked(given: object, white: bool) -> tuple[tuple[type[nn.Module], ...], frozenset[str]]:
+    """The module classes and the operators of a list; only a white one may have operators."""
+    if type(given) is not list:
+        raise TypeError(f"white_list and black_list are lists, got {type(given).__name__}; write list(...)")
+    modules = tuple(item for item in given if isinstance(item, type) and issubclass(item, nn.Module))
+    operators = {item: ops.operator_of(item) for item in given if item not in modules}
+    for item, operator in operators.items():
+        if operator is None or not white:
+            kinds = "classes and torch functions" if white else "classes (functions cannot be kept float32)"
+            raise TypeError(f"{'white' if white else 'black'}_list holds nn.Module {kinds}, got {item!r}")
+    return modules, frozenset(name for name in operators.values() if name)
 
 
 def _warn_of_repetition(network: object, level: str) -> None:
@@ -197,14 +183,11 @@ def to_float(
     Source:  MindSpore 2.7 Cell.to_float, with graph mode's cast on entry. What a level put around a module (the float32
              result of the root, the 16-bit result of a norm at O2) stays around it.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"to_float sets the precision of an nn.Module, got {module!r}; cast a tensor with x.to(dtype)")
+    check_kind("module", module, nn.Module, "an nn.Module (cast a tensor with x.to(dtype))")
     target = target_of(dtype, grad_dtype, also=(torch.float32,))
     check_castable(module)
     for inner in module.modules():
-        old = mark_of(inner)
-        around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
-        mark(inner, lowered(inner, target), by_user=target, **around)
+        remark(inner, lowered(inner, target), by_user=target)
     return module
 
 
@@ -223,8 +206,7 @@ def within(network: nn.Module) -> Iterator[None]:
     ...     (net.weight @ torch.ones(2)).dtype
     torch.bfloat16
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"within runs a block at the level of an nn.Module, got {network!r}")
+    check_kind("network", network, nn.Module, "an nn.Module")
     found = mark_of(network)
     if found is None or found.rule is None:
         raise ValueError("this module runs at no level; put one on it by auto_mixed_precision, cast_like or to_float")
@@ -240,7 +222,7 @@ def remove_mixed_precision(network: Network) -> Network:
     if isinstance(network, Forward):
         return cast(Network, network.inner)
     if not isinstance(network, nn.Module):
-        raise TypeError(f"remove_mixed_precision restores an nn.Module, got {network!r}")
+        raise TypeError(f"network must be an nn.Module, got {network!r}")
     for module in list(network.modules()):
         unmark(module)
         drop_scales(module)
@@ -273,10 +255,8 @@ def cast_like(
     >>> net(torch.ones(1, 2)).dtype
     torch.bfloat16
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"cast_like casts an nn.Module, got {network!r}; pass the network object itself")
-    if not isinstance(preset, str | Recipe):
-        raise TypeError(f"preset is a name or a Recipe, got {preset!r}; the names are in PRESETS and RECIPES")
+    check_kind("network", network, nn.Module, "an nn.Module")
+    check_kind("preset", preset, (str, Recipe), "a name (of PRESETS or RECIPES) or a Recipe")
     check_castable(network)
     if isinstance(preset, Recipe) or preset in RECIPES:
         if dtype is not None or grad_dtype is not None:
@@ -288,8 +268,8 @@ def cast_like(
     if keep is not None:
         raise ValueError(f"keep goes with a recipe; {preset} has its own lists of what stays float32")
     row = PRESETS[preset]
-    row.put(network, target_of(row.dtype if dtype is None else dtype, grad_dtype))
-    settle(network, preset)
+    low = torch.float16 if row.dtype is torch.float32 else row.dtype
+    row.put(network, target_of(low if dtype is None else dtype, grad_dtype))
     return network
 
 
@@ -299,8 +279,7 @@ def copy_to_float(source: nn.Module, target: nn.Module) -> nn.Module:
     Raises:  TypeError if one of them is no module.
     """
     for name, module in (("source", source), ("target", target)):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"{name} is an nn.Module, got {module!r}")
+        check_kind(name, module, nn.Module, "an nn.Module")
     found = mark_of(source)
     if found is not None and found.by_user is not None:  # a level or a recipe stands around the layer
         mark(target, lowered(target, found.by_user), result=found.result, by_user=found.by_user)

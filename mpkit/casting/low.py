@@ -11,13 +11,14 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from mpkit.arguments import check_kind
 from mpkit.casting.local import LOCAL
 from mpkit.formats import FloatFormat, dtype_name
 from mpkit.rounding import round_to
@@ -46,20 +47,16 @@ def target_of(dtype: object, grad_dtype: FloatFormat | None = None, also: tuple[
     Raises:  ValueError unless dtype is float16, bfloat16, one of `also` or a FloatFormat of at most 32 bits, or if
              `grad_dtype` is wider or given beside a native dtype; TypeError if `grad_dtype` is no FloatFormat.
     """
-    native = (torch.float16, torch.bfloat16, *also)
     if isinstance(dtype, FloatFormat):
-        if not isinstance(grad_dtype, FloatFormat | None):
-            raise TypeError(f"grad_dtype is a FloatFormat such as E5M2, got {grad_dtype!r}")
-        if too_wide := [fmt.name for fmt in (dtype, grad_dtype) if fmt is not None and fmt.bits > 32]:
-            raise ValueError(
-                f"formats are emulated inside float32, {too_wide[0]} is wider; network.double() computes in it"
-            )
-        return known(dtype, grad_dtype or dtype)
+        check_kind("grad_dtype", grad_dtype, FloatFormat, "a FloatFormat such as E5M2", optional=True)
+        grad_fmt = grad_dtype or dtype
+        if max(dtype.bits, grad_fmt.bits) > 32:
+            raise ValueError("formats are emulated inside float32, this one is wider; network.double() computes in it")
+        return known(dtype, grad_fmt)
+    native = (torch.float16, torch.bfloat16, *also)
     if not isinstance(dtype, torch.dtype) or dtype not in native:
         names = ", ".join(map(str, native))
-        raise ValueError(
-            f"dtype is {names} or a FloatFormat to emulate (formats.E4M3FN, get_format('e4m7')), got {dtype!r}"
-        )
+        raise ValueError(f"dtype is {names} or a FloatFormat to emulate (E4M3FN, get_format('e4m7')), got {dtype!r}")
     if grad_dtype is not None:
         raise ValueError(
             f"grad_dtype goes with an emulated format; with {dtype} gradients are {dtype} too, leave it out"
@@ -76,8 +73,7 @@ _STATISTICS = (
 _FILLS = ("masked_fill", "fill", "full_like", "constant_pad_nd", "index_fill", "scatter", "where")
 
 
-@dataclass(frozen=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What the schema of an operator says, and its name."""
 
     views: bool
@@ -92,12 +88,12 @@ def _facts(func: Any) -> _Facts:
     schema = func._schema  # torch's own subclasses read it; there is no public way to ask what an operator writes into
     name = schema.name.split("::")[1]
     return _Facts(
-        views=bool(schema.returns) and schema.returns[0].alias_info is not None,
-        writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
-        promotes=torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
+        bool(schema.returns) and schema.returns[0].alias_info is not None,
+        tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_write),
+        torch.Tag.pointwise in func.tags or name in ("cat", "stack"),
         # a backward gives gradients after its first result; those of a batch norm are of its float32 parameters
-        statistics=name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
-        fills=name.startswith(_FILLS),
+        name.startswith(_STATISTICS) and ("batch_norm" in name or not name.endswith("_backward")),
+        name.startswith(_FILLS),
     )
 
 
@@ -136,16 +132,10 @@ class Low(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Low:
+        like: dict[str, Any] = {"dtype": values.dtype, "layout": values.layout, "device": values.device}
+        where: dict[str, Any] = {"strides": values.stride(), "storage_offset": values.storage_offset()}
         # private, and the only way to make such a class; torch's own documents on subclasses use it
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device=values.device,
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, values.size(), **where, **like)
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -326,20 +316,17 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
         items = [map_tensors(change, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = {key: map_tensors(change, item) for key, item in value.items()}
-        if type(value) is dict:
-            return changed
-        own = copy.copy(value)  # of the same type, with the same attributes
-        for key, item in changed.items():
-            own[key] = item
-        return own
+        mapped = copy.copy(value)  # of the same type, with the same attributes
+        for key, item in value.items():
+            mapped[key] = map_tensors(change, item)
+        return mapped
     if is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: getattr(value, part.name) for part in fields(value) if hasattr(value, part.name)}
-        mapped = {name: map_tensors(change, part) for name, part in parts.items()}
-        replaced = {name: part for name, part in mapped.items() if part is not parts[name]}
+        new = {name: map_tensors(change, part) for name, part in parts.items()}
+        changed = {name: part for name, part in new.items() if part is not parts[name]}
         # a copy, since the caller may still hold the nest with the tensors as they were
-        twin = copy.copy(value) if replaced else value
-        for name, part in replaced.items():
+        twin = copy.copy(value) if changed else value
+        for name, part in changed.items():
             object.__setattr__(twin, name, part)  # frozen ones too
         return twin
     return value
@@ -351,12 +338,11 @@ def float_tensors(value: object) -> list[Tensor]:
     >>> float_tensors({"a": [torch.ones(2)], "b": torch.tensor(1)})
     [tensor([1., 1.])]
     """
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, part.name, None) for part in fields(value)]
-    if isinstance(value, tuple | list):
-        return [x for item in value for x in float_tensors(item)]
-    return []
+    found: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        found.extend([x] if x.is_floating_point() else [])
+        return x
+
+    map_tensors(noted, value)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -15,10 +14,7 @@ from mpkit.casting.low import Low, Target, convert, map_tensors
 from mpkit.casting.mode import LOCAL, CastMode, Rule, cast_all
 from mpkit.casting.rules import way_out
 
-_OF_A_FUNCTION = frozenset(
-    ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
-)
-_DEVICES = ("cpu", "cuda")
+_OF_A_FUNCTION = ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
 
 
 class Forward:
@@ -30,47 +26,38 @@ class Forward:
     Args:
         module:  the module whose forward this is; None for a plain function.
         rule:    how operations in it compute; None once it was taken off, while somebody's wrapper still holds it.
+        inner:   a callable that stood in the instance's `forward` before, or None for the class's own.
         result:  float results are cast to this on the way out; None leaves them.
         level:   level recorded on the root of `auto_mixed_precision`, else "".
         by_user: the precision that `to_float` set, which O1 and auto then respect; None if it did not.
-        inner:   a callable that stood in the instance's `forward` before, or None for the class's own.
     """
 
     def __init__(
         self,
         module: nn.Module | None,
         rule: Rule | None,
+        inner: Callable[..., Any] | None = None,
         *,
         result: Target | None = None,
         level: str = "",
         by_user: Target | None = None,
-        inner: Callable[..., Any] | None = None,
     ) -> None:
-        self.module = module
-        self.rule = rule
-        self.result = result
-        self.level = level
-        self.by_user = by_user
-        self.inner = inner
+        self.module, self.rule, self.inner = module, rule, inner
+        self.result, self.level, self.by_user = result, level, by_user
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        # a level rules its own module alone; around it an autocast goes on as before
-        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")) and self.rule is not None:
-            with ExitStack() as off:
-                for device in _DEVICES:
-                    if torch.is_autocast_enabled(device):
-                        off.enter_context(torch.autocast(device, enabled=False))
-                return self._entered(args, kwargs)
-        return self._entered(args, kwargs)
-
-    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rule = self.rule
         if rule is None:
-            return self.plain()(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            # a level rules its own module alone; around it an autocast goes on as before
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._entered(rule, args, kwargs)
+        return self._entered(rule, args, kwargs)
+
+    def _entered(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if LOCAL.on:
             return self.run(rule, args, kwargs)
-        if not torch.compiler.is_compiling():
-            _refuse_proxies((*args, *kwargs.values()))
         # the outermost forward: what is kept of parameters is forgotten at its end, since they may change
         LOCAL.on = True
         try:
@@ -110,24 +97,16 @@ class Forward:
         finally:
             LOCAL.rule, LOCAL.module = outer, outside
 
-    def plain(self) -> Callable[..., Any]:
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
         """The forward without any cast."""
         if self.inner is not None:
             return self.inner
-        assert self.module is not None
-        return MethodType(type(self.module).forward, self.module)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.plain()
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.plain())
+        return MethodType(type(self.module).forward, self.module)  # type: ignore[union-attr]
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_FUNCTION and "inner" in self.__dict__:
-            return getattr(self.plain(), name)
+            return getattr(self.__wrapped__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -145,14 +124,6 @@ def _left_format(x: Tensor) -> Tensor:
     return convert(x, torch.float32) if isinstance(x, Low) else x
 
 
-def _refuse_proxies(values: tuple[Any, ...]) -> None:
-    if any(isinstance(value, torch.fx.Proxy) for value in values):
-        raise RuntimeError(
-            "torch.fx cannot trace a network through its casts; take the level off with "
-            "remove_mixed_precision(network), trace it, and cast what the tracing gives"
-        )
-
-
 def _as_it_came(x: object) -> object:
     """An input of the network before its entrance cast it, if `x` is what became of one; else `x`."""
     return next((original for cast, original in LOCAL.given if cast is x), x)
@@ -161,14 +132,16 @@ def _as_it_came(x: object) -> object:
 # --- marks ------------------------------------------------------------------------------------------------------------
 
 _MARK = "_mpkit_forward"  # where a module's mark is found when somebody wrapped its `forward` afterwards
-_REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel asks of each module that it copies to a device
+# private: what nn.DataParallel asks of each module that it copies to a device; it has no public hook for refusing
+_REPLICATE = "_replicate_for_data_parallel"
+_NO_REPLICAS = (
+    "nn.DataParallel, which copies modules without their forwards, so that a level does not reach its replicas; use "
+    "nn.parallel.DistributedDataParallel, one process for each device"
+)
 
 
 def _refuse_replicas() -> None:
-    raise TypeError(
-        "nn.DataParallel copies modules without their forwards, so a level does not reach its replicas; use "
-        "nn.parallel.DistributedDataParallel, one process for each device"
-    )
+    raise TypeError(f"a cast network cannot run in {_NO_REPLICAS}")
 
 
 def mark_of(module: object) -> Forward | None:
@@ -180,10 +153,21 @@ def mark_of(module: object) -> Forward | None:
 def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:
     """Put `rule` on this one module in place of any mark it has; `kind` is the class of the mark."""
     unmark(module)
-    forward = kind(module, rule, inner=module.__dict__.get("forward"), **options)
-    module.__dict__["forward"] = module.__dict__[_MARK] = forward
-    module.__dict__[_REPLICATE] = _refuse_replicas
+    forward = kind(module, rule, module.__dict__.get("forward"), **options)
+    module.__dict__.update({"forward": forward, _MARK: forward, _REPLICATE: _refuse_replicas})
     return forward
+
+
+def remark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
+    """As `mark`; what a level put around the module (its result, the level recorded there) stays around it."""
+    old = mark_of(module)
+    around: dict[str, Any] = {} if old is None else {"result": old.result, "level": old.level}
+    return mark(module, rule, **around, **options)
+
+
+def root_of(network: nn.Module) -> Forward:
+    """The mark on the network itself, made if there is none."""
+    return mark_of(network) or mark(network, Rule())
 
 
 def unmark(module: nn.Module) -> None:
@@ -194,8 +178,8 @@ def unmark(module: nn.Module) -> None:
     forward = mark_of(module)
     if forward is None:
         return
-    del module.__dict__[_MARK], module.__dict__[_REPLICATE]
     forward.rule = None
+    del module.__dict__[_MARK], module.__dict__[_REPLICATE]
     stands_there: object = module.__dict__.get("forward")
     if stands_there is forward:
         del module.__dict__["forward"]
@@ -203,24 +187,21 @@ def unmark(module: nn.Module) -> None:
             module.__dict__["forward"] = inner
 
 
+_IN_STEPS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
 def check_castable(network: object) -> None:
     """Raise TypeError if a part of `network` is what no level can reach, and say which and why."""
     for name, module in network.named_modules() if isinstance(network, nn.Module) else ():
-        where = name or "the network"
+        why = ""
         if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{where} is TorchScript, which runs in an interpreter of its own and cannot be cast; cast the network "
-                "before torch.jit.trace, or use torch.compile or torch.export"
+            why = "TorchScript, which runs in an interpreter of its own; cast the network before torch.jit.trace"
+        elif isinstance(module, nn.DataParallel):
+            why = _NO_REPLICAS
+        elif any(kind(getattr(type(module), "forward", None)) for kind in _IN_STEPS):
+            why = (
+                "a module whose forward runs in steps (yield or await), in which a level cannot stay; put the level on "
+                "the modules that it calls, or give a result in one piece"
             )
-        if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                f"{where} is nn.DataParallel, whose replicas a level does not reach; use "
-                "nn.parallel.DistributedDataParallel, one process for each device"
-            )
-        forward = getattr(type(module), "forward", None)
-        for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
-            if kind(forward):
-                raise TypeError(
-                    f"the forward of {where} runs in steps (yield or await), in which a level cannot stay; put the "
-                    "level on the modules that it calls, or give a result in one piece"
-                )
+        if why:
+            raise TypeError(f"{name or 'the network'} is {why}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,36 +34,20 @@ class Rule:
         default:   what to do for any other; None calls it as it is.
         entry:     float arguments of the module are cast to this first; None leaves them.
         protected: whether the module takes the network's own inputs as they were before the entrance cast them.
-        recipe:    (factory, arguments) that builds this rule again: rules are pickled by recipe, never copied.
+        origin:    (function, arguments) that builds this rule again: rules are pickled so, and never copied.
     """
 
     handlers: Mapping[str, Handler] = field(default_factory=dict)
     default: Handler | None = None
     entry: Target | None = None
     protected: bool = False
-    recipe: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
+    origin: tuple[Callable[..., Rule], tuple[Any, ...]] | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Rule], tuple[Any, ...]]:
-        return self.recipe or (Rule, ())
+        return self.origin or (Rule, ())
 
     def __deepcopy__(self, memo: object) -> Rule:
         return self  # immutable
-
-
-class Book(Protocol):
-    """What is told of every operation and cast while it is open: a ledger."""
-
-    def record(self, func: Function, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do `run(args, kwargs)`, and write down what it was."""
-
-    def note_cast(self, x: Tensor, y: Tensor) -> None:
-        """`x` was cast to `y`."""
-
-    def note_precision(self, target: Target) -> None:
-        """The operation that runs computes in `target`, whatever its inputs say."""
-
-    def operand_notes(self) -> Callable[..., None]:
-        """What a product under a recipe calls for each operand."""
 
 
 class CastMode(TorchFunctionMode):
@@ -82,6 +66,7 @@ class CastMode(TorchFunctionMode):
 
 
 def _recorded(func: Function, handler: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Done, and told to every open ledger."""
     run: Callable[..., Any] = partial(handler, func)
     for book in LOCAL.books:
         run = partial(book.record, func, run)

@@ -29,19 +29,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mpkit.arguments import check_kind
-from mpkit.blocks import (
-    FP8_1X128,
-    FP8_128X128,
-    MXFP4,
-    MXFP8_E4M3,
-    NVFP4,
-    BlockFormat,
-    Blocks,
-    hadamard,
-    quantize_blocks,
-)
-from mpkit.blocks.format import E8M0
+from mpkit import blocks
+from mpkit.arguments import check_choice, check_kind
+from mpkit.blocks import BlockFormat, Blocks, hadamard, quantize_blocks
 from mpkit.formats import E4M3FN, E5M2, FloatFormat
 from mpkit.policies import TensorScalePolicy, tensor_scale_preset
 from mpkit.policies.tensor_scale import current_scale
@@ -155,35 +145,23 @@ class Cast:
     hadamard: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fmt, FloatFormat | BlockFormat):
-            raise TypeError(
-                f"fmt is a FloatFormat such as E4M3FN or a BlockFormat such as MXFP8_E4M3, got {self.fmt!r}"
-            )
+        check_kind("fmt", self.fmt, (FloatFormat, BlockFormat), "a FloatFormat or BlockFormat, as E4M3FN or MXFP8_E4M3")
         in_blocks = isinstance(self.fmt, BlockFormat)
-        check_kind("granularity", self.granularity, str, "a string", optional=True)
         chosen = self.granularity or ("block" if in_blocks else "tensor")
-        if chosen not in ("tensor", "axis", "block") or (chosen == "block") != in_blocks:
-            raise ValueError(
-                f"{self.fmt!r} is scaled by {'block' if in_blocks else 'tensor or axis'}, got granularity {chosen!r}"
-            )
+        check_choice("granularity", chosen, ("block",) if in_blocks else ("tensor", "axis"))
         object.__setattr__(self, "granularity", chosen)
-        if self.rounding not in MODES:
-            raise ValueError(f"rounding is one of {', '.join(MODES)}, got {self.rounding!r}")
-        if self.policy is not None and not isinstance(self.policy, TensorScalePolicy):
-            raise TypeError(
-                f"policy is a TensorScalePolicy such as tensor_scale_preset('te_current'), got {self.policy!r}"
-            )
-        if in_blocks and self.policy is not None:
-            raise ValueError("a block format brings its own scales; set BlockFormat.scale_rounding instead of a policy")
-        if isinstance(self.fmt, FloatFormat):
-            if self.fmt.bits > 16:
-                raise ValueError(f"a cast to {self.fmt} needs no scale; leave the operand out (None: high precision)")
-            policy = replace(self.policy or tensor_scale_preset("te_current"), element_max=self.fmt.max)
-            if chosen == "axis" and policy.delayed:
-                raise ValueError(
-                    "delayed scaling keeps one scale per tensor; with granularity 'axis' take a current one"
-                )
-            object.__setattr__(self, "policy", policy)
+        check_choice("rounding", self.rounding, MODES)
+        check_kind("policy", self.policy, TensorScalePolicy, "one of tensor_scale_preset(name)", optional=True)
+        if isinstance(self.fmt, BlockFormat):
+            if self.policy is not None:
+                raise ValueError("a block format brings its own scales; set its scale_rounding instead of a policy")
+            return
+        if self.fmt.bits > 16:
+            raise ValueError(f"a cast to {self.fmt} needs no scale; leave the operand out (None: high precision)")
+        policy = replace(self.policy or tensor_scale_preset("te_current"), element_max=self.fmt.max)
+        if chosen == "axis" and policy.delayed:
+            raise ValueError("delayed scaling keeps one scale per tensor; with granularity 'axis' take a current one")
+        object.__setattr__(self, "policy", policy)
 
     @property
     def name(self) -> str:
@@ -238,8 +216,8 @@ class Recipe:
     Raises:  TypeError for what is no Cast; ValueError where one operand of a product has a Hadamard transform and the
              other has none (it would not cancel), or where two delayed casts of one tensor differ.
 
-    >>> Recipe("fp8 forward only", Cast(E4M3FN), Cast(E4M3FN)).describe()["fprop.input"]
-    'e4m3fn per tensor, te_current'
+    >>> Recipe("fp8 forward only", Cast(E4M3FN), Cast(E4M3FN)).fprop_input.name
+    'e4m3fn'
     """
 
     name: str
@@ -251,14 +229,12 @@ class Recipe:
     wgrad_input: Cast | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"a recipe has a name first, got {self.name!r}")
-        for field in fields(self)[1:]:
-            if not isinstance(cast := getattr(self, field.name), Cast | None):
-                raise TypeError(f"{field.name} is a Cast or None (high precision), got {cast!r}")
+        check_kind("the name of a recipe, which comes first,", self.name, str, "a string")
+        for key, cast in self.casts():
+            check_kind(key, cast, Cast, "a Cast", optional=True)
         for product in PRODUCTS:
-            transformed = [cast is not None and cast.hadamard for key, cast in self.casts() if key.startswith(product)]
-            if transformed[0] != transformed[1]:
+            transformed = {cast is not None and cast.hadamard for key, cast in self.casts() if key.startswith(product)}
+            if len(transformed) > 1:
                 raise ValueError(f"a Hadamard transform cancels only if both operands of {product} have it")
         for tensor in ("input", "weight", "grad"):
             policies = {cast.policy for key, cast in self.casts() if key.endswith(tensor) and cast and cast.delayed}
@@ -278,23 +254,6 @@ class Recipe:
             if cast is not None and cast.delayed and cast.policy is not None
         }
 
-    def describe(self) -> dict[str, str]:
-        """One phrase for each cast, by product.tensor."""
-        phrases = {}
-        for key, cast in self.casts():
-            words = ["high precision"]
-            if cast is not None:
-                size = "{}x{}".format(*cast.fmt.block) if isinstance(cast.fmt, BlockFormat) else cast.granularity
-                how = (
-                    cast.fmt.scale_rounding
-                    if isinstance(cast.fmt, BlockFormat)
-                    else str(cast.policy and cast.policy.name)
-                )
-                words = [f"{cast.name} per {size}", how]
-                words += ["stochastic"] * (cast.rounding == "stochastic") + ["Hadamard"] * cast.hadamard
-            phrases[key.replace("_", ".")] = ", ".join(words)
-        return phrases
-
 
 def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | None = None) -> Recipe:
     """A recipe whose tensors are cast alike in both of their products.
@@ -307,52 +266,25 @@ def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | N
     return Recipe(name, forward, weight, grad, weight, grad, forward)
 
 
-def _te(policy: str, name: str) -> Recipe:
-    return uniform(
-        name,
-        Cast(E4M3FN, "tensor", tensor_scale_preset(policy, E4M3FN)),
-        Cast(E5M2, "tensor", tensor_scale_preset(policy, E5M2)),
-    )
-
-
-def _recipes() -> list[Recipe]:
+def _recipes() -> Iterator[Recipe]:
+    for name, policy in (("te_hybrid_delayed", "te_delayed"), ("te_current", "te_current")):
+        four, five = (Cast(fmt, "tensor", tensor_scale_preset(policy, fmt)) for fmt in (E4M3FN, E5M2))
+        yield uniform(name, four, five)
+    te: dict[str, Any] = {"scale": blocks.E8M0, "scale_rounding": "te"}
+    yield uniform("te_blockwise", Cast(replace(blocks.FP8_1X128, **te)), weight=Cast(replace(blocks.FP8_128X128, **te)))
     tensor, row = (tensor_scale_preset(name) for name in ("torchao_tensorwise", "torchao_rowwise"))
-    by_row = Cast(E4M3FN, "axis", row)
-    rowwise = uniform("torchao_rowwise", by_row)
-    te_block: dict[str, Any] = {"scale": E8M0, "scale_rounding": "te"}
-    mx: dict[str, Any] = {"scale_rounding": "rceil"}
-    row16, square16 = Cast(NVFP4), Cast(replace(NVFP4, name="nvfp4_16x16", block=(16, 16)))
+    yield uniform("torchao_tensorwise", Cast(E4M3FN, "tensor", tensor), Cast(E5M2, "tensor", tensor))
+    by_row, by_tensor = Cast(E4M3FN, "axis", row), Cast(E4M3FN, "tensor", row)
+    yield uniform("torchao_rowwise", by_row)
+    yield Recipe("torchao_rowwise_with_gw_hp", by_row, by_row, by_row, by_tensor)
+    flat, square = (Cast(replace(fmt, scale_rounding="deepseek")) for fmt in (blocks.FP8_1X128, blocks.FP8_128X128))
+    yield uniform("deepseek_v3", flat, weight=square)
+    yield uniform("mxfp8", Cast(replace(blocks.MXFP8_E4M3, scale_rounding="rceil")))
+    yield uniform("mxfp4", Cast(replace(blocks.MXFP4, scale_rounding="rceil")))
+    row16, square16 = Cast(blocks.NVFP4), Cast(replace(blocks.NVFP4, name="nvfp4_16x16", block=(16, 16)))
     random16 = replace(row16, rounding="stochastic")
-    return [
-        _te("te_delayed", "te_hybrid_delayed"),
-        _te("te_current", "te_current"),
-        uniform("te_blockwise", Cast(replace(FP8_1X128, **te_block)), weight=Cast(replace(FP8_128X128, **te_block))),
-        uniform("torchao_tensorwise", Cast(E4M3FN, "tensor", tensor), Cast(E5M2, "tensor", tensor)),
-        rowwise,
-        replace(
-            rowwise,
-            name="torchao_rowwise_with_gw_hp",
-            dgrad_weight=Cast(E4M3FN, "tensor", row),
-            wgrad_grad=None,
-            wgrad_input=None,
-        ),
-        uniform(
-            "deepseek_v3",
-            Cast(replace(FP8_1X128, scale_rounding="deepseek")),
-            weight=Cast(replace(FP8_128X128, scale_rounding="deepseek")),
-        ),
-        uniform("mxfp8", Cast(replace(MXFP8_E4M3, **mx))),
-        uniform("mxfp4", Cast(replace(MXFP4, **mx))),
-        Recipe(
-            "nvfp4",
-            row16,
-            square16,
-            random16,
-            square16,
-            replace(random16, hadamard=True),
-            replace(row16, hadamard=True),
-        ),
-    ]
+    spread = replace(random16, hadamard=True), replace(row16, hadamard=True)
+    yield Recipe("nvfp4", row16, square16, random16, square16, *spread)
 
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _recipes()}

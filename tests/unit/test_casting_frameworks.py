@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkit.casting import auto_mixed_precision, cast_like
-from mpkit.casting.frameworks import APEX_TO_WIDE, autocast_lists
-from mpkit.casting.lists import (
-    TORCH_KERNELS_TO_LOW,
-    TORCH_KERNELS_TO_WIDE,
-    TORCH_PROMOTED,
-    TORCH_TO_LOW,
-    TORCH_TO_WIDE,
-)
+from mpkit.casting.lists import LISTS
+from mpkit.casting.rules import listed
 from mpkit.formats import E4M3FN, FP16
 
 A = torch.rand(4, 4)
@@ -163,12 +157,12 @@ def listed_by_torch() -> set[str]:
 
 
 def test_the_preset_knows_every_operator_that_torch_lists() -> None:
-    assert listed_by_torch() - autocast_lists(torch.float16).handlers.keys() == set()
+    assert listed_by_torch() - listed("torch", torch.float16).handlers.keys() == set()
 
 
 def test_every_listed_operator_of_autocast_is_listed_by_torch() -> None:
     listed = listed_by_torch()
-    ours = {*TORCH_TO_LOW, *TORCH_TO_WIDE, *TORCH_PROMOTED, *TORCH_KERNELS_TO_LOW, *TORCH_KERNELS_TO_WIDE}
+    ours = {name for names in LISTS["torch"].values() for name in names} - {*LISTS["torch"]["banned"]}
     spelled = {"grid_sample": "grid_sampler", "vecdot": "linalg_vecdot", "multi_dot": "linalg_multi_dot"}
     # torch makes these of listed ones
     made_of = {"square", "sum_to_size", "cross_entropy", "inner", "pairwise_distance", "trapz", "trapezoid"}
@@ -186,7 +180,7 @@ def apex(call: Callable[..., Any]) -> Any:
 
 
 def test_apex_refuses_in_place_operations_of_its_float32_list_on_16_bits_only() -> None:
-    for name in sorted(APEX_TO_WIDE):
+    for name in sorted(LISTS["apex"]["wide"]):
         change = getattr(Tensor, f"{name}_", None)
         if change is None or name in ("pow", "renorm"):
             continue

@@ -1,0 +1,368 @@
+"""What can be done for an operation: a handler takes a torch function and its arguments, casts, and calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from mpkit.casting import operators as ops
+from mpkit.casting.low import Emulated, Low, Target, float_tensors, map_tensors, precision
+from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, cast, cast_all, computes
+from mpkit.formats import dtype_name
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+WIDE = torch.float32
+
+# --- computed in a precision ------------------------------------------------------------------------------------------
+
+
+@cache
+def computed(low: Target, result: Target | None = None) -> Handler:
+    """Float inputs to `low`; the result cast to `result` (None: as computed)."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        if not kwargs:
+            out = func(*cast_all(args, low))
+            return out if result is None else cast_all(out, result)
+        # written only when the values are final: a kernel would write them before they are cast back
+        into = args[0] if kwargs.get("inplace") else kwargs.get("out")
+        options = {name: value for name, value in kwargs.items() if name not in ("out", "inplace")}
+        out = cast_all(func(*cast_all(args, low), **cast_all(options, low)), result or low)
+        return out if into is None else _delivered(out, into)
+
+    return run
+
+
+def _delivered(out: Any, into: Any) -> Any:
+    """The result, written where `out=` or `inplace=True` asked for it, which keeps its dtype."""
+    if isinstance(into, Tensor):
+        return into.copy_(out)
+    return type(into)(_delivered(part, place) for part, place in zip(out, into))  # a pair, such as max gives
+
+
+@cache
+def delivered_in(low: Target) -> Handler:
+    """As it comes, with its result in `low`: the rows that an embedding picks are those of a cast table.
+
+    The gradient of a row that was picked several times is so added up in float32.
+    """
+    return lambda func, args, kwargs: cast_all(func(*args, **kwargs), low)
+
+
+def promoted(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """All float inputs to the widest of them; a format counts as the float32 that holds it."""
+    inputs = {precision(x) for x in float_tensors((args, kwargs))}
+    if len(inputs) < 2:
+        return as_is(func, args, kwargs)
+    wide = torch.float64 if torch.float64 in inputs else WIDE
+    return func(*cast_all(args, wide), **cast_all(kwargs, wide))
+
+
+# --- parameters alone -------------------------------------------------------------------------------------------------
+
+
+@cache
+def parameters_in(low: Target) -> Handler:
+    """Parameters take the precision of the activations; everything else is torch's own affair."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        args = tuple(_own_cast(args, low))
+        if not kwargs:
+            return func(*args)
+        if kwargs.get("inplace"):
+            LOCAL.given.clear()
+        return func(*args, **dict(zip(kwargs, _own_cast(tuple(kwargs.values()), low))))
+
+    return run
+
+
+def _own_cast(values: Any, low: Target) -> Any:
+    """The values, in which parameters of the network and their views are cast; the very same if there are none."""
+    changed = None
+    for i, value in enumerate(values):
+        kind = type(value)
+        if kind is list or kind is tuple:
+            new = _own_cast(value, low)
+        # a sharded one is of a class of its own
+        elif isinstance(value, nn.Parameter) or (kind is Tensor and value.dtype is WIDE and _is_own(value)):
+            new = cast(value, low)
+        else:
+            continue
+        if new is not value:
+            changed = list(values) if changed is None else changed
+            changed[i] = new
+    return values if changed is None else type(values)(changed)
+
+
+def _is_own(x: Tensor) -> bool:
+    """Whether a plain tensor is a view of a parameter, or stands where one stood, as `torch.func` puts it."""
+    if is_compiling() or x.dim() == 0:  # a compiler knows parameters by their class alone
+        return False
+    module = LOCAL.module
+    return type(x._base) is nn.Parameter or (
+        module is not None and any(x is p for p in nn.Module.__getattribute__(module, "_parameters").values())
+    )
+
+
+@cache
+def viewed(low: Target) -> Handler:
+    """A view stays one, so that a write into it arrives; whoever computes with it casts. A graph has no such writes."""
+    inner = parameters_in(low)
+    return lambda func, args, kwargs: inner(func, args, kwargs) if is_compiling() else as_is(func, args, kwargs)
+
+
+def sparing_kernels(handler: Handler) -> Handler:
+    """A default that leaves alone the overloads of which a compiled graph consists: the graph holds its casts."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        kernel = not is_compiling() and "." in func.__name__ and getattr(func, "namespace", "") in _KERNELS
+        return (as_is if kernel else handler)(func, args, kwargs)
+
+    return run
+
+
+_KERNELS = ("aten", "prims", "c10d", "_c10d_functional", "fsdp", "inductor")
+
+# --- writes -----------------------------------------------------------------------------------------------------------
+
+
+def written(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """The tensor that is written into, or beside, decides; the other float inputs are cast to it."""
+    LOCAL.given.clear()  # an input of the network may be what is written into
+    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return func(*args, **kwargs)
+    into = precision(args[0])
+    return func(args[0], *cast_all(args[1:], into), **cast_all(kwargs, into))
+
+
+def written_as_it_is(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """Torch casts what it writes."""
+    LOCAL.given.clear()
+    return as_is(func, args, kwargs)
+
+
+@cache
+def written_back(low: Target, result: Target) -> Handler:
+    """`x.relu_()` where relu is listed: computed in `low`, then written into the tensor it was asked to change."""
+    new = computed(low, result)
+    return lambda func, args, kwargs: args[0].copy_(new(torch.relu, args, kwargs))
+
+
+def shown(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """Who has the memory of a tensor may write into it uncounted. All attributes have one name, `.data` is one."""
+    if func is _DATA or func.__name__ != "__get__":
+        LOCAL.shown = True
+    return as_is(func, args, kwargs)
+
+
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def filled(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A finite number that 16 bits cannot hold, such as the -1e9 of a mask, stands for their largest."""
+    dtype = kwargs.get("dtype") or getattr(args[0] if args else None, "dtype", None)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return as_is(func, args, kwargs)
+    largest = torch.finfo(dtype).max
+
+    def bounded(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+            return torch.where(value.isfinite(), value.clamp(-largest, largest), value)
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        return max(-largest, min(largest, value)) if is_number else value
+
+    return func(*map(bounded, args), **{name: bounded(value) for name, value in kwargs.items()})
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def product_then_bias(low: Target, bias_in: Target, result: Target | None) -> Handler:
+    """A product in `low`, rounded once, then the bias added in `bias_in` and rounded again.
+
+    On CUDA a bias in a native `low` stays fused in the product: one kernel, one rounding less.
+    """
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        # the parts are taken by position, whichever way they were given
+        named = (kwargs.pop(name, None) for name in ("input", "weight", "bias")[len(args) :])
+        x, weight, bias, *rest = (*args, *named)
+        x, weight = cast(x, low), cast(weight, low)
+        if bias is None or (bias_in == low and bias.is_cuda and not isinstance(low, Emulated)):
+            out = func(x, weight, None if bias is None else cast(bias, low), *rest, **kwargs)
+        else:
+            out = func(x, weight, None, *rest, **kwargs)
+            if bias_in != low and result is not None:
+                out = cast(out, result)
+            bias = cast(bias, bias_in)
+            # of a convolution one number per channel, the second axis of the result
+            out = out + (bias.view(-1, *[1] * (weight.dim() - 2)) if weight.dim() > 2 else bias)
+        return out if result is None else cast(out, result)
+
+    return run
+
+
+@cache
+def product_then_sum(low: Target) -> Handler:
+    """beta * input + alpha * (a @ b): the product in `low`, the sum in float32."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        if len(args) != 3 or "out" in kwargs:
+            return func(*args, **kwargs)
+        # torch.addmm takes one dtype for all three, and this sum is in float32
+        product = cast(torch.matmul(*cast_all(args[1:], low)), WIDE)
+        return torch.add(kwargs.get("beta", 1) * args[0], product, alpha=kwargs.get("alpha", 1))
+
+    return run
+
+
+@cache
+def attention(low: Target, result: Target | None) -> Handler:
+    """Attention in a format: the mask that is added to its scores stays as it comes, since -inf may be no number."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        named = {name: value if name == "attn_mask" else cast(value, low) for name, value in kwargs.items()}
+        out = func(*cast_all(args[:3], low), *args[3:], **named)
+        return out if result is None else cast(out, result)
+
+    return run
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def norm_with_statistics(low: Target) -> Handler:
+    """Batch and instance norm in `low`. Running statistics are written in place, so they stay float32.
+
+    In evaluation statistics and affine parameters are rounded to `low`, in training they are used as they are.
+    """
+
+    def settled(x: Tensor) -> Tensor:
+        return cast(cast(x, low), WIDE) if x.is_floating_point() else x
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        computes(low)
+        if not (kwargs.get("training") or kwargs.get("use_input_stats")):
+            args, kwargs = (args[0], *map_tensors(settled, args[1:])), map_tensors(settled, kwargs)
+        return func(cast(args[0], low), *args[1:], **kwargs)
+
+    return run
+
+
+@cache
+def layer_norm_in_float32(low: Target) -> Handler:
+    """A protected layer norm: computed in float32, rounded once to `low`.
+
+    Its gamma and beta are rounded to the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
+    """
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        computes(WIDE)
+        # native kernels read 16-bit input as it is, so a cast of its own would only cost memory
+        given = precision(args[0])
+        args, kwargs = (args[0], *cast_all(args[1:], given)), cast_all(kwargs, given)
+        if isinstance(given, Emulated):
+            args, kwargs = cast_all(args, WIDE), cast_all(kwargs, WIDE)
+        return cast_all(func(*args, **kwargs), low)
+
+    return run
+
+
+@cache
+def batch_norm_in_float32(low: Target) -> Handler:
+    """A protected batch norm: float32 parameters and statistics on the input as it comes, the result in `low`."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        computes(WIDE)
+        # the float32 kernel reads a native 16-bit input itself; a format has no kernel of its own
+        x = cast(args[0], WIDE) if isinstance(args[0], Low) else args[0]
+        return cast(func(x, *args[1:], **kwargs), low)
+
+    return run
+
+
+# --- functions of functions -------------------------------------------------------------------------------------------
+
+
+def looks_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A function that Python makes of others: run so that the rule sees these."""
+    inner = ops.COMPOSED.get(func.__name__) or ops.COMPOSED_OF_LISTED[func.__name__]
+    with CastMode():
+        return inner(*args, **kwargs)
+
+
+def cast_inside(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A checkpoint, which the compiler alone takes for one operation: the function in it is cast."""
+
+    def function(*inner: Any, **named: Any) -> object:
+        with CastMode():
+            return args[0](*inner, **named)
+
+    return func(function, *args[1:], **kwargs)
+
+
+def unflattened(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """`x.unflatten`, which the compiler can follow only as a function."""
+    return torch.unflatten(*args, **kwargs)
+
+
+def differentiated(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A backward pass inside a forward: what is computed again in it enters its levels anew, since no mode listens."""
+    outer, LOCAL.on, LOCAL.rule = (LOCAL.on, LOCAL.rule), False, None
+    try:
+        return as_is(func, args, kwargs)
+    finally:
+        LOCAL.on, LOCAL.rule = outer
+
+
+# --- as other frameworks have it --------------------------------------------------------------------------------------
+
+
+@cache
+def computed_but_float64(low: Target) -> Handler:
+    """As `computed`; with a float64 among its inputs an operation is torch's own: it widens the others or refuses."""
+    return unless(lambda *given: any(x.dtype is torch.float64 for x in float_tensors(given)), computed(low))
+
+
+def unless(own: Callable[[Args, Kwargs], bool], handler: Handler) -> Handler:
+    """`handler`, but where `own(args, kwargs)` the operation is torch's own affair."""
+    return lambda func, args, kwargs: (as_is if own(args, kwargs) else handler)(func, args, kwargs)
+
+
+def refused(low: Target | None = None, otherwise: Handler = as_is) -> Handler:
+    """An operation that a framework bans on 16 bits, which would overflow or lose all precision (None: on any)."""
+
+    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+        given = [precision(x) for x in float_tensors(args[:1])]
+        if low is not None and not any(target in (low, torch.float16, torch.bfloat16) for target in given):
+            return otherwise(func, args, kwargs)
+        name = func.__name__
+        way_out = f"x.float().{name}()" if name.endswith("_") else f"{name}_with_logits"
+        raise (RuntimeError if low is None else NotImplementedError)(
+            f"{name} is unsafe in 16 bits, and banned there; use {way_out}, or to_float"
+        )
+
+    return run
+
+
+def one_dtype_said(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """What a framework lists nowhere: as it comes, and where torch refuses several dtypes, that with a way out."""
+    try:
+        return as_is(func, args, kwargs)
+    except RuntimeError as error:
+        dtypes = list(dict.fromkeys(dtype_name(x.dtype) for x in float_tensors((args, kwargs))))
+        if len(dtypes) < 2:
+            raise
+        raise RuntimeError(
+            f"{str(error).rstrip('.')}: {func.__name__} is on none of apex's lists, so its inputs come as they "
+            f"are, here {' and '.join(dtypes)}; cast one of them (x.to(y.dtype)), or use level auto"
+        ) from error
