@@ -25,7 +25,7 @@ class Carried:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.state = LOCAL.rule, LOCAL.module, LOCAL.layer
+        self.state = LOCAL.rule, LOCAL.module, LOCAL.products
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         with running(*self.state):

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mpkit.casting import operators as ops
-from mpkit.casting.low import Emulated, Low, Target, float_tensors, map_tensors, precision
+from mpkit.casting.low import Emulated, Target, float_tensors, map_tensors, precision
 from mpkit.casting.mode import LOCAL, CastMode, Handler, as_is, cast, cast_all, computes
-from mpkit.formats import dtype_name
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -224,18 +223,6 @@ def product_then_sum(low: Target) -> Handler:
     return run
 
 
-@cache
-def attention(low: Target, result: Target | None) -> Handler:
-    """Attention in a format: the mask that is added to its scores stays as it comes, since -inf may be no number."""
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        named = {name: value if name == "attn_mask" else cast(value, low) for name, value in kwargs.items()}
-        out = func(*cast_all(args[:3], low), *args[3:], **named)
-        return out if result is None else cast(out, result)
-
-    return run
-
-
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
@@ -258,36 +245,14 @@ def norm_with_statistics(low: Target) -> Handler:
     return run
 
 
-@cache
-def layer_norm_in_float32(low: Target) -> Handler:
-    """A protected layer norm: computed in float32, rounded once to `low`.
+def layer_norm_in_float32(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
+    """A protected layer norm: the kernel computes in float32 and rounds once to the precision of its input.
 
-    Its gamma and beta are rounded to the precision of its input, as MindSpore 2.7 was seen to do at O2 too.
+    Its gamma and beta are rounded to that, as MindSpore 2.7 was seen to do at O2 too.
     """
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        computes(WIDE)
-        # native kernels read 16-bit input as it is, so a cast of its own would only cost memory
-        given = precision(args[0])
-        args, kwargs = (args[0], *cast_all(args[1:], given)), cast_all(kwargs, given)
-        if isinstance(given, Emulated):
-            args, kwargs = cast_all(args, WIDE), cast_all(kwargs, WIDE)
-        return cast_all(func(*args, **kwargs), low)
-
-    return run
-
-
-@cache
-def batch_norm_in_float32(low: Target) -> Handler:
-    """A protected batch norm: float32 parameters and statistics on the input as it comes, the result in `low`."""
-
-    def run(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-        computes(WIDE)
-        # the float32 kernel reads a native 16-bit input itself; a format has no kernel of its own
-        x = cast(args[0], WIDE) if isinstance(args[0], Low) else args[0]
-        return cast(func(x, *args[1:], **kwargs), low)
-
-    return run
+    computes(WIDE)
+    given = precision(args[0])
+    return func(args[0], *cast_all(args[1:], given), **cast_all(kwargs, given))
 
 
 # --- functions of functions -------------------------------------------------------------------------------------------
@@ -352,17 +317,3 @@ def refused(low: Target | None = None, otherwise: Handler = as_is) -> Handler:
         )
 
     return run
-
-
-def one_dtype_said(func: ops.Function, args: Args, kwargs: Kwargs) -> object:
-    """What a framework lists nowhere: as it comes, and where torch refuses several dtypes, that with a way out."""
-    try:
-        return as_is(func, args, kwargs)
-    except RuntimeError as error:
-        dtypes = list(dict.fromkeys(dtype_name(x.dtype) for x in float_tensors((args, kwargs))))
-        if len(dtypes) < 2:
-            raise
-        raise RuntimeError(
-            f"{str(error).rstrip('.')}: {func.__name__} is on none of apex's lists, so its inputs come as they "
-            f"are, here {' and '.join(dtypes)}; cast one of them (x.to(y.dtype)), or use level auto"
-        ) from error

@@ -7,10 +7,10 @@ torch's hooks on saved tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from functools import partial, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,9 +88,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.book = book
 
-    def __torch_function__(
-        self, func: ops.Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: ops.Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return self.book.see(func, args, kwargs or {})
 
 
@@ -119,13 +117,13 @@ class Ledger:
         with ExitStack() as blocks:
             for name, module in self.network.named_modules():
                 enters = module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name))
-                leaves = module.register_forward_hook(partial(self._leave, name), always_call=True)
+                leaves = module.register_forward_hook(self._leave, always_call=True)
                 blocks.callback(enters.remove)
                 blocks.callback(leaves.remove)
             blocks.enter_context(torch.autograd.graph.saved_tensors_hooks(_note_saved, lambda x: x))
-            blocks.enter_context(self._among_books())
+            blocks.callback(setattr, LOCAL, "books", LOCAL.books)
             blocks.enter_context(_Watch(self))
-            self._blocks = blocks.pop_all()
+            self._blocks, LOCAL.books = blocks.pop_all(), (*LOCAL.books, self)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -135,16 +133,8 @@ class Ledger:
         self._path.clear()
         self._kept.clear()
 
-    @contextmanager
-    def _among_books(self) -> Iterator[None]:
-        outer, LOCAL.books = LOCAL.books, (*LOCAL.books, self)
-        try:
-            yield
-        finally:
-            LOCAL.books = outer
-
-    def _leave(self, name: str, *_: object) -> None:
-        if self._path and self._path[-1] == name:  # a hook of somebody's that raised before ours: it was not entered
+    def _leave(self, *_: object) -> None:
+        if self._path:
             self._path.pop()
 
     # --- what is seen -------------------------------------------------------------------------------------------------
@@ -268,14 +258,9 @@ class Ledger:
 
     def __str__(self) -> str:
         """The operations as a table, and what is kept for the backward pass."""
-        lines = [("module", "operation", "inputs", "compute", "output", "casts", "kept, bytes")]
-        for r in (*self.rows, *self.outside):
-            inputs, output = ("/".join(dict.fromkeys(names)) for names in (r.inputs, r.output))
-            lines.append((r.module, r.operation, inputs, r.compute, output, str(r.casts), str(r.saved)))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        frame = self.to_frame().drop(columns=["shape", "bytes", "flushed", "overflowed"])
         kept = ", ".join(f"{name} {size}" for name, size in self.kept_bytes.items())
-        return "\n".join((*table, f"kept for the backward pass, bytes: {kept}"))
+        return f"{frame.to_string(index=False)}\nkept for the backward pass, bytes: {kept}"
 
     def to_frame(self, kind: type = Operation) -> pd.DataFrame:
         """The rows as a table; with `Cast` the casts, with `OperandRow` the operands of products under a recipe."""

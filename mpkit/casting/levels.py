@@ -24,16 +24,13 @@ from mpkit.casting.rules import listed, lowered
 from mpkit.formats import FloatFormat
 
 LEVELS = tuple(MINDSPORE)
+Precision = torch.dtype | FloatFormat
 Network = TypeVar("Network", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 
 
 def auto_mixed_precision(
-    network: Network,
-    amp_level: str = "O0",
-    dtype: torch.dtype | FloatFormat = torch.float16,
-    *,
-    grad_dtype: FloatFormat | None = None,
+    network: Network, amp_level: str = "O0", dtype: Precision = torch.float16, *, grad_dtype: FloatFormat | None = None
 ) -> Network:
     """Cast the operations of `network` at a level. The same object comes back, its parameters stay float32.
 
@@ -82,8 +79,12 @@ def auto_mixed_precision(
     low = target_of(dtype, grad_dtype)
     if amp_level == "O0":
         return network
-    check_castable(network)
-    _warn_of_repetition(network, amp_level)
+    if isinstance(network, nn.Module):
+        check_castable(network)
+    before = mark_of(network)
+    if before is not None and before.level:
+        way_out = "call remove_mixed_precision(network) first to change levels quietly"
+        warnings.warn(f"this network changes from level {before.level!r} to {amp_level!r}; {way_out}", stacklevel=2)
     if amp_level not in LEVELS:
         raise ValueError(f"amp_level is one of {', '.join(LEVELS)} (case matters), got {amp_level!r}")
     if not isinstance(network, nn.Module):
@@ -97,7 +98,7 @@ def custom_mixed_precision(
     *,
     white_list: list[Any] | None = None,
     black_list: list[type[nn.Module]] | None = None,
-    dtype: torch.dtype | FloatFormat = torch.float16,
+    dtype: Precision = torch.float16,
     grad_dtype: FloatFormat | None = None,
 ) -> nn.Module:
     """O1's mechanism with your white list, or O2's with your black list. The same object comes back.
@@ -110,12 +111,11 @@ def custom_mixed_precision(
              one list is given, or for another dtype.
     Source:  MindSpore 2.7 amp.custom_mixed_precision; where that takes Primitive classes, this takes torch functions.
     """
-    check_kind("network", network, nn.Module, "an nn.Module")
+    check_castable(network)
     if (white_list is None) == (black_list is None):
         came = "neither" if white_list is None else "both"
         raise ValueError(f"give exactly one of white_list and black_list, got {came}")
     low = target_of(dtype, grad_dtype)
-    check_castable(network)
     modules, operators = _checked(white_list if black_list is None else black_list, black_list is None)
     if black_list is None:
         put_white_list(network, low, modules, operators)
@@ -154,24 +154,13 @@ def _checked(given: object, white: bool) -> tuple[tuple[type[nn.Module], ...], f
     return modules, frozenset(name for name in operators.values() if name)
 
 
-def _warn_of_repetition(network: object, level: str) -> None:
-    if old := amp_level(network):
-        warnings.warn(
-            f"this network already runs at level {old!r}, now it changes to {level!r}; "
-            "call remove_mixed_precision(network) first to change levels quietly",
-            stacklevel=3,
-        )
-
-
 def amp_level(network: object) -> str:
     """The level recorded on this very network, "" if none."""
     root = mark_of(network)
     return "" if root is None else root.level
 
 
-def to_float(
-    module: nn.Module, dtype: torch.dtype | FloatFormat, *, grad_dtype: FloatFormat | None = None
-) -> nn.Module:
+def to_float(module: nn.Module, dtype: Precision, *, grad_dtype: FloatFormat | None = None) -> nn.Module:
     """Make `module` and every module in it compute in `dtype`; the last call wins, module by module.
 
     Float arguments (float64 too) are cast on entry and parameters where they are used; integers and bools are left
@@ -183,9 +172,8 @@ def to_float(
     Source:  MindSpore 2.7 Cell.to_float, with graph mode's cast on entry. What a level put around a module (the float32
              result of the root, the 16-bit result of a norm at O2) stays around it.
     """
-    check_kind("module", module, nn.Module, "an nn.Module (cast a tensor with x.to(dtype))")
-    target = target_of(dtype, grad_dtype, also=(torch.float32,))
     check_castable(module)
+    target = target_of(dtype, grad_dtype, also=(torch.float32,))
     for inner in module.modules():
         remark(inner, lowered(inner, target), by_user=target)
     return module
@@ -232,7 +220,7 @@ def remove_mixed_precision(network: Network) -> Network:
 def cast_like(
     network: nn.Module,
     preset: str | Recipe,
-    dtype: torch.dtype | FloatFormat | None = None,
+    dtype: Precision | None = None,
     *,
     grad_dtype: FloatFormat | None = None,
     keep: Keep = None,
@@ -255,9 +243,8 @@ def cast_like(
     >>> net(torch.ones(1, 2)).dtype
     torch.bfloat16
     """
-    check_kind("network", network, nn.Module, "an nn.Module")
-    check_kind("preset", preset, (str, Recipe), "a name (of PRESETS or RECIPES) or a Recipe")
     check_castable(network)
+    check_kind("preset", preset, (str, Recipe), "a name (of PRESETS or RECIPES) or a Recipe")
     if isinstance(preset, Recipe) or preset in RECIPES:
         if dtype is not None or grad_dtype is not None:
             raise ValueError("a recipe names the format of every cast; replace its casts instead of giving a dtype")
@@ -278,8 +265,6 @@ def copy_to_float(source: nn.Module, target: nn.Module) -> nn.Module:
 
     Raises:  TypeError if one of them is no module.
     """
-    for name, module in (("source", source), ("target", target)):
-        check_kind(name, module, nn.Module, "an nn.Module")
     found = mark_of(source)
     if found is not None and found.by_user is not None:  # a level or a recipe stands around the layer
         mark(target, lowered(target, found.by_user), result=found.result, by_user=found.by_user)

@@ -14,7 +14,7 @@ class _Local(threading.local):
     def __init__(self) -> None:  # all in every thread's own dict from the start, or the compiler's guards would fail
         self.rule: Any = None  # of the module that runs; None outside of every level, and while arguments are cast
         self.module: nn.Module | None = None
-        self.layer: Any = None  # the mark of the layer under a recipe
+        self.products = 0  # how many the layer under a recipe has begun
         self.on = False  # whether a CastMode sees the operations
         self.books: tuple[Any, ...] = ()  # open ledgers
         self.quiet = False  # whether books are told nothing, since a cast is being made

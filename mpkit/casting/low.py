@@ -154,9 +154,7 @@ class Low(Tensor):
         return cls(inner["values"])
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in _LEAVES and _leaves(func.__name__, args, kwargs or {}):
             args = (convert(args[0], torch.float32), *args[1:])
         # private; the public default of Tensor would make results that are plain into this class
@@ -164,9 +162,7 @@ class Low(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         facts, options = _facts(func), kwargs or {}
         operands = _Operands(facts.fills)
         inner = [operands.bare(x) for x in args]

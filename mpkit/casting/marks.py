@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpkit.arguments import check_kind
 from mpkit.casting.low import Low, Target, convert, map_tensors
 from mpkit.casting.mode import LOCAL, CastMode, Rule, cast_all
 from mpkit.casting.rules import way_out
@@ -17,6 +19,7 @@ from mpkit.casting.rules import way_out
 _OF_A_FUNCTION = ("__name__", "__qualname__", "__code__", "__defaults__", "__kwdefaults__", "__annotations__")
 
 
+@dataclass(eq=False, repr=False)
 class Forward:
     """What stands in a module instance's `forward`: runs the class's forward under the module's rule.
 
@@ -32,18 +35,13 @@ class Forward:
         by_user: the precision that `to_float` set, which O1 and auto then respect; None if it did not.
     """
 
-    def __init__(
-        self,
-        module: nn.Module | None,
-        rule: Rule | None,
-        inner: Callable[..., Any] | None = None,
-        *,
-        result: Target | None = None,
-        level: str = "",
-        by_user: Target | None = None,
-    ) -> None:
-        self.module, self.rule, self.inner = module, rule, inner
-        self.result, self.level, self.by_user = result, level, by_user
+    module: nn.Module | None
+    rule: Rule | None
+    inner: Callable[..., Any] | None = None
+    _: KW_ONLY
+    result: Target | None = None
+    level: str = ""
+    by_user: Target | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         rule = self.rule
@@ -71,8 +69,8 @@ class Forward:
     def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward under `rule`."""
         # also after an error the caller goes on as it was
-        outer, outside = LOCAL.rule, LOCAL.module
-        LOCAL.rule = None  # a cast is no operation of the module
+        outer, outside = (LOCAL.rule, LOCAL.module, LOCAL.products), LOCAL.module
+        LOCAL.rule, LOCAL.products = None, 0  # a cast is no operation of the module
         try:
             if rule.protected and LOCAL.given:
                 args = tuple([_as_it_came(x) for x in args])
@@ -95,7 +93,7 @@ class Forward:
                 raise
             raise told from error
         finally:
-            LOCAL.rule, LOCAL.module = outer, outside
+            LOCAL.rule, LOCAL.module, LOCAL.products = outer
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -150,10 +148,10 @@ def mark_of(module: object) -> Forward | None:
     return forward if isinstance(forward, Forward) else None
 
 
-def mark(module: nn.Module, rule: Rule, *, kind: type[Forward] = Forward, **options: Any) -> Forward:
-    """Put `rule` on this one module in place of any mark it has; `kind` is the class of the mark."""
+def mark(module: nn.Module, rule: Rule, **options: Any) -> Forward:
+    """Put `rule` on this one module in place of any mark it has."""
     unmark(module)
-    forward = kind(module, rule, module.__dict__.get("forward"), **options)
+    forward = Forward(module, rule, module.__dict__.get("forward"), **options)
     module.__dict__.update({"forward": forward, _MARK: forward, _REPLICATE: _refuse_replicas})
     return forward
 
@@ -190,9 +188,10 @@ def unmark(module: nn.Module) -> None:
 _IN_STEPS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
-def check_castable(network: object) -> None:
-    """Raise TypeError if a part of `network` is what no level can reach, and say which and why."""
-    for name, module in network.named_modules() if isinstance(network, nn.Module) else ():
+def check_castable(network: nn.Module) -> None:
+    """Raise TypeError unless `network` is a module, or if a part of it is what no level can reach, and say why."""
+    check_kind("network", network, nn.Module, "an nn.Module (a tensor is cast by x.to(dtype))")
+    for name, module in network.named_modules():
         why = ""
         if isinstance(module, torch.jit.ScriptModule):
             why = "TorchScript, which runs in an interpreter of its own; cast the network before torch.jit.trace"

@@ -7,7 +7,7 @@ stands there, that casts and calls; if none does, the operation is torch's own a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,9 +53,7 @@ class Rule:
 class CastMode(TorchFunctionMode):
     """Applies the rule of the module whose forward runs now."""
 
-    def __torch_function__(
-        self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> Any:
         rule = LOCAL.rule
         handler = None if rule is None else rule.handlers.get(func.__name__, rule.default)
         if LOCAL.books and rule is not None and func.__name__ not in COMPOSED:
@@ -85,29 +83,22 @@ def computes(target: Target) -> None:
 
 
 @contextmanager
-def running(rule: Rule | None, module: nn.Module | None = None, layer: Any = None) -> Iterator[None]:
+def running(rule: Rule | None, module: nn.Module | None = None, products: int = 0) -> Iterator[None]:
     """A block whose operations compute by `rule`, as in a forward of `module`, with casts of parameters of its own."""
-    outer = LOCAL.rule, LOCAL.module, LOCAL.layer, LOCAL.on, LOCAL.kept
-    LOCAL.rule, LOCAL.module, LOCAL.layer, LOCAL.kept = rule, module, layer, {}
+    outer = LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.on, LOCAL.kept
+    LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.kept = rule, module, products, {}
     try:
-        if LOCAL.on:
-            yield
-        else:
+        with nullcontext() if LOCAL.on else CastMode():
             LOCAL.on = True
-            with CastMode():
-                yield
+            yield
     finally:
-        LOCAL.rule, LOCAL.module, LOCAL.layer, LOCAL.on, LOCAL.kept = outer
+        LOCAL.rule, LOCAL.module, LOCAL.products, LOCAL.on, LOCAL.kept = outer
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 # torch reads the arguments of these faster than those of `x.to(dtype)`
-_TO: dict[Target, Callable[[Tensor], Tensor]] = {
-    torch.bfloat16: Tensor.bfloat16,
-    torch.float16: Tensor.half,
-    torch.float32: Tensor.float,
-}
+_TO: dict[Target, Any] = {torch.bfloat16: Tensor.bfloat16, torch.float16: Tensor.half, torch.float32: Tensor.float}
 _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
@@ -119,13 +110,12 @@ def cast(x: Any, target: Target) -> Any:
             return x
         if kind is nn.Parameter and not is_compiling():
             return _cast_parameter(x, target)
-        if LOCAL.books:
-            return _told(x, target)
         to = _TO.get(target)
-        return convert(x, target) if to is None or x.layout is not torch.strided or x.is_nested else to(x)
-    if not isinstance(x, Tensor) or not x.is_floating_point():
+        if to is not None and not LOCAL.books and x.layout is torch.strided and not x.is_nested:
+            return to(x)
+    elif not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return _told(x, target) if LOCAL.books else convert(x, target)
+    return _told(x, target)
 
 
 def cast_all(values: Any, target: Target) -> Any:
@@ -145,6 +135,8 @@ def _cast_any(value: Any, target: Target) -> Any:
 
 def _told(x: Tensor, target: Target) -> Tensor:
     """A cast that open ledgers are told of; they see no operation of which it is made."""
+    if not LOCAL.books:
+        return convert(x, target)
     outer, LOCAL.quiet = LOCAL.quiet, True
     try:
         y = convert(x, target)
@@ -179,7 +171,7 @@ def _cast_parameter(x: nn.Parameter, target: Target) -> Tensor:
     found = LOCAL.kept.get(key)
     if found is not None and found[1] is not None and found[2] == state:
         return _Again.apply(x, found[1]) if torch.is_grad_enabled() and x.requires_grad else found[1]
-    y = _told(x, target) if LOCAL.books else convert(x, target)
+    y = _told(x, target)
     # the parameter itself stands there too: an id is given again when its owner dies
     keeps = (found is not None or LOCAL.books) and not LOCAL.shown and not x.is_inference()
     LOCAL.kept[key] = x, y.detach() if keeps else None, state

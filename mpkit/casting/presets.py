@@ -22,6 +22,8 @@ from mpkit.casting.marks import mark, mark_of, root_of
 from mpkit.casting.mode import Rule
 from mpkit.casting.rules import entry_of, forced, listed, lowered, protected, white_operators
 
+_WIDE = torch.float32
+
 # --- how rules get onto the modules of a network ----------------------------------------------------------------------
 
 
@@ -65,8 +67,7 @@ def protect_children(module: nn.Module, low: Target, protects: Callable[[nn.Modu
             continue
         for inner in child.modules():  # only the protected module itself hands over in `low`
             takes_low = type(inner).forward in (nn.BatchNorm1d.forward, nn.LayerNorm.forward)
-            result = low if inner is child else None
-            mark(inner, protected(result or torch.float32, None if takes_low else torch.float32), result=result)
+            mark(inner, protected(None if takes_low else _WIDE), result=low if inner is child else None)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -114,7 +115,6 @@ class Level:
         return isinstance(module, self.protected) and (self.name != "apex_O2" or bool(module.affine))
 
 
-_WIDE = torch.float32
 MINDSPORE = {
     row.name: row
     for row in (

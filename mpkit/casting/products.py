@@ -20,7 +20,7 @@ from mpkit.arguments import check_kind
 from mpkit.casting import operators as ops
 from mpkit.casting import rules
 from mpkit.casting.low import Emulated
-from mpkit.casting.marks import Forward, mark_of, remark, root_of
+from mpkit.casting.marks import mark_of, remark, root_of
 from mpkit.casting.mode import LOCAL, Rule, computes
 from mpkit.casting.recipe import Cast, Operand, Recipe, amax_of
 from mpkit.formats import FloatFormat
@@ -88,32 +88,13 @@ class RecipeScales(nn.Module):
 _SCALES: WeakKeyDictionary[RecipeScales, None] = WeakKeyDictionary()  # in the order of making, as in every process
 
 
-class RecipeForward(Forward):
-    """The mark of a layer under a recipe: it also tells the products which layer they belong to."""
-
-    def run(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward of the layer, whose products are numbered from 0 on."""
-        self.calls = 0
-        outer, LOCAL.layer = LOCAL.layer, self
-        try:
-            return super().run(rule, args, kwargs)
-        finally:
-            LOCAL.layer = outer
-
-    def scalers(self) -> dict[str, TensorScaler]:
-        """The delayed scales of the layer's next product, {} without state."""
-        key, self.calls = str(self.calls), self.calls + 1
-        scales = getattr(self.module, STATE, None)
-        return {} if scales is None else scales.site(key)
-
-
 @rules.rule
 def recipe_rule(recipe: Recipe) -> Rule:
     """Linear operations compute by the recipe; everything else is as without one."""
     element = recipe.fprop_input.element if recipe.fprop_input else None
 
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = recipe_linear(input, weight, recipe, LOCAL.layer.scalers() if recipe.delayed() else {})
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = recipe_linear(x, weight, recipe, _scalers() if recipe.delayed() else {})
         return y if bias is None else y + bias.to(y.dtype)
 
     run: Callable[..., Tensor] = linear
@@ -123,9 +104,16 @@ def recipe_rule(recipe: Recipe) -> Rule:
     def handle(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(element, FloatFormat):
             computes(Emulated(element, element))
-        return run(*args, **kwargs)
+        return run(*args, *(kwargs.get(name) for name in ("input", "weight", "bias")[len(args) :]))
 
     return Rule(rules.recipe_table(handle))
+
+
+def _scalers() -> dict[str, TensorScaler]:
+    """The delayed scales of the next product of the layer that runs, {} without state; they are numbered from 0 on."""
+    key, LOCAL.products = str(LOCAL.products), LOCAL.products + 1
+    scales = getattr(LOCAL.module, STATE, None)
+    return {} if scales is None else scales.site(key)
 
 
 def recipe_linear(x: Tensor, weight: Tensor, recipe: Recipe, scalers: dict[str, TensorScaler] | None = None) -> Tensor:
@@ -265,23 +253,16 @@ def kept_layers(layers: dict[str, nn.Module], keep: Keep) -> set[str]:
     names all in that block, "blocks.*.proj" one layer of each.
     Raises:  ValueError for a pattern that matches nothing: the layer it means would be cast silently.
     """
-    if keep is None:
-        return set()
-    tests: dict[Any, Callable[[str, nn.Module], bool]]
-    if callable(keep):
-        tests = {keep: keep}
-    else:
-        patterns = [keep] if isinstance(keep, str) else list(keep) if isinstance(keep, Sequence) else [keep]
-        if not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"keep is a pattern, a list of them or a function (path, module) -> bool, got {keep!r}")
-        tests = {pattern: partial(_names, pattern) for pattern in patterns}
     kept: set[str] = set()
-    for pattern, picks in tests.items():
+    for wanted in [] if keep is None else keep if isinstance(keep, list | tuple) else [keep]:
+        if not (isinstance(wanted, str) or callable(wanted)):
+            raise TypeError(f"keep is a pattern, a list of them or a function (path, module) -> bool, got {keep!r}")
+        picks = partial(_names, wanted) if isinstance(wanted, str) else wanted
         named = {name for name, module in layers.items() if picks(name, module)}
         if not named:
             some = ", ".join(name or "(the network itself)" for name in [*layers][:20])
             more = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
-            raise ValueError(f"keep={pattern!r} matches no layer, so nothing would stay high; there are {some}{more}")
+            raise ValueError(f"keep={wanted!r} matches no layer, so nothing would stay high; there are {some}{more}")
         kept |= named
     return kept
 
@@ -300,10 +281,10 @@ def cast_by_recipe(network: nn.Module, recipe: Recipe, keep: Keep = None) -> nn.
     for name, module in layers.items():
         drop_scales(module)
         if name not in kept:
-            remark(module, recipe_rule(recipe), kind=RecipeForward)
+            remark(module, recipe_rule(recipe))
             if recipe.delayed():
                 module.add_module(STATE, RecipeScales(recipe, module))
-        elif isinstance(mark_of(module), RecipeForward):
+        elif _recipe(module) is not None:
             remark(module, Rule())
     root_of(network).level = recipe.name
     return network
@@ -318,9 +299,13 @@ def drop_scales(module: nn.Module) -> None:
 def recipe_of(network: nn.Module) -> dict[str, Recipe | None]:
     """Path of each linear layer -> the recipe it runs under, None where it stays high."""
     check_kind("network", network, nn.Module, "an nn.Module")
-    marks = {name: mark_of(module) for name, module in linear_layers(network).items()}
-    rules_of = {name: found.rule if isinstance(found, RecipeForward) else None for name, found in marks.items()}
-    return {name: rule.origin[1][0] if rule and rule.origin else None for name, rule in rules_of.items()}
+    return {name: _recipe(module) for name, module in linear_layers(network).items()}
+
+
+def _recipe(layer: nn.Module) -> Recipe | None:
+    found = mark_of(layer)
+    made, arguments = (found and found.rule and found.rule.origin) or (None, ())
+    return arguments[0] if made is recipe_rule else None
 
 
 # --- the end of a step ------------------------------------------------------------------------------------------------

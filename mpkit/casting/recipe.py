@@ -248,11 +248,8 @@ class Recipe:
 
     def delayed(self) -> dict[str, TensorScalePolicy]:
         """The policies that keep state, by tensor: input, weight, grad."""
-        return {
-            key.partition("_")[2]: cast.policy
-            for key, cast in self.casts()
-            if cast is not None and cast.delayed and cast.policy is not None
-        }
+        kept = {key.partition("_")[2]: cast.policy for key, cast in self.casts() if cast and cast.delayed}
+        return {tensor: policy for tensor, policy in kept.items() if policy}
 
 
 def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | None = None) -> Recipe:
@@ -260,8 +257,6 @@ def uniform(name: str, forward: Cast, grad: Cast | None = None, weight: Cast | N
 
     Args:  forward casts input and weight; `grad` (None: the same) the gradient, `weight` (None: the same) the weight.
     """
-    for key, cast in (("grad", grad), ("weight", weight)):
-        check_kind(key, cast, Cast, "a Cast", optional=True)
     grad, weight = grad or forward, weight or forward
     return Recipe(name, forward, weight, grad, weight, grad, forward)
 

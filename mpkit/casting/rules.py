@@ -49,10 +49,6 @@ def _table(*parts: Part) -> dict[str, Handler]:
     return {name: handler for names, handler in (*always, *parts) for name in names}
 
 
-def _attends(low: Target, result: Target | None = None) -> list[Part]:
-    return [((ops.ATTENTION,), do.attention(low, result))] if isinstance(low, Emulated) else []
-
-
 def entry_of(module: nn.Module | None) -> Target | None:
     """What the arguments of a module are cast to where only its operations are listed.
 
@@ -81,7 +77,6 @@ def everything(low: Target, entry: Target | None = None) -> Rule:
         (ops.MAY_VIEW - {"unflatten"}, do.viewed(low)),
         # torch refuses several dtypes here, so its promotion decides nothing
         (ops.OF_ONE_DTYPE | ops.RECURRENT, do.computed(low)),
-        *_attends(low),
         (ops.WRITTEN_BESIDE, do.written),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, None)),
         (ops.WITH_STATISTICS, do.norm_with_statistics(low)),
@@ -97,10 +92,9 @@ def recurrent(low: Target) -> Rule:
 
 
 @rule
-def protected(low: Target, entry: Target | None) -> Rule:
-    """A black-listed module: everything in float32, a norm of torch's straight from its 16-bit input in one kernel."""
-    layer_norm = ("layer_norm",), do.layer_norm_in_float32(low)
-    return Rule(_table((ops.WITH_STATISTICS, do.batch_norm_in_float32(low)), layer_norm), None, entry, True)
+def protected(entry: Target | None) -> Rule:
+    """A black-listed module: everything in float32, a norm of torch's straight from its low input in one kernel."""
+    return Rule(_table((("layer_norm",), do.layer_norm_in_float32)), None, entry, True)
 
 
 # --- MindSpore's O1 ---------------------------------------------------------------------------------------------------
@@ -113,7 +107,6 @@ def forced(low: Target) -> Rule:
         (ops.LEFT_ALONE - ops.SHOWS_MEMORY - {"__get__"}, as_is),
         (ops.IN_PLACE, do.written_as_it_is),
         (ops.MAY_VIEW, as_is),
-        *_attends(low, WIDE),
         (ops.PRODUCT_WITH_BIAS, do.product_then_bias(low, low, WIDE)),
     )
     return Rule(handlers, do.sparing_kernels(do.computed(low, WIDE)))
@@ -133,7 +126,6 @@ def white_operators(low: Target, operators: frozenset[str], entry: Target | None
             (("linear",), do.product_then_bias(low, WIDE, WIDE)),
             (ops.SUM_WITH_PRODUCT, do.product_then_sum(low)),
             (ops.MADE_OF_PRODUCTS, do.computed(low, WIDE)),
-            *_attends(low, WIDE),
         ]
     parts += [(("relu_",), do.written_back(low, WIDE))] if "relu" in operators else []
     return Rule(_table(*parts, (ops.CONVOLUTIONS & white, do.product_then_bias(low, WIDE, WIDE))), None, entry)
@@ -155,7 +147,6 @@ def listed(name: str, low: Target, entry: Target | None = None) -> Rule:
         (() if isinstance(low, Emulated) else ops.FILLS_WITH_NUMBERS, do.filled),
         (ops.COMPOSED_OF_LISTED, do.looks_inside),
         (products | ops.RECURRENT, compute(low)),  # a recurrent kernel is many listed products
-        *(_attends(low) if ops.ATTENTION in products else ()),
         (ops.names_of(*lists["wide"], *lists.get("made_of_wide", ())), compute(WIDE)),
         (ops.names_of(*lists["promoted"]), do.promoted),
         *_OWN[name](low),
@@ -183,30 +174,10 @@ def _torch(low: Target) -> Iterable[Part]:
     yield ("interpolate",), do.unless(_averages, wide)
     # with a single number it is a product like any other, whose dtype a single number does not decide
     yield ("inner",), do.unless(lambda *given: any(x.dim() == 0 for x in float_tensors(given)), do.promoted)
-    yield ("sum_to_size",), do.unless(_keeps_its_size, wide)
-    yield ops.names_of("matrix_power"), _matrix_power(do.computed_but_float64(low))
 
 
 def _averages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return (args[3] if len(args) > 3 else kwargs.get("mode", "nearest")) == "area"  # an average pool
-
-
-def _keeps_its_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x, size = args[0], kwargs.get("size", args[1:])
-    wanted = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    return x.dim() > 0 and tuple(wanted) == tuple(x.shape)
-
-
-def _matrix_power(products: Handler) -> Handler:
-    """Repeated products; an inverse is taken before them as the input comes."""
-
-    def run(func: ops.Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        n = args[1] if len(args) > 1 else kwargs.get("n")
-        if not isinstance(n, int) or abs(n) < 2 or "out" in kwargs or not float_tensors(args[:1]):
-            return func(*args, **kwargs)
-        return products(func, (func(args[0], -1) if n < 0 else args[0], abs(n)), {})
-
-    return run
 
 
 def _apex(low: Target) -> Iterable[Part]:
@@ -218,8 +189,6 @@ def _apex(low: Target) -> Iterable[Part]:
     yield _in_place(lists["wide"]), do.refused(low)
     yield _in_place(lists["low"], lists["promoted"]), do.written
     yield LISTS["torch"]["banned"], do.refused(low, do.computed(WIDE))
-    if isinstance(low, torch.dtype):
-        yield ops.names_of(*lists["unlisted"]), do.one_dtype_said
     yield ("batch_norm",), lambda func, args, kwargs: cast(func(*args, **kwargs), precision(args[0]))
 
 

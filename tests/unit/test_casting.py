@@ -256,7 +256,7 @@ def test_o2_protects_children_only_and_the_norm_takes_the_networks_input_as_it_c
     with ledger(inside) as child:
         inside(torch.randn(3, 4))
     assert [row.compute for row in root.rows] == ["bfloat16"]
-    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("float32", "float32", ("bfloat16",))]
+    assert [(row.inputs[0], row.compute, row.output) for row in child.rows] == [("float32", "float32", ("float32",))]
     assert not [cast for cast in child.casts if cast.target == "float32" and cast.module == "0"]
 
 
@@ -428,9 +428,9 @@ def test_a_gradient_format_goes_with_an_emulated_format() -> None:
 
 
 def test_a_format_wider_than_float32_cannot_be_emulated() -> None:
-    with pytest.raises(ValueError, match=r"fp64 is wider; network.double\(\)"):
+    with pytest.raises(ValueError, match=r"wider; network.double\(\)"):
         auto_mixed_precision(nn.Linear(2, 2), "O3", FP64)
-    with pytest.raises(ValueError, match="fp64 is wider"):
+    with pytest.raises(ValueError, match="wider"):
         to_float(nn.Linear(2, 2), E4M3FN, grad_dtype=FP64)
 
 

@@ -14,7 +14,7 @@ from autocast_oracle import KINDS, Apply, cuda_autocast, disagreement, dtypes_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkit.casting import auto_mixed_precision, cast_like
+from mpkit.casting import cast_like
 from mpkit.casting.lists import LISTS
 from mpkit.casting.rules import listed
 from mpkit.formats import E4M3FN, FP16
@@ -38,8 +38,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "triplet_margin_with_distance_loss": (F.triplet_margin_with_distance_loss, (A, A, A)),
     "inner": (torch.inner, (A, A)),
     "inner of a number": (torch.inner, (A[0, 0], A)),
-    "sum to its own size": (lambda x: x.sum_to_size(4, 4), (A,)),
-    "sum to its own size, as one": (lambda x: x.sum_to_size(torch.Size([4, 4])), (A,)),
     "sum of a number": (lambda x: x.sum_to_size(()), (A[0, 0],)),
     "the kernel of a resampling": (lambda x: torch.ops.aten._upsample_bilinear2d_aa(x, [3, 3], False), (IMAGE,)),
     "the kernel of another": (lambda x: torch._C._nn.upsample_nearest2d(x, [3, 3]), (IMAGE,)),
@@ -69,12 +67,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "sum_to_size": (lambda x: x.sum_to_size(1, 4), (A,)),
     "trapezoid": (torch.trapezoid, (A,)),
     "cumulative_trapezoid": (torch.cumulative_trapezoid, (A,)),
-    "matrix_power 3": (lambda x: torch.linalg.matrix_power(x, 3), (A,)),
-    "matrix_power 1": (lambda x: torch.linalg.matrix_power(x, 1), (A,)),
-    "matrix_power named": (lambda x: torch.linalg.matrix_power(x, n=3), (A,)),
-    "matrix_power of torch": (lambda x: torch.matrix_power(x, n=3), (A,)),
-    "matrix_power of a tensor": (lambda x: x.matrix_power(3), (A,)),
-    "matrix_power -2": (lambda x: torch.linalg.matrix_power(x, -2), (A,)),
     "area in order": (lambda x: F.interpolate(x, None, 0.5, "area"), (IMAGE,)),
     "nearest in order": (lambda x: F.interpolate(x, None, 0.5, "nearest"), (IMAGE,)),
     "sum told": (lambda x: x.sum(dtype=torch.float16), (A,)),
@@ -142,13 +134,6 @@ def test_numbers_that_float16_cannot_hold_survive_where_autocast_widens() -> Non
         assert (got.dtype, float(got.sum())) == (torch.float32, want), name
 
 
-@pytest.mark.parametrize(("power", "want"), [(3, 0.125), (1, 0.5), (0, 1.0), (-1, 2.0), (-2, 4.0), (-5, 32.0)])
-def test_a_matrix_to_a_power_is_inverted_as_it_comes_and_multiplied_in_float16(power: int, want: float) -> None:
-    got = cast_like(Apply(lambda x: torch.linalg.matrix_power(x, power)), "torch_autocast")(0.5 * torch.eye(2))
-    assert got.dtype is (torch.float16 if abs(power) > 1 else torch.float32)
-    assert torch.equal(got, (want * torch.eye(2)).to(got.dtype))
-
-
 def listed_by_torch() -> set[str]:
     """torch ships the header that its own lists stand in."""
     text = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
@@ -208,33 +193,6 @@ def test_apex_bans_binary_cross_entropy_on_16_bits_only() -> None:
         call(torch.full((3,), 0.5).half())
     halves = apex(lambda p: F.binary_cross_entropy(p, torch.ones(3).half()))  # the target may have 16 bits
     assert torch.equal(halves(torch.full((3,), 0.5)), torch.tensor(0.5).log().neg())
-
-
-UNLISTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
-    "scaled_dot_product_attention": lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
-    "tensordot": lambda x, y: torch.tensordot(x, y, 1),
-    "multi_dot": lambda x, y: torch.linalg.multi_dot([x, y]),
-    "index_add_": lambda x, y: x.clone().index_add_(0, CLASSES, y),
-}
-
-
-@pytest.mark.parametrize("name", UNLISTED)
-def test_apex_casts_nothing_for_what_is_on_none_of_its_lists(name: str) -> None:
-    """apex replaces listed functions in Python; einsum and attention call their products in C++, past it."""
-    call = apex(UNLISTED[name])
-    for x in (A, A.half()):
-        got = call(x, x)
-        assert got.dtype is x.dtype
-        assert torch.equal(got, UNLISTED[name](x, x))
-    with pytest.raises(RuntimeError, match=rf"{name} is on none of apex's lists.*float32 and float16; cast one of"):
-        call(A, A.half())
-    assert call(A, A.half().to(A.dtype)).dtype is torch.float32  # as the message says
-    with pytest.raises(RuntimeError) as told:
-        call(A, A[:3, :3])
-    assert "apex" not in str(told.value)
-    # the way out that it names
-    assert auto_mixed_precision(Apply(UNLISTED[name]), "auto")(A, A.half()).isfinite().all()
 
 
 def test_apex_leaves_in_place_operations_on_wider_numbers_where_they_are() -> None:
